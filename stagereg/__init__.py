@@ -1,0 +1,83 @@
+"""stagereg: a Hydra-configurable registry of checkpoint stagers, join hooks and joinables for PyTorch training.
+
+Everything public is reachable from here by name, and each name is imported when it is first used: ``import stagereg``
+imports no torch, so listing options and completing a command line stay instant.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from stagereg.errors import StageregError, UnevenInputsError
+from stagereg.registry import build, names, register
+
+if TYPE_CHECKING:
+    from stagereg import testing
+    from stagereg.checkpoint.checkpointer import Checkpointer
+    from stagereg.config.instantiate import instantiate
+    from stagereg.config.main import main
+    from stagereg.join.context import Join
+    from stagereg.join.protocol import Joinable, JoinHook
+    from stagereg.stagers.blocking import BlockingAsyncStager
+    from stagereg.stagers.protocol import AsyncStager
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncStager",
+    "BlockingAsyncStager",
+    "Checkpointer",
+    "Join",
+    "JoinHook",
+    "Joinable",
+    "StageregError",
+    "UnevenInputsError",
+    "build",
+    "instantiate",
+    "main",
+    "names",
+    "register",
+    "testing",
+]
+
+_LAZY = {
+    "AsyncStager": "stagereg.stagers.protocol",
+    "BlockingAsyncStager": "stagereg.stagers.blocking",
+    "Checkpointer": "stagereg.checkpoint.checkpointer",
+    "Join": "stagereg.join.context",
+    "JoinHook": "stagereg.join.protocol",
+    "Joinable": "stagereg.join.protocol",
+    "instantiate": "stagereg.config.instantiate",
+    "main": "stagereg.config.main",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("stagereg.testing")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'stagereg' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _offer_options() -> None:
+    """Offer the registry's options to Hydra where its scan for installed plugins does not find them by itself.
+
+    An installed stagereg brings a file in ``hydra_plugins``; only a checkout that is merely on the path pays for
+    importing Hydra here.
+    """
+    try:
+        found = importlib.util.find_spec("hydra_plugins.stagereg_plugin") is not None
+    except ImportError:  # no plugin of any package is installed
+        found = False
+    if not found and importlib.util.find_spec("hydra") is not None:
+        importlib.import_module("stagereg.config.source").offer()
+
+
+_offer_options()

@@ -1,0 +1,116 @@
+"""The errors of the project: one root, one class per thing that can go wrong, a message that says what to do.
+
+Every error raised on purpose by stagereg derives from :class:`StageregError`. Where PyTorch raises a built-in
+type in the same place (``ValueError`` for a join without joinables, ``RuntimeError`` for uneven inputs), the class
+here derives from that type too, so code written against torch keeps catching what it caught.
+
+This module is the ground floor: it imports nothing of the project and nothing heavy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "JoinError",
+    "JoinableNotInitializedError",
+    "LaunchError",
+    "RegistryError",
+    "StagerClosedError",
+    "StageregError",
+    "StagingError",
+    "TargetNotAllowedError",
+    "UnevenInputsError",
+    "UnknownNameError",
+    "UnstageableTypeError",
+    "nearest",
+]
+
+
+class StageregError(Exception):
+    """Root of all errors of the project."""
+
+
+class RegistryError(StageregError):
+    """A component could not be registered, loaded or built."""
+
+
+class UnknownNameError(RegistryError, LookupError):
+    """No component of that kind has that name; the message lists the names there are."""
+
+
+class ConfigError(StageregError, ValueError):
+    """A configuration has a key, type or value that its component does not take."""
+
+
+class TargetNotAllowedError(ConfigError):
+    """A config names a ``_target_`` that is not registered, so nothing was imported or called."""
+
+
+class StagingError(StageregError, RuntimeError):
+    """A state dict could not be staged.
+
+    Attributes:
+        path: the keys that lead to the entry in the state dict, outermost first; empty where it is no single entry's fault.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, path: Sequence[object], reason: str) -> None:
+        self.path = tuple(path)
+        self.reason = reason
+        where = ".".join(map(str, self.path))
+        super().__init__(f"cannot stage {where!r}: {reason}" if where else f"cannot stage: {reason}")
+
+    def __reduce__(self) -> tuple[type[StagingError], tuple[tuple[object, ...], str]]:
+        return type(self), (self.path, self.reason)
+
+
+class UnstageableTypeError(StagingError, ValueError, TypeError):
+    """A state dict has a value of a type that cannot be staged; the message names the type and its path."""
+
+
+class StagerClosedError(StagingError):
+    """A stager was used after its ``close()``."""
+
+    def __init__(self, path: Sequence[object] = (), reason: str = "this stager was closed; build a new one") -> None:
+        super().__init__(path, reason)
+
+
+class JoinError(StageregError, ValueError):
+    """A join context was given joinables that it cannot join."""
+
+
+class JoinableNotInitializedError(StageregError, AssertionError):
+    """A joinable notified before its ``Joinable`` constructor had run."""
+
+
+class UnevenInputsError(StageregError, RuntimeError):
+    """Inputs ran out on some rank and the join was told to throw.
+
+    Attributes:
+        rank: the rank whose inputs ran out, or ``None`` on the ranks that were only told that somebody's did.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[UnevenInputsError], tuple[str, int | None]]:
+        return type(self), (str(self), self.rank)
+
+
+class CheckpointError(StageregError, RuntimeError):
+    """A checkpoint could not be written, committed or read; nothing that was complete before is harmed."""
+
+
+class LaunchError(StageregError, RuntimeError):
+    """Local ranks could not be started, or one of them failed."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the closest of ``choices``, or an empty string when none is close."""
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,65 @@
+"""Turn what a user puts in a list of joinables into joinables.
+
+Bare torch objects get the joinable that gives right numbers for them: DDP modules and ``ZeroRedundancyOptimizer`` s,
+which torch knows, and optimizers, schedulers and functions, which it does not. Anything else with torch's joinable
+methods is taken as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stagereg.errors import JoinError
+from stagereg.join.joinables.ddp import DdpJoinable
+from stagereg.join.joinables.step import StepJoinable
+from stagereg.join.joinables.zero import ZeroJoinable
+
+__all__ = ["adapt"]
+
+_METHODS = ("join_hook", "join_device", "join_process_group")
+
+
+def adapt(objects: Sequence[Any]) -> list[Any]:
+    """Return joinables for ``objects``, in their order; each follower is told of the DDP module before it.
+
+    Raises:
+        JoinError: an object cannot take part, or the first one cannot announce its rank.
+    """
+    joinables: list[Any] = []
+    ddp: DdpJoinable | None = None
+    for thing in objects:
+        joinable = _joinable(thing)
+        if isinstance(joinable, DdpJoinable):
+            ddp = joinable
+        elif isinstance(joinable, (StepJoinable, ZeroJoinable)) and joinable.after is None:
+            joinable.after = ddp
+        joinables.append(joinable)
+    if isinstance(joinables[0], StepJoinable):
+        raise JoinError(
+            f"the first joinable must announce its rank before each step, and a {type(objects[0]).__name__} does not; "
+            "put the DDP module first: Join([model, optimizer])"
+        )
+    return joinables
+
+
+def _joinable(thing: Any) -> Any:
+    if isinstance(thing, DistributedDataParallel):
+        return DdpJoinable(thing)
+    if isinstance(thing, ZeroRedundancyOptimizer):
+        return ZeroJoinable(thing)
+    if isinstance(thing, (Optimizer, LRScheduler)):
+        return StepJoinable(thing.step)
+    if all(hasattr(type(thing), name) or hasattr(thing, name) for name in _METHODS):
+        return thing
+    if callable(thing) and not hasattr(thing, "parameters"):
+        return StepJoinable(thing)
+    raise JoinError(
+        f"a {type(thing).__name__} cannot take part in a join: it is no Joinable (join_hook, join_device, "
+        "join_process_group), optimizer, scheduler or function. Wrap a module in DistributedDataParallel first."
+    )

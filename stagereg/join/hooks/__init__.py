@@ -1,0 +1,1 @@
+"""Join hooks: what a rank without data does for one joinable, one plugin a file."""

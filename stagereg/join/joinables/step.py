@@ -1,0 +1,50 @@
+"""``step``: the local work of a training step in a join: an optimizer, a schedule, or any function.
+
+``Join`` wraps optimizers, schedulers and functions in this by itself. One function for all that follows ``backward()``
+is the surest way to keep ranks equal, since ranks with data and ranks without then run the very same lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stagereg.join.hooks.step import StepHook
+from stagereg.join.joinables.ddp import DdpJoinable
+from stagereg.join.protocol import Joinable
+from stagereg.registry import register
+
+__all__ = ["StepJoinable"]
+
+
+@register("joinable", "step")
+class StepJoinable(Joinable):
+    """Has a function called on joined ranks, once per step of the active ranks. Cannot be the first joinable.
+
+    Args:
+        step: the function, such as ``optimizer.step``. It may run collectives, if the active ranks run the same ones.
+        after: the DDP module's joinable whose gradients it needs; the function is then left out in ``no_sync`` steps.
+            ``Join`` fills it in with the nearest one before it in its list.
+    """
+
+    def __init__(self, step: Callable[[], object], after: DdpJoinable | None = None) -> None:
+        super().__init__()
+        self.step = step
+        self.after = after
+
+    def join_hook(self, **kwargs: Any) -> StepHook:
+        """Return the hook; takes no keyword arguments of its own."""
+        return StepHook(self.step, None if self.after is None else self.after.reduced)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of ``after``, or the CPU."""
+        return torch.device("cpu") if self.after is None else self.after.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of ``after``, or the default one."""
+        return dist.group.WORLD if self.after is None else self.after.join_process_group

@@ -1,0 +1,279 @@
+"""Host memory that is lent out, and comes back when its last reader is gone.
+
+An :class:`Arena` is one block: page-locked where an accelerator is there to profit, otherwise ordinary pages that were
+touched ahead of use. A :class:`Pool` lends arenas. What it lends is a ``memoryview``; every tensor made over that view
+(``torch.frombuffer``) keeps it alive through its storage, so the loan ends when the last storage is freed, whoever held
+it, on whatever thread. No reference count is kept by hand.
+
+A pool lends at most ``max_in_flight`` arenas at once. Who asks for more waits for a writer to let go, and only as long
+as one can be seen: if no other thread holds the copy, or ``wait_s`` is over, fresh memory is taken and a warning says
+so once. So waiting never deadlocks, and memory that is lent is never handed out again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import mmap
+import queue
+import sys
+import threading
+import time
+import weakref
+from types import FrameType
+
+import torch
+
+from stagereg.errors import StagerClosedError, StagingError
+
+__all__ = ["COPY_THREADS", "Arena", "Loan", "Pool"]
+
+log = logging.getLogger("stagereg")
+
+COPY_THREADS = "stagereg-copy"
+"""How the names of the kernel's own threads begin."""
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL, and pages are then touched on first use
+_GRACE_S = 1.0
+_POLL_S = 0.02
+# Threads park here between two pieces of work; what their frames hold is no sign of a writer at work.
+_PARKED = ("threading.py", "queue.py", "thread.py", "selectors.py")
+
+
+class Arena:
+    """One block of host memory of ``nbytes`` bytes at ``address``; ``pinned`` if it is page-locked."""
+
+    def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
+        self.nbytes = max(nbytes, 1)
+        self.pinned = False
+        self._owner: object = None
+        if pin:
+            self._pin()
+        if not self.pinned:
+            self._map(threads)
+
+    def view(self) -> memoryview:
+        """A new view of the whole block. The block lives while any view does."""
+        block = (ctypes.c_char * self.nbytes).from_address(self.address)
+        block._owner = self._owner  # type: ignore[attr-defined]
+        return memoryview(block).cast("B")
+
+    def _pin(self) -> None:
+        try:
+            block = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            log.warning("stagereg: %d bytes could not be page-locked (%s); using pageable memory", self.nbytes, error)
+            return
+        self._owner, self.address, self.pinned = block, block.data_ptr(), True
+
+    def _map(self, threads: int) -> None:
+        try:
+            block = mmap.mmap(-1, self.nbytes)
+        except (OSError, MemoryError, ValueError) as error:
+            raise StagingError([], f"no {self.nbytes / 2**30:.2f} GiB of host memory to be had ({error})") from error
+        self._owner, self.address = block, ctypes.addressof(ctypes.c_char.from_buffer(block))
+        self._touch(block, threads)
+
+    def _touch(self, block: mmap.mmap, threads: int) -> None:
+        """Have the kernel back the pages now, on several threads, instead of one fault at a time during the copy."""
+        share = -(-self.nbytes // threads // mmap.PAGESIZE) * mmap.PAGESIZE
+        starts = range(0, self.nbytes, max(share, mmap.PAGESIZE))
+
+        def populate(start: int) -> None:
+            with contextlib.suppress(OSError, ValueError):
+                block.madvise(_MADV_POPULATE_WRITE, start, min(share, self.nbytes - start))
+
+        if self.nbytes < 2**22 or not sys.platform.startswith("linux"):
+            return
+        workers = [threading.Thread(target=populate, args=(start,)) for start in starts[1:]]
+        for worker in workers:
+            worker.start()
+        populate(0)
+        for worker in workers:
+            worker.join()
+
+
+class Loan:
+    """An arena for one copy.
+
+    Attributes:
+        view: what tensors are made over; the loan ends when it is gone.
+        address: of the first byte.
+        pinned: whether the memory is page-locked.
+    """
+
+    __slots__ = ("address", "pinned", "serial", "view")
+
+    def __init__(self, arena: Arena, view: memoryview, serial: int) -> None:
+        self.view = view
+        self.serial = serial
+        self.address = arena.address
+        self.pinned = arena.pinned
+
+
+class Pool:
+    """Lends arenas, a bounded number at once.
+
+    Args:
+        max_in_flight: loans at once before one has to wait.
+        wait_s: seconds that one waits at most while a writer is at work.
+        keep: reuse an arena that came back; otherwise free it.
+        pin: page-lock; None means where an accelerator is available. Where that cannot be, pageable memory is used and
+            one log line says so.
+        threads: threads that touch new pages.
+    """
+
+    def __init__(
+        self,
+        max_in_flight: int | None = 2,
+        wait_s: float = 60.0,
+        keep: bool = True,
+        pin: bool | None = None,
+        threads: int = 2,
+    ) -> None:
+        if max_in_flight is not None and max_in_flight < 1:
+            raise StagingError([], f"max_in_flight must be at least 1, not {max_in_flight}")
+        self._max = max_in_flight
+        self._wait_s = wait_s
+        self._keep = keep
+        self._threads = threads
+        self._pin = self._can_pin(pin)
+        self._free: list[Arena] = []
+        self._lent: dict[int, int] = {}  # serial number of a loan -> id of the copy over it
+        self._returned: queue.SimpleQueue[tuple[int, Arena | None]] = queue.SimpleQueue()  # put() is safe in finalizers
+        self._serial = 0
+        self._overdrawn = False
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def _can_pin(self, pin: bool | None) -> bool:
+        there = torch.accelerator.is_available()
+        if not there and pin is not False and self._keep:
+            log.warning(
+                "stagereg: no accelerator here, so copies are staged in pre-faulted pageable memory, not page-locked"
+            )
+        return there and pin is not False
+
+    @property
+    def in_flight(self) -> int:
+        """Loans that are still out."""
+        self._collect()
+        return len(self._lent)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory kept for the next loan."""
+        self._collect()
+        return sum(arena.nbytes for arena in self._free)
+
+    def borrow(self, nbytes: int) -> Loan:
+        """Lend ``nbytes`` bytes, waiting if ``max_in_flight`` loans are out.
+
+        Raises:
+            StagerClosedError: after :meth:`close`.
+            StagingError: there is no memory left.
+        """
+        with self._lock:
+            if self._closed:
+                raise StagerClosedError
+            self._collect()
+            if self._max is not None and len(self._lent) >= self._max:
+                self._await_return()
+            arena = self._take(nbytes)
+            view = arena.view()
+            self._serial += 1
+            self._lent[self._serial] = 0
+            loan = Loan(arena, view, self._serial)
+            finalizer = weakref.finalize(view, _give_back, weakref.ref(self), self._serial, arena)
+            finalizer.atexit = False
+            return loan
+
+    def name(self, loan: Loan, copy: object) -> None:
+        """Say which object is the copy made over ``loan``, so that its writers can be seen."""
+        if loan.serial in self._lent:
+            self._lent[loan.serial] = id(copy)
+
+    def close(self) -> None:
+        """Free what is kept. Memory still lent lives until its readers let go. Closing twice is harmless."""
+        self._closed = True
+        self._free.clear()
+
+    # -- the books
+
+    def _take(self, nbytes: int) -> Arena:
+        fitting = [arena for arena in self._free if nbytes <= arena.nbytes]
+        if fitting:
+            best = min(fitting, key=lambda arena: arena.nbytes)
+            self._free.remove(best)
+            return best
+        self._free.clear()  # too small for this state: it has grown
+        return Arena(nbytes, self._pin, self._threads)
+
+    def _collect(self) -> None:
+        while True:
+            try:
+                self._take_back(*self._returned.get_nowait())
+            except queue.Empty:
+                return
+
+    def _take_back(self, serial: int, arena: Arena | None) -> None:
+        self._lent.pop(serial, None)
+        if arena is None or not self._keep or self._closed:
+            return
+        if self._max is None or len(self._free) < self._max:
+            self._free.append(arena)
+
+    # -- waiting
+
+    def _await_return(self) -> None:
+        gc.collect()  # a copy in a dead reference cycle is nobody's copy
+        assert self._max is not None
+        start = time.monotonic()
+        while True:
+            self._collect()
+            if self._closed:
+                raise StagerClosedError
+            if len(self._lent) < self._max:
+                return
+            waited = time.monotonic() - start
+            patience = 0.0 if self._overdrawn or _alone() else _GRACE_S
+            if waited >= self._wait_s or (waited >= patience and not self._writer_at_work()):
+                break
+            with contextlib.suppress(queue.Empty):
+                self._take_back(*self._returned.get(timeout=_POLL_S))
+        if not self._overdrawn:
+            self._overdrawn = True
+            log.warning(
+                "stagereg: %d staged copies are still held and no writer is letting go, so fresh memory is taken; "
+                "drop copies that are no longer needed, or raise max_in_flight",
+                len(self._lent),
+            )
+
+    def _writer_at_work(self) -> bool:
+        """Whether a function running on another thread has one of the copies among its variables."""
+        wanted = set(self._lent.values())
+        here = threading.get_ident()
+        for thread, top in sys._current_frames().items():
+            frame: FrameType | None = top if thread != here else None
+            while frame is not None:
+                if not frame.f_code.co_filename.endswith(_PARKED) and any(
+                    id(v) in wanted for v in frame.f_locals.values()
+                ):
+                    return True
+                frame = frame.f_back
+        return False
+
+
+def _alone() -> bool:
+    """Whether no thread but the caller's (and the kernel's own) could let go of anything."""
+    here = threading.current_thread()
+    return not any(t is not here and not t.name.startswith(COPY_THREADS) for t in threading.enumerate())
+
+
+def _give_back(pool: weakref.ref[Pool], serial: int, arena: Arena) -> None:
+    """End a loan. Runs wherever the last reference died, in a finalizer: takes no lock."""
+    owner = pool()
+    if owner is not None:
+        owner._returned.put((serial, None if owner._closed else arena))

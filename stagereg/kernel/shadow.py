@@ -1,0 +1,168 @@
+"""The join wire: the collectives by which ranks with data and ranks without stay in step.
+
+Each training step, an active rank *announces* itself (adds one) and a joined rank *counts* (adds zero) in the same
+all-reduce. If the join is to throw, a second all-reduce tells the active ranks to stop. The sequence, shapes and dtypes
+are those of ``torch.distributed.algorithms.join`` (torch 2.13), so ranks that run torch's ``Join`` and ranks that run
+this one can share a job. A joined rank then *shadows* what the active ranks do: the same collectives, on values that
+leave the others' result alone.
+
+It knows process groups and tensors; which collectives there are to shadow is a hook's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from stagereg.errors import JoinError, UnevenInputsError, nearest
+
+__all__ = ["PEER_EXHAUSTED", "Collective", "Wire", "shadow"]
+
+PEER_EXHAUSTED = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+"""What an active rank raises, in torch's words."""
+
+Op = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"]
+Reduction = Literal["sum", "avg", "product", "min", "max"]
+
+
+class Wire:
+    """One rank's end of the wire.
+
+    Args:
+        group: the process group of the joinables.
+        device: where the wire's one-element tensors live.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+
+    def announce(self) -> dist.Work:
+        """Active rank, once a step and before its collectives: say so. The work's tensor ends as the number of them."""
+        work = dist.all_reduce(torch.ones(1, device=self.device), group=self.group, async_op=True)
+        assert work is not None
+        return work
+
+    def count(self) -> int:
+        """Joined rank, once a step: how many ranks are still active. Waits for them."""
+        return int(self._sum(0.0))
+
+    def heed(self) -> None:
+        """Active rank that may have to throw, after :meth:`announce`: raise if some rank is out of data."""
+        if self._sum(0.0):
+            raise UnevenInputsError(PEER_EXHAUSTED)
+
+    def throw(self) -> None:
+        """Joined rank: make the active ranks raise in :meth:`heed`, and raise here."""
+        self._sum(1.0)
+        rank = dist.get_rank(self.group)
+        raise UnevenInputsError(f"Rank {rank} exhausted all inputs.", rank=rank)
+
+    def _sum(self, mine: float) -> float:
+        total = torch.full((1,), mine, device=self.device)
+        dist.all_reduce(total, group=self.group)
+        return total.item()
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that every rank runs each step, declared so that a joined rank can shadow it.
+
+    Attributes:
+        op: its name in ``torch.distributed``. ``all_reduce``, ``reduce`` and ``broadcast`` work in place.
+        shape: of the tensor that one rank puts in; ``reduce_scatter`` cuts its first dimension in world-size parts.
+        dtype: of that tensor, as a ``torch.dtype`` or its name.
+        reduce: how values are combined, where they are.
+        rank: the root of ``reduce`` and ``broadcast``: a global rank.
+    """
+
+    op: Op
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    reduce: Reduction = "sum"
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("op", self.op, get_args(Op))
+        _one_of("reduce", self.reduce, get_args(Reduction))
+        dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
+        if not isinstance(dtype, torch.dtype):
+            raise JoinError(f"a collective's dtype must be a torch dtype or its name, not {self.dtype!r}")
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that is not as declared, before ranks that trust the declaration meet it on the wire."""
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            raise JoinError(
+                f"{self.op} was declared for {self.dtype} of shape {self.shape} but got {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}; joined ranks would answer with the declared one. Declare what the step sends."
+            )
+
+    def neutral(self, device: torch.device) -> torch.Tensor:
+        """The value that leaves the other ranks' result alone. An ``avg`` still divides by the whole world."""
+        return torch.full(self.shape, _neutral(self.reduce, self.dtype), dtype=self.dtype, device=device)
+
+    def issue(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        """Run it and wait. Returns ``tensor``, or what ``all_gather`` (a list) and ``reduce_scatter`` (a part) made."""
+        op = getattr(dist.ReduceOp, self.reduce.upper())
+        if self.op == "barrier":
+            dist.barrier(group=group)
+        elif self.op == "all_reduce":
+            dist.all_reduce(tensor, op=op, group=group)
+        elif self.op == "reduce":
+            dist.reduce(tensor, self.rank, op=op, group=group)
+        elif self.op == "broadcast":
+            dist.broadcast(tensor, self.rank, group=group)
+        elif self.op == "all_gather":
+            gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(gathered, tensor, group=group)
+            return gathered
+        else:
+            parts = [part.contiguous() for part in tensor.chunk(dist.get_world_size(group))]
+            part = torch.empty_like(parts[0])
+            dist.reduce_scatter(part, parts, op=op, group=group)
+            return part
+        return tensor
+
+
+def shadow(
+    collectives: Sequence[Collective],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    last_sent: dict[int, torch.Tensor] | None = None,
+) -> None:
+    """Joined rank: take part in ``collectives`` in order, without changing the active ranks' results.
+
+    Args:
+        last_sent: by index, what this rank sent as the root of a broadcast when it was active; it goes on sending that,
+            as there is no neutral value for it. Zeros where there is none.
+    """
+    for i, collective in enumerate(collectives):
+        kept = (last_sent or {}).get(i)
+        collective.issue(collective.neutral(device) if kept is None else kept, group)
+
+
+def _neutral(reduce: Reduction, dtype: torch.dtype) -> float | int | bool:
+    if reduce in ("sum", "avg"):
+        return 0
+    if reduce == "product":
+        return 1
+    if dtype == torch.bool:
+        return reduce == "min"
+    if dtype.is_floating_point:
+        return math.inf if reduce == "min" else -math.inf
+    limits = torch.iinfo(dtype)
+    return limits.max if reduce == "min" else limits.min
+
+
+def _one_of(what: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise JoinError(
+            f"a collective's {what} cannot be {value!r}.{nearest(value, choices)} One of: {', '.join(choices)}"
+        )

@@ -1,0 +1,49 @@
+"""``blocking``: a fresh host copy each time. The plain choice, and torch's ``BlockingAsyncStager`` under its name."""
+
+from __future__ import annotations
+
+from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.memory import Pool
+from stagereg.registry import register
+from stagereg.stagers.host import HostStager
+
+__all__ = ["BlockingAsyncStager", "BlockingStager"]
+
+
+@register("stager", "blocking")
+class BlockingStager(HostStager):
+    """Copies into fresh memory on every call and keeps none.
+
+    Args:
+        max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
+        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work; then it takes memory
+            beyond the bound and says so once.
+        threads: threads that copy, the caller's among them.
+        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
+            is deep-copied.
+    """
+
+    def __init__(
+        self, max_in_flight: int = 2, wait_s: float = 60.0, threads: int = 2, type_check: bool = False
+    ) -> None:
+        pool = Pool(max_in_flight, wait_s, keep=False, pin=False, threads=threads)
+        super().__init__(HostCopier(pool, threads, type_check))
+
+
+class BlockingAsyncStager(HostStager):
+    """torch's ``BlockingAsyncStager`` in name and signature, without its tears.
+
+    Differences from torch 2.13, all on the safe side: a cached copy still being written is never overwritten (other
+    memory is used), a changed structure is planned anew instead of cast or broadcast, tied weights stay tied, and
+    caching works without an accelerator.
+
+    Args:
+        cache_staged_state_dict: keep memory for the next call, page-locked where an accelerator is there.
+        type_check: refuse leaves of types that torch's checkpoint does not name, instead of deep-copying them.
+    """
+
+    def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self.type_check = type_check
+        pool = Pool() if cache_staged_state_dict else Pool(max_in_flight=None, keep=False, pin=False)
+        super().__init__(HostCopier(pool, type_check=type_check))

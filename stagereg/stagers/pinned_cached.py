@@ -1,0 +1,38 @@
+"""``pinned_cached``: page-locked memory, made once and used again as soon as its reader is done."""
+
+from __future__ import annotations
+
+from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.memory import Pool
+from stagereg.registry import register
+from stagereg.stagers.host import HostStager
+
+__all__ = ["PinnedCachedStager"]
+
+
+@register("stager", "pinned_cached")
+class PinnedCachedStager(HostStager):
+    """Copies into memory that is kept between calls: up to ``max_in_flight`` blocks of the size of the state dict.
+
+    The memory is page-locked where an accelerator is there. Otherwise it is pageable and touched ahead of use; one log
+    line says so.
+
+    Args:
+        max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
+        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work; then it takes memory
+            beyond the bound and says so once.
+        threads: threads that copy from host memory, the caller's among them.
+        pin: page-lock the memory; None means where an accelerator is available.
+        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
+            is deep-copied.
+    """
+
+    def __init__(
+        self,
+        max_in_flight: int = 2,
+        wait_s: float = 60.0,
+        threads: int = 2,
+        pin: bool | None = None,
+        type_check: bool = False,
+    ) -> None:
+        super().__init__(HostCopier(Pool(max_in_flight, wait_s, pin=pin, threads=threads), threads, type_check))

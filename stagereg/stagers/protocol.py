@@ -1,0 +1,60 @@
+"""What a stager is, under torch's names.
+
+The signatures are those of ``torch.distributed.checkpoint.staging.AsyncStager`` (torch 2.13), so a stager written for
+torch is one here, and one written here goes into ``torch.distributed.checkpoint.async_save(async_stager=...)``.
+What torch leaves open, the contract settles: see :class:`AsyncStager`.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+__all__ = ["AsyncStager", "StateDict"]
+
+StateDict: TypeAlias = dict[str, Any]
+"""Nested dicts, lists and tuples of tensors and other values, as ``torch.distributed.checkpoint`` takes them."""
+
+
+@runtime_checkable
+class AsyncStager(Protocol):
+    """Makes a copy of a state dict that training cannot change any more.
+
+    The order of calls, by a checkpointer or by ``torch.distributed.checkpoint.async_save``:
+
+    1. ``stage(state_dict)`` on the training thread. It returns the copy, or a future of it.
+    2. A writer starts to read the copy, on another thread or in another process.
+    3. ``synchronize_staging()``, if ``should_synchronize_after_execute``. After it, the source may be written again.
+    4. The writer drops the copy when it has written it. Steps 1 to 3 may come again before.
+    5. ``close()``, after the last checkpoint.
+
+    A stager promises:
+
+    1. *Isolation.* Once staging is complete, no later write to the source shows in the copy.
+    2. *In flight.* Memory handed out stays as it is until the last tensor of the copy is gone, whoever held it.
+    3. *Fidelity.* The copy has the source's structure, dtypes, strides, shared storage, placements and attributes; a
+       view costs its own bytes.
+    4. *Change.* Keys, shapes and dtypes may differ from call to call. What cannot be staged is an error with its path.
+    5. *End.* ``close()`` frees everything, twice is harmless, and use after it is an error. Errors of background work
+       surface at the next call and at ``close()``.
+
+    A subclass has to write ``stage``; the rest fits a stager that is done when ``stage`` returns, but for
+    ``should_synchronize_after_execute``, which is True by default as in torch.
+    """
+
+    _synchronize_after_execute: bool = True
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether the checkpointer is to call ``synchronize_staging`` right after the writer has started."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: StateDict) -> Future[StateDict] | StateDict:
+        """Return a copy of ``state_dict`` in host memory, or a future of one. Called on the training thread."""
+        raise NotImplementedError(f"{type(self).__name__} must implement stage(state_dict)")
+
+    def synchronize_staging(self) -> None:
+        """Return when the copy of the last ``stage`` is complete; raise what went wrong with it."""
+
+    def close(self) -> None:
+        """Free everything. Called once or more, after the last ``stage``."""
