@@ -1,0 +1,38 @@
+# Everything below sets itself up: a virtual environment in .venv with the versions of constraints.txt.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+TORCH := torch==2.13.0
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: train test test-all check format clean
+
+train: $(VENV)/.ready  ## train a small language model on two local ranks
+	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
+
+test: $(VENV)/.ready  ## the tests
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.ready  ## the tests with their longer matrices
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.ready  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+# torch comes first and alone: without a GPU, its CPU build spares gigabytes of CUDA libraries.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	command -v nvidia-smi >/dev/null || $(PIP) --no-deps --retries 0 --timeout 15 --index-url $(CPU_INDEX) $(TORCH) || true
+	$(PIP) $(TORCH) setuptools wheel
+	$(PIP) --no-build-isolation --editable ".[dev,report]"
+	touch $@
