@@ -1,0 +1,105 @@
+"""The example, as a user runs it: from its folder and elsewhere, even and uneven, resumed, read by torch alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
+SMALL = ["model.width=16", "model.layers=1", "model.heads=2", "data.context=64", "train.eval_every=4"]
+
+
+def run(*overrides: str, cwd: Path, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(script), *SMALL, *overrides],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def saved(checkpoint: Path, tmp_path: Path) -> dict:
+    """What torch by itself makes of a checkpoint."""
+    file = tmp_path / f"{checkpoint.parent.name}-{checkpoint.name}.pt"
+    dcp_to_torch_save(checkpoint, file)
+    return torch.load(file, weights_only=False)
+
+
+def differing(a: object, b: object, path: str = "") -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return [found for key in a for found in differing(a[key], b[key], f"{path}/{key}")]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [found for i in range(len(a)) for found in differing(a[i], b[i], f"{path}/{i}")]
+    same = torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+    return [] if same else [path]
+
+
+def test_readme_command_trains_from_its_folder_and_plain_torch_loads_the_checkpoint(tmp_path: Path) -> None:
+    overrides = ["stager=pinned_cached", "join.throw=true", "train.steps=8", "checkpoint.every=4"]
+    done = run(*overrides, f"hydra.run.dir={tmp_path}/run", cwd=SCRIPT.parent, script=Path("train.py"))
+    assert done.returncode == 0, done.stderr
+    for row in (
+        "steps",
+        "samples",
+        "loss, first and last",
+        "checkpoints",
+        "staged",
+        "stall per",
+        "write per",
+        "shadowed",
+    ):
+        assert re.search(rf"^  {row}", done.stdout, re.M), done.stdout
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    weight = torch.zeros(256, 16)
+    dcp.load({"model": {"token.weight": weight}}, checkpoint_id=str(latest))
+    assert torch.equal(weight, saved(latest.resolve(), tmp_path)["model"]["token.weight"])
+    assert weight.abs().sum() > 0
+    assert len(list(tmp_path.glob("run/*.log"))) == 1
+
+
+def test_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    options = ["train.steps=8", "checkpoint.every=4", f"hydra.run.dir={tmp_path}/run"]
+    assert run(*options, f"checkpoint.dir={whole}", cwd=tmp_path).returncode == 0
+    shutil.copytree(whole / "step-00000004", resumed / "step-00000004")
+    (resumed / "latest").symlink_to("step-00000004")
+    done = run(*options, f"checkpoint.dir={resumed}", "checkpoint.resume=auto", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^  steps +4 in", done.stdout, re.M), done.stdout
+    ends = [saved(folder / "step-00000008", tmp_path) for folder in (whole, resumed)]
+    assert differing(*ends) == []
+    assert differing(ends[0], saved(whole / "step-00000004", tmp_path)) != []
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero"])
+def test_uneven_ranks_train_to_the_last_batch_of_the_longest(tmp_path: Path, parallel: str) -> None:
+    overrides = ["data=uneven", f"parallel={parallel}", "data.files=8", "train.steps=60", "checkpoint.every=20"]
+    done = run(*overrides, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = int(re.search(r"^  steps +(\d+) in", done.stdout, re.M)[1])
+    shadowed = sorted(map(int, re.search(r"^  shadowed steps per rank +(.*)", done.stdout, re.M)[1].split(", ")))
+    assert shadowed[0] == 0 < shadowed[1] < steps
+    assert (tmp_path / "run/checkpoints/latest").resolve().name == f"step-{steps:08d}"
+
+
+def test_throw_stops_all_ranks_at_one_step_saves_it_and_names_the_exhausted_rank(tmp_path: Path) -> None:
+    overrides = ["data=uneven", "join.throw=true", "data.files=8", "train.steps=60", "checkpoint.every=1000"]
+    done = run(*overrides, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.findall(r".*exhausted.*", done.stderr + done.stdout) == ["rank 1: Rank 1 exhausted all inputs."]
+    assert "Traceback" not in done.stderr
+    latest = (tmp_path / "run/checkpoints/latest").resolve()
+    step = int(latest.name.removeprefix("step-"))
+    assert saved(latest, tmp_path)["progress"]["step"] == step > 0
