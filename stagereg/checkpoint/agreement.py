@@ -1,0 +1,104 @@
+"""How the ranks of a run keep each other informed while they save and restore.
+
+Every action that can fail on one rank alone is followed by an exchange, so that all ranks raise together, with the rank
+and the reason, and none waits for another that has given up. The exchanges go over a gloo group of their own: they
+never mix with the collectives of training, and one thread at a time uses the group.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from stagereg.errors import CheckpointError
+
+__all__ = ["Agreement", "reason", "reasons"]
+
+T = TypeVar("T")
+
+
+def reason(error: BaseException) -> str:
+    """Return one line on an error: its type and message, or the message alone of an error of the project."""
+    text = str(error).strip()
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+
+
+def reasons(errors: Mapping[int, BaseException], alone: bool) -> str:
+    """Return one line on the errors of some ranks, naming the ranks unless this process is alone."""
+    return "; ".join(reason(error) if alone else f"rank {rank}: {reason(error)}" for rank, error in errors.items())
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(reason(error))
+    return error
+
+
+class Agreement:
+    """The ranks that save together; a process alone where ``torch.distributed`` is not initialised.
+
+    Constructing it is collective: every rank of ``process_group`` does so, in the same order as its other groups.
+
+    Attributes:
+        group: the gloo group, or ``None`` for a process alone.
+        rank: this process within the group.
+        size: how many ranks there are.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.size = 0, 1
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        if dist.get_rank(process_group) < 0:
+            raise CheckpointError(
+                "This rank is not in the process_group given to the Checkpointer; construct it inside."
+            )
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self.group = dist.new_group(ranks, backend="gloo", use_local_synchronization=process_group is not None)
+        self.rank, self.size = dist.get_rank(self.group), len(ranks)
+
+    def check_still_all(self) -> None:
+        """Raise ``CheckpointError`` if other ranks have come up since a process alone constructed this."""
+        if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise CheckpointError("The Checkpointer was constructed before init_process_group; construct it after.")
+
+    def exchange(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order. Collective; values are pickled."""
+        if self.group is None:
+            return [value]
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, failing: str, act: Callable[[], T]) -> list[T]:
+        """Let every rank act, then raise on all of them if any of them failed. Collective.
+
+        Args:
+            failing: how the message begins, such as ``"step 100 was not saved"``.
+            act: what this rank does; must not be collective itself.
+
+        Returns:
+            What ``act`` returned on each rank, in rank order.
+
+        Raises:
+            CheckpointError: on every rank, naming the ranks that failed, chained to the error of this rank if it is one
+                of them, else to the first one's.
+        """
+        value: T | None = None
+        failure: Exception | None = None
+        try:
+            value = act()
+        except Exception as error:
+            failure = error
+        posts = self.exchange((value, None if failure is None else _portable(failure)))
+        errors = {rank: error for rank, (_, error) in enumerate(posts) if error is not None}
+        if errors:
+            cause = next(iter(errors.values())) if failure is None else failure
+            raise CheckpointError(f"{failing}: {reasons(errors, alone=self.group is None)}") from cause
+        return [value for value, _ in posts]  # type: ignore[misc]

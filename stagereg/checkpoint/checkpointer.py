@@ -1,0 +1,281 @@
+"""The checkpointer: stage in the training loop, write and commit behind it, restore at the start.
+
+``save`` copies the state (the stager's work, the only stall) and hands the copy to one background thread, which lets
+all ranks agree that everybody has staged, writes with torch's distributed checkpoint, takes checksums, and has rank 0
+commit. What lies on disk is described in :mod:`stagereg.checkpoint.layout`; how it gets there safely, in
+:mod:`stagereg.checkpoint.commit`. Which bytes torch writes is torch's business (:mod:`stagereg.checkpoint.torchfiles`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import MutableMapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from stagereg.checkpoint import commit, entries, restoring, torchfiles
+from stagereg.checkpoint.agreement import Agreement, reason
+from stagereg.checkpoint.background import Background
+from stagereg.checkpoint.layout import LATEST, Checkpoint, open_checkpoint
+from stagereg.checkpoint.saving import Outcome, Save, carry_out
+from stagereg.errors import CheckpointError, ConfigError
+from stagereg.registry import build, register
+
+if TYPE_CHECKING:
+    from stagereg.stagers.protocol import AsyncStager
+
+__all__ = ["CheckpointStats", "Checkpointer"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckpointStats:
+    """What this process's checkpoints have cost so far.
+
+    Attributes:
+        saves: checkpoints committed.
+        bytes_staged: bytes of tensor data copied on this rank, over all committed saves.
+        stall_seconds: how long each call of ``save`` held the training loop, in order of the calls.
+        write_seconds: how long the background took to write and commit each checkpoint, in order of the commits.
+    """
+
+    saves: int = 0
+    bytes_staged: int = 0
+    stall_seconds: tuple[float, ...] = ()
+    write_seconds: tuple[float, ...] = ()
+
+
+@register("checkpoint", "default")
+class Checkpointer:
+    """Saves the state of a training run without stopping it, and brings the run back to where it was.
+
+    Every rank constructs one, calls the same methods with the same steps, and gives the same names; a process without
+    an initialised ``torch.distributed`` works alone. Checkpoints are complete or absent: a crash at any moment leaves
+    the earlier ones untouched. Plain ``torch.distributed.checkpoint.load(template, checkpoint_id=dir / "latest")``
+    reads them.
+
+    A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers)
+    or plain values (numbers, text, tensors, nested dicts and lists). A DDP module is saved as the module inside it. Of
+    a ``ZeroRedundancyOptimizer`` each rank saves its own shard, which the same number of ranks can restore. Of anything
+    else that several ranks save under one name, the lowest rank's value is stored: give what differs between ranks a
+    name of its own, such as ``f"sampler.rank{rank}"``. The step and every rank's random number generators are added by
+    themselves.
+
+    Saving a step that is there already writes the new checkpoint beside the old one and exchanges the two. Only one run
+    at a time may write to a directory.
+
+    Args:
+        dir: where the checkpoints go; created if it is not there. All ranks see the same file system.
+        every: ``maybe_save`` saves at the steps that are multiples of this, at least 1.
+        keep: how many checkpoints stay, at least 1; the newest are kept. The disk needs room for one more, since an old
+            one goes only when the new one is complete.
+        resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
+            nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory.
+        stager: copies the state; the checkpointer closes it. ``None`` builds the stager registered as
+            ``pinned_cached``.
+        process_group: the ranks that save together, ``None`` for all of them. A gloo group with the same ranks is made
+            for the checkpointer's own use, so constructing is collective.
+
+    Raises:
+        ConfigError: ``every``, ``keep`` or ``resume`` is of no use.
+        CheckpointError: on all ranks, if rank 0 cannot create files in ``dir``.
+
+    Example::
+
+        with Checkpointer("runs/gpt", every=100) as checkpointer:
+            start = checkpointer.restore(state) or 0
+            for step in range(start + 1, steps + 1):
+                train_one_step()
+                checkpointer.maybe_save(step, state)
+    """
+
+    def __init__(
+        self,
+        dir: str,
+        every: int = 100,
+        keep: int = 2,
+        resume: str = "auto",
+        stager: AsyncStager | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.dir = Path(dir).expanduser().absolute()
+        self.every = _at_least_one("every", every)
+        self.keep = _at_least_one("keep", keep)
+        if not isinstance(resume, str) or not resume:
+            raise ConfigError(f"resume must be 'auto', 'never', 'latest' or the path of a checkpoint, not {resume!r}.")
+        self.resume = resume
+        self._stager: AsyncStager = build("stager", "pinned_cached") if stager is None else stager
+        self._ranks = Agreement(process_group)
+        self._background = Background()
+        self._stalls: list[float] = []
+        self._outcomes: list[Outcome] = []
+        self._closed = False
+        if self._ranks.group is None:
+            torchfiles.expect_one_process()
+        self._ranks.together(f"checkpoint.dir={dir} is no directory to write to", self._open_directory)
+
+    def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
+        """Save if ``step`` is a positive multiple of ``every``; return whether it did. Raises as :meth:`save` does."""
+        if step > 0 and step % self.every == 0:
+            self.save(step, state)
+            return True
+        self._check_open()
+        self._background.raise_failure()
+        return False
+
+    def save(self, step: int, state: MutableMapping[str, Any]) -> None:
+        """Stage ``state`` and let it be written and committed in the background.
+
+        Returns when the stager allows the state to change again. One save may be written while the next one waits; a
+        third call first waits for the oldest to end.
+
+        Args:
+            step: the training step, not negative; the same on all ranks.
+            state: what to save, see the class.
+
+        Raises:
+            CheckpointError: an earlier save failed, or this rank could not stage the state (the other ranks then hear
+                of it at their next call), or the checkpointer is closed. Checkpoints that were complete stay.
+        """
+        started = time.perf_counter()
+        self._check_open()
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise CheckpointError(f"A step is a whole number from 0 on, not {step!r}.")
+        request = Save(step)
+        try:
+            self._background.make_room()
+            self._background.raise_failure()
+            self._stage(request, state)
+        except BaseException as error:
+            request.failure = reason(error)
+            raise
+        finally:
+            # Also when this rank gives up, so that the saves of the ranks stay paired and the others hear of it.
+            self._background.submit(lambda: self._write(request))
+        self._stalls.append(time.perf_counter() - started)
+
+    def wait(self) -> None:
+        """Wait until every save has ended. Raises: ``CheckpointError`` if one failed and nobody was told yet."""
+        self._check_open()
+        self._background.drain()
+        self._background.raise_failure()
+
+    def restore(self, state: MutableMapping[str, Any]) -> int | None:
+        """Load a checkpoint, chosen by ``resume``, into the objects and values of ``state``; call it on all ranks.
+
+        Objects take their state with ``load_state_dict``; plain tensors and containers change in place, other plain
+        values are replaced in ``state``. The random number generators of each rank are set as well. The content of
+        every file is checked first; ``"auto"`` passes over damaged and incomplete checkpoints with a warning.
+
+        Args:
+            state: the same names as were saved, or some of them.
+
+        Returns:
+            The step of the checkpoint, or ``None`` if none was to be loaded.
+
+        Raises:
+            CheckpointError: on all ranks: the checkpoint named by ``resume`` is not there, incomplete or damaged; it
+                has no entry of some name; an object does not take what was saved; a ZeRO optimizer was saved by another
+                number of ranks.
+        """
+        self._check_open()
+        self._ranks.together("Nothing was restored", self.wait)
+        if self.resume == "never":
+            return None
+        chosen = restoring.choose(self.dir, self.resume, self._ranks)
+        if chosen is None:
+            return None
+        restoring.load(chosen, state, self._ranks)
+        return chosen.manifest.step
+
+    def close(self) -> None:
+        """Wait for every save, end the thread and close the stager. Twice is harmless.
+
+        Raises:
+            CheckpointError: a save failed and nobody was told yet; everything is closed nevertheless.
+        """
+        if self._closed:
+            return
+        self._background.drain()
+        self._closed = True
+        self._background.shut()
+        try:
+            self._stager.close()
+        finally:
+            self._background.raise_failure()
+
+    def __enter__(self) -> Checkpointer:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as also:
+            _log.error("While another error ended the training: %s", also)
+
+    @property
+    def latest(self) -> Path | None:
+        """The directory of the checkpoint committed last, or ``None`` if there is none yet."""
+        found = open_checkpoint((self.dir / LATEST).resolve())
+        return found.path if isinstance(found, Checkpoint) else None
+
+    @property
+    def stats(self) -> CheckpointStats:
+        """What the checkpoints have cost so far, on this rank."""
+        outcomes = tuple(self._outcomes)
+        return CheckpointStats(
+            saves=len(outcomes),
+            bytes_staged=sum(outcome.bytes_staged for outcome in outcomes),
+            stall_seconds=tuple(self._stalls),
+            write_seconds=tuple(outcome.seconds for outcome in outcomes),
+        )
+
+    def _open_directory(self) -> None:
+        if self._ranks.rank == 0:
+            commit.probe(self.dir)
+            commit.sweep(self.dir)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError("This checkpointer is closed; construct another one.")
+
+    def _stage(self, request: Save, state: MutableMapping[str, Any]) -> None:
+        self._ranks.check_still_all()
+        try:
+            captured = entries.capture(state, request.step, self._ranks.rank, self._ranks.size)
+            request.skeletons = torchfiles.skeletons(captured)
+            staged = self._stager.stage(captured)
+            if self._stager.should_synchronize_after_execute:
+                if isinstance(staged, Future):
+                    staged.result()
+                else:
+                    self._stager.synchronize_staging()
+        except Exception as error:
+            raise CheckpointError(f"Step {request.step} was not saved: {reason(error)}") from error
+        request.staged = staged
+
+    def _write(self, request: Save) -> None:
+        try:
+            self._outcomes.append(carry_out(request, self.dir, self.keep, self._ranks))
+        except CheckpointError:
+            if request.failure is None:
+                raise
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+    return value

@@ -1,0 +1,322 @@
+"""What the checkpointer promises to a process alone: when it saves, what stays, what comes back, how it ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter, OrderedDict
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.errors import CheckpointError, ConfigError
+from stagereg.stagers.protocol import AsyncStager
+
+
+def names(root: Path) -> list[str]:
+    return sorted(entry.name for entry in root.iterdir())
+
+
+def test_maybe_save_saves_at_positive_multiples_of_every(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), every=3, keep=9) as checkpointer:
+        saved = [step for step in range(8) if checkpointer.maybe_save(step, {"x": step})]
+    assert saved == [3, 6]
+    assert names(tmp_path) == ["latest", "step-00000003", "step-00000006"]
+
+
+def test_the_newest_keep_stay_and_latest_is_a_relative_link_to_the_last(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), every=1, keep=2) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(step, {"x": step})
+        checkpointer.wait()
+        assert checkpointer.latest == tmp_path / "step-00000005"
+    assert names(tmp_path) == ["latest", "step-00000004", "step-00000005"]
+    assert os.readlink(tmp_path / "latest") == "step-00000005"
+
+
+def test_saving_a_step_again_replaces_it_whole(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(5, {"x": "old", "y": 1})
+        checkpointer.save(5, {"x": "new"})
+        checkpointer.wait()
+        state = {"x": ""}
+        assert checkpointer.restore(state) == 5
+        with pytest.raises(CheckpointError, match="no 'y' in it"):
+            checkpointer.restore({"y": 0})
+    assert state == {"x": "new"}
+    assert names(tmp_path) == ["latest", "step-00000005"]
+
+
+def test_newest_means_committed_last_after_resuming_from_an_older_step(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), keep=3) as checkpointer:
+        for step in (100, 200, 300):
+            checkpointer.save(step, {"x": step})
+    with Checkpointer(str(tmp_path), keep=2, resume=str(tmp_path / "step-00000100")) as checkpointer:
+        assert checkpointer.restore({"x": 0}) == 100
+        checkpointer.save(150, {"x": 150})
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        assert checkpointer.restore({"x": 0}) == 150
+    assert names(tmp_path) == ["latest", "step-00000150", "step-00000300"]
+
+
+def test_resume_chooses_what_restore_loads(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        assert checkpointer.restore({"x": 0}) is None
+        checkpointer.save(1, {"x": 1})
+        checkpointer.save(2, {"x": 2})
+    first = tmp_path / "step-00000001"
+    for resume, step in (("auto", 2), ("latest", 2), (str(first), 1), (str(tmp_path / "latest"), 2), ("never", None)):
+        state = {"x": 0}
+        with Checkpointer(str(tmp_path), resume=resume) as checkpointer:
+            assert checkpointer.restore(state) == step
+        assert state == {"x": step or 0}
+
+
+@pytest.mark.parametrize("resume", ["latest", "/nowhere/step-00000001"])
+def test_a_named_checkpoint_that_is_not_there_is_an_error(tmp_path: Path, resume: str) -> None:
+    with Checkpointer(str(tmp_path), resume=resume) as checkpointer, pytest.raises(CheckpointError, match="complete"):
+        checkpointer.restore({"x": 0})
+
+
+def test_restore_skips_what_is_incomplete_or_damaged_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(str(tmp_path), keep=9) as checkpointer:
+        for step in range(1, 5):
+            checkpointer.save(step, {"x": torch.full((100,), step)})
+    (tmp_path / "step-00000004" / "manifest.json").unlink()
+    with (tmp_path / "step-00000003" / "__0_0.distcp").open("r+b") as file:
+        file.truncate(100)
+    with (tmp_path / "step-00000002" / "__0_0.distcp").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+    state = {"x": torch.zeros(100)}
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        assert checkpointer.restore(state) == 1
+    skipped, damaged = [record.message for record in caplog.records if record.name.endswith("restoring")]
+    assert "step-00000003" in skipped
+    assert "step-00000004" in skipped
+    assert "step-00000002 is damaged" in damaged
+
+
+def test_a_damaged_checkpoint_asked_for_by_path_is_an_error(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(10)})
+    path = tmp_path / "step-00000001"
+    content = bytearray((path / "__0_0.distcp").read_bytes())
+    content[-1] ^= 1
+    (path / "__0_0.distcp").write_bytes(content)
+    with Checkpointer(str(tmp_path), resume=str(path)) as checkpointer, pytest.raises(CheckpointError, match="damaged"):
+        checkpointer.restore({"x": torch.zeros(10)})
+
+
+def tree(value: Any) -> Any:
+    """The types and values of nested containers, so that ``==`` sees what plain ``==`` on dicts does not."""
+    if isinstance(value, dict):
+        return type(value), [(key, tree(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [tree(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.flatten().view(torch.uint8).tolist() if value.numel() else []
+    return type(value), value
+
+
+def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
+    def values() -> dict[str, Any]:
+        return {
+            "int": 3,
+            "none": None,
+            "text": "ü",
+            "nested": {1: {"a": (1, 2.5)}, "empty": {}, "list": [torch.ones(2), {}, []], "flag": True},
+            "counter": Counter({30: 1}),
+            "ordered": OrderedDict(b=1, a=2),
+            "scalar": torch.tensor(1.5),
+            "nothing": torch.empty(0, 3),
+            "complex": torch.tensor([1 + 2j]),
+            "bfloat16": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+            "float8": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
+            "bools": torch.tensor([True, False]),
+            "transposed": torch.arange(6).reshape(2, 3).t(),
+        }
+
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, values())
+    state: dict[str, Any] = dict.fromkeys(values())
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.restore(state)
+    assert tree(state) == tree(values())
+
+
+def test_plain_tensors_and_containers_are_restored_in_place(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"t": torch.ones(3), "d": {"t": torch.ones(2), "new": 1}, "l": [torch.ones(1), {}]})
+        tensor, inner, listed = torch.zeros(3), torch.zeros(2), torch.zeros(1)
+        nested: dict[str, Any] = {"t": inner, "stale": 1}
+        state: dict[str, Any] = {"t": tensor, "d": nested, "l": [listed]}
+        checkpointer.restore(state)
+    assert state["t"] is tensor
+    assert state["d"] is nested
+    assert nested["t"] is inner
+    assert tensor.tolist() == [1, 1, 1]
+    assert inner.tolist() == [1, 1]
+    assert listed.tolist() == [1]
+    assert list(nested) == ["t", "new"]
+
+
+def test_random_number_generators_continue(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {})
+        drawn = random.random(), torch.rand(3).tolist(), numpy.random.rand()
+        checkpointer.restore({})
+        assert (random.random(), torch.rand(3).tolist(), numpy.random.rand()) == drawn
+
+
+def test_an_unknown_name_names_the_nearest(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"model": 1})
+        with pytest.raises(CheckpointError, match="Did you mean 'model'"):
+            checkpointer.restore({"modle": 1})
+
+
+def test_an_object_that_does_not_take_its_state_is_named(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"model": torch.nn.Linear(2, 2)})
+        with pytest.raises(CheckpointError, match="'model' does not take"):
+            checkpointer.restore({"model": torch.nn.Linear(3, 2)})
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"every": 0}, {"keep": 0}, {"every": True}, {"keep": 1.5}, {"resume": ""}, {"resume": None}]
+)
+def test_useless_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        Checkpointer(str(tmp_path), **arguments)
+
+
+def test_names_that_are_the_projects_own_are_refused(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer, pytest.raises(CheckpointError, match=r"stagereg\.step"):
+        checkpointer.save(1, {"stagereg.step": 1})
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for bad in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/checkpoints")):
+        with pytest.raises(CheckpointError, match="no directory to write to"):
+            Checkpointer(str(bad))
+
+
+def test_leftovers_of_a_killed_run_are_swept_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000007.0123456789ab.tmp").mkdir()
+    (tmp_path / ".step-00000007.0123456789ab.tmp" / "__0_0.distcp").touch()
+    (tmp_path / ".mine.tmp").mkdir()
+    (tmp_path / "step-notes").touch()
+    Checkpointer(str(tmp_path)).close()
+    assert names(tmp_path) == [".mine.tmp", "step-notes"]
+
+
+class Recording(AsyncStager):
+    """Copies nothing; tells what was called."""
+
+    def __init__(self, promise: Future[Any] | None = None, wait: bool = True) -> None:
+        self.calls: list[str] = []
+        self.promise, self._synchronize_after_execute = promise, wait
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        self.calls.append("stage")
+        return state_dict if self.promise is None else self.promise
+
+    def synchronize_staging(self) -> None:
+        self.calls.append("synchronize")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_the_stager_is_synchronised_if_it_asks_for_it_and_closed_once(tmp_path: Path) -> None:
+    for wait, calls in ((True, ["stage", "synchronize", "close"]), (False, ["stage", "close"])):
+        stager = Recording(wait=wait)
+        with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
+            checkpointer.save(1, {"x": 1})
+        checkpointer.close()
+        assert stager.calls == calls
+
+
+def test_a_promised_copy_is_awaited_in_the_background(tmp_path: Path) -> None:
+    promise: Future[Any] = Future()
+    with Checkpointer(str(tmp_path), stager=Recording(promise, wait=False)) as checkpointer:
+        checkpointer.save(1, {"x": 1})
+        assert checkpointer.latest is None
+        promise.set_result({"x": "promised"})
+        checkpointer.wait()
+        assert checkpointer.latest == tmp_path / "step-00000001"
+
+
+def test_use_after_close_is_an_error_and_closing_twice_is_not(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(str(tmp_path))
+    checkpointer.close()
+    checkpointer.close()
+    for use in (
+        lambda: checkpointer.save(1, {}),
+        lambda: checkpointer.maybe_save(1, {}),
+        lambda: checkpointer.restore({}),
+        checkpointer.wait,
+        checkpointer.__enter__,
+    ):
+        with pytest.raises(CheckpointError, match="closed"):
+            use()
+
+
+def test_an_error_in_the_loop_is_not_masked_and_the_pending_write_ends(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Checkpointer(str(tmp_path)) as checkpointer:  # noqa: PT012
+        checkpointer.save(1, {"x": 1})
+        raise ZeroDivisionError
+    assert checkpointer.latest == tmp_path / "step-00000001"
+
+
+def test_stats_count_saves_bytes_and_seconds(tmp_path: Path) -> None:
+    rng_bytes = torch.get_rng_state().nbytes
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"x": torch.zeros(1000)})
+    stats = checkpointer.stats
+    assert (stats.saves, stats.bytes_staged) == (2, 2 * (4000 + rng_bytes))
+    assert len(stats.stall_seconds) == len(stats.write_seconds) == 2
+    assert min(stats.stall_seconds + stats.write_seconds) > 0
+
+
+LOAD_WITH_TORCH_ALONE = """
+import sys, torch, torch.distributed.checkpoint as dcp
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+template = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 0}
+dcp.load(template, checkpoint_id=sys.argv[1])
+assert template["model"]["weight"].tolist() == [[0, 1, 2], [3, 4, 5]], template
+assert template["optimizer"]["param_groups"][0]["lr"] == 0.25, template
+assert template["epoch"] == 7, template
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(sys.argv[1], sys.argv[2])
+whole = torch.load(sys.argv[2], weights_only=False)
+assert whole["model"]["bias"].tolist() == [6, 7], whole
+assert "stagereg" not in sys.modules
+"""
+
+
+def test_torch_alone_reads_it_in_a_fresh_process(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(6.0).reshape(2, 3))
+        model.bias.copy_(torch.tensor([6.0, 7.0]))
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.25), "epoch": 7})
+    command = [sys.executable, "-I", "-c", LOAD_WITH_TORCH_ALONE, str(tmp_path / "latest"), str(tmp_path / "one.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,271 @@
+"""What happens when staging or writing fails: who hears of it, what stays on disk, what stays in memory."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stagereg.checkpoint import commit, torchfiles
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.errors import CheckpointError, StagingError
+from stagereg.stagers.protocol import AsyncStager
+
+
+@pytest.fixture
+def fail_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None], None]:
+    """Let torch's writer write half of a file and raise, until told otherwise with ``None``."""
+    raised: list[BaseException | None] = [None]
+
+    class Writer(torchfiles.DiskWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            if raised[0] is None:
+                return super().write_data(plan, planner)
+            (Path(self.path) / "__0_0.distcp").write_bytes(b"half")
+            raise raised[0]
+
+    def fail(error: BaseException | None) -> None:
+        raised[0] = error
+
+    monkeypatch.setattr(torchfiles, "DiskWriter", Writer)
+    return fail
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("call", ["save", "maybe_save", "wait", "close", "restore"])
+def test_a_failed_write_surfaces_at_the_next_call_with_its_cause(tmp_path: Path, fail_writing: Any, call: str) -> None:
+    checkpointer = Checkpointer(str(tmp_path), every=1)
+    checkpointer.save(1, {"x": 1})
+    checkpointer.wait()
+    fail_writing(FULL)
+    checkpointer.save(2, {"x": 2})
+    checkpointer._background.drain()
+    fail_writing(None)
+    arguments = {"save": (3, {}), "maybe_save": (3, {}), "restore": ({},)}.get(call, ())
+    with pytest.raises(CheckpointError, match=r"(?s)No space left on device") as caught:
+        getattr(checkpointer, call)(*arguments)
+    chain = []
+    error: BaseException | None = caught.value
+    while error is not None:
+        chain.append(error)
+        error = error.__cause__
+    assert FULL in chain
+    checkpointer.close()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
+
+
+def test_training_may_go_on_and_save_after_a_failure_was_told(tmp_path: Path, fail_writing: Any) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        fail_writing(FULL)
+        checkpointer.save(1, {"x": 1})
+        with pytest.raises(CheckpointError):
+            checkpointer.wait()
+        fail_writing(None)
+        checkpointer.save(2, {"x": 2})
+        checkpointer.wait()
+        assert checkpointer.latest == tmp_path / "step-00000002"
+
+
+def test_a_failure_while_saving_a_step_again_leaves_the_old_one(tmp_path: Path, fail_writing: Any) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"x": "old"})
+        checkpointer.wait()
+        fail_writing(FULL)
+        checkpointer.save(1, {"x": "new"})
+        with pytest.raises(CheckpointError):
+            checkpointer.wait()
+        state = {"x": ""}
+        checkpointer.restore(state)
+    assert state == {"x": "old"}
+
+
+def test_a_failed_write_does_not_mask_the_error_of_the_loop(
+    tmp_path: Path, fail_writing: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail_writing(FULL)
+    with pytest.raises(ZeroDivisionError), Checkpointer(str(tmp_path)) as checkpointer:  # noqa: PT012
+        checkpointer.save(1, {"x": 1})
+        raise ZeroDivisionError
+    assert "No space left" in caplog.text
+
+
+class Tracked(AsyncStager):
+    """Hands out fresh copies of tensor ``x`` and keeps only weak references to them."""
+
+    def __init__(self) -> None:
+        self.copies: list[weakref.ref[torch.Tensor]] = []
+        self.error: BaseException | None = None
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        copy = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state_dict.items()}
+        self.copies.append(weakref.ref(copy["x"]))
+        return copy
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("error", [None, FULL, RuntimeError("broken")])
+def test_the_copy_is_let_go_of_when_the_write_has_ended(
+    tmp_path: Path, fail_writing: Any, error: BaseException | None
+) -> None:
+    fail_writing(error)
+    stager = Tracked()
+    checkpointer = Checkpointer(str(tmp_path), stager=stager)
+    checkpointer.save(1, {"x": torch.ones(10), "nested": {"l": [{"a": 1}]}})
+    checkpointer._background.drain()
+    assert [copy() for copy in stager.copies] == [None]
+    if error is None:
+        checkpointer.close()
+    else:
+        with pytest.raises(CheckpointError):
+            checkpointer.close()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_the_copy_is_let_go_of_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stager = Tracked()
+    alive: list[Any] = []
+    publish = commit.publish
+
+    def watch(*args: Any) -> Path:
+        alive.extend(copy() for copy in stager.copies)
+        return publish(*args)
+
+    monkeypatch.setattr(commit, "publish", watch)
+    with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(10)})
+    assert alive == [None]
+
+
+def test_a_state_that_cannot_be_staged_raises_at_once_and_only_once(tmp_path: Path) -> None:
+    stager = Tracked()
+    with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
+        stager.error = StagingError(("model", "weight"), "is no tensor")
+        with pytest.raises(CheckpointError, match=r"model\.weight") as caught:
+            checkpointer.save(1, {"x": torch.ones(1)})
+        assert caught.value.__cause__ is stager.error
+        checkpointer.wait()
+        stager.error = None
+        checkpointer.save(2, {"x": torch.ones(1)})
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000002"]
+
+
+def test_an_interrupt_while_staging_passes_through_and_commits_nothing(tmp_path: Path) -> None:
+    stager = Tracked()
+    stager.error = KeyboardInterrupt()
+    with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(1, {"x": torch.ones(1)})
+        checkpointer.wait()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_third_save_waits_for_the_first_and_writes_never_overlap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, entered, third = threading.Event(), threading.Event(), threading.Event()
+    busy = threading.Lock()
+    original = torchfiles.write
+
+    def write(*args: Any) -> None:
+        assert busy.acquire(blocking=False), "two writes at once"
+        entered.set()
+        assert released.wait(30)
+        original(*args)
+        busy.release()
+
+    monkeypatch.setattr(torchfiles, "write", write)
+    with Checkpointer(str(tmp_path), keep=9) as checkpointer:
+        checkpointer.save(1, {"x": 1})
+        checkpointer.save(2, {"x": 2})
+        assert entered.wait(30)
+        waiting = threading.Event()
+        room = checkpointer._background.make_room
+        monkeypatch.setattr(checkpointer._background, "make_room", lambda: (waiting.set(), room()))
+
+        def save() -> None:
+            checkpointer.save(3, {"x": 3})
+            third.set()
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        assert waiting.wait(30)
+        assert not third.wait(0.2)
+        released.set()
+        thread.join(30)
+        assert third.is_set()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001", "step-00000002", "step-00000003"]
+
+
+NOBODY_ASKS = """
+import sys
+from stagereg.checkpoint import torchfiles
+from stagereg.checkpoint.checkpointer import Checkpointer
+
+class Writer(torchfiles.DiskWriter):
+    def write_data(self, plan, planner):
+        raise OSError(28, "No space left on device")
+
+if sys.argv[2] == "fails":
+    torchfiles.DiskWriter = Writer
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, {"x": 1})
+print("the loop is done")
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("fails", 1), ("works", 0)])
+def test_an_outcome_nobody_asked_for_reaches_the_exit_status(tmp_path: Path, how: str, status: int) -> None:
+    command = [sys.executable, "-c", NOBODY_ASKS, str(tmp_path), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stderr
+    assert done.stdout == "the loop is done\n"
+    assert ("No space left on device" in done.stderr) == (how == "fails")
+    assert ((tmp_path / "step-00000001").exists()) == (how == "works")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    root = tmp_path / "disk"
+    root.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(root)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
+    yield root
+    subprocess.run(["umount", str(root)], check=True)
+
+
+def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(small_disk: Path) -> None:
+    with Checkpointer(str(small_disk), keep=9) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(100_000)})
+        checkpointer.wait()
+        checkpointer.save(2, {"x": torch.ones(200_000)})
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            checkpointer.wait()
+        state = {"x": torch.zeros(100_000)}
+        assert checkpointer.restore(state) == 1
+        assert state["x"].sum() == 100_000
+        assert sorted(os.listdir(small_disk)) == ["latest", "step-00000001"]

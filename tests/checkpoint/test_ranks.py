@@ -1,0 +1,182 @@
+"""When one of several ranks fails, all of them hear who and why, and none waits in vain."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stagereg.checkpoint import commit, torchfiles
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.errors import CheckpointError, StagingError
+from stagereg.stagers.blocking import BlockingAsyncStager
+from stagereg.testing.ranks import run_ranks
+
+
+class FailsOn(BlockingAsyncStager):
+    """Cannot stage while ``failing`` is set."""
+
+    failing = False
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        if self.failing:
+            raise StagingError(("model", "weight"), "is broken here")
+        return super().stage(state_dict)
+
+
+def message(act: Any) -> str:
+    try:
+        act()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def stage_fails_on_rank_1(rank: int, world_size: int, root: str) -> tuple[str, str, list[str], int | None]:
+    stager = FailsOn()
+    with Checkpointer(root, stager=stager) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(3)})
+        stager.failing = rank == 1
+        at_once = message(lambda: checkpointer.save(2, {"x": torch.ones(3)}))
+        later = message(checkpointer.wait)
+        stager.failing = False
+        checkpointer.save(3, {"x": torch.ones(3)})
+        checkpointer.wait()
+        step = checkpointer.restore({"x": torch.zeros(3)})
+        dist.barrier()
+        return at_once, later, sorted(os.listdir(root)), step
+
+
+def test_staging_that_fails_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    results = run_ranks(stage_fails_on_rank_1, nproc=2, args=(str(tmp_path),))
+    assert results[0][0] == ""
+    assert "rank 1: " in results[0][1]
+    assert "is broken here" in results[0][1]
+    assert "is broken here" in results[1][0]
+    assert results[1][1] == ""
+    for _, _, listing, step in results:
+        assert listing == ["latest", "step-00000001", "step-00000003"]
+        assert step == 3
+
+
+def write_fails(rank: int, world_size: int, root: str, where: str) -> tuple[str, list[str], list[str]]:
+    with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
+        checkpointer.save(1, {f"x.rank{rank}": torch.ones(3)})
+        checkpointer.wait()
+        original = torchfiles.DiskWriter, commit.flush, commit.publish
+
+        class Writer(torchfiles.DiskWriter):
+            def write_data(self, plan: Any, planner: Any) -> Any:
+                raise OSError(28, "No space left on device")
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        if where == "write" and rank == 1:
+            torchfiles.DiskWriter = Writer  # type: ignore[misc]
+        elif where == "flush" and rank == 1:
+            commit.flush = fail
+        elif where == "commit" and rank == 0:
+            commit.publish = fail
+        checkpointer.save(2, {f"x.rank{rank}": torch.ones(3)})
+        causes = []
+        try:
+            checkpointer.wait()
+        except CheckpointError as error:
+            causes = [type(error).__name__, type(error.__cause__).__name__, str(error)]
+        torchfiles.DiskWriter, commit.flush, commit.publish = original  # type: ignore[misc]
+        dist.barrier()
+        listing = sorted(os.listdir(root))
+        dist.barrier()
+        checkpointer.save(3, {f"x.rank{rank}": torch.ones(3)})
+    return causes[2], causes[:2], listing
+
+
+def test_a_write_that_fails_on_one_rank_fails_on_all_with_the_cause(tmp_path: Path) -> None:
+    for where, culprit in (("write", 1), ("flush", 1), ("commit", 0)):
+        root = tmp_path / where
+        for text, types, listing in run_ranks(write_fails, nproc=2, args=(str(root), where)):
+            assert f"rank {culprit}: OSError: [Errno 28] No space left on device" in text, where
+            assert types == ["CheckpointError", "OSError"]
+            assert listing == ["latest", "step-00000001"]
+        assert (root / "step-00000003" / "manifest.json").exists()
+
+
+def hear_of_a_failure_at_different_calls(rank: int, world_size: int, root: str) -> tuple[str, int | None]:
+    with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
+        background, publish = checkpointer._background, commit.publish
+        commit.publish = lambda *args: 1 // 0
+        checkpointer.save(1, {"x": 1})
+        background.drain()
+        commit.publish = publish
+        if rank == 1:
+            # As if the news had not come through yet when this rank made its second call.
+            told, background.raise_failure = background.raise_failure, lambda: None  # type: ignore[method-assign]
+        first = message(lambda: checkpointer.save(2, {"x": 2}))
+        if rank == 1:
+            background.raise_failure = told  # type: ignore[method-assign]
+        background.drain()
+        first = message(checkpointer.wait) if rank == 1 else first
+        checkpointer.save(3, {"x": 3})
+        checkpointer.wait()
+        return first, checkpointer.restore({"x": 0})
+
+
+def test_saves_stay_paired_when_ranks_hear_of_a_failure_at_different_calls(tmp_path: Path) -> None:
+    for text, step in run_ranks(hear_of_a_failure_at_different_calls, nproc=2, args=(str(tmp_path),)):
+        assert "Step 1 was not saved" in text
+        assert step == 3
+    assert not (tmp_path / "step-00000002").exists()
+
+
+def construct(rank: int, world_size: int, root: str) -> str:
+    return message(lambda: Checkpointer(root, stager=BlockingAsyncStager()))
+
+
+def test_a_directory_that_cannot_be_written_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for text in run_ranks(construct, nproc=2, args=(str(tmp_path / "file"),)):
+        assert "no directory to write to: rank 0: FileExistsError" in text
+
+
+def save_different_steps(rank: int, world_size: int, root: str) -> str:
+    with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
+        checkpointer.save(rank, {"x": 1})
+        return message(checkpointer.wait)
+
+
+def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
+    for text in run_ranks(save_different_steps, nproc=2, args=(str(tmp_path),)):
+        assert "different steps at the same time: [0, 1]" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def restore_fails_on_rank_1(rank: int, world_size: int, root: str) -> str:
+    with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
+        checkpointer.save(1, {"model": torch.nn.Linear(2, 2)})
+        return message(lambda: checkpointer.restore({"model": torch.nn.Linear(2 + rank, 2)}))
+
+
+def test_a_restore_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    for text in run_ranks(restore_fails_on_rank_1, nproc=2, args=(str(tmp_path),)):
+        assert "rank 1: 'model' does not take" in text
+
+
+def save_in_a_subgroup(rank: int, world_size: int, root: str) -> list[str]:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return []
+    with Checkpointer(root, stager=BlockingAsyncStager(), process_group=group) as checkpointer:
+        checkpointer.save(1, {f"x.rank{rank}": rank})
+        state = {f"x.rank{rank}": 0}
+        checkpointer.restore(state)
+        assert state == {f"x.rank{rank}": rank}
+    return sorted(os.listdir(Path(root) / "latest"))
+
+
+def test_a_subgroup_saves_without_the_others(tmp_path: Path) -> None:
+    results = run_ranks(save_in_a_subgroup, nproc=3, args=(str(tmp_path),))
+    assert results[1] == results[2] == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]

@@ -1,0 +1,141 @@
+"""A run that stops and resumes ends where an uninterrupted one does, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.errors import CheckpointError
+from stagereg.testing.ranks import run_ranks
+
+
+class Run:
+    """A small training run with all that has a state: dropout, batch statistics, a schedule, plain values."""
+
+    def __init__(self, rank: int, world_size: int, kind: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        model: torch.nn.Module = torch.nn.Sequential(
+            torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1)
+        )
+        self.model = model if world_size == 1 else DistributedDataParallel(model)
+        if kind == "zero":
+            self.optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        else:
+            self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5, 7])
+        self.state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            f"seen.rank{rank}": [rank],
+        }
+        torch.manual_seed(seed + rank)
+        random.seed(seed + rank)
+
+    def train(self, first: int, last: int, checkpointer: Checkpointer | None = None) -> None:
+        for step in range(first, last + 1):
+            self.optimizer.zero_grad()
+            self.model(torch.randn(8, 6) + random.random()).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.state[next(name for name in self.state if name.startswith("seen"))].append(step)
+            if checkpointer is not None:
+                checkpointer.maybe_save(step, self.state)
+
+    def everything(self) -> list[Any]:
+        """All that a step depends on or changes, to be compared bit for bit."""
+        inner = getattr(self.model, "module", self.model)
+        optimizer = getattr(self.optimizer, "optim", self.optimizer).state_dict()
+        groups = [
+            {key: item for key, item in group.items() if key != "params"} for group in self.optimizer.param_groups
+        ]
+        seen = next(value for name, value in self.state.items() if name.startswith("seen"))
+        return [
+            {name: tensor.numpy().tobytes() for name, tensor in inner.state_dict().items()},
+            {
+                index: {name: item.numpy().tobytes() for name, item in s.items()}
+                for index, s in optimizer["state"].items()
+            },
+            groups,
+            self.scheduler.state_dict(),
+            seen,
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+        ]
+
+
+def train_in_two_parts(rank: int, world_size: int, kind: str, root: str) -> None:
+    whole = Run(rank, world_size, kind, seed=1)
+    whole.train(1, 10)
+
+    first = Run(rank, world_size, kind, seed=1)
+    with Checkpointer(root, every=5) as checkpointer:
+        assert checkpointer.restore(first.state) is None
+        first.train(1, 7, checkpointer)
+        stats = checkpointer.stats
+
+    second = Run(rank, world_size, kind, seed=99)
+    with Checkpointer(root, every=5) as checkpointer:
+        assert checkpointer.restore(second.state) == 5
+        second.train(6, 10)
+    assert second.everything() == whole.everything()
+    assert first.everything() != whole.everything()
+    assert checkpointer.stats.saves == 0
+    assert len(stats.stall_seconds) == 1
+
+
+@pytest.mark.parametrize(("kind", "nproc"), [("plain", 1), ("plain", 2), ("zero", 2)])
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path: Path, kind: str, nproc: int) -> None:
+    run_ranks(train_in_two_parts, nproc=nproc, args=(kind, str(tmp_path)))
+
+
+def save_five_steps(rank: int, world_size: int, kind: str, root: str) -> dict[str, list[float]]:
+    run = Run(rank, world_size, kind, seed=1)
+    with Checkpointer(root, every=5) as checkpointer:
+        run.train(1, 5, checkpointer)
+    inner = getattr(run.model, "module", run.model)
+    return {name: tensor.flatten().tolist() for name, tensor in inner.state_dict().items()}
+
+
+def restore_elsewhere(rank: int, world_size: int, kind: str, root: str) -> tuple[str, dict[str, list[float]]]:
+    run = Run(rank, world_size, kind, seed=2)
+    state = {name: value for name, value in run.state.items() if not name.startswith("seen")}
+    with Checkpointer(root) as checkpointer:
+        try:
+            checkpointer.restore(state)
+        except CheckpointError as error:
+            return str(error), {}
+    inner = getattr(run.model, "module", run.model)
+    return "", {name: tensor.flatten().tolist() for name, tensor in inner.state_dict().items()}
+
+
+def test_a_ddp_checkpoint_restores_without_ddp_on_another_number_of_ranks(tmp_path: Path) -> None:
+    saved = run_ranks(save_five_steps, nproc=2, args=("plain", str(tmp_path)))
+    [(error, restored)] = run_ranks(restore_elsewhere, nproc=1, args=("plain", str(tmp_path)))
+    assert error == ""
+    assert restored == saved[0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_buffers_that_differ_between_replicas_are_rank_0s(tmp_path: Path) -> None:
+    saved = run_ranks(save_five_steps, nproc=2, args=("plain", str(tmp_path)))
+    assert saved[0]["1.running_mean"] != saved[1]["1.running_mean"]
+    template = {"model": Run(0, 1, "plain", seed=3).model.state_dict()}
+    torch.distributed.checkpoint.load(template, checkpoint_id=str(tmp_path / "latest"), no_dist=True)
+    assert {name: tensor.flatten().tolist() for name, tensor in template["model"].items()} == saved[0]
+
+
+def test_zero_shards_on_another_number_of_ranks_are_a_clear_error(tmp_path: Path) -> None:
+    run_ranks(save_five_steps, nproc=2, args=("zero", str(tmp_path)))
+    [(error, _)] = run_ranks(restore_elsewhere, nproc=1, args=("zero", str(tmp_path)))
+    assert "saved by 2 ranks" in error
+    assert "not on 1" in error
+    for message, _ in run_ranks(restore_elsewhere, nproc=2, args=("plain", str(tmp_path))):
+        assert "'optimizer' was saved as each rank's own part" in message
