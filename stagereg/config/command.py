@@ -1,0 +1,90 @@
+"""The command line of this program, and the one of its ranks that is made from it.
+
+Ranks run the same script in the same interpreter with the overrides of one job. What belongs to the parent alone, such
+as the launcher, the sweeper and the callbacks, is left out; the run directory is the parent's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Command", "quoted", "wants_no_job", "wants_sweep", "without_callbacks"]
+
+_PARENTS_OWN = ("hydra.run", "hydra.sweep", "hydra.mode", "hydra.output_subdir", "hydra.launcher", "hydra.sweeper")
+_PARENTS_OWN_GROUPS = ("hydra/launcher", "hydra/sweeper")
+
+
+@dataclass(frozen=True)
+class Command:
+    """How this program was started: ``start`` up to its script or module, and Hydra's own ``flags``."""
+
+    start: tuple[str, ...]
+    flags: tuple[str, ...]
+
+    @classmethod
+    def of_this_process(cls) -> Command:
+        """Read it off the interpreter; to be called before anything changes ``sys.argv``."""
+        arguments = sys.argv[1:]
+        split = len(sys.orig_argv) - len(arguments)
+        if sys.orig_argv[split:] == arguments:
+            start = [sys.executable, *sys.orig_argv[1:split]]
+        else:
+            start = [sys.executable, os.path.abspath(sys.argv[0])]
+        known = _parsed(arguments)
+        given = {
+            "--config-path": known.config_path,
+            "--config-name": known.config_name,
+            "--config-dir": known.config_dir,
+        }
+        flags = [word for flag, value in given.items() if value is not None for word in (flag, value)]
+        return cls(tuple(start), tuple(flags))
+
+    def for_ranks(self, hydra: Any) -> list[str]:
+        """The command of the ranks of one job; ``hydra`` is the ``hydra`` node of its composed config."""
+        from omegaconf import OmegaConf
+
+        hydras = [override for override in hydra.overrides.hydra if not _is_parents_own(override)]
+        run = [f"hydra.run.dir={quoted(hydra.runtime.output_dir)}", "hydra.mode=RUN"]
+        job = [
+            f"hydra.job.{key}={quoted(hydra.job[key]) if key == 'id' else hydra.job[key]}"
+            for key in ("id", "num")
+            if not OmegaConf.is_missing(hydra.job, key)
+        ]
+        return [*self.start, *self.flags, *hydra.overrides.task, *hydras, *run, *job, *without_callbacks(hydra)]
+
+
+def wants_sweep(arguments: list[str]) -> bool:
+    """Whether Hydra would take these arguments for several jobs."""
+    known = _parsed(arguments)
+    return bool(known.multirun) or "hydra.mode=MULTIRUN" in known.overrides
+
+
+def wants_no_job(arguments: list[str]) -> bool:
+    """Whether Hydra would only show something and leave."""
+    known = _parsed(arguments)
+    return any((known.help, known.hydra_help, known.cfg, known.info, known.shell_completion))
+
+
+def without_callbacks(hydra: Any) -> list[str]:
+    """Overrides that take the job's Hydra callbacks out of a rank: they run once a job, not once a rank."""
+    return [f"~hydra.callbacks.{name}" for name in hydra.callbacks or ()]
+
+
+def quoted(value: str) -> str:
+    """A value as one quoted string of Hydra's override grammar."""
+    return "'" + value.replace("'", "\\'") + "'"
+
+
+def _parsed(arguments: list[str]) -> Any:
+    from hydra._internal.utils import get_args_parser
+
+    known, _ = get_args_parser().parse_known_args(arguments)
+    return known
+
+
+def _is_parents_own(override: str) -> bool:
+    key = override.lstrip("+~").partition("=")[0].partition("@")[0]
+    return any(key == own or key.startswith(own + ".") for own in (*_PARENTS_OWN, *_PARENTS_OWN_GROUPS))

@@ -1,0 +1,8 @@
+"""How an app that never imports stagereg finds its options: Hydra scans the namespace package ``hydra_plugins``.
+
+Packaging places this file there, beside the plugins of other packages; nothing imports it from here.
+"""
+
+from stagereg.config.source import RegistrySearchPath, RegistrySource
+
+__all__ = ["RegistrySearchPath", "RegistrySource"]

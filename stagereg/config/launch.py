@@ -1,0 +1,205 @@
+"""The parent's side of a run: start local ranks of the own command line through torch elastic, and see them end.
+
+Every rank is a fresh interpreter that runs the same script and composes the same config again, so the typed config
+needs no way through a pickle, and it works the same below joblib or submitit. The parent has composed, made the run
+directory and written ``.hydra`` before; from here it only watches, hands signals on, collects what failed ranks have to
+tell and brings rank 0's return value back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from stagereg.config.command import Command
+from stagereg.config.rank import Handover, environment
+from stagereg.errors import LaunchError
+
+__all__ = ["RanksFailedError", "checked_nproc", "launch"]
+
+_GRACE_S = 3
+"""Seconds ranks have to end after a signal, before they are killed."""
+_RANKS_PER_CORE = 4
+_ELASTIC = "torch.distributed.elastic"
+
+
+class RanksFailedError(LaunchError):
+    """Ranks of a job failed; the message is what they told, each cause once and with its rank."""
+
+
+def checked_nproc(value: Any) -> int:
+    """The number of local ranks, or ``LaunchError`` while nothing has started yet."""
+    cores = os.cpu_count() or 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LaunchError(f"nproc={value} is no number of ranks: use nproc=1 or more (this machine has {cores} cores)")
+    if value > cores * _RANKS_PER_CORE:
+        raise LaunchError(
+            f"nproc={value} is more than this machine can run: it has {cores} cores, so use nproc={cores}, "
+            f"or nproc={cores * _RANKS_PER_CORE} at the very most"
+        )
+    return value
+
+
+def launch(command: Command, hydra: Any, nproc: int) -> Any:
+    """Run one job on ``nproc`` fresh local ranks and return rank 0's value; all ranks have ended when it comes back.
+
+    Args:
+        command: how this program was started.
+        hydra: the ``hydra`` node of the job's composed config.
+        nproc: number of local ranks, two or more.
+
+    Raises:
+        RanksFailedError: a rank failed.
+        SystemExit: a signal stopped the run (code 130 for SIGINT, 143 for SIGTERM).
+    """
+    with tempfile.TemporaryDirectory(prefix="stagereg-run-") as folder:
+        handover = Handover(os.getpid(), Path(folder), time.time())
+        with _Signals(handover, nproc) as signals:
+            try:
+                _run_elastic(command.for_ranks(hydra), nproc, handover, hydra.runtime.cwd, signals)
+            except BaseException as error:
+                received = signals.received or getattr(error, "sigval", None)
+                if received is None:
+                    raise
+                print(f"stopped by {received.name}", file=sys.stderr, flush=True)
+                raise SystemExit(128 + received) from None
+        return json.loads(handover.result.read_text()) if handover.result.exists() else None
+
+
+def _run_elastic(words: Sequence[str], nproc: int, handover: Handover, folder: str, signals: _Signals) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    interpreter, *arguments = words
+    # Elastic fills ${local_rank} into arguments; a dollar of ours is to stay one.
+    arguments = [argument.replace("$", "$$") for argument in arguments]
+    start = elastic_launch(_elastic_config(nproc, handover.folder), interpreter)
+    with _in_folder(folder), environment(_rank_variables(handover)), _quiet_elastic():
+        try:
+            signals.listen()
+            start(*arguments)
+        except ChildFailedError as failed:
+            raise RanksFailedError(_told(handover, nproc, failed.failures)) from None
+
+
+def _elastic_config(nproc: int, folder: Path) -> Any:
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    # Settings that older releases of torch do not know.
+    recent: dict[str, Any] = {"shutdown_timeout": _GRACE_S, "signals_to_handle": ""}
+    known = {each.name for each in dataclasses.fields(LaunchConfig)}
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        rdzv_configs={"is_host": True, "timeout": 60},
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+        **{name: value for name, value in recent.items() if name in known},
+    )
+
+
+def _rank_variables(handover: Handover) -> dict[str, str]:
+    """The environment of ranks: cores are shared out among processes, not threads, and all of it is on this machine."""
+    defaults = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+    # Elastic sets this one in the parent and leaves it there; naming it here takes it back in the end.
+    elastics = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
+    return {name: os.environ.get(name, value) for name, value in defaults.items()} | elastics | handover.variables()
+
+
+class _Signals:
+    """Turns the first signal to stop in a ``with`` block into the end of all ranks.
+
+    It raises nothing before :meth:`listen`, because importing torch can swallow an exception from a handler. A rank
+    in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print a traceback from
+    the middle of an import, so it is terminated instead. What comes after the first signal changes nothing any more.
+    """
+
+    def __init__(self, handover: Handover, nproc: int) -> None:
+        self.received: signal.Signals | None = None
+        self._listening = False
+        self._ready = [handover.ready(rank) for rank in range(nproc)]
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def listen(self) -> None:
+        """From here on a signal raises elastic's ``SignalException``; one that came before does so now."""
+        self._listening = True
+        if self.received is not None:
+            self._stop(self.received)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number)
+            if self._listening:
+                self._stop(self.received)
+
+    def _stop(self, received: signal.Signals) -> None:
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        in_job = all(file.exists() for file in self._ready)
+        raise SignalException(f"{received.name}", received if in_job else signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _in_folder(folder: str) -> Iterator[None]:
+    """Work in the folder in which the program was started, wherever Hydra has gone since."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@contextlib.contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Leave it to this room to say how ranks ended; elastic would say the same in forty lines."""
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith(_ELASTIC)]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+def _told(handover: Handover, nproc: int, failures: Mapping[int, Any]) -> str:
+    """What the ranks told of their failures, or else how the first of them ended."""
+    told = {rank: handover.error(rank).read_text() for rank in range(nproc) if handover.error(rank).exists()}
+    if not told:
+        codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
+        # Elastic terminates the others as soon as one has ended badly; that is no news.
+        causes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
+        for rank, code in causes.items():
+            told[rank] = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return "\n".join(f"rank {rank}: {text}" for rank, text in told.items())

@@ -1,0 +1,162 @@
+"""``stagereg.main``: Hydra's entry point for a training function, which also starts the ranks.
+
+One function, three ways to start it, the same code path inside a rank: plain ``python train.py nproc=2`` composes the
+config here and runs the job on local ranks (``launch``); ``torchrun`` has made this process a rank already (``rank``);
+``nproc=1``, or no ``nproc`` at all, runs the job right here as the only rank. Jobs of a sweep get fresh ranks each.
+
+Promises: an error of the project is one short message, any other one traceback, with the rank that failed, and exit
+code 1; Ctrl-C ends everything with 130, SIGTERM with 143.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from stagereg.config.command import Command, wants_no_job, wants_sweep
+from stagereg.config.launch import RanksFailedError, checked_nproc, launch
+from stagereg.config.rank import Rank, alone, described, environment, is_rank, leave
+from stagereg.errors import LaunchError, StageregError
+
+__all__ = ["main"]
+
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+"""Hydra's own switch for errors that are raised, not printed."""
+
+
+def main(
+    config_path: str | None = None, config_name: str | None = None, version_base: str | None = "1.3"
+) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
+    """Decorate a training function ``train(cfg)`` so that calling ``train()`` runs the program.
+
+    Every rank calls the function with the same composed config, inside an initialised process group: gloo for CPU
+    tensors, the accelerator's own beside it where there is one. ``nproc`` of the config says how many local ranks to
+    start; under ``torchrun`` the ranks given are used. What rank 0 returns is the job's return value, for sweepers and
+    callbacks; from several ranks it comes as JSON. ``train(cfg)`` runs the function in this process, with no command
+    line, and returns its value.
+
+    Args:
+        config_path: folder of the configs, relative to the script, as in ``hydra.main``.
+        config_name: name of the primary config.
+        version_base: as in ``hydra.main``.
+
+    Raises:
+        SystemExit: with code 1 after an error, which is on stderr by then; 130 after SIGINT and 143 after SIGTERM.
+    """
+
+    def decorate(task: Callable[[Any], Any]) -> Callable[..., Any]:
+        @functools.wraps(task)
+        def start(cfg: Any = None) -> Any:
+            if cfg is not None:
+                return alone(task, cfg)
+            return _start(task, {"config_path": config_path, "config_name": config_name, **_base(version_base)})
+
+        return start
+
+    return decorate
+
+
+def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
+    rank = None
+    try:
+        rank = Rank.current()
+        job = _Job(task, Command.of_this_process(), rank)
+        if rank is not None:
+            _follow(rank)
+        _run_hydra(job, arguments)
+    except KeyboardInterrupt:
+        if is_rank():
+            leave(130)
+        print("stopped by SIGINT", file=sys.stderr)
+        sys.exit(130)
+    except StageregError as error:
+        if rank is not None:
+            rank.fail(error)
+        _say(error)
+        sys.exit(1)
+
+
+def _follow(rank: Rank) -> None:
+    """Make this rank's command line the one of its run."""
+    if wants_sweep(sys.argv[1:]):
+        plain = f"python {sys.argv[0]} -m nproc={rank.world_size} ..."
+        raise LaunchError(f"a sweep needs fresh ranks for each job, torchrun starts them only once: run `{plain}`")
+    if wants_no_job(sys.argv[1:]):
+        if rank.rank > 0:
+            leave(0)
+        return
+    sys.argv = [*sys.argv, *rank.overrides()]
+
+
+def _run_hydra(job: _Job, arguments: dict[str, Any]) -> None:
+    """Run the job as ``hydra.main`` does; errors of the project are raised, all others printed by Hydra."""
+    import hydra
+    from hydra._internal.utils import run_and_report
+
+    try:
+        with environment({_FULL_ERROR: "1"}):
+            hydra.main(**arguments)(job)()
+    except StageregError:
+        raise
+    except Exception as error:
+        raised = error
+
+        def again() -> None:
+            raise raised
+
+        run_and_report(again)
+
+
+class _Job:
+    """What Hydra calls with the composed config; picklable, so that launchers can call it in other processes."""
+
+    def __init__(self, task: Callable[[Any], Any], command: Command, rank: Rank | None) -> None:
+        # Hydra finds the script, and with it the config folder, through the function it unwraps from this.
+        functools.update_wrapper(self, task)
+        self._task = task
+        self._command = command
+        self._rank = rank
+        self._full_error = os.environ.get(_FULL_ERROR)
+
+    def __call__(self, cfg: Any) -> Any:
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        with environment({_FULL_ERROR: self._full_error}):
+            if self._rank is not None:
+                return self._rank.run(self._task, cfg)
+            try:
+                return self._run(cfg)
+            except StageregError as error:
+                if HydraConfig.get().mode == RunMode.MULTIRUN:
+                    raise
+                _say(error)
+                # Hydra adds its own lines to any exception of a job, but not to this one.
+                raise SystemExit(1) from None
+
+    def _run(self, cfg: Any) -> Any:
+        from hydra.core.hydra_config import HydraConfig
+        from omegaconf import OmegaConf
+
+        nproc = checked_nproc(OmegaConf.select(cfg, "nproc", default=1))
+        if nproc > 1:
+            return launch(self._command, HydraConfig.get(), nproc)
+        try:
+            return alone(self._task, cfg)
+        except Exception as error:
+            raise RanksFailedError(f"rank 0: {described(error)}") from error
+
+
+def _say(error: StageregError) -> None:
+    """Print an error; what ranks told begins with the rank instead of the program."""
+    print(error if isinstance(error, RanksFailedError) else f"stagereg: {error}", file=sys.stderr, flush=True)
+
+
+def _base(version_base: str | None) -> dict[str, Any]:
+    """``version_base`` for the installed Hydra: from 1.4 on, naming the default only draws a warning."""
+    installed = tuple(int(part) for part in importlib.metadata.version("hydra-core").split(".")[:2])
+    return {} if version_base == "1.3" and installed >= (1, 4) else {"version_base": version_base}

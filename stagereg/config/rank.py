@@ -1,0 +1,297 @@
+"""The rank's side of a run: its place in the group, the run it belongs to, the job, and how it ends.
+
+A rank is a process with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its environment, whoever
+started it: ``stagereg.main`` or ``torchrun``. All ranks of a run share one directory, one ``.hydra`` and one log, which
+belong to rank 0, and one clock. When ranks fail, the cause is told once, and errors that merely follow from it are not.
+
+Starting ranks is left to ``launch``, Hydra to ``main``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from stagereg.config.command import quoted, without_callbacks
+from stagereg.errors import StageregError, UnevenInputsError
+
+__all__ = ["Handover", "Rank", "alone", "described", "environment", "is_rank", "leave"]
+
+log = logging.getLogger(__name__)
+
+_HANDOVER = "STAGEREG_HANDOVER"
+_LINGER_S = 3.0
+"""Seconds a failed rank waits for the others to reach their end too, before its own end takes them down."""
+_LOST_PEER = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "connection was likely closed",
+    "broken pipe",
+    "timed out waiting",
+    "remote process exited",
+)
+"""How gloo, NCCL and torch's store say that another rank is gone, in lower case."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What ``stagereg.main`` gives to the ranks it starts: its process id, a folder to answer in, the run's time."""
+
+    pid: int
+    folder: Path
+    started_at: float
+
+    def variables(self) -> dict[str, str]:
+        """The environment variable that carries this to a rank."""
+        return {_HANDOVER: json.dumps(asdict(self) | {"folder": str(self.folder)})}
+
+    @classmethod
+    def received(cls) -> Handover | None:
+        """What this process was given, or ``None`` when it was not started by ``stagereg.main``."""
+        text = os.environ.get(_HANDOVER)
+        if text is None:
+            return None
+        fields = json.loads(text)
+        return cls(fields["pid"], Path(fields["folder"]), fields["started_at"])
+
+    def ready(self, rank: int) -> Path:
+        """Exists once the rank is in its job: from there on, an interrupt may find something to put in order."""
+        return self.folder / f"{rank}.ready"
+
+    def error(self, rank: int) -> Path:
+        """What the rank has to tell about its failure, where it is not only a consequence of another rank's."""
+        return self.folder / f"{rank}.error"
+
+    @property
+    def result(self) -> Path:
+        """Rank 0's return value, JSON."""
+        return self.folder / "result.json"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process as one of ``world_size`` ranks, connected to the others through ``store``."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    handover: Handover | None
+    store: Any
+
+    @classmethod
+    def current(cls) -> Rank | None:
+        """This process's place, or ``None`` when nobody has made it a rank. Waits for the store of the run."""
+        if not is_rank():
+            return None
+        handover = Handover.received()
+        if handover is not None:
+            _end_with(handover.pid)
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+        from torch.distributed.rendezvous import rendezvous
+
+        store, rank, world_size = next(iter(rendezvous("env://")))
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        return cls(rank, world_size, local_rank, local_world_size, handover, PrefixStore("stagereg", store))
+
+    @property
+    def leads(self) -> bool:
+        """Whether the run's directory, ``.hydra``, log and callbacks are this process's."""
+        return self.rank == 0 and self.handover is None
+
+    def overrides(self) -> list[str]:
+        """Hydra overrides that make this rank follow its run; waits for rank 0 where that decides the directory."""
+        follow: list[str] = []
+        if self.handover is None and self.rank > 0:
+            self.store.wait(["run"], timedelta(minutes=10))
+            run = json.loads(self.store.get("run"))
+            follow += [f"hydra.run.dir={quoted(run['dir'])}", *run["without_callbacks"]]
+        if not self.leads:
+            follow.append("hydra.output_subdir=null")
+        if self.rank > 0:
+            follow += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+        return follow
+
+    def run(self, task: Callable[[Any], Any], cfg: Any) -> Any:
+        """Run the job in the process group; return rank 0's value. Does not come back when the task failed."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        self._agree_on_run(cfg)
+        try:
+            with _process_group(PrefixStore("group", self.store), self):
+                if self.handover is not None:
+                    self.handover.ready(self.rank).touch()
+                try:
+                    value = task(cfg)
+                finally:
+                    self._say_ended()
+                # A group that one rank closes while another still connects to it, fails there.
+                self._await_others(math.inf)
+        except Exception as error:
+            self.fail(error)
+        if self.rank == 0 and self.handover is not None:
+            self.handover.result.write_text(_as_json(value))
+        return value
+
+    def _agree_on_run(self, cfg: Any) -> None:
+        """Tell the other ranks of the run, where it is ours, and give ``${now:...}`` the same answer on all of them."""
+        from hydra.core.hydra_config import HydraConfig
+        from omegaconf import OmegaConf
+
+        if self.leads:
+            hydra = HydraConfig.get()
+            run = {"dir": hydra.runtime.output_dir, "time": time.time(), "without_callbacks": without_callbacks(hydra)}
+            self.store.set("run", json.dumps(run))
+        at = self.handover.started_at if self.handover else json.loads(self.store.get("run"))["time"]
+        started = datetime.fromtimestamp(at)
+        OmegaConf.register_new_resolver("now", started.strftime, use_cache=True, replace=True)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """End this rank because of an error: tell it, if it is a cause, once all ranks had the chance to."""
+        consequence = _is_consequence(error)
+        with contextlib.suppress(Exception):
+            if not consequence:
+                self.store.set("cause", str(self.rank))
+                self._tell(error)
+            self._say_ended()
+            self._await_others(_LINGER_S)
+            if consequence and not self.store.check(["cause"]):
+                self._tell(error)
+        leave(1)
+
+    def _tell(self, error: Exception) -> None:
+        """Tell an error, unless another rank has told the same or has lost its peers as well."""
+        text = described(error)
+        if self.store.add(f"told/{'' if _is_consequence(error) else text}", 1) > 1:
+            return
+        if self.handover is not None:
+            self.handover.error(self.rank).write_text(text)
+        else:
+            print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
+
+    def _say_ended(self) -> None:
+        self.store.set(f"ended/{self.rank}", "")
+
+    def _await_others(self, limit_s: float) -> None:
+        """Wait until all ranks have come to the end of the job, well or not."""
+        deadline = time.monotonic() + limit_s
+        ended = [f"ended/{rank}" for rank in range(self.world_size)]
+        while not self.store.check(ended) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def is_rank() -> bool:
+    """Whether somebody has started this process as a rank."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def alone(task: Callable[[Any], Any], cfg: Any) -> Any:
+    """Run the job in this process, as the only rank; a process group that is already there is used and kept."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return task(cfg)
+    me = Rank(0, 1, 0, 1, None, None)
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    with environment(place), _process_group(dist.HashStore(), me):  # type: ignore[attr-defined]
+        return task(cfg)
+
+
+def described(error: BaseException) -> str:
+    """An error as the user sees it: the message of the project's own errors, the traceback of all others."""
+    if isinstance(error, StageregError) and os.environ.get("HYDRA_FULL_ERROR") != "1":
+        return str(error)
+    tb = error.__traceback__
+    while tb is not None and Path(tb.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+        tb = tb.tb_next
+    return "".join(traceback.format_exception(type(error), error, tb)).rstrip()
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Have the environment variables, ``None`` for absent, for the time of a ``with`` block."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def leave(code: int) -> NoReturn:
+    """End this rank now: a thread that waits for a lost peer must not keep it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def _process_group(store: Any, me: Rank) -> Iterator[None]:
+    """A process group for the time of the job: gloo for CPU tensors, and the accelerator's own where there is one.
+
+    Ranks that have to share a device talk through gloo throughout, because NCCL refuses such groups.
+    """
+    import torch
+    import torch.distributed as dist
+
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(me.local_rank % torch.cuda.device_count())
+        enough = me.local_world_size <= torch.cuda.device_count()
+        backend = "cpu:gloo,cuda:nccl" if enough and dist.is_nccl_available() else "cpu:gloo,cuda:gloo"
+    dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.world_size)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether the error only says that something went wrong on another rank."""
+    if isinstance(error, UnevenInputsError):
+        return error.rank is None
+    if error.__cause__ is not None and _is_consequence(error.__cause__):
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and any(sign in str(error).lower() for sign in _LOST_PEER)
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, default=lambda scalar: scalar.item())
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        log.warning("rank 0 returned a %s, which is no plain number, text, list or dict: it is dropped", type(value))
+        return "null"
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel end this process when the one that started it is gone, however it went (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        leave(1)

@@ -1,0 +1,334 @@
+"""What is built from a config: registered components only, with checked arguments, exactly as checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import hydra.utils
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+import stagereg
+from stagereg import registry
+from stagereg.config import schema
+from stagereg.errors import ConfigError, LaunchError, RegistryError, TargetNotAllowedError
+
+CALLED: list[str] = []
+
+
+class Codec(enum.Enum):
+    ZSTD = 1
+    NONE = 2
+
+
+@dataclasses.dataclass
+class Net:
+    port: int = 1
+
+
+@dataclasses.dataclass
+class Made:
+    """What every component here builds: its arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    should_synchronize_after_execute = True
+
+    def stage(self, state_dict: Any) -> Any: ...
+
+    def synchronize_staging(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def stager(
+    chunk_mb: int,
+    pin: bool | None = None,
+    mode: Literal["fast", "slow"] = "fast",
+    codec: Codec = Codec.ZSTD,
+    sizes: tuple[int, ...] = (1,),
+    net: Net = Net(),  # noqa: B008
+    label: str = "",
+    group: Any = None,
+) -> Made:
+    return Made((), dict(locals()))
+
+
+def saver(dir: str = "d", stager: Made | None = None, extra: dict[str, Any] | None = None, **more: Any) -> Made:
+    return Made((), {"dir": dir, "stager": stager, "extra": extra, **more})
+
+
+def joined(joinables: Sequence[Any], throw: bool = False) -> Made:
+    return Made((joinables,), {"throw": throw})
+
+
+def refusing(why: str = "full") -> Any:
+    raise LaunchError(why)
+
+
+def wrong() -> Any:
+    return object()
+
+
+def evil(*args: Any, **kwargs: Any) -> None:
+    CALLED.append("evil")
+
+
+HERE = stager.__module__
+EVIL = {"_target_": f"{HERE}.evil"}
+REGISTERED = {
+    ("stager", "made"): stager,
+    ("checkpoint", "saver"): saver,
+    ("join", "joined"): joined,
+    ("join", "refusing"): refusing,
+    ("stager", "wrong"): wrong,
+}
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    before = dict(registry._decorated)
+    for (kind, name), component in REGISTERED.items():
+        registry.register(kind, name)(component)
+    CALLED.clear()
+    yield
+    registry._decorated.clear()
+    registry._decorated.update(before)
+
+
+def node(kind: str, name: str, **values: Any) -> Any:
+    """A composed config of one component, as Hydra makes it."""
+    return OmegaConf.merge(OmegaConf.structured(schema.schema(registry.find(kind, name))), values)
+
+
+def made(**values: Any) -> dict[str, Any]:
+    return {"_target_": f"{HERE}.stager", "chunk_mb": 4, **values}
+
+
+@pytest.fixture
+def root() -> DictConfig:
+    """A composed config as an app has it: the checkpoint refers to the stager."""
+    cfg = OmegaConf.create()
+    cfg.stager = node("stager", "made", chunk_mb=4)
+    cfg.checkpoint = node("checkpoint", "saver")
+    cfg.checkpoint.stager = "${stager}"
+    cfg.join = node("join", "joined")
+    OmegaConf.set_struct(cfg, True)
+    return cfg
+
+
+def test_a_component_is_built_with_its_config(root: DictConfig) -> None:
+    defaults = {"pin": None, "mode": "fast", "codec": Codec.ZSTD, "label": "", "group": None}
+    assert stagereg.instantiate(root.stager).kwargs == {**defaults, "chunk_mb": 4, "sizes": (1,), "net": Net()}
+
+
+def test_hydra_builds_the_same_config(root: DictConfig) -> None:
+    built = hydra.utils.instantiate(root.stager).kwargs
+    assert {**built, "sizes": tuple(built["sizes"])} == stagereg.instantiate(root.stager).kwargs
+
+
+def test_a_nested_component_is_built_first(root: DictConfig) -> None:
+    assert stagereg.instantiate(root.checkpoint).kwargs["stager"] == stagereg.instantiate(root.stager)
+
+
+def test_the_config_is_left_as_it_was(root: DictConfig) -> None:
+    before = OmegaConf.to_yaml(root)
+    stagereg.instantiate(root.checkpoint, dir="elsewhere")
+    assert OmegaConf.to_yaml(root) == before
+    assert OmegaConf.is_interpolation(root.checkpoint, "stager")
+
+
+def test_objects_of_the_program_arrive_as_they_are(root: DictConfig) -> None:
+    joinables, group = [object(), {"a": object()}], {"weight": object()}
+    assert stagereg.instantiate(root.join, joinables).args[0] is joinables
+    assert stagereg.instantiate(root.join, joinables=joinables).args[0] is joinables
+    assert stagereg.instantiate(root.stager, group=group).kwargs["group"] is group
+    ready = Made((), {})
+    assert stagereg.instantiate(root.checkpoint, stager=ready).kwargs["stager"] is ready
+    data = OmegaConf.create({"lr": 1})
+    assert stagereg.instantiate(root.checkpoint, data=data).kwargs["data"] is data
+
+
+def test_arguments_of_the_program_replace_the_configs(root: DictConfig) -> None:
+    assert stagereg.instantiate(root.stager, 9).kwargs["chunk_mb"] == 9
+    assert stagereg.instantiate(root.stager, chunk_mb="9").kwargs["chunk_mb"] == 9
+    assert stagereg.instantiate(root.checkpoint, stager={"chunk_mb": 9}).kwargs["stager"].kwargs["chunk_mb"] == 9
+
+
+def test_lists_and_mappings_of_nodes_are_built(root: DictConfig) -> None:
+    built = stagereg.instantiate({"a": [root.stager, 1], "b": {"c": made()}})
+    assert built == {"a": [stagereg.instantiate(root.stager), 1], "b": {"c": stagereg.instantiate(made())}}
+    assert stagereg.instantiate(None) is None
+
+
+def test_partial_gives_a_callable_that_builds() -> None:
+    make = stagereg.instantiate({"_target_": f"{HERE}.stager", "_partial_": True, "pin": True, "chunk_mb": "???"})
+    assert isinstance(make, functools.partial)
+    assert make(5).kwargs["chunk_mb"] == 5
+
+
+def test_recursive_false_passes_checked_configs_on(root: DictConfig) -> None:
+    inner = stagereg.instantiate({"_target_": f"{HERE}.saver", "_recursive_": False, "stager": made()}).kwargs["stager"]
+    assert isinstance(inner, DictConfig)
+    assert stagereg.instantiate(inner) == stagereg.instantiate(made())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EVIL,
+        {"a": [{"b": EVIL}]},
+        {"_target_": "os.system", "_args_": ["true"]},
+        {"_target_": evil},
+        {"_target_": "builtins.eval", "_partial_": True},
+        {"_target_": f"{HERE}.saver", "dir": "d", "stager": EVIL},
+        {"_target_": f"{HERE}.saver", "extra": {"deep": [EVIL]}},
+        {"_target_": f"{HERE}.saver", "_recursive_": False, "extra": {"deep": EVIL}},
+        {"_target_": f"{HERE}.saver", "_partial_": True, "more": EVIL},
+        {"_target_": f"{HERE}.saver", "_args_": [EVIL]},
+        {"_target_": f"{HERE}.saver", "more": {"_target_": "${kind}"}, "kind": f"{HERE}.evil"},
+        {"_target_": f"{HERE}.saver", "more": "${oc.create:{_target_:" + HERE + ".evil}}"},
+        {"_target_": f"{HERE}.saver", "extra": {"a": "${oc.create:{_target_:" + HERE + ".evil}}"}},
+        {"_target_": ["x"]},
+        {"_target_": None},
+    ],
+    ids=str,
+)
+def test_a_target_that_is_not_registered_is_refused_wherever_it_stands(config: Any) -> None:
+    with pytest.raises(TargetNotAllowedError, match="is not registered: nothing was imported or called"):
+        stagereg.instantiate(config)
+    assert not CALLED
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"_target_": f"{HERE}.evil"},
+        {"_target_": evil},
+        {"stager": EVIL},
+        {"stager": OmegaConf.create(EVIL)},
+        {"extra": {"a": [EVIL]}},
+        {"more": ({"a": EVIL},)},
+        {"stager": {"_target_": "${x}", "x": f"{HERE}.evil"}},
+    ],
+    ids=str,
+)
+def test_a_target_given_at_run_time_is_refused_too(root: DictConfig, given: dict[str, Any]) -> None:
+    with pytest.raises(TargetNotAllowedError):
+        stagereg.instantiate(root.checkpoint, **given)
+    assert not CALLED
+
+
+def test_a_refused_target_is_not_imported() -> None:
+    with pytest.raises(TargetNotAllowedError, match=r"^stager names the _target_ 'antigravity\.fly'"):
+        stagereg.instantiate({"stager": {"_target_": "antigravity.fly"}})
+    assert "antigravity" not in sys.modules
+
+
+def test_a_refused_target_keeps_the_registered_ones_beside_it_from_being_imported(
+    root: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry._BUILT_IN, ("join", "lazy"), "wave:open")
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    registry._installed.cache_clear()
+    lazy = {"_target_": "wave.open"}
+    with pytest.raises(TargetNotAllowedError):
+        stagereg.instantiate({"a": lazy, "b": EVIL})
+    with pytest.raises(TargetNotAllowedError):
+        stagereg.instantiate(lazy, f=EVIL)
+    registry._installed.cache_clear()
+    assert "wave" not in sys.modules
+
+
+@pytest.mark.parametrize("text", [r"\${oc.env:HOME}", r"a \\\${b} ${label2}", r"\${oc.create:{_target_:x}}"])
+def test_strings_are_resolved_once_and_no_more(text: str) -> None:
+    cfg = OmegaConf.create({"text": text, "label2": "L"})
+    built = stagereg.instantiate({"_target_": f"{HERE}.saver", "dir": text, "extra": {"x": [text]}, "label2": "L"})
+    assert (built.kwargs["dir"], built.kwargs["extra"]) == (cfg.text, {"x": [cfg.text]})
+
+
+def test_plain_yaml_gets_its_types_back() -> None:
+    plain = made(codec="NONE", chunk_mb="8", pin="true", sizes=["3"], net={"port": "7"})
+    built = stagereg.instantiate(plain).kwargs
+    assert (built["codec"], built["chunk_mb"], built["pin"]) == (Codec.NONE, 8, True)
+    assert (built["sizes"], built["net"]) == ((3,), Net(7))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"pim": True}, r"stager/made takes no 'pim'\. Did you mean 'pin'\? It takes: chunk_mb, pin, mode"),
+        (
+            {"chunk_mb": "many"},
+            r"^chunk_mb: Value 'many' of type 'str' could not be converted to Integer\n.*stager/made",
+        ),
+        ({"pin": "maybe"}, r"^pin: Value 'maybe' is not a valid bool"),
+        ({"mode": "fsat"}, r"^mode is 'fsat'\. Did you mean 'fast'\? It is one of: 'fast', 'slow'"),
+        ({"codec": "GZIP"}, r"^codec: Invalid value 'GZIP', expected one of \[ZSTD, NONE\]"),
+        ({"net": {"prt": 1}}, r"^net\.prt: Net takes no 'prt'\. Did you mean 'port'\?"),
+        ({"sizes": ["x"]}, r"^sizes\[0\]: Value 'x'"),
+        ({"chunk_mb": "???"}, r"stager/made needs a value for chunk_mb: add chunk_mb=\.\.\."),
+        ({"_partial_": "yes"}, r"_partial_ is 'yes'; it is true or false"),
+        ({"pin": "${nowhere}"}, r"cannot be resolved: Interpolation key 'nowhere' not found"),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_screen_with_what_would_be_right(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        stagereg.instantiate(made(**values))
+    assert len(str(caught.value).splitlines()) <= 6
+
+
+def test_a_missing_value_names_the_override_also_through_an_interpolation(root: DictConfig) -> None:
+    root.stager.chunk_mb = "???"
+    for config in (root.stager, root.checkpoint):
+        with pytest.raises(
+            ConfigError, match=r"stager/made needs a value for chunk_mb: add stager\.chunk_mb=\.\.\. to"
+        ):
+            stagereg.instantiate(config)
+
+
+def test_what_only_the_program_can_give_is_asked_of_the_program(root: DictConfig) -> None:
+    with pytest.raises(ConfigError, match=r"join/joined needs joinables from the program: .*\(cfg\.join, joinables="):
+        stagereg.instantiate(root.join)
+
+
+def test_a_component_of_another_kind_is_refused(root: DictConfig) -> None:
+    config = {"_target_": f"{HERE}.saver", "stager": {"_target_": f"{HERE}.joined", "joinables": []}}
+    with pytest.raises(ConfigError, match=r"^stager takes a stager, not join/joined"):
+        stagereg.instantiate(config)
+
+
+def test_nothing_is_built_before_all_is_checked() -> None:
+    with pytest.raises(ConfigError, match=r"b\.pin"):
+        stagereg.instantiate({"a": {"_target_": f"{HERE}.refusing"}, "b": made(pin="maybe")})
+
+
+def test_an_error_of_a_component_comes_out_as_it_is() -> None:
+    refusal = {"_target_": f"{HERE}.refusing"}
+    for config in (refusal, {"a": [refusal]}, {"_target_": f"{HERE}.saver", "more": refusal}):
+        with pytest.raises(LaunchError, match=r"^full$"):
+            stagereg.instantiate(config)
+
+
+def test_what_a_factory_builds_is_checked_at_every_depth() -> None:
+    inner = {"_target_": f"{HERE}.wrong"}
+    for config in (inner, {"_target_": f"{HERE}.saver", "stager": inner}):
+        with pytest.raises(RegistryError, match="object cannot be the stager 'wrong'"):
+            stagereg.instantiate(config)
+
+
+@pytest.mark.parametrize("config", ["stager", 3, object()])
+def test_what_is_no_config_is_refused(config: Any) -> None:
+    with pytest.raises(ConfigError, match="not a config: pass a node such as"):
+        stagereg.instantiate(config)
+
+
+def test_arguments_without_a_target_are_refused() -> None:
+    with pytest.raises(ConfigError, match="has no _target_"):
+        stagereg.instantiate({"a": 1}, 2)

@@ -1,0 +1,360 @@
+"""``stagereg.main`` as a user meets it: scripts in a folder, started from a shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+SCRIPT = """
+import json, logging, os, sys, time
+import stagereg
+
+log = logging.getLogger("train")
+
+
+@stagereg.main(config_path="conf", config_name="app")
+def train(cfg):
+    import torch
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
+    log.info("rank %d of %d sees %g", rank, size, total.item())
+    about = {
+        "sum": total.item(), "lr": cfg.lr, "stamp": cfg.stamp, "cwd": os.getcwd(), "pid": os.getpid(),
+        "threads": os.environ.get("OMP_NUM_THREADS"), "main": __name__, "text": cfg.text,
+    }
+    with open(os.path.join(cfg.answers, f"{rank}.json"), "a") as file:
+        file.write(json.dumps(about) + "\\n")
+    if cfg.what == "raise_on_last" and rank == size - 1:
+        raise KeyError("no cheese")
+    if cfg.what == "fail_on_last" and rank == size - 1:
+        raise stagereg.StageregError("the cheese is out: buy some")
+    if cfg.what == "exit_on_last" and rank == size - 1:
+        sys.exit()
+    if cfg.what == "fail_everywhere":
+        raise stagereg.StageregError("no room for cheese")
+    if cfg.what == "die_on_last" and rank == size - 1:
+        os.kill(os.getpid(), 9)
+    if cfg.what == "uneven":
+        raise stagereg.UnevenInputsError("inputs ran out on rank 1", rank=1 if rank == 1 else None)
+    if cfg.what in ("raise_on_last", "fail_on_last", "die_on_last"):
+        dist.all_reduce(total)
+    if cfg.what == "hang":
+        print("IN THE JOB", flush=True)
+        if rank == 0:
+            dist.all_reduce(total)
+        time.sleep(600)
+    return {"score": total.item() * cfg.lr}
+
+
+if __name__ == "__main__":
+    train()
+    print("end of the script")
+"""
+
+CONFIG = """
+nproc: 2
+lr: 1.0
+what: work
+text: plain
+answers: ???
+stamp: ${now:%H-%M-%S.%f}
+"""
+
+CALLBACK = """
+from hydra.experimental.callback import Callback
+
+
+class Tell(Callback):
+    def __init__(self, file):
+        self.file = file
+
+    def on_job_end(self, config, job_return, **kwargs):
+        with open(self.file, "a") as file:
+            file.write(f"{job_return.return_value}\\n")
+"""
+
+
+class App:
+    """A user's folder with a script, its config and a place where each rank says what it saw."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.answers = folder / "answers"
+        self.answers.mkdir()
+        (folder / "conf").mkdir()
+        (folder / "conf" / "app.yaml").write_text(CONFIG)
+        (folder / "train.py").write_text(SCRIPT)
+        (folder / "tell.py").write_text(CALLBACK)
+
+    def command(self, *arguments: str, start: list[str] | None = None) -> list[str]:
+        return [*(start or [sys.executable]), "train.py", *arguments, f"answers={self.answers}"]
+
+    def run(
+        self, *arguments: str, start: list[str] | None = None, limit_s: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        return run(self.command(*arguments, start=start), self.folder, limit_s)
+
+    def answer(self, rank: int, job: int = 0) -> dict[str, object]:
+        return json.loads((self.answers / f"{rank}.json").read_text().splitlines()[job])
+
+    def run_folders(self) -> list[Path]:
+        return sorted(path.parent for path in self.folder.rglob(".hydra"))
+
+
+def run(command: list[str], cwd: Path, limit_s: float = 60) -> subprocess.CompletedProcess[str]:
+    plain = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(command, cwd=cwd, env=plain, capture_output=True, text=True, timeout=limit_s)
+
+
+@pytest.fixture
+def app(tmp_path):
+    return App(tmp_path)
+
+
+def test_plain_python_starts_ranks_that_share_one_folder_one_log_and_one_clock(app):
+    ended = app.run("text='a $$ {b} ${lr}'", "lr=2")
+    assert ended.returncode == 0, ended.stderr
+    first, second = app.answer(0), app.answer(1)
+    assert first["sum"] == second["sum"] == 3
+    assert first["pid"] != second["pid"]
+    assert first["stamp"] == second["stamp"]
+    assert first["threads"] == second["threads"] == "1"
+    assert first["text"] == second["text"] == "a $$ {b} 2"
+    (folder,) = app.run_folders()
+    assert "lr=2" in (folder / ".hydra" / "overrides.yaml").read_text()
+    (log,) = app.folder.rglob("*.log")
+    assert re.findall("rank (.*) sees 3", log.read_text()) == ["0 of 2"]
+    assert ended.stderr == ""
+
+
+def test_one_rank_runs_in_the_process_itself(app):
+    ended = app.run("nproc=1")
+    assert ended.returncode == 0, ended.stderr
+    assert app.answer(0)["sum"] == 1
+    assert app.answer(0)["threads"] is None
+    assert "end of the script" in ended.stdout
+    assert len(app.run_folders()) == 1
+
+
+def test_torchrun_gives_the_ranks_and_they_share_one_folder_and_one_log(app):
+    ended = app.run("nproc=7", start=TORCHRUN)
+    assert ended.returncode == 0, ended.stderr
+    assert app.answer(0)["sum"] == app.answer(1)["sum"] == 3
+    assert app.answer(0)["stamp"] == app.answer(1)["stamp"]
+    assert len(app.run_folders()) == 1
+    (log,) = app.folder.rglob("*.log")
+    assert re.findall("rank (.*) sees 3", log.read_text()) == ["0 of 2"]
+
+
+def test_torchrun_shows_the_config_once_and_ends(app):
+    ended = app.run("--cfg", "job", start=TORCHRUN)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("lr: 1.0") == 1
+
+
+def test_jobs_of_a_sweep_get_fresh_ranks_and_return_values_come_back_once(app):
+    ended = app.run("-m", "lr=1,2", "+hydra.callbacks.tell._target_=tell.Tell", "+hydra.callbacks.tell.file=told.txt")
+    assert ended.returncode == 0, ended.stderr
+    assert [app.answer(1, job)["lr"] for job in range(2)] == [1, 2]
+    assert app.answer(0, 0)["pid"] != app.answer(0, 1)["pid"]
+    assert (app.folder / "told.txt").read_text() == "{'score': 3.0}\n{'score': 6.0}\n"
+    assert len(app.run_folders()) == len(list(app.folder.rglob("train.log"))) == 2
+
+
+def test_a_sweep_over_jobs_in_one_process_sets_the_group_up_anew(app):
+    ended = app.run("-m", "lr=1,2", "nproc=1")
+    assert ended.returncode == 0, ended.stderr
+    assert app.answer(0, 0)["pid"] == app.answer(0, 1)["pid"]
+    assert [app.answer(0, job)["sum"] for job in range(2)] == [1, 1]
+
+
+def test_torchrun_with_a_sweep_is_refused_with_one_line(app):
+    ended = app.run("-m", "lr=1,2", start=TORCHRUN)
+    assert ended.returncode == 1
+    said = [line for line in ended.stderr.splitlines() if "sweep" in line]
+    assert len(said) == 1
+    assert "python train.py -m nproc=2" in said[0]
+    assert list(app.answers.iterdir()) == []
+
+
+@pytest.mark.parametrize("start", [None, TORCHRUN], ids=["python", "torchrun"])
+def test_an_error_is_told_once_with_its_rank_and_not_its_consequences(app, start):
+    ended = app.run("what=raise_on_last", start=start)
+    assert ended.returncode == 1
+    assert ended.stderr.count('no cheese")') == 1  # the source line of the traceback
+    assert ended.stderr.count("KeyError: 'no cheese'") == 1
+    assert len(re.findall(r"^rank \d+: ", ended.stderr, re.MULTILINE)) == 1
+    assert "rank 1: Traceback" in ended.stderr
+    assert "peer" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        ("fail_on_last", "rank 1: the cheese is out: buy some"),
+        ("uneven", "rank 1: inputs ran out on rank 1"),
+        ("die_on_last", "rank 1: died of SIGKILL"),
+    ],
+)
+def test_the_cause_is_one_line(app, what, line):
+    ended = app.run(f"what={what}")
+    assert ended.returncode == 1
+    assert ended.stderr == line + "\n"
+
+
+def test_the_same_error_on_all_ranks_is_one_line(app):
+    ended = app.run("what=fail_everywhere")
+    assert ended.returncode == 1
+    assert re.fullmatch(r"rank [01]: no room for cheese\n", ended.stderr)
+
+
+def test_a_rank_may_leave_early_by_itself(app):
+    ended = app.run("what=exit_on_last")
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_errors_of_a_single_rank_look_the_same(app):
+    assert app.run("nproc=1", "what=fail_on_last").stderr == "rank 0: the cheese is out: buy some\n"
+    ended = app.run("nproc=1", "what=raise_on_last")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("rank 0: Traceback")
+    assert ended.stderr.count("KeyError: 'no cheese'") == 1
+
+
+def test_a_failed_job_ends_the_sweep_with_one(app):
+    ended = app.run("-m", "lr=1,2", "what=fail_on_last", "nproc=1")
+    assert ended.returncode == 1
+    assert "rank 0: the cheese is out: buy some" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("value", ["500", "0", "two", "1.5"])
+def test_a_senseless_number_of_ranks_is_refused_before_anything_starts(app, value):
+    ended = app.run(f"nproc={value}")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"stagereg: nproc={value} is ")
+    assert len(ended.stderr.splitlines()) == 1
+    assert f"{os.cpu_count()} cores" in ended.stderr
+    assert list(app.answers.iterdir()) == []
+
+
+def test_hydras_own_errors_stay_compact(app):
+    ended = app.run("nope=1")
+    assert ended.returncode == 1
+    assert "Key 'nope' is not in struct" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_folders_and_configs_are_found_from_anywhere_and_chdir_is_hydras(app, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    command = [sys.executable, os.path.relpath(app.folder / "train.py", elsewhere), f"answers={app.answers}"]
+    ended = run([*command, "hydra.job.chdir=true"], elsewhere)
+    assert ended.returncode == 0, ended.stderr
+    (folder,) = (path.parent for path in elsewhere.rglob(".hydra"))
+    assert app.answer(0)["cwd"] == app.answer(1)["cwd"] == str(folder)
+
+
+def test_a_module_of_a_package_can_be_started_with_m(app):
+    package = app.folder / "pkg"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (app.folder / "conf").rename(package / "conf")
+    (app.folder / "train.py").rename(package / "train.py")
+    (package / "conf" / "__init__.py").touch()
+    ended = run([sys.executable, "-m", "pkg.train", f"answers={app.answers}"], app.folder)
+    assert ended.returncode == 0, ended.stderr
+    assert app.answer(1)["sum"] == 3
+
+
+def test_a_config_in_the_call_skips_the_command_line(app):
+    (app.folder / "call.py").write_text(
+        textwrap.dedent(f"""
+        from omegaconf import OmegaConf
+        from train import train
+        cfg = dict(lr=3, what="work", text="", stamp="", answers={str(app.answers)!r})
+        print(train(OmegaConf.create(cfg)), train(OmegaConf.create(cfg)))
+        """)
+    )
+    ended = run([sys.executable, "call.py"], app.folder)
+    assert "{'score': 3.0} {'score': 3.0}" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "to_group", "sweep", "code"),
+    [
+        ("SIGINT", True, False, 130),
+        ("SIGINT", True, True, 130),
+        ("SIGTERM", False, False, 143),
+        ("SIGKILL", False, False, -9),
+    ],
+)
+def test_a_signal_ends_all_ranks_promptly(app, name, to_group, sweep, code):
+    command = app.command(*(["-m", "lr=1,2"] if sweep else []), "what=hang")
+    with subprocess.Popen(
+        command, cwd=app.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        try:
+            await_job(parent)
+            (os.killpg if to_group else os.kill)(parent.pid, getattr(signal, name))
+            started = time.monotonic()
+            _, stderr = parent.communicate(timeout=20)
+            assert time.monotonic() - started < 5
+        finally:
+            parent.kill()
+    assert parent.returncode == code
+    assert stderr == ("" if name == "SIGKILL" else f"stopped by {name}\n")
+    assert await_gone([app.answer(rank)["pid"] for rank in range(2)]) == []
+    assert len((app.answers / "0.json").read_text().splitlines()) == 1
+
+
+def test_an_interrupt_ends_a_single_rank(app):
+    with subprocess.Popen(
+        app.command("nproc=1", "what=hang"), cwd=app.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as parent:
+        try:
+            await_job(parent, 1)
+            parent.send_signal(signal.SIGINT)
+            _, stderr = parent.communicate(timeout=20)
+        finally:
+            parent.kill()
+    assert (parent.returncode, stderr) == (130, "stopped by SIGINT\n")
+
+
+def await_job(parent: subprocess.Popen[str], ranks: int = 2) -> None:
+    """Wait until all ranks have said that they are in the job; the pipe ends when they die before."""
+    assert parent.stdout is not None
+    seen = 0
+    for line in parent.stdout:
+        seen += "IN THE JOB" in line
+        if seen == ranks:
+            return
+    raise AssertionError("the ranks ended before their job")
+
+
+def await_gone(pids: list[int], limit_s: float = 5.0) -> list[int]:
+    """The processes that still run after a while; one that only waits to be collected has ended."""
+    deadline = time.monotonic() + limit_s
+    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,188 @@
+"""Registered components are options of any Hydra app: listed, completed, typed, and told when misspelt."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+THEIRS = """
+class Stager:
+    should_synchronize_after_execute = True
+    def __init__(self, slots: int = 2, pin: bool = False): self.slots, self.pin = slots, pin
+    def stage(self, state_dict): return state_dict
+    def synchronize_staging(self): ...
+    def close(self): ...
+class Other(Stager):
+    def __init__(self, path: str = 'here'): self.path = path
+"""
+
+# No torch and no import of stagereg: an app of somebody who installed both packages.
+APP = """
+import sys, hydra
+@hydra.main(config_path="conf", config_name="app", version_base="1.3")
+def main(cfg):
+    built = hydra.utils.instantiate(cfg.stager)
+    print("BUILT", {k: v for k, v in vars(built).items()}, "torch" in sys.modules, "broken" in sys.modules)
+main()
+"""
+
+CONFIG = """
+defaults: [{stager: theirs}, _self_]
+hydra: {output_subdir: null, run: {dir: out}, sweep: {dir: out}, job_logging: {root: {handlers: [console]}}}
+"""
+
+
+class App:
+    """An app in its own folder beside an installed package with two stagers and a broken one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.write("site/theirs.py", THEIRS)
+        self.write("site/broken.py", "import no_such_module")
+        self.write("site/theirs-1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: theirs\nVersion: 1.2\n")
+        points = "stager.theirs = theirs:Stager\nstager.other = theirs:Other\nstager.broken = broken:Stager\n"
+        self.write("site/theirs-1.2.dist-info/entry_points.txt", f"[stagereg.plugins]\n{points}")
+        self.write("app.py", APP)
+        self.write("conf/app.yaml", CONFIG)
+
+    def write(self, path: str, text: str) -> None:
+        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / path).write_text(text)
+
+    def run(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "app.py", *arguments],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.folder / "site"), **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def prints(self, *arguments: str, **env: str) -> str:
+        done = self.run(*arguments, **env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def refuses(self, *arguments: str) -> str:
+        done = self.run(*arguments)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr.splitlines()) <= 20
+        return done.stderr
+
+    def completes(self, line: str) -> list[str]:
+        return self.prints("-sc", "query=bash", COMP_LINE=f"python app.py {line}").split()
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> App:
+    return App(tmp_path)
+
+
+def test_an_option_is_chosen_and_set_without_importing_anything_else(app: App) -> None:
+    assert app.prints("stager.slots=5") == "BUILT {'slots': 5, 'pin': False} False False\n"
+
+
+def test_every_option_is_run_by_a_sweep(app: App) -> None:
+    out = app.prints("-m", "stager=theirs,other")
+    assert "BUILT {'slots': 2, 'pin': False} False False" in out
+    assert "BUILT {'path': 'here'} False False" in out
+
+
+def test_tab_completes_groups_options_and_fields_without_torch(app: App) -> None:
+    assert "stager=" in app.completes("sta")
+    assert {"stager=theirs", "stager=other", "stager=pinned_cached"} <= set(app.completes("stager="))
+    assert app.completes("stager=the") == ["stager=theirs"]
+    assert set(app.completes("stager.s")) == {"stager.slots="}
+    assert app.completes("stager=other stager.p") == ["stager.path="]
+
+
+def test_help_info_and_cfg_show_the_options(app: App) -> None:
+    shown = app.prints("--help")
+    assert "stager: blocking, broken, other, pinned_cached, theirs" in shown
+    assert "slots: 2" in shown
+    assert "stagereg://" in app.prints("--info", "searchpath")
+    assert "stager/theirs" in app.prints("--info", "defaults")
+    assert app.prints("--cfg", "job", "--package", "stager").endswith("_target_: theirs.Stager\nslots: 2\npin: false\n")
+
+
+def test_a_misspelt_option_tells_the_nearest_and_the_list(app: App) -> None:
+    told = app.refuses("stager=pinned_cahced")
+    listed = "There is: blocking, broken, other, pinned_cached, theirs"
+    assert f"No stager named 'pinned_cahced'. Did you mean 'pinned_cached'?\n{listed}\n" in told
+
+
+def test_an_option_far_from_any_gets_hydras_list_of_all_sources(app: App) -> None:
+    app.write("conf/stager/mine.yaml", "a: 1")
+    told = app.refuses("stager=zzz")
+    assert "Could not find 'stager/zzz'" in told
+    assert "\tmine\n" in told
+    assert "\tpinned_cached\n" in told
+
+
+def test_an_option_of_another_source_is_not_hidden_by_a_near_name(app: App) -> None:
+    app.write("more/stager/theirs2.yaml", "defaults: [theirs, _self_]\nslots: 7\n")
+    out = app.prints("stager=theirs2", f"hydra.searchpath=[{app.folder}/more]")
+    assert out.startswith("BUILT {'slots': 7")
+
+
+def test_an_optional_group_may_name_what_is_not_there(app: App) -> None:
+    app.write("conf/app.yaml", CONFIG.replace("_self_", "{optional stager@more: theirz}, _self_"))
+    assert app.prints().startswith("BUILT")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("stager.slots=many", "Value 'many' of type 'str' could not be converted to Integer"),
+        ("stager.pin=maybe", "Value 'maybe' is not a valid bool"),
+        ("stager.slotz=1", "Key 'slotz' not in 'stager/theirs'"),
+    ],
+)
+def test_a_wrong_type_or_key_is_refused_while_composing(app: App, override: str, told: str) -> None:
+    assert told in app.refuses(override)
+
+
+def test_a_broken_package_is_named_only_when_chosen(app: App) -> None:
+    assert app.prints().startswith("BUILT")
+    told = app.refuses("stager=broken")
+    assert "stager 'broken' cannot be loaded from broken:Stager of theirs 1.2" in told
+    assert "No module named 'no_such_module'" in told
+
+
+SHIPPED = """
+import sys
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+with initialize_config_dir(sys.argv[1], version_base="1.3"):
+    print(OmegaConf.to_yaml(compose("train", sys.argv[2:])))
+"""
+
+
+@pytest.fixture
+def compose(tmp_path: Path) -> Callable[..., str]:
+    """Compose an app that builds on the shipped ``stagereg.yaml``; returns YAML."""
+    (tmp_path / "train.yaml").write_text("defaults: [stagereg, _self_]\n")
+
+    def compose(*overrides: str) -> str:
+        command = [sys.executable, "-c", SHIPPED, str(tmp_path), *overrides]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return done.stdout + done.stderr
+
+    return compose
+
+
+def test_the_shipped_composition_takes_the_documented_overrides(compose: Callable[..., str]) -> None:
+    out = compose("stager=blocking", "join.throw=true", "checkpoint.every=5", "nproc=2")
+    for line in ("stagers.blocking.Bloc", "  throw: true\n", "  every: 5\n", "  stager: ${stager}\n", "nproc: 2\n"):
+        assert line in out
+
+
+def test_the_shipped_composition_is_typed(compose: Callable[..., str]) -> None:
+    assert "Value 'maybe' is not a valid bool" in compose("join.throw=maybe")

@@ -1,0 +1,145 @@
+"""What is shipped: the right files and no others, working from any folder, as a wheel and as an editable install."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = ("stagereg", "conf")
+BESIDE = ("tests", "examples")
+
+# The train.py of a user: own folder, own config, nothing of the checkout on the path.
+TRAIN = """
+import stagereg, torch
+@stagereg.main(config_path="conf", config_name="app")
+def main(cfg):
+    staged = stagereg.instantiate(cfg.stager).stage({"w": torch.ones(2)})
+    print("STAGED", staged["w"].tolist(), cfg.stager._target_, cfg.join.throw, cfg.checkpoint.every)
+main()
+"""
+
+BARE = """
+import hydra
+@hydra.main(config_path="conf", config_name="app", version_base="1.3")
+def main(cfg):
+    print("COMPOSED", cfg.stager._target_)
+main()
+"""
+
+CONFIG = "defaults: [stagereg, _self_]\nhydra: {output_subdir: null, run: {dir: out}}\n"
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build(kind: str, folder: Path) -> Path:
+    """Build a wheel or an editable wheel from a copy of the checkout, so that no build leaves anything in it."""
+    source = folder / "source"
+    for name in (*SHIPPED, *BESIDE):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for file in ROOT.iterdir():
+        if file.is_file():
+            shutil.copy(file, source)
+    backend = f"import setuptools.build_meta as b; b.build_{kind}({str(folder)!r})"
+    run(sys.executable, "-c", backend, cwd=source)
+    return next(folder.glob("*.whl"))
+
+
+def environment(wheel: Path, folder: Path) -> Path:
+    """A fresh virtual environment with ``wheel`` in it, which borrows the dependencies installed here."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    # Borrowed by path, without running the .pth files there: an editable install here stays invisible.
+    (site / "borrowed.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
+    return python
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    return environment(wheel, wheel.parent)
+
+
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("editable")
+    return environment(build("editable", folder), folder)
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Path:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "app.yaml").write_text(CONFIG)
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "bare.py").write_text(BARE)
+    return tmp_path
+
+
+def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> None:
+    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "stagereg").rglob("*.py")} | {"stagereg/py.typed"}
+    sources |= {
+        f"stagereg/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "conf").rglob("*") if p.suffix in (".py", ".yaml")
+    }
+    plugin = "hydra_plugins/stagereg_plugin.py"
+    assert shipped == sources - {f"stagereg/config/{plugin}"} | {plugin}
+
+
+def test_a_users_train_py_runs_from_its_own_folder_with_the_wheel(installed: Path, app: Path) -> None:
+    out = run(installed, "train.py", "stager=blocking", "join.throw=true", "checkpoint.every=5", cwd=app)
+    assert "STAGED [1.0, 1.0] stagereg.stagers.blocking.BlockingStager True 5" in out
+
+
+@pytest.mark.parametrize("install", ["installed", "editable"])
+def test_an_app_that_never_imports_stagereg_has_the_options(
+    install: str, app: Path, request: pytest.FixtureRequest
+) -> None:
+    python = request.getfixturevalue(install)
+    out = run(python, "bare.py", "stager=blocking", cwd=app)
+    assert "COMPOSED stagereg.stagers.blocking.BlockingStager" in out
+
+
+@pytest.mark.parametrize("install", ["installed", "editable"])
+def test_conf_tests_and_examples_are_not_importable(
+    install: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    python = request.getfixturevalue(install)
+    code = "import importlib.util as u; print([n for n in ('conf', 'tests', 'examples', 'stagereg') if u.find_spec(n)])"
+    assert run(python, "-c", code, cwd=tmp_path) == "['stagereg']\n"
+
+
+def test_a_checkout_that_is_only_on_the_path_offers_its_options(app: Path) -> None:
+    code = f"import sys; sys.path[:] = [{str(ROOT)!r}, *(p for p in sys.path if 'editable' not in p)]; " + (
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]; import stagereg, runpy; "
+        "sys.argv = ['bare.py', '--info', 'defaults']; runpy.run_path('bare.py', run_name='__main__')"
+    )
+    assert "stager/pinned_cached" in run(sys.executable, "-c", code, cwd=app)
+
+
+def test_the_constraints_pin_every_dependency_and_extra() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert pins["torch"] == "2.13.0"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {re.split(r"[^\w-]", need)[0] for need in project["dependencies"]} == {"torch", "hydra-core", "omegaconf"}
+    extras = [need for extra in project["optional-dependencies"].values() for need in extra]
+    asked = {re.split(r"[^\w-]", need)[0] for need in (*project["dependencies"], *extras)} - {"stagereg"}
+    assert asked <= set(pins)
