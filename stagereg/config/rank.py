@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 _HANDOVER = "STAGEREG_HANDOVER"
 _LINGER_S = 3.0
 """Seconds a failed rank waits for the others to reach their end too, before its own end takes them down."""
+_TOGETHER_S = 60.0
+"""Likewise where the error has reached all ranks on purpose: others may still be saving what there is."""
 _LOST_PEER = (
     "connection closed",
     "connection reset",
@@ -138,6 +140,10 @@ class Rank:
                     self.handover.ready(self.rank).touch()
                 try:
                     value = task(cfg)
+                except Exception as error:
+                    # Before the group closes, so that a cause is known before anybody can suffer from it.
+                    self._tell_cause(error)
+                    raise
                 finally:
                     self._say_ended()
                 # A group that one rank closes while another still connects to it, fails there.
@@ -163,19 +169,21 @@ class Rank:
 
     def fail(self, error: Exception) -> NoReturn:
         """End this rank because of an error: tell it, if it is a cause, once all ranks had the chance to."""
-        consequence = _is_consequence(error)
         with contextlib.suppress(Exception):
-            if not consequence:
-                self.store.set("cause", str(self.rank))
-                self._tell(error)
+            self._tell_cause(error)
             self._say_ended()
-            self._await_others(_LINGER_S)
-            if consequence and not self.store.check(["cause"]):
+            self._await_others(_TOGETHER_S if isinstance(error, UnevenInputsError) else _LINGER_S)
+            if not self.store.check(["cause"]):
                 self._tell(error)
         leave(1)
 
+    def _tell_cause(self, error: Exception) -> None:
+        if not _is_consequence(error):
+            self.store.set("cause", str(self.rank))
+            self._tell(error)
+
     def _tell(self, error: Exception) -> None:
-        """Tell an error, unless another rank has told the same or has lost its peers as well."""
+        """Tell an error, unless the same was told before, here or by another rank; consequences are all the same."""
         text = described(error)
         if self.store.add(f"told/{'' if _is_consequence(error) else text}", 1) > 1:
             return

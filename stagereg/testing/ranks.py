@@ -1,0 +1,238 @@
+"""Run a function on several local ranks, and always come back: with the results, or with who failed, died or hung.
+
+The one multi-rank harness, for plugin authors and for the project's own tests. Every call gets fresh processes and its
+own process group; nothing is left behind, not even the processes that a rank has started itself.
+
+A process that imports torch takes seconds to start, so the ranks are forked from a server process (the standard
+library's forkserver) that has imported torch and done nothing else: no thread, no autograd, no collective has ever run
+in it, so what it forks is as good as new. A hung rank tells its Python stack by ``faulthandler``, which needs no
+cooperation of the thread that hangs.
+
+What is left to others: the function's way to the ranks (``transport``), what a rank does (``worker``), which contract
+to test, and starting training jobs (``stagereg.main``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver, get_context
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from stagereg.errors import StageregError
+from stagereg.testing.transport import pack
+from stagereg.testing.worker import Assignment, work
+
+__all__ = ["RankFailure", "run_ranks"]
+
+_PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+]
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_PG_EXTRA_S = 60.0
+"""Seconds by which the process group is more patient than the harness, so that it is the harness that speaks."""
+_LINGER_S = 2.0
+"""Seconds the other ranks get to tell their side once one has failed, and hung ranks to dump their stacks."""
+
+
+class RankFailure(StageregError, RuntimeError):
+    """At least one rank of :func:`run_ranks` raised, died or hung; all ranks have ended.
+
+    Attributes:
+        failed: rank -> traceback of what it raised, or how its process died; the first to fail comes first.
+        hung: rank -> Python stacks of all its threads when the time was up.
+    """
+
+    def __init__(self, message: str, failed: Mapping[int, str], hung: Mapping[int, str]) -> None:
+        super().__init__(message)
+        self.failed = dict(failed)
+        self.hung = dict(hung)
+
+    def __reduce__(self) -> tuple[type[RankFailure], tuple[str, dict[int, str], dict[int, str]]]:
+        return type(self), (str(self), self.failed, self.hung)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    nproc: int = 2,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout_s: float = 60.0,
+    backend: str = "gloo",
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run ``fn(rank, world_size, *args, **kwargs)`` on ``nproc`` fresh local processes and return their results.
+
+    Each process has an initialised process group of size ``nproc``, one compute thread, the caller's working directory,
+    ``sys.path`` and environment, and ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` set as ``torchrun`` sets them. No rank
+    ends before all have returned or raised. What a rank prints appears on the caller's ``sys.stdout`` once all have
+    ended, each line with its rank. ``atexit`` handlers do not run in the ranks.
+
+    Args:
+        fn: a function at the top of a module; a test module works under every import mode of pytest.
+        nproc: number of ranks.
+        args: picklable positional arguments after rank and world size; each rank gets its own copy.
+        kwargs: picklable keyword arguments, likewise.
+        timeout_s: seconds until ranks that still run count as hung; they are named and ended.
+        backend: as in ``torch.distributed.init_process_group``.
+        env: further environment variables of the ranks; they are set after torch was imported.
+
+    Returns:
+        What ``fn`` returned, in rank order. Results must be picklable; tensors are.
+
+    Raises:
+        RankFailure: a rank raised, died or hung.
+        ValueError: ``fn`` is no function at the top of a module, or an argument cannot be pickled.
+    """
+    shipment = pack(fn, tuple(args), dict(kwargs or {}))
+    with tempfile.TemporaryDirectory(prefix="stagereg-ranks-") as folder, _store() as port:
+        deadline = time.monotonic() + timeout_s
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(nproc):
+                variables = {**os.environ, **_ONE_THREAD, **_rank_variables(rank, nproc), **(env or {})}
+                limit = timeout_s + _PG_EXTRA_S
+                job = Assignment(rank, nproc, Path(folder), shipment, os.getcwd(), variables, backend, port, limit)
+                ranks.append(_start(job))
+            hung = _wait(ranks, deadline)
+        finally:
+            for each in ranks:
+                each.end()
+            for each in ranks:
+                for line in each.lines("output"):
+                    print(f"[rank {each.job.rank}] {line}")
+        return _results(ranks, hung, timeout_s)
+
+
+@dataclass
+class _Rank:
+    """One running rank, seen from the caller."""
+
+    job: Assignment
+    process: ForkServerProcess
+    was_ended: bool = False
+
+    def end(self) -> None:
+        """Kill the rank and whatever it has started; harmless once they are gone."""
+        self.was_ended = self.was_ended or self.process.is_alive()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        # A rank that is not yet the leader of its group is not in it.
+        self.process.kill()
+        self.process.join(_LINGER_S)
+
+    def dump_stacks(self) -> None:
+        """Ask for the stacks and the end of the rank; its signal handler does both, in this order."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def lines(self, kind: str) -> list[str]:
+        file = self.job.file(kind)
+        return file.read_text(errors="replace").splitlines() if file.exists() else []
+
+    def when_failed(self) -> float:
+        """A time that puts causes before their consequences: who died could not say when, and comes first."""
+        error = self.job.file("error")
+        return error.stat().st_mtime if error.exists() else 0.0
+
+    def failure(self) -> str | None:
+        """Why this rank has no result: its traceback, or how it died; ``None`` when it has one or was ended."""
+        if error := self.lines("error"):
+            return "\n".join(error)
+        if self.was_ended or self.job.file("result").exists():
+            return None
+        code = self.process.exitcode or 0
+        died = f"died of {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        last_words = [*self.lines("output")[-10:], *self.lines("stacks")[:20]]
+        return "\n  ".join([f"{died} before it returned", *last_words])
+
+
+def _start(job: Assignment) -> _Rank:
+    context = get_context("forkserver")
+    # Test runners are re-imported by every child of multiprocessing as its main module.
+    context.set_forkserver_preload([*_PRELOAD, *(name for name in ("pytest",) if name in sys.modules)])
+    with mock.patch.dict(os.environ, _ONE_THREAD):
+        forkserver.ensure_running()
+    process = context.Process(target=work, args=(job,), name=f"rank {job.rank}")
+    process.start()
+    return _Rank(job, process)
+
+
+def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
+    """Wait for all ranks, until the deadline, or shortly after the first failure; return the ranks that hung."""
+    running = list(ranks)
+    failed = False
+    while running:
+        connection.wait([each.process.sentinel for each in running], max(0.0, deadline - time.monotonic()))
+        ended = [each for each in running if not each.process.is_alive()]
+        running = [each for each in running if each not in ended]
+        if not failed and any(each.failure() for each in ended):
+            failed, deadline = True, min(deadline, time.monotonic() + _LINGER_S)
+        if running and time.monotonic() >= deadline:
+            break
+    if failed:
+        return []
+    # A rank that has its result only waits for the others, unless all have theirs: then it hangs at its exit.
+    hung = [each for each in running if not each.job.file("result").exists()] or running
+    for each in hung:
+        each.dump_stacks()
+    patience = time.monotonic() + _LINGER_S
+    for each in hung:
+        each.process.join(max(0.0, patience - time.monotonic()))
+    return hung
+
+
+def _results(ranks: Sequence[_Rank], hung: Sequence[_Rank], timeout_s: float) -> list[Any]:
+    if hung:
+        stacks = {each.job.rank: "\n".join(each.lines("stacks")) or "it did not answer" for each in hung}
+        others = [str(each.job.rank) for each in ranks if each not in hung]
+        ended = f"; ended in time: rank {', '.join(others)}" if others else ""
+        head = f"rank {', '.join(map(str, stacks))} hung: still running after {timeout_s:g} s{ended}"
+        raise RankFailure("\n".join([head, *(f"--- rank {r}, stacks:\n{s}" for r, s in stacks.items())]), {}, stacks)
+    failed = {each.job.rank: why for each in sorted(ranks, key=_Rank.when_failed) if (why := each.failure())}
+    if failed:
+        order = ", then ".join(map(str, failed))
+        head = f"{len(failed)} of {len(ranks)} ranks failed: rank {order}"
+        raise RankFailure("\n".join([head, *(f"--- rank {r}: {why}" for r, why in failed.items())]), failed, {})
+    return [pickle.loads(each.job.file("result").read_bytes()) for each in ranks]
+
+
+def _rank_variables(rank: int, nproc: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+    } | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[int]:
+    """A store for one process group, on a free port; it lives here, so no rank's end takes it from the others."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store

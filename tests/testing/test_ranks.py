@@ -1,0 +1,301 @@
+"""The harness comes back in every case, says which rank did what, and leaves nobody behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from stagereg.testing import RankFailure, run_ranks
+
+
+@dataclass
+class Parcel:
+    """A class of a test module that nobody can import by name."""
+
+    number: int
+
+
+def add_up(rank, world_size, start, *, step=0):
+    total = torch.tensor([float(start + step * rank)])
+    dist.all_reduce(total)
+    return rank, world_size, total
+
+
+def give_parcel_on(rank, world_size, parcel):
+    return Parcel(parcel.number + rank)
+
+
+def train_ddp(rank, world_size, repeat):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1)))
+    for step in range(4):
+        torch.manual_seed(100 * repeat + 10 * step + rank)
+        model.zero_grad()
+        model(torch.randn(256, 64)).square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def raise_on(rank, world_size, culprits):
+    if rank in culprits:
+        raise KeyError(f"no cheese on rank {rank}")
+    dist.barrier()
+
+
+def raise_while_others_sleep(rank, world_size, culprit):
+    if rank == culprit:
+        raise KeyError(f"no cheese on rank {rank}")
+    time.sleep(600)
+
+
+def wait_for_ever_on(rank, world_size, sleepers, folder):
+    Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
+    if rank in sleepers:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(folder, f"{rank}.child").write_text(str(child.pid))
+        child.wait()
+
+
+def die_on(rank, world_size, culprit, signal_number):
+    if rank == culprit:
+        print("these are my last words", flush=True)
+        os.kill(os.getpid(), signal_number)
+    dist.barrier()
+
+
+def leave_without_return(rank, world_size):
+    os._exit(3)
+
+
+def chatter(rank, world_size):
+    print("said in Python")
+    os.system("echo said below Python")
+
+
+def connect_late(rank, world_size):
+    dist.new_group()
+
+
+def surroundings(rank, world_size):
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "CHEESE", "FROM_CALLER"]
+    return os.getcwd(), torch.get_num_threads(), {name: os.environ.get(name) for name in names}
+
+
+def return_a_generator(rank, world_size):
+    return (n for n in range(3))
+
+
+def is_gone(pid: int) -> bool:
+    """Whether the process has ended; one that nobody has collected yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def await_gone(pids: list[int], limit_s: float = 5.0) -> list[int]:
+    deadline = time.monotonic() + limit_s
+    while (left := [pid for pid in pids if not is_gone(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def test_results_come_in_rank_order_and_the_group_works():
+    results = run_ranks(add_up, 3, args=(1,), kwargs={"step": 10})
+    assert results == [(rank, 3, torch.tensor([33.0])) for rank in range(3)]
+
+
+def test_a_single_rank_has_a_process_group_too():
+    assert run_ranks(add_up, 1, args=(5,)) == [(0, 1, torch.tensor([5.0]))]
+
+
+def test_classes_of_a_test_module_travel_both_ways():
+    assert run_ranks(give_parcel_on, args=(Parcel(7),)) == [Parcel(7), Parcel(8)]
+
+
+def test_backward_and_ddp_never_hang_in_repeated_runs():
+    torch.ones(3, requires_grad=True).sum().backward()  # the caller's autograd threads must not matter
+    for repeat in range(8):
+        first, second = run_ranks(train_ddp, args=(repeat,), timeout_s=30)
+        assert torch.equal(first, second)
+
+
+def test_a_raising_rank_is_named_with_its_traceback_and_the_others_end():
+    with pytest.raises(RankFailure, match="1 of 2 ranks failed: rank 1\n") as caught:
+        run_ranks(raise_while_others_sleep, args=(1,))
+    failure = caught.value
+    assert list(failure.failed) == [1]
+    assert "no cheese on rank 1" in failure.failed[1]
+    assert "in raise_while_others_sleep" in failure.failed[1]
+    assert failure.hung == {}
+    assert multiprocessing.active_children() == []
+
+
+def test_the_cause_is_told_before_its_consequence():
+    with pytest.raises(RankFailure, match="2 of 2 ranks failed: rank 1, then 0\n") as caught:
+        run_ranks(raise_on, args=([1],))
+    assert list(caught.value.failed) == [1, 0]
+
+
+def test_every_raising_rank_is_told():
+    with pytest.raises(RankFailure, match="3 of 3 ranks failed") as caught:
+        run_ranks(raise_on, 3, args=([0, 1, 2],))
+    assert sorted(caught.value.failed) == [0, 1, 2]
+    assert all(f"no cheese on rank {rank}" in why for rank, why in caught.value.failed.items())
+
+
+@pytest.mark.parametrize("name", ["SIGABRT", "SIGKILL", "SIGSEGV"])
+def test_a_rank_that_dies_is_told_with_its_signal_and_last_words(name):
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(die_on, args=(1, int(getattr(signal, name))))
+    assert name in caught.value.failed[1]
+    assert "these are my last words" in caught.value.failed[1]
+
+
+def test_leaving_without_a_result_is_a_failure():
+    with pytest.raises(RankFailure, match="left with exit code 3 before it returned"):
+        run_ranks(leave_without_return)
+
+
+def test_a_hung_rank_is_named_with_its_stack_and_nobody_is_left(tmp_path):
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 hung: still running after 4 s; ended in time: rank 0") as caught:
+        run_ranks(wait_for_ever_on, args=([1], str(tmp_path)), timeout_s=4)
+    assert time.monotonic() - started < 20
+    assert list(caught.value.hung) == [1]
+    assert "wait_for_ever_on" in caught.value.hung[1]
+    assert await_gone([int(file.read_text()) for file in tmp_path.iterdir()]) == []
+    assert multiprocessing.active_children() == []
+
+
+def test_all_hung_ranks_are_named(tmp_path):
+    with pytest.raises(RankFailure, match="rank 0, 1 hung") as caught:
+        run_ranks(wait_for_ever_on, args=([0, 1], str(tmp_path)), timeout_s=4)
+    assert all("wait_for_ever_on" in stack for stack in caught.value.hung.values())
+
+
+def test_what_ranks_print_is_shown_with_the_rank(capsys):
+    run_ranks(chatter)
+    said = capsys.readouterr().out
+    for rank in range(2):
+        assert f"[rank {rank}] said in Python\n" in said
+        assert f"[rank {rank}] said below Python\n" in said
+
+
+def test_ranks_have_the_callers_surroundings_and_one_thread(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FROM_CALLER", "yes")
+    for rank, (folder, threads, variables) in enumerate(run_ranks(surroundings, env={"CHEESE": "gouda"})):
+        assert folder == str(tmp_path)
+        assert threads == 1
+        assert variables == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+            "CHEESE": "gouda",
+            "FROM_CALLER": "yes",
+        }
+
+
+def test_a_result_that_cannot_be_sent_is_the_ranks_failure():
+    with pytest.raises(RankFailure, match="cannot pickle 'generator'"):
+        run_ranks(return_a_generator, 1)
+
+
+def test_functions_that_other_processes_cannot_find_are_refused():
+    with pytest.raises(ValueError, match="define it with `def` at the top of a module"):
+        run_ranks(lambda rank, world_size: None)
+
+
+def test_arguments_that_cannot_be_sent_are_refused():
+    with pytest.raises(ValueError, match="cannot be sent to other processes"):
+        run_ranks(add_up, args=((n for n in range(3)),))
+
+
+def test_the_server_that_forks_the_ranks_has_run_no_thread():
+    run_ranks(surroundings, 1)
+    (server,) = [
+        child
+        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        if b"multiprocessing.forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    assert len(os.listdir(f"/proc/{server}/task")) == 1
+
+
+def test_ranks_end_when_their_caller_is_killed(tmp_path):
+    script = tmp_path / "caller.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, sys, time
+        from stagereg.testing import run_ranks
+
+        def hold(rank, world_size):
+            print(flush=True)
+            with open(f"{sys.argv[1]}/{rank}.tmp", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename(f"{sys.argv[1]}/{rank}.tmp", f"{sys.argv[1]}/{rank}.pid")
+            time.sleep(600)
+
+        if __name__ == "__main__":
+            run_ranks(hold, 2, timeout_s=300)
+        """)
+    )
+    caller = subprocess.Popen([sys.executable, str(script), str(tmp_path)])
+    try:
+        deadline = time.monotonic() + 40
+        while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        caller.kill()
+        caller.wait(10)
+    pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
+    assert len(pids) == 2
+    assert await_gone(pids) == []
+
+
+@pytest.mark.parametrize("mode", ["importlib", "prepend"])
+def test_functions_and_their_neighbours_are_found_under_every_import_mode(tmp_path, mode):
+    """``tests/deep`` has a neighbour that is imported relatively; the rank must find it where the test did."""
+    deep = tmp_path / "tests" / "deep"
+    deep.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    (tmp_path / "tests" / "__init__.py").touch()
+    (deep / "__init__.py").touch()
+    (deep / "neighbour.py").write_text("def twice(n):\n    return 2 * n\n")
+    (deep / "test_it.py").write_text(
+        textwrap.dedent("""
+        from stagereg.testing import run_ranks
+        from .neighbour import twice
+
+        def double(rank, world_size):
+            return twice(rank)
+
+        def test_it():
+            assert run_ranks(double, 2) == [0, 2]
+            assert run_ranks(twice_of, 2) == [0, 2]
+
+        def twice_of(rank, world_size):
+            from .neighbour import twice
+            return twice(rank)
+        """)
+    )
+    command = [sys.executable, "-m", "pytest", "-q", f"--import-mode={mode}", "-p", "no:cacheprovider", str(deep)]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_a_rank_that_is_done_does_not_take_the_group_from_a_slow_one():
+    for _ in range(10):
+        assert run_ranks(connect_late) == [None, None]
