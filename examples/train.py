@@ -8,11 +8,11 @@ ranks train on the CPU in about a minute. Copy it, and put your model and your d
 """
 
 import math
+import os
 import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
@@ -32,6 +32,8 @@ import stagereg
 class Model(nn.Module):
     """A causal transformer over bytes: indices of shape [batch, time] in, logits of shape [batch, time, 256] out."""
 
+    mask: Tensor
+
     def __init__(self, width: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
         self.token = nn.Embedding(256, width)
@@ -45,20 +47,6 @@ class Model(nn.Module):
         time = x.shape[1]
         hidden = self.token(x) + self.place.weight[:time]
         return self.head(self.body(hidden, mask=self.mask[:time, :time], is_causal=True))
-
-
-class Progress:
-    """What has happened so far; saved in every checkpoint."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.losses: list[Tensor] = []  # one a batch of this rank; not saved
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
 
 
 def samples(files: list[Path], context: int) -> Tensor:
@@ -78,11 +66,13 @@ def load(cfg: DictConfig, rank: int, world: int) -> tuple[Tensor, Tensor]:
     return every[: len(every) // world * world][rank::world], samples(held_out, cfg.context)
 
 
-def batches(data: Tensor, size: int, steps: int, seed: int) -> Iterator[Tensor]:
-    """Yield up to ``steps`` shuffled batches of full size, the same ones whenever the seed is the same."""
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
-    for step in range(min(steps, len(data) // size)):
-        yield data[order[step * size : (step + 1) * size]].long()
+def batches(data: Tensor, size: int, epochs: int, seed: int) -> Iterator[Tensor]:
+    """Yield batches of full size, shuffled anew in each epoch, the same ones whenever the seed is the same."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        order = torch.randperm(len(data), generator=generator)
+        for at in range(0, len(data) - size + 1, size):
+            yield data[order[at : at + size]].long()
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -90,19 +80,14 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-def schedule(step: int, warmup: int, steps: int) -> float:
-    """Return the learning rate's factor: a linear warm-up, then half a cosine."""
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, steps - warmup))))
-
-
 @stagereg.main(config_path="conf", config_name="train")
 def train(cfg: DictConfig) -> float:
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if cfg.parallel not in ("ddp", "zero"):
+        raise stagereg.StageregError(f"parallel={cfg.parallel} is not among ddp, zero")
     torch.manual_seed(cfg.seed)
-    mine, held_out = load(cfg.data, rank, world)
+    text, held_out = load(cfg.data, rank, world)
     held_out = held_out[: 8 * cfg.data.batch][rank::world].long().to(device)
 
     model = DistributedDataParallel(Model(**cfg.model, context=cfg.data.context).to(device))
@@ -111,11 +96,10 @@ def train(cfg: DictConfig) -> float:
         optimizer: Any = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=cfg.train.lr)
     else:
         optimizer = torch.optim.AdamW(parameters, lr=cfg.train.lr)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, partial(schedule, warmup=cfg.train.warmup, steps=cfg.train.steps)
-    )
-    progress = Progress()
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "progress": progress}
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, cfg.train.steps)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # the step and random numbers come along
+    losses: list[Tensor] = []  # one a batch of this rank
+    step = 0
 
     def evaluate() -> float:
         with torch.no_grad():
@@ -126,45 +110,41 @@ def train(cfg: DictConfig) -> float:
 
     def advance() -> None:
         """All that follows backward(). Ranks without data run it too, so that all stay equal and save together."""
+        nonlocal step
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        progress.step += 1
-        checkpointer.maybe_save(progress.step, state)
-        note = f"  held-out {evaluate():.3f}" if progress.step % cfg.train.eval_every == 0 else ""
-        show(rank, progress, cfg.train.steps, note)
+        step += 1
+        checkpointer.maybe_save(step, state)
+        note = f"  held-out {evaluate():.3f}" if step % cfg.train.eval_every == 0 else ""
+        if rank == 0 and (note or sys.stdout.isatty()):
+            bar, loss = "=" * (30 * step // cfg.train.steps), losses[-1].item() if losses else math.nan
+            print(
+                f"\r[{bar:30}] step {step}/{cfg.train.steps}  loss {loss:.3f}{note}", end="\n" * bool(note), flush=True
+            )
 
     join = stagereg.instantiate(cfg.join, [model, advance])
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
-        start = checkpointer.restore(state) or 0
+        step = start = checkpointer.restore(state) or 0
         began = time.perf_counter()
         try:
             with join:
-                for batch in islice(batches(mine, cfg.data.batch, cfg.train.steps, cfg.seed + rank), start, None):
+                mine = batches(text, cfg.data.batch, cfg.data.epochs, cfg.seed + rank)
+                for batch in islice(mine, start, cfg.train.steps):
                     loss = loss_of(model, batch.to(device))
                     loss.backward()
-                    progress.losses.append(loss.detach())
+                    losses.append(loss.detach())
                     advance()
         except stagereg.UnevenInputsError:  # told to throw: all ranks are here, at the same step
-            checkpointer.save(progress.step, state)
+            checkpointer.save(step, state)
             raise
-        if progress.step % checkpointer.every:
-            checkpointer.save(progress.step, state)
+        if step % checkpointer.every:
+            checkpointer.save(step, state)
         seconds = time.perf_counter() - began
     final = evaluate()
-    summarize(rank, progress.step - start, progress.losses, cfg.data.batch, checkpointer, seconds, final)
+    summarize(rank, step - start, losses, cfg.data.batch, checkpointer, seconds, final)
     return final
-
-
-def show(rank: int, progress: Progress, steps: int, note: str) -> None:
-    """Draw the progress bar on rank 0; without a terminal, only the lines that have something to say."""
-    if rank != 0 or not (note or sys.stdout.isatty()):
-        return
-    done = min(1.0, progress.step / steps)
-    loss = f"{progress.losses[-1].item():.3f}" if progress.losses else "-"
-    line = f"[{'=' * int(30 * done):30}] step {progress.step}/{steps}  loss {loss}{note}"
-    print(f"\r{line}", end="\n" if note else "", flush=True)
 
 
 def summarize(
@@ -183,7 +163,7 @@ def summarize(
         "samples": f"{batch * sum(len(own) for own, _ in ranks):,}",
         "loss, first and last": f"{mean(firsts):.3f}, {mean(lasts):.3f}" if firsts else "no steps were left to train",
         "loss on held-out files": f"{final:.3f} nats/byte",
-        "checkpoints": f"{stats.saves}, newest {checkpointer.latest}",
+        "checkpoints": f"{stats.saves}, newest {os.path.relpath(checkpointer.latest) if checkpointer.latest else '-'}",
         "staged": f"{sum(nbytes for _, nbytes in ranks) / 2**30:.3f} GiB",
         "stall per checkpoint": f"{1e3 * median(stats.stall_seconds):.1f} ms" if stats.stall_seconds else "-",
         "write per checkpoint": f"{1e3 * median(stats.write_seconds):.1f} ms" if stats.write_seconds else "-",

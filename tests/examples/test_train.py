@@ -102,4 +102,4 @@ def test_throw_stops_all_ranks_at_one_step_saves_it_and_names_the_exhausted_rank
     assert "Traceback" not in done.stderr
     latest = (tmp_path / "run/checkpoints/latest").resolve()
     step = int(latest.name.removeprefix("step-"))
-    assert saved(latest, tmp_path)["progress"]["step"] == step > 0
+    assert saved(latest, tmp_path)["stagereg.step"] == step > 0
