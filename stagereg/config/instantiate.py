@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stagereg import registry
 from stagereg.config import schema
+from stagereg.config.advice import explain
 from stagereg.errors import ConfigError, TargetNotAllowedError
 from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
@@ -179,7 +180,7 @@ def _typed(entry: Entry, values: Mapping[str, Any], place: _Place) -> dict[str, 
         done = {name: OmegaConf.to_object(v) if _is_container(v := node[name]) else v for name in typed}
     except OmegaConfBaseException as error:
         key = place.below(error.full_key or "").key.rstrip(".")
-        what = schema.explain(error) or str(error).splitlines()[0]
+        what = explain(error) or str(error).splitlines()[0]
         raise ConfigError(f"{key}: {what}\nIt is an option of {entry.kind}/{entry.name}.") from error
     for name, option in typed.items():
         schema.refuse_choice(place.below(name).key, done[name], option.hint)

@@ -20,7 +20,7 @@ from typing import Any
 from stagereg.config.command import Command, wants_no_job, wants_sweep
 from stagereg.config.launch import RanksFailedError, checked_nproc, launch
 from stagereg.config.rank import Rank, alone, described, environment, is_rank, leave
-from stagereg.errors import LaunchError, StageregError
+from stagereg.errors import ConfigError, LaunchError, StageregError
 
 __all__ = ["main"]
 
@@ -97,12 +97,16 @@ def _run_hydra(job: _Job, arguments: dict[str, Any]) -> None:
     import hydra
     from hydra._internal.utils import run_and_report
 
+    from stagereg.config.advice import explain
+
     try:
         with environment({_FULL_ERROR: "1"}):
             hydra.main(**arguments)(job)()
     except StageregError:
         raise
     except Exception as error:
+        if told := explain(error):
+            raise ConfigError(told) from error
         raised = error
 
         def again() -> None:

@@ -29,7 +29,7 @@ from stagereg import registry
 from stagereg.errors import ConfigError, StageregError, nearest
 from stagereg.registry import Entry
 
-__all__ = ["Option", "explain", "options", "refuse_choice", "schema"]
+__all__ = ["Option", "options", "refuse_choice", "schema"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,24 +104,6 @@ def refuse_choice(where: str, value: Any, hint: Any) -> None:
     elif isinstance(value, Sequence) and not isinstance(value, str) and arguments:
         for index, item in enumerate(value):
             refuse_choice(f"{where}[{index}]", item, arguments[0])
-
-
-def explain(error: BaseException | None) -> str:
-    """Return what to write instead, for an error that is about a key some typed config does not have.
-
-    Hydra and OmegaConf report such a key (``stager.pim=true``) without the keys near it. Follows the chain of causes
-    and returns one line, or an empty string where the error is about something else.
-    """
-    while error is not None:
-        owner: Any = getattr(error, "object_type", None)
-        if isinstance(error, OmegaConfBaseException) and dataclasses.is_dataclass(owner):
-            takes = [field.name for field in dataclasses.fields(owner) if not field.name.startswith("_")]
-            if error.key not in takes:
-                near = nearest(str(error.key), takes)
-                what = getattr(owner, "__name__", type(owner).__name__)
-                return f"{what} takes no {str(error.key)!r}.{near} It takes: {', '.join(takes)}"
-        error = error.__cause__ or error.__context__
-    return ""
 
 
 def __getattr__(name: str) -> type:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
 import pytest
 from omegaconf import MISSING, OmegaConf, ValidationError
-from omegaconf.errors import ConfigKeyError
 
 from stagereg import registry
 from stagereg.config import schema
@@ -197,18 +196,3 @@ def test_a_choice_is_accepted(value: Any, hint: Any) -> None:
 def test_another_choice_is_refused_with_its_place_and_the_nearest(value: Any, hint: Any, where: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{where} is 'fsat'\. Did you mean 'fast'\? It is one of: 'fast'"):
         schema.refuse_choice("x", value, hint)
-
-
-def test_an_unknown_key_is_explained_by_the_nearest_one() -> None:
-    with pytest.raises(ConfigKeyError) as caught:
-        config(nummer=3)
-    outer = RuntimeError("composing failed")
-    outer.__cause__ = caught.value
-    assert schema.explain(outer).startswith("checkpoint/sorts takes no 'nummer'. Did you mean 'number'? It takes: text")
-
-
-def test_other_errors_are_not_explained() -> None:
-    with pytest.raises(ValidationError) as caught:
-        config(number="many")
-    assert schema.explain(caught.value) == ""
-    assert schema.explain(ValueError("x")) == ""

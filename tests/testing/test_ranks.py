@@ -83,8 +83,14 @@ def chatter(rank, world_size):
     os.system("echo said below Python")
 
 
-def connect_late(rank, world_size):
-    dist.new_group()
+def watch_rank_0(rank, world_size):
+    pids = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 0:
+        return
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        assert not is_gone(pids[0])
 
 
 def surroundings(rank, world_size):
@@ -266,7 +272,7 @@ def test_ranks_end_when_their_caller_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["importlib", "prepend"])
-def test_functions_and_their_neighbours_are_found_under_every_import_mode(tmp_path, mode):
+def test_functions_and_their_neighbours_are_found_under_every_import_mode(tmp_path, tmp_path_factory, mode):
     """``tests/deep`` has a neighbour that is imported relatively; the rank must find it where the test did."""
     deep = tmp_path / "tests" / "deep"
     deep.mkdir(parents=True)
@@ -291,11 +297,11 @@ def test_functions_and_their_neighbours_are_found_under_every_import_mode(tmp_pa
             return twice(rank)
         """)
     )
-    command = [sys.executable, "-m", "pytest", "-q", f"--import-mode={mode}", "-p", "no:cacheprovider", str(deep)]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "pytest", f"--import-mode={mode}", f"--rootdir={tmp_path}", str(deep)]
+    # From a folder that puts no package of that name on sys.path.
+    run = subprocess.run(command, cwd=tmp_path_factory.mktemp("cwd"), capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_a_rank_that_is_done_does_not_take_the_group_from_a_slow_one():
-    for _ in range(10):
-        assert run_ranks(connect_late) == [None, None]
+def test_no_rank_takes_the_group_away_before_all_are_done():
+    assert run_ranks(watch_rank_0) == [None, None]

@@ -1,0 +1,64 @@
+"""What to write instead, where a config or a command line names a key or an option that is not there.
+
+Hydra and OmegaConf report such a name without the names near it, and Hydra's advice to append it with ``+`` only moves
+the error. This reads the names there are off the error itself, so it holds for typed components, for the keys of an
+app's own config and for its config groups alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hydra.errors import MissingConfigException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from stagereg.errors import nearest
+
+__all__ = ["explain"]
+
+
+def explain(error: BaseException | None) -> str:
+    """Return one line with the nearest name and all there are, or an empty string for an error about something else.
+
+    Follows the chain of causes.
+    """
+    while error is not None:
+        if isinstance(error, OmegaConfBaseException):
+            told = _unknown_key(error)
+        elif isinstance(error, MissingConfigException):
+            told = _unknown_option(error)
+        else:
+            told = ""
+        if told:
+            return told
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _unknown_key(error: OmegaConfBaseException) -> str:
+    owner: Any = error.object_type
+    parent: Any = error.parent_node
+    if isinstance(owner, type) and dataclasses.is_dataclass(owner):
+        takes = [field.name for field in dataclasses.fields(owner)]
+        what = owner.__name__
+        more = ""
+    elif isinstance(parent, DictConfig) and not parent._is_missing() and not parent._is_none():
+        takes = [str(key) for key in parent]
+        what = parent._get_full_key(None) or "the config"
+        more = f". To add it, write +{error.full_key}=..."
+    else:
+        return ""
+    if error.key in takes:
+        return ""
+    takes = [name for name in takes if not name.startswith("_") and (what != "the config" or name != "hydra")]
+    return f"{what} takes no {str(error.key)!r}.{nearest(str(error.key), takes)} It takes: {', '.join(takes)}{more}"
+
+
+def _unknown_option(error: MissingConfigException) -> str:
+    if not error.options or not error.missing_cfg_file:
+        return ""
+    group, _, name = error.missing_cfg_file.rpartition("/")
+    options = sorted(error.options)
+    return f"there is no {group}={name}.{nearest(name, options)} There is: {', '.join(options)}"
