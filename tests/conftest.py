@@ -1,8 +1,16 @@
-"""Tests that need an accelerator are skipped, with the reason, where there is none."""
+"""What holds for all tests: those that need an accelerator are skipped without one, and programs can be interrupted."""
 
 from __future__ import annotations
 
+import signal
+
 import pytest
+
+
+def pytest_configure() -> None:
+    # A shell's background job ignores SIGINT, and the programs that tests start would inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -256,10 +256,16 @@ def test_a_senseless_number_of_ranks_is_refused_before_anything_starts(app, valu
 
 
 def test_hydras_own_errors_stay_compact(app):
-    ended = app.run("nope=1")
+    ended = app.run("~nope")
     assert ended.returncode == 1
-    assert "Key 'nope' is not in struct" in ended.stderr
+    assert "Could not delete from config. 'nope' does not exist." in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_an_unknown_key_is_one_line_with_the_nearest_name(app):
+    ended = app.run("npro=1")
+    assert ended.returncode == 1
+    assert re.fullmatch(r"stagereg: the config takes no 'npro'\. Did you mean 'nproc'\? It takes: .*\n", ended.stderr)
 
 
 def test_folders_and_configs_are_found_from_anywhere_and_chdir_is_hydras(app, tmp_path_factory):
