@@ -7,6 +7,7 @@ methods is taken as it is.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ def adapt(objects: Sequence[Any]) -> list[Any]:
         if isinstance(joinable, DdpJoinable):
             ddp = joinable
         elif isinstance(joinable, (StepJoinable, ZeroJoinable)) and joinable.after is None:
+            joinable = copy.copy(joinable)  # the user's may be in other joins, after other modules
             joinable.after = ddp
         joinables.append(joinable)
     if isinstance(joinables[0], StepJoinable):
@@ -53,10 +55,10 @@ def _joinable(thing: Any) -> Any:
         return DdpJoinable(thing)
     if isinstance(thing, ZeroRedundancyOptimizer):
         return ZeroJoinable(thing)
-    if isinstance(thing, (Optimizer, LRScheduler)):
-        return StepJoinable(thing.step)
     if all(hasattr(type(thing), name) or hasattr(thing, name) for name in _METHODS):
         return thing
+    if isinstance(thing, (Optimizer, LRScheduler)):
+        return StepJoinable(thing.step)
     if callable(thing) and not hasattr(thing, "parameters"):
         return StepJoinable(thing)
     raise JoinError(

@@ -9,8 +9,9 @@ Left as it was found, on every way out: the joinables' configuration, DDP's divi
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,8 +19,7 @@ import torch.distributed as dist
 
 from stagereg.errors import JoinError, UnevenInputsError
 from stagereg.join.adapt import adapt
-from stagereg.join.joinables.ddp import DdpJoinable
-from stagereg.join.joinables.zero import ZeroJoinable
+from stagereg.join.joinables.step import StepJoinable
 from stagereg.join.protocol import Joinable, JoinConfig, JoinHook, notify
 from stagereg.kernel.shadow import PEER_EXHAUSTED, Wire
 from stagereg.registry import register
@@ -61,24 +61,31 @@ class Join:
     def __init__(
         self, joinables: Sequence[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any
     ) -> None:
-        if len(joinables) == 0:
+        if not isinstance(joinables, Iterable):
+            raise JoinError(
+                f"joinables must be a list, as in Join([model, optimizer]), not a {type(joinables).__name__}"
+            )
+        listed = list(joinables)
+        if not listed:
             raise JoinError("The join context manager requires at least one joinable")
-        self._joinables = adapt(joinables)
+        self._joinables = adapt(listed)
         self._enable = enable
         self._throw = throw_on_early_termination
         self._kwargs = kwargs
         self._wire = _common_wire(self._joinables)
-        self._refuse_lost_divisor()
-        self._before = [getattr(joinable, "_join_config", None) for joinable in self._joinables]
+        self._before: list[Any] = []
         self._hooks: list[JoinHook] | None = self._make_hooks()
 
     def __enter__(self) -> Join:
         self._before = [getattr(joinable, "_join_config", None) for joinable in self._joinables]
         if self._hooks is None:  # entered again, as once an epoch
             self._hooks = self._make_hooks()
-        for i, joinable in enumerate(self._joinables):
-            tell = self._announced if i == 0 else None
-            joinable._join_config = JoinConfig(self._enable, self._throw, is_first_joinable=i == 0, on_announce=tell)
+        try:
+            for i, joinable in enumerate(self._joinables):
+                joinable._join_config = JoinConfig(self._enable, self._throw, is_first_joinable=i == 0)
+        except BaseException:
+            self._restore()
+            raise
         return self
 
     def __exit__(
@@ -114,6 +121,7 @@ class Join:
     def _shadow(self) -> None:
         assert self._hooks is not None
         steps = 0
+        objection: Warning | None = None
         while self._wire.count():
             if self._throw:
                 self._wire.throw()
@@ -121,52 +129,42 @@ class Join:
                 hook.main_hook()
             steps += 1
             if steps == _SKEW + 1:
-                self._warn_of_skew()
+                objection = self._warn_of_skew()
         for hook in self._hooks:
-            hook.post_hook(is_last_joiner=steps == 0)
+            hook.post_hook(steps == 0)
+        if objection is not None:
+            raise objection
 
-    def _warn_of_skew(self) -> None:
+    def _warn_of_skew(self) -> Warning | None:
+        """Warn; what the user's filters make an error is returned, for the other ranks still count on this one."""
         rank = dist.get_rank(self._wire.group)
-        warnings.warn(
-            f"Detected uneven input skew of greater than {_SKEW}. This means that rank {rank} has at least {_SKEW} "
-            "fewer inputs than other currently-active ranks. This level of skew could lead to performance degradation "
-            "during training.",
-            stacklevel=4,
-        )
+        try:
+            warnings.warn(
+                f"Detected uneven input skew of greater than {_SKEW}. This means that rank {rank} has at least {_SKEW} "
+                "fewer inputs than other currently-active ranks. This level of skew could lead to performance "
+                "degradation during training.",
+                stacklevel=4,
+            )
+        except Warning as error:
+            return error
+        return None
 
     def _restore(self) -> None:
         self._hooks = None
-        for joinable, before in zip(self._joinables, self._before, strict=True):
-            leave = getattr(joinable, "join_exit", None)
-            if leave is not None:
-                leave()
-            joinable._join_config = JoinConfig.construct_disabled_join_config() if before is None else before
-
-    # -- DDP's divisor, where DDP does not announce itself
-
-    def _announced(self, work: dist.Work) -> None:
-        for joinable in self._joinables[1:]:
-            if isinstance(joinable, DdpJoinable):
-                joinable.divide_by(work)
-
-    def _refuse_lost_divisor(self) -> None:
-        """A DDP module that is not first learns the number of active ranks only from an announcement through here."""
-        first, *rest = self._joinables
-        late = any(isinstance(joinable, DdpJoinable) for joinable in rest)
-        heard = Joinable in type(first).__mro__ and not isinstance(first, (DdpJoinable, ZeroJoinable))
-        if late and not heard and not self._kwargs.get("divide_by_initial_world_size", True):
-            raise JoinError(
-                "divide_by_initial_world_size=False would be lost on a DDP module that is not the first joinable: a "
-                f"{type(first).__name__} does not pass on how many ranks are active. Put the DDP module first, or "
-                "announce from a joinable that derives from stagereg.Joinable."
-            )
+        with contextlib.ExitStack() as every:  # whatever one of them raises
+            for joinable, before in zip(self._joinables, self._before, strict=True):
+                config = JoinConfig.construct_disabled_join_config() if before is None else before
+                every.callback(setattr, joinable, "_join_config", config)
+                if (leave := getattr(joinable, "join_exit", None)) is not None:
+                    every.callback(leave)
 
 
 def _common_wire(joinables: Sequence[Any]) -> Wire:
-    group = joinables[0].join_process_group
-    if any(joinable.join_process_group != group for joinable in joinables[1:]):
+    own = [joinable for joinable in joinables if not isinstance(joinable, StepJoinable)]  # these talk to nobody
+    groups: list[Any] = [joinable.join_process_group or dist.group.WORLD for joinable in own]
+    if any(group != groups[0] for group in groups):
         raise JoinError("Using join context manager with multiple process groups")
-    return Wire(group, joinables[0].join_device)
+    return Wire(groups[0], joinables[0].join_device)
 
 
 @register("join", "default")

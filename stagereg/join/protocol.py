@@ -7,7 +7,6 @@ Signatures and behaviour are those of ``torch.distributed.algorithms.join`` (tor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,19 +38,17 @@ class JoinHook:
 
 
 class JoinConfig(NamedTuple):
-    """What a joinable has to know of the join it is in; torch's joinables read the first three fields.
+    """What a joinable has to know of the join it is in; torch's joinables read the same fields.
 
     Attributes:
         enable: whether the join is on.
         throw_on_early_termination: whether it throws when some rank runs out of data.
         is_first_joinable: whether this joinable is the one that announces its rank each step.
-        on_announce: called with the announcement's work, for joinables that need the number of active ranks.
     """
 
     enable: bool
     throw_on_early_termination: bool
     is_first_joinable: bool
-    on_announce: Callable[[dist.Work], None] | None = None
 
     @staticmethod
     def construct_disabled_join_config() -> JoinConfig:
@@ -105,9 +102,6 @@ def notify(joinable: Any) -> dist.Work | None:
         return None
     wire = Wire(joinable.join_process_group, joinable.join_device)
     work = wire.announce()
-    tell = getattr(config, "on_announce", None)
-    if tell is not None:
-        tell(work)
     if config.throw_on_early_termination:
         wire.heed()
     return work

@@ -1,15 +1,15 @@
 """``ddp``: take part in the forward and backward of a ``DistributedDataParallel`` module.
 
 The collectives are those of torch's own hook, in its order, through the same internals of ``DistributedDataParallel``
-(torch 2.13, ``nn/parallel/distributed.py``). Two things differ. torch throws the reduced gradients away; here they
+(torch 2.13, ``nn/parallel/distributed.py``). Three things differ. torch throws the reduced gradients away; here they
 become the gradients of the parameters, so that an optimizer stepped afterwards takes the step that the active ranks
-take. And a loop that never zeroes its gradients, or that ran out in the middle of an accumulation, has a share in the
-next reduction; here the joined rank goes on contributing it instead of zeros.
+take. A loop that never zeroes its gradients, or that ran out in the middle of an accumulation, has a share in the next
+reduction; here the joined rank goes on contributing it instead of zeros. And torch's joined ranks report the parameters
+used long ago as used; here they report none.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -18,52 +18,15 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import JoinError
+from stagereg.join.carry import CarryWatch
 from stagereg.join.protocol import JoinHook
+from stagereg.kernel.shadow import Wire
 from stagereg.registry import register
 
-__all__ = ["CarryWatch", "DdpHook"]
+__all__ = ["DdpHook"]
 
-
-class CarryWatch:
-    """Sees whether a training loop carries gradients over from one step into the next.
-
-    It looks at one parameter's ``grad`` at the moment a backward adds to it: absent or zero if the loop zeroes
-    gradients. The answer stays on the device until it is asked for.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
-        self._seen: torch.Tensor | None = None
-        self._fresh = True  # the last backward was synchronized, so this one begins a new step
-        first = next(p for p in ddp.parameters() if p.requires_grad)
-        self._param = weakref.ref(first)
-        self._handle = first.register_hook(self._look)
-
-    def _look(self, _: torch.Tensor) -> None:
-        ddp, param = self._ddp(), self._param()
-        if ddp is None or param is None:
-            return
-        if self._fresh:
-            self._seen = None if param.grad is None else param.grad.detach().ne(0).any()
-        self._fresh = bool(ddp.require_backward_grad_sync)
-
-    @property
-    def always(self) -> bool:
-        """Whether the loop never zeroes gradients, as far as its last step shows."""
-        return self._seen is not None and bool(self._seen.item())
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether the last backward was not synchronized, so that its gradients wait for the next one."""
-        return not self._fresh
-
-    def settle(self) -> None:
-        """What waited has been contributed."""
-        self._fresh = True
-
-    def remove(self) -> None:
-        """Stop looking."""
-        self._handle.remove()
+_DIVISOR = "_divide_by_initial_world_size"
+_FLAG = "_check_global_requires_backward_grad_sync"
 
 
 @register("join_hook", "ddp")
@@ -73,39 +36,66 @@ class DdpHook(JoinHook):
     Args:
         ddp: the module; its ``join_hook`` need not have been called.
         divide_by_initial_world_size: whether gradients are divided by the world size or by the number of active ranks.
-        carry: what is known of gradients carried over; without it none are.
 
     Attributes:
         reduced: whether the last ``main_hook`` ended with reduced gradients; False in a ``no_sync`` step, after which
             no optimizer is to be stepped.
     """
 
-    def __init__(
-        self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool = True, carry: CarryWatch | None = None
-    ) -> None:
+    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool = True) -> None:
         if not isinstance(ddp, DistributedDataParallel):
             raise JoinError(f"the ddp join hook needs a DistributedDataParallel module, not a {type(ddp).__name__}")
         self.ddp = ddp
         self.reduced = False
-        self._carry = carry
         self._divide = divide_by_initial_world_size
-        if ddp.logger is not None:
-            ddp.logger._set_uneven_input_join()
-        ddp._divide_by_initial_world_size = divide_by_initial_world_size  # type: ignore[assignment]  # DDP's forward reads it
+        self._divided_before = getattr(ddp, _DIVISOR, None)
+        self._carry: CarryWatch | None = None
+        self._tell_ddp()
+
+    def attach(self) -> None:
+        """Watch the module's training steps, from which :meth:`main_hook` learns how to go on, until :meth:`detach`.
+
+        Raises:
+            JoinError: the module has sparse gradients, which DDP cannot shadow.
+        """
+        _, sparse = self.ddp._build_params_for_reducer()
+        if any(sparse):
+            raise JoinError(
+                "a DDP module with sparse gradients cannot be joined, as joined ranks have no zeros to send for them. "
+                "Build its Embedding layers with sparse=False, or the join with enable=False if all inputs are even."
+            )
+        self._tell_ddp()
+        if self._carry is None:
+            self._carry = CarryWatch(self.ddp)
+        if not self._divide and not self.ddp._join_config.is_first_joinable:
+            # Only the first joinable's announcement would tell this module the number of active ranks.
+            setattr(self.ddp, _FLAG, self._flag)
+
+    def detach(self) -> None:
+        """Stop watching, and leave the module as it was before this hook was made."""
+        if self._carry is not None:
+            self._carry.remove()
+            self._carry = None
+        self.ddp.__dict__.pop(_FLAG, None)
+        reset_divisor(self.ddp)
+        if self._divided_before is not None:
+            setattr(self.ddp, _DIVISOR, self._divided_before)
+        elif hasattr(self.ddp, _DIVISOR):
+            delattr(self.ddp, _DIVISOR)
 
     def main_hook(self) -> None:
         """Match one forward and backward of the active ranks."""
         ddp = self.ddp
+        if self._carry is not None:
+            self._carry.join()
         ddp.reducer._rebuild_buckets()
         ddp._check_and_sync_module_buffers()
-        self.reduced = bool(ddp._check_global_requires_backward_grad_sync(is_joined_rank=True))
+        active = Wire(ddp.process_group, ddp.device).count()  # those among the active ranks that will reduce
+        self.reduced = active > 0
         ddp.require_forward_param_sync = self.reduced
         if not self.reduced:
             return
-        used = self._match_backward()
-        for param in ddp.parameters():
-            if param.requires_grad and param not in used:
-                param.grad = None  # not used on any rank: the active ranks have no gradient for it either
+        self._match_backward(active)
         if self._carry is not None:
             self._carry.settle()
         ddp.reducer._push_all_rebuilt_params()
@@ -114,89 +104,86 @@ class DdpHook(JoinHook):
         """Take parameters and buffers from the last rank to join, as torch does."""
         self.ddp._sync_final_model(is_last_joiner)
         reset_divisor(self.ddp)
+        if not is_last_joiner:
+            for param in self.ddp.parameters():
+                self._forget(param)
+
+    def _tell_ddp(self) -> None:
+        if self.ddp.logger is not None:
+            self.ddp.logger._set_uneven_input_join()
+        setattr(self.ddp, _DIVISOR, self._divide)  # DDP's forward reads it
+
+    def _flag(self, is_joined_rank: bool) -> None:
+        """Active rank: tell joined ranks whether to reduce, as DDP does; the sum is the number of ranks that will."""
+        ddp = self.ddp
+        flag = torch.full((1,), float(ddp.require_backward_grad_sync), device=ddp.device)
+        work = dist.all_reduce(flag, group=ddp.process_group, async_op=True)
+        ddp.reducer._set_forward_pass_work_handle(work, False)
 
     @torch.no_grad()
-    def _match_backward(self) -> _ParamSet:
-        ddp = self.ddp
-        buckets = ddp.reducer._get_zeros_like_grad_buckets()
-        contribute = self._share()
+    def _match_backward(self, active: int) -> None:
+        reducer = self.ddp.reducer
+        buckets = reducer._get_zeros_like_grad_buckets()
+        share = self._share(active)
         works = []
         for bucket in buckets:
-            if contribute:
-                self._fill(bucket, contribute)
-            works.append(ddp.reducer._run_comm_hook(bucket))
-        reduced: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for bucket, work in zip(buckets, works, strict=True):
-            reduced += _gradients(bucket, work.wait())
-        counts = self._used_counts()
-        used = _ParamSet()
+            if share:
+                _fill(bucket, share)
+            works.append(reducer._run_comm_hook(bucket))
+        reduced = [
+            pair for bucket, work in zip(buckets, works, strict=True) for pair in _gradients(bucket, work.wait())
+        ]
+        unused = self._match_used_map()
+        fresh = set()
         for param, gradient in reduced:
-            if counts is not None and not counts[param]:
+            if id(param) in unused:
                 continue
-            used.add(param)
-            if param.grad is None or param.grad.layout != gradient.layout:
+            fresh.add(id(param))
+            if param.grad is None:
                 param.grad = gradient.clone()
             else:
                 param.grad.copy_(gradient)
-        return used
+        for param in self.ddp.parameters():
+            if id(param) not in fresh:
+                self._forget(param)
 
-    def _share(self) -> float:
-        """The factor by which this rank's carried gradients enter the reduction; 0 where there are none."""
+    def _share(self, active: int) -> float:
+        """The factor by which this rank's gradients of steps before enter the reduction; 0 where they do not."""
         carry = self._carry
-        if carry is None or not (carry.always or carry.unfinished):
+        if carry is None:
             return 0.0
-        if not self._divide:
-            return 0.0  # the mean over the active ranks, who all carry the same, has it in full
-        hooked = bool(getattr(self.ddp, "_comm_hooks", None))  # a communication hook divides by itself
-        return 1.0 if hooked else 1.0 / dist.get_world_size(self.ddp.process_group)
+        carry.ask()
+        carries = carry.habit() == "carries"
+        if not carries and not carry.unfinished:
+            return 0.0
+        if self.ddp._get_ddp_logging_data().get("comm_hook"):
+            return 1.0  # a communication hook divides by itself
+        if self._divide:
+            return 1.0 / dist.get_world_size(self.ddp.process_group)
+        # Of what all ranks carry alike, the mean over the active ranks has it in full.
+        return 0.0 if carries else 1.0 / active
 
-    def _fill(self, bucket: Any, factor: float) -> None:
-        for view, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            if param.grad is not None:
-                torch.mul(param.grad, factor, out=view)
-
-    def _used_counts(self) -> _ParamCounts | None:
-        """Match the exchange of used parameters, which DDP appends where it looks for unused ones."""
+    def _match_used_map(self) -> set[int]:
+        """Match DDP's exchange of the parameters used, where there is one; return the ids of those used nowhere."""
         ddp = self.ddp
-        if not ddp.find_unused_parameters:
-            return None
-        counts = ddp.reducer._get_local_used_map()
-        work = ddp.process_group.allreduce(counts)
-        work.wait()
-        order, _ = ddp._build_params_for_reducer()
-        return _ParamCounts(order, counts.tolist())
+        used = ddp.reducer._get_local_used_map()
+        if not ddp.static_graph:  # else exchanged once for all, in the first step
+            if not ddp.find_unused_parameters:
+                return set()
+            used = torch.zeros_like(used)
+            ddp.process_group.allreduce(used).wait()
+        params, _ = ddp._build_params_for_reducer()
+        return {id(param) for param, count in zip(params, used.tolist(), strict=True) if not count}
 
-
-class _ParamSet:
-    """Parameters by identity; a tensor's ``==`` is elementwise."""
-
-    def __init__(self) -> None:
-        self._ids: set[int] = set()
-
-    def add(self, param: torch.Tensor) -> None:
-        self._ids.add(id(param))
-
-    def __contains__(self, param: torch.Tensor) -> bool:
-        return id(param) in self._ids
-
-
-class _ParamCounts:
-    def __init__(self, params: Any, counts: list[int]) -> None:
-        self._counts = {id(param): count for param, count in zip(params, counts, strict=True)}
-
-    def __getitem__(self, param: torch.Tensor) -> int:
-        return self._counts[id(param)]
-
-
-def _gradients(bucket: Any, value: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair a bucket's parameters with their reduced gradients; ``value`` is what the bucket's reduction returned."""
-    reduced = value[0] if isinstance(value, (list, tuple)) else value
-    buffer = bucket.buffer()
-    if buffer.is_sparse:
-        return [(bucket.parameters()[0], reduced)]
-    if reduced.data_ptr() != buffer.data_ptr():
-        buffer.copy_(reduced.view_as(buffer))
-    return list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+    def _forget(self, param: torch.Tensor) -> None:
+        """Drop a gradient of a step before, as the active ranks did when they zeroed theirs."""
+        carry = self._carry
+        if param.grad is None or (carry is not None and (carry.unfinished or carry.habit() == "carries")):
+            return
+        if carry is not None and carry.habit() == "zeroes":
+            param.grad.zero_()
+        elif param.grad.any():
+            param.grad = None
 
 
 def reset_divisor(ddp: DistributedDataParallel) -> None:
@@ -204,3 +191,18 @@ def reset_divisor(ddp: DistributedDataParallel) -> None:
     done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     done.set_result([torch.zeros(1)])
     ddp.reducer._set_forward_pass_work_handle(_create_work_from_future(done), True)
+
+
+def _fill(bucket: Any, factor: float) -> None:
+    for view, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
+        if param.grad is not None:
+            torch.mul(param.grad, factor, out=view)
+
+
+def _gradients(bucket: Any, value: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair a bucket's parameters with their reduced gradients; ``value`` is what the bucket's reduction returned."""
+    reduced = value[0] if isinstance(value, (list, tuple)) else value
+    buffer = bucket.buffer()
+    if reduced.data_ptr() != buffer.data_ptr():
+        buffer.copy_(reduced.view_as(buffer))
+    return list(zip(bucket.parameters(), bucket.gradients(), strict=True))

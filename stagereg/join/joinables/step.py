@@ -6,12 +6,14 @@ is the surest way to keep ranks equal, since ranks with data and ranks without t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from stagereg.errors import JoinError
 from stagereg.join.hooks.step import StepHook
 from stagereg.join.joinables.ddp import DdpJoinable
 from stagereg.join.protocol import Joinable
@@ -32,6 +34,7 @@ class StepJoinable(Joinable):
 
     def __init__(self, step: Callable[[], object], after: DdpJoinable | None = None) -> None:
         super().__init__()
+        _takes_nothing(step)
         self.step = step
         self.after = after
 
@@ -48,3 +51,20 @@ class StepJoinable(Joinable):
     def join_process_group(self) -> Any:
         """The process group of ``after``, or the default one."""
         return dist.group.WORLD if self.after is None else self.after.join_process_group
+
+
+def _takes_nothing(step: Callable[..., object]) -> None:
+    """Refuse a function that joined ranks could not call, before any rank waits for one of them."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # written in C: the call itself will tell
+        return
+    # A scheduler wraps its optimizer's step in a function that still shows the unbound one's ``self``.
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needs = [p.name for p in parameters if p.default is p.empty and p.kind not in optional and p.name != "self"]
+    if needs:
+        name = getattr(step, "__qualname__", repr(step))
+        raise JoinError(
+            f"joined ranks would call {name}() without arguments, but it needs {', '.join(needs)}. Put a function that "
+            "has what it needs in the list, as in Join([model, lambda: scheduler.step(last_loss())])."
+        )

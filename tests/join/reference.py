@@ -1,0 +1,246 @@
+"""One training case, run twice: on ranks inside a join, and in a single process that knows what a join is to compute.
+
+The single process has no DDP, no join and no collectives. At each step it adds up the gradients of the ranks that still
+have a batch, divides by the world size or by the number of those ranks, and steps one optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+
+EXACT = 1e-12
+"""What float64 sums in another order may differ by after a few steps."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training loop: what it trains, on how many batches, and what its body looks like."""
+
+    lengths: tuple[int, ...] = (2, 4, 6)
+    epochs: int = 1
+    one_join: bool = True  # one Join object entered in every epoch, or a new one each time
+    net: str = "mlp"
+    optimizer: str = "adam"
+    sharded: bool = False
+    zero: str = "none"  # gradients are set to "none" or to "zeros", or "never" zeroed
+    when: str = "start"  # ... at the "start" of the step, "between" forward and backward, or at the "end"
+    last: str = "optimizer"  # what the join is told of besides the model: "optimizer", "scheduler" or "function"
+    divide: bool = True
+    accumulate: int = 1
+    ddp: dict[str, Any] = field(default_factory=dict)
+    comm_hook: str = ""
+
+
+class Branches(nn.Module):
+    """A net whose second branch is used in every second step only; the batch tells the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(4, 1)
+        self.sometimes = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.always(x)
+        return y + self.sometimes(x) if x[0, 0] > 0 else y
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+NETS = {
+    "mlp": mlp,
+    "one": lambda: nn.Linear(4, 1),
+    "norm": lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)),
+    "branches": Branches,
+}
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    "adam": (torch.optim.Adam, {"lr": 0.05}),
+    "fused": (torch.optim.AdamW, {"lr": 0.05, "fused": True}),
+    "foreach": (torch.optim.AdamW, {"lr": 0.05, "foreach": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+}
+COMM_HOOKS = {"allreduce": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}
+
+
+def net(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return NETS[case.net]().double()
+
+
+def batch(rank: int, epoch: int, step: int) -> torch.Tensor:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(997 * rank + 31 * epoch + step), dtype=torch.float64)
+    x[0, 0] = 1.0 if step % 2 == 0 else -1.0
+    return x
+
+
+class Training:
+    """The optimizer, schedule and average of a model, and the lines of a loop that use them."""
+
+    def __init__(self, case: Case, module: nn.Module, sharded: bool) -> None:
+        self.case, self.module = case, module
+        kind, options = OPTIMIZERS[case.optimizer]
+        parameters = list(module.parameters())
+        if sharded:
+            self.optimizer: Any = ZeroRedundancyOptimizer(parameters, kind, **options)
+        else:
+            self.optimizer = kind(parameters, **options)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.average = [torch.zeros_like(p) for p in parameters]
+
+    def zero(self, moment: str) -> None:
+        if self.case.zero != "never" and self.case.when == moment:
+            self.optimizer.zero_grad(set_to_none=self.case.zero == "none")
+
+    def finish(self) -> None:
+        """All that follows the last backward of a step; what joined ranks run if the join is told of a function."""
+        if self.case.last == "function":
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), 0.7)
+        self.optimizer.step()
+        if self.case.last != "optimizer":
+            self.scheduler.step()
+        if self.case.last == "function":
+            for mean, param in zip(self.average, self.module.parameters(), strict=True):
+                mean.lerp_(param.detach(), 0.1)
+        self.zero("end")
+
+    def joinables(self, ddp: DistributedDataParallel) -> list[Any]:
+        if self.case.last == "function":
+            return [ddp, self.finish]
+        return [ddp, self.optimizer] + [self.scheduler] * (self.case.last == "scheduler")
+
+    def outcome(self) -> dict[str, Any]:
+        """All that must be equal on every rank and in the single process."""
+        state = whole_state(self.optimizer)
+        return {
+            "params": [p.detach().clone() for p in self.module.parameters()],
+            "buffers": [b.clone() for b in self.module.buffers()],
+            "state": {(i, k): torch.as_tensor(v) for i, s in state.items() for k, v in s.items() if v is not None},
+            "lr": torch.tensor(self.optimizer.param_groups[0]["lr"]),
+            "schedule": torch.tensor(self.scheduler.last_epoch),
+            "average": self.average,
+        }
+
+
+def whole_state(optimizer: Any) -> dict[int, dict[str, Any]]:
+    """The state of all parameters, on every rank."""
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer.state_dict()["state"]
+    state = {}
+    for rank in range(torch.distributed.get_world_size()):
+        optimizer.consolidate_state_dict(to=rank)  # torch gives it to one rank at a time
+        if rank == torch.distributed.get_rank():
+            state = optimizer.state_dict()["state"]
+    return state
+
+
+def train(rank: int, world_size: int, case: Case, library: str = "ours") -> dict[str, Any]:
+    """Run the case on ranks, with our Join ("ours"), our joinables in torch's ("torch"), or taking turns ("mixed")."""
+    ddp = DistributedDataParallel(net(case), **case.ddp)
+    if case.comm_hook:
+        ddp.register_comm_hook(None, COMM_HOOKS[case.comm_hook])
+    training = Training(case, ddp.module, case.sharded)
+    ours = library == "ours" or (library == "mixed" and rank % 2 == 0)
+    listed = training.joinables(ddp) if ours else named(training.joinables(ddp))
+    kind = stagereg.Join if ours else TorchJoin
+    join = None
+    for epoch in range(case.epochs):
+        if join is None or not case.one_join:
+            join = kind(listed, divide_by_initial_world_size=case.divide)
+        with join:
+            for step in range(length(case, rank, epoch)):
+                syncs = (step + 1) % case.accumulate == 0
+                if step % case.accumulate == 0:
+                    training.zero("start")
+                with contextlib.nullcontext() if syncs else ddp.no_sync():
+                    loss = ddp(batch(rank, epoch, step)).sum()
+                    if step % case.accumulate == 0:
+                        training.zero("between")
+                    loss.backward()
+                if syncs:
+                    training.finish()
+    return training.outcome()
+
+
+def named(joinables: list[Any]) -> list[Any]:
+    """The joinables that ``stagereg.Join`` would make of a list, as torch's ``Join`` needs them."""
+    ddp = stagereg.build("joinable", "ddp", module=joinables[0])
+    rest = []
+    for each in joinables[1:]:
+        if isinstance(each, ZeroRedundancyOptimizer):
+            rest.append(stagereg.build("joinable", "zero", optimizer=each, after=ddp))
+        else:
+            rest.append(stagereg.build("joinable", "step", step=getattr(each, "step", each), after=ddp))
+    return [ddp, *rest]
+
+
+def length(case: Case, rank: int, epoch: int) -> int:
+    """Batches of a rank; in every second epoch the ranks change places."""
+    return case.lengths[rank] if epoch % 2 == 0 else case.lengths[::-1][rank]
+
+
+def expected(case: Case) -> dict[str, Any]:
+    """Run the case in this process."""
+    module = net(case)
+    training = Training(case, module, sharded=False)
+    params = list(module.parameters())
+    world = range(len(case.lengths))
+    window: list[torch.Tensor | None] = [None] * len(params)  # of all ranks, since the last reduction
+    buffers = {rank: [b.clone() for b in module.buffers()] for rank in world}
+    for epoch in range(case.epochs):
+        for step in range(max(length(case, rank, epoch) for rank in world)):
+            active = [rank for rank in world if length(case, rank, epoch) > step]
+            if case.zero != "never" and case.when != "end" and step % case.accumulate == 0:
+                training.zero(case.when)
+                window = [None] * len(params)
+            shared = [b.clone() for b in buffers[max(active)]]
+            for rank in active:
+                _load(module, shared)
+                grads = torch.autograd.grad(module(batch(rank, epoch, step)).sum(), params, allow_unused=True)
+                window = [_plus(total, grad) for total, grad in zip(window, grads, strict=True)]
+                buffers[rank] = [b.clone() for b in module.buffers()]
+            if (step + 1) % case.accumulate == 0:
+                for param, total in zip(params, window, strict=True):
+                    if total is not None:
+                        param.grad = _plus(param.grad, total / (len(world) if case.divide else len(active)))
+                window = [None] * len(params)
+                training.finish()
+        longest = max(length(case, rank, epoch) for rank in world)
+        last = max(rank for rank in world if length(case, rank, epoch) == longest)
+        buffers = {rank: [b.clone() for b in buffers[last]] for rank in world}
+    _load(module, buffers[0])
+    return training.outcome()
+
+
+def difference(one: Any, other: Any) -> float:
+    """The largest difference between two outcomes, relative above 1; infinite where they have not the same parts."""
+    if isinstance(one, torch.Tensor):
+        apart = (one.double() - other.double()).abs() / other.double().abs().clamp(min=1.0)
+        return float(apart.max()) if one.shape == other.shape else float("inf")
+    if len(one) != len(other) or (isinstance(one, dict) and one.keys() != other.keys()):
+        return float("inf")
+    keys = one.keys() if isinstance(one, dict) else range(len(one))
+    return max((difference(one[key], other[key]) for key in keys), default=0.0)
+
+
+def _load(module: nn.Module, values: list[torch.Tensor]) -> None:
+    for buffer, value in zip(module.buffers(), values, strict=True):
+        buffer.copy_(value)
+
+
+def _plus(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return one + other

@@ -1,0 +1,159 @@
+"""A declared collective gives active ranks the result over the active ranks, and refuses what was not declared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+from stagereg.errors import JoinError
+from stagereg.kernel.shadow import Collective
+from stagereg.testing import run_ranks
+
+from .reference import Case, batch, net
+
+LENGTHS = (1, 3, 2)  # ranks 0, 1, 2 are active, then 1 and 2, then 1 alone
+
+
+def mine(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    value = torch.full(shape, rank + 2)
+    return value.eq(3) if dtype == torch.bool else value.to(dtype)
+
+
+def run_one(rank: int, world_size: int, declared: dict[str, Any], context: str) -> list[Any]:
+    collective = stagereg.build("joinable", "collective", collectives=[declared])
+    dtype = collective.collectives[0].dtype
+    results = []
+    with {"ours": stagereg.Join, "torch's": TorchJoin}[context]([collective]):
+        for _ in range(LENGTHS[rank]):
+            (result,) = collective(mine(rank, tuple(declared.get("shape", ())), dtype))
+            results.append(result)
+    return results
+
+
+def outcomes(context: str = "ours", **declared: Any) -> list[list[Any]]:
+    return run_ranks(run_one, 3, args=(declared, context), timeout_s=30)
+
+
+REDUCED = {"sum": [9, 7, 3], "product": [24, 12, 3], "min": [2, 3, 3], "max": [4, 4, 3]}
+
+
+@pytest.mark.parametrize("context", ["ours", "torch's"])
+@pytest.mark.parametrize("reduce", REDUCED)
+def test_all_reduce_is_over_the_active_ranks(reduce: str, context: str) -> None:
+    results = outcomes(context, op="all_reduce", shape=[2], dtype="float64", reduce=reduce)
+    assert [[each.tolist() for each in rank] for rank in results] == [
+        [[value] * 2 for value in REDUCED[reduce][:length]] for length in LENGTHS
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "bfloat16", "float16"])
+@pytest.mark.parametrize("reduce", ["min", "product"])
+def test_the_neutral_value_is_one_of_the_dtype(reduce: str, dtype: str) -> None:
+    results = outcomes(op="all_reduce", dtype=dtype, reduce=reduce)
+    assert [each.item() for each in results[1]] == REDUCED[reduce]
+
+
+@pytest.mark.parametrize(("reduce", "expected"), [("max", [True, True, True]), ("min", [False, False, True])])
+def test_all_reduce_of_truth_values(reduce: str, expected: list[bool]) -> None:
+    assert [each.item() for each in outcomes(op="all_reduce", dtype="bool", reduce=reduce)[1]] == expected
+
+
+def test_reduce_reaches_its_root() -> None:
+    assert [each.item() for each in outcomes(op="reduce", rank=1)[1]] == [9, 7, 3]
+
+
+def test_broadcast_goes_on_with_what_a_joined_root_sent_last() -> None:
+    assert [each.item() for each in outcomes(op="broadcast", rank=0, dtype="int64")[1]] == [2, 2, 2]
+
+
+def test_broadcast_of_an_active_root() -> None:
+    assert [each.item() for each in outcomes(op="broadcast", rank=1)[2]] == [3, 3]
+
+
+def test_all_gather_has_neutral_values_of_joined_ranks() -> None:
+    gathered = [[part.item() for part in each] for each in outcomes(op="all_gather")[1]]
+    assert gathered == [[2, 3, 4], [0, 3, 4], [0, 3, 0]]
+
+
+def test_reduce_scatter_is_over_the_active_ranks() -> None:
+    assert [each.tolist() for each in outcomes(op="reduce_scatter", shape=[6])[1]] == [[9, 9], [7, 7], [3, 3]]
+
+
+def test_barrier_is_passed_by_all() -> None:
+    assert [len(each) for each in outcomes(op="barrier")] == list(LENGTHS)
+
+
+def several(rank: int, world_size: int) -> Any:
+    group = dist.new_group([0, 1])
+    both = stagereg.build(
+        "joinable",
+        "collective",
+        collectives=[Collective("all_reduce", (2,)), {"op": "all_reduce", "dtype": "int64", "reduce": "max"}],
+        process_group=group,
+    )
+    ddp = DistributedDataParallel(net(Case()), process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    seen = []
+    with stagereg.Join([ddp, both, optimizer], divide_by_initial_world_size=False):
+        for step in range(1 + rank):
+            optimizer.zero_grad()
+            loss = ddp(batch(rank, 0, step)).sum()
+            loss.backward()
+            pair, most = both(torch.tensor([1.0, 10.0]), torch.tensor(step))
+            optimizer.step()
+            seen.append((pair.tolist(), most.item()))
+    return seen, [p.detach().clone() for p in ddp.parameters()]
+
+
+def test_a_list_of_collectives_runs_beside_a_model_and_in_a_group() -> None:
+    (zero, params), (one, other) = run_ranks(several, 2, timeout_s=30)
+    assert zero == [([2.0, 20.0], 0)]
+    assert one == [([2.0, 20.0], 0), ([1.0, 10.0], 1)]
+    assert all(map(torch.equal, params, other))
+
+
+def first_then_model(rank: int, world_size: int, divide: bool) -> Any:
+    """Gradients of a DDP module that is not the first joinable."""
+    tally = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
+    ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    seen = []
+    with stagereg.Join([tally, ddp], divide_by_initial_world_size=divide):
+        for _ in range(1 + rank):
+            ddp.zero_grad()
+            tally(torch.ones(()))
+            ddp(torch.ones(1, 1)).sum().backward()
+            seen.append(round(next(ddp.parameters()).grad.item(), 4))
+    return seen
+
+
+@pytest.mark.parametrize(("divide", "expected"), [(True, [1.0, 0.6667, 0.3333]), (False, [1.0, 1.0, 1.0])])
+def test_a_model_after_it_divides_as_told(divide: bool, expected: list[float]) -> None:
+    assert run_ranks(first_then_model, 3, args=(divide,), timeout_s=30)[2] == expected
+
+
+def undeclared(rank: int, world_size: int) -> list[str]:
+    collective = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "shape": [2]}])
+    said = []
+    with stagereg.Join([collective]):
+        for wrong in ((torch.ones(3),), (torch.ones(2, dtype=torch.float64),), (torch.ones(2), torch.ones(2))):
+            if rank == 0:  # were anything sent, the other rank would answer it and the counts would differ
+                with pytest.raises(JoinError) as error:
+                    collective(*wrong)
+                said.append(str(error.value))
+        (total,) = collective(torch.ones(2))
+        said.append(str(total.tolist()))
+    return said
+
+
+def test_what_was_not_declared_is_refused_before_anything_is_sent() -> None:
+    (shape, dtype, number, total), other = run_ranks(undeclared, 2, timeout_s=30)
+    assert "declared for torch.float32 of shape (2,) but got torch.float32 of shape (3,)" in shape
+    assert "got torch.float64 of shape (2,)" in dtype
+    assert number == "1 collectives are declared but 2 tensors were given"
+    assert [total] == other == ["[2.0, 2.0]"]

@@ -1,0 +1,101 @@
+"""What cannot be joined is refused when the join is made, in words that say what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import stagereg
+from stagereg.errors import ConfigError, JoinError
+from stagereg.testing import run_ranks
+
+
+def sgd() -> SGD:
+    return SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+ALONE: dict[str, tuple[Any, str]] = {
+    "nothing": (list, "at least one joinable"),
+    "an optimizer alone": (lambda: [sgd()], "put the DDP module first"),
+    "a function alone": (lambda: [print], "put the DDP module first"),
+    "a bare module": (lambda: [nn.Linear(1, 1)], "Wrap a module in DistributedDataParallel"),
+    "a number": (lambda: [3], "a int cannot take part"),
+    "a string": (lambda: "ddp", "a str cannot take part"),
+    "no list": (lambda: nn.Linear(1, 1), r"must be a list, as in Join\(\[model, optimizer\]\), not a Linear"),
+    "None": (lambda: None, "must be a list"),
+    "an optimizer that needs a closure": (lambda: [LBFGS([nn.Parameter(torch.zeros(1))])], "it needs closure"),
+    "a schedule that needs a metric": (lambda: [ReduceLROnPlateau(sgd())], "it needs metrics"),
+    "a function that needs something": (lambda: [lambda loss: None], "it needs loss"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_cannot_be_joined_is_refused(name: str) -> None:
+    make, words = ALONE[name]
+    with pytest.raises(JoinError, match=words) as error:
+        stagereg.Join(make())
+    assert isinstance(error.value, (ValueError, stagereg.StageregError))
+    assert len(str(error.value)) < 400
+
+
+def test_an_optimizer_that_a_schedule_has_wrapped_is_not_refused_for_its_self() -> None:
+    optimizer = sgd()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(JoinError, match="put the DDP module first"):
+        stagereg.Join([optimizer])
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero"])
+def test_a_joinable_or_hook_of_the_wrong_object_says_what_it_needs(name: str) -> None:
+    key = {"ddp": "module", "zero": "optimizer"}[name]
+    needs = {"ddp": "needs a DistributedDataParallel module", "zero": "needs a ZeroRedundancyOptimizer"}[name]
+    with pytest.raises(JoinError, match=needs):
+        stagereg.build("joinable", name, **{key: nn.Linear(1, 1)})
+    with pytest.raises(JoinError, match=needs):
+        stagereg.build("join_hook", name, **{name: nn.Linear(1, 1)})
+
+
+DECLARATIONS: dict[str, tuple[Any, type[Exception], str]] = {
+    "no collective": ([], JoinError, "at least one collective"),
+    "no op": ([{"shape": [2]}], ConfigError, "needs an op"),
+    "a misspelt op": ([{"op": "allreduce"}], JoinError, "Did you mean 'all_reduce'"),
+    "a misspelt field": ([{"op": "all_reduce", "shpae": [2]}], ConfigError, "Did you mean 'shape'"),
+    "a misspelt reduction": ([{"op": "all_reduce", "reduce": "sun"}], JoinError, "Did you mean 'sum'"),
+    "no dtype": ([{"op": "all_reduce", "dtype": "float33"}], JoinError, "must be a torch dtype or its name"),
+    "no mapping": (["all_reduce"], ConfigError, "declared by its fields"),
+}
+
+
+@pytest.mark.parametrize("name", DECLARATIONS)
+def test_a_wrong_declaration_of_a_collective_is_refused(name: str) -> None:
+    collectives, kind, words = DECLARATIONS[name]
+    with pytest.raises(kind, match=words):
+        stagereg.build("joinable", "collective", collectives=collectives)
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    ddp = DistributedDataParallel(nn.Linear(1, 1))
+    table = DistributedDataParallel(nn.Embedding(2, 1, sparse=True))
+    overlapped = ZeroRedundancyOptimizer(ddp.parameters(), SGD, overlap_with_ddp=True, lr=0.1)
+    said = []
+    for joinables in ([ddp, overlapped], [table]):
+        with pytest.raises(JoinError) as error, stagereg.Join(joinables):
+            pass
+        said.append(str(error.value))
+    with stagereg.Join([table], enable=False):
+        table(torch.tensor([0])).sum().backward()
+    return [*said, str(ddp._join_config.enable or table._join_config.enable)]
+
+
+def test_what_cannot_be_shadowed_is_refused_on_every_rank() -> None:
+    for overlapped, sparse, enabled in run_ranks(refused, 2, timeout_s=30):
+        assert "overlap_with_ddp=True cannot be joined; build it without" in overlapped
+        assert "sparse gradients cannot be joined" in sparse
+        assert enabled == "False"

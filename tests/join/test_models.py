@@ -1,0 +1,227 @@
+"""Whole programs: torch's own example, reduced precision, compressed gradients, two models, other shapes of ZeRO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+from stagereg.testing import run_ranks
+
+from .reference import EXACT, batch, difference, mlp, whole_state
+
+
+def seeded(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return mlp().to(dtype)
+
+
+def values(*modules: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for module in modules for p in module.parameters()]
+
+
+def torchs_example(rank: int, world_size: int, lengths: tuple[int, ...]) -> Any:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optim = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    inputs = [torch.tensor([1.0]) for _ in range(lengths[rank])]
+    with stagereg.Join([model, optim]):
+        for value in inputs:
+            loss = model(value).sum()
+            loss.backward()
+            optim.step()
+    return values(model), {k: torch.as_tensor(v) for s in whole_state(optim).values() for k, v in s.items()}
+
+
+@pytest.mark.parametrize("lengths", [(10, 11), (10, 11, 12), (1, 2, 3), (0, 4)])
+def test_the_example_in_torchs_own_documentation(lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optim = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(max(lengths)):
+        active = sum(length > step for length in lengths)
+        (model(torch.tensor([1.0])).sum() * active / len(lengths)).backward()
+        optim.step()
+    for params, state in run_ranks(torchs_example, len(lengths), args=(lengths,), timeout_s=30):
+        assert difference(params, values(model)) < 1e-6
+        assert state["step"] == max(lengths)
+
+
+HOOKS: dict[str, Any] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "builtin allreduce": dist.BuiltinCommHookType.ALLREDUCE,
+    "builtin fp16": dist.BuiltinCommHookType.FP16_COMPRESS,
+}
+
+
+def compressed(rank: int, world_size: int, hook: str, zeroing: bool, length: int) -> Any:
+    ddp = DistributedDataParallel(seeded(torch.float32))
+    if hook.startswith("builtin"):
+        ddp._register_builtin_comm_hook(HOOKS[hook])
+    elif hook:
+        ddp.register_comm_hook(None, HOOKS[hook])
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    with stagereg.Join([ddp, optimizer], divide_by_initial_world_size=hook == ""):
+        for step in range(length + rank):
+            if zeroing:
+                optimizer.zero_grad()
+            ddp(batch(rank, 0, step).float()).sum().backward()
+            optimizer.step()
+    return values(ddp), [s["momentum_buffer"] for s in optimizer.state_dict()["state"].values()]
+
+
+@pytest.mark.parametrize("zeroing", [True, False])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_communication_hook_divides_by_the_world_and_keeps_replicas_equal(hook: str, zeroing: bool) -> None:
+    (plain, _), _ = run_ranks(compressed, 2, args=("", zeroing, 3), timeout_s=30)
+    (params, momentum), other = run_ranks(compressed, 2, args=(hook, zeroing, 3), timeout_s=30)
+    assert difference(params, plain) < 2e-3
+    assert difference([params, momentum], list(other)) == 0.0
+
+
+def half(rank: int, world_size: int, dtype: torch.dtype) -> Any:
+    ddp = DistributedDataParallel(seeded(dtype))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    with stagereg.Join([ddp, optimizer]):
+        for step in range(1 + 2 * rank):
+            optimizer.zero_grad()
+            ddp(batch(rank, 0, step).to(dtype)).sum().backward()
+            optimizer.step()
+    return values(ddp), [s["exp_avg"] for s in optimizer.state_dict()["state"].values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_half_precision_keep_replicas_equal(dtype: torch.dtype) -> None:
+    one, other = run_ranks(half, 2, args=(dtype,), timeout_s=30)
+    assert one[0][0].dtype == dtype
+    assert difference(list(one), list(other)) == 0.0
+
+
+def two_models(rank: int, world_size: int, lengths: tuple[int, ...], divide: bool) -> list[torch.Tensor]:
+    one, two = DistributedDataParallel(seeded()), DistributedDataParallel(seeded())
+    first = torch.optim.Adam(one.parameters(), lr=0.05)
+    second = ZeroRedundancyOptimizer(two.parameters(), torch.optim.Adam, lr=0.05)
+    with stagereg.Join([one, first, two, second], divide_by_initial_world_size=divide):
+        for step in range(lengths[rank]):
+            first.zero_grad()
+            one(batch(rank, 0, step)).sum().backward()
+            first.step()
+            second.zero_grad()
+            two(batch(rank, 1, step)).square().sum().backward()
+            second.step()
+    return values(one, two)
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_two_models_in_the_order_of_the_loop(divide: bool) -> None:
+    lengths = (1, 4, 2)
+    one, two = seeded(), seeded()
+    first, second = (torch.optim.Adam(each.parameters(), lr=0.05) for each in (one, two))
+    for step in range(max(lengths)):
+        active = [rank for rank, length in enumerate(lengths) if length > step]
+        by = len(lengths) if divide else len(active)
+        first.zero_grad()
+        second.zero_grad()
+        (sum(one(batch(rank, 0, step)).sum() for rank in active) / by).backward()
+        first.step()
+        (sum(two(batch(rank, 1, step)).square().sum() for rank in active) / by).backward()
+        second.step()
+    for outcome in run_ranks(two_models, 3, args=(lengths, divide), timeout_s=30):
+        assert difference(outcome, values(one, two)) < EXACT
+
+
+def bucketed(rank: int, world_size: int, view: bool) -> Any:
+    ddp = DistributedDataParallel(seeded())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, parameters_as_bucket_view=view, lr=0.05)
+    with stagereg.Join([ddp, zero]):
+        for step in range(1 + 3 * rank):
+            zero.zero_grad()
+            ddp(batch(rank, 0, step)).sum().backward()
+            zero.step()
+    return values(ddp)
+
+
+def test_zero_with_parameters_as_bucket_views() -> None:
+    assert difference(run_ranks(bucketed, 2, args=(True,), timeout_s=30), run_ranks(bucketed, 2, args=(False,))) == 0.0
+
+
+def zero_alone(rank: int, world_size: int) -> Any:
+    """ZeRO over parameters whose gradients nobody reduces: each rank's shard follows its owner, to the end."""
+    module = seeded()
+    zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.05)
+    with stagereg.Join([zero]):
+        for _ in range(1 + 2 * rank):
+            module.zero_grad()
+            module(batch(0, 0, 0)).sum().backward()
+            zero.step()
+    return values(module), zero._join_config.enable
+
+
+def test_zero_may_be_the_only_joinable() -> None:
+    (one, enabled), (other, _) = run_ranks(zero_alone, 2, timeout_s=30)
+    assert difference(one, other) == 0.0
+    assert not enabled
+
+
+def by_hand(rank: int, world_size: int) -> Any:
+    """A plugin author's joinable that uses the registered hook for its own module."""
+
+    class Wrapped(stagereg.Joinable):
+        def __init__(self, ddp: DistributedDataParallel) -> None:
+            self.ddp = ddp
+            super().__init__()
+
+        def join_hook(self, **kwargs: Any) -> Any:
+            return stagereg.build("join_hook", "ddp", ddp=self.ddp, **kwargs)
+
+        join_device = property(lambda self: self.ddp.join_device)
+        join_process_group = property(lambda self: self.ddp.join_process_group)
+        _join_config = property(
+            lambda self: self.ddp._join_config, lambda self, c: setattr(self.ddp, "_join_config", c)
+        )
+
+    ddp = DistributedDataParallel(seeded())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with stagereg.Join([Wrapped(ddp), optimizer], divide_by_initial_world_size=True):
+        for step in range(1 + rank):
+            optimizer.zero_grad()
+            ddp(batch(rank, 0, step)).sum().backward()
+            optimizer.step()
+    return values(ddp)
+
+
+def test_the_ddp_hook_serves_a_joinable_of_somebody_elses() -> None:
+    one, other = run_ranks(by_hand, 2, timeout_s=30)
+    assert difference(one, other) == 0.0
+
+
+def subgroup(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return []
+    ddp = DistributedDataParallel(seeded(), process_group=group)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=group, lr=0.05)
+    with stagereg.Join([ddp, zero]):
+        for step in range(lengths[rank - 1]):
+            ddp(batch(rank - 1, 0, step)).sum().backward()
+            zero.step()
+    return values(ddp)
+
+
+def test_a_join_in_a_part_of_the_world() -> None:
+    lengths = (1, 4)
+    module = seeded()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for step in range(max(lengths)):
+        active = [rank for rank, length in enumerate(lengths) if length > step]
+        (sum(module(batch(rank, 0, step)).sum() for rank in active) / len(lengths)).backward()
+        optimizer.step()
+    for outcome in run_ranks(subgroup, 3, args=(lengths,), timeout_s=30)[1:]:
+        assert difference(outcome, values(module)) < EXACT

@@ -1,0 +1,202 @@
+"""A join leaves everything as it was, on every way out, and one that was never entered has touched nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+from stagereg.testing import run_ranks
+
+from .reference import Case, batch, net
+
+WAYS_OUT = ["normal", "no batches", "error", "throw", "disabled"]
+
+
+def marks(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """All that a join could leave on a module."""
+    return {
+        "config": tuple(ddp._join_config)[:3],
+        "divisor": ddp.__dict__.get("_divide_by_initial_world_size", "none"),
+        "attributes": sorted(ddp.__dict__.keys() - {"_authoritative_rank"}),  # DDP sets it before each use
+        "hooks": [len(p._backward_hooks or ()) for p in ddp.parameters()],
+        "module hooks": (len(ddp._forward_pre_hooks), len(ddp._forward_hooks)),
+    }
+
+
+def leaving(rank: int, world_size: int, way: str) -> Any:
+    ddp = DistributedDataParallel(net(Case()))
+    ddp(batch(rank, 0, 0)).sum().backward()  # sets up what DDP sets up once
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    warnings.simplefilter("error", ResourceWarning)
+    before, filters = marks(ddp), list(warnings.filters)
+    length = {"no batches": 0, "disabled": 2, "error": 2}.get(way, 2 + rank)
+    join = stagereg.Join(
+        [ddp, optimizer],
+        enable=way != "disabled",
+        throw_on_early_termination=way == "throw",
+        divide_by_initial_world_size=False,
+    )
+    stopped = False
+    inside = None
+    try:
+        with join:
+            inside = marks(ddp)
+            for step in range(length):
+                ddp(batch(rank, 0, step)).sum().backward()
+            if way == "error":
+                raise KeyError(way)
+    except (KeyError, stagereg.UnevenInputsError):
+        stopped = True
+    return before, inside, marks(ddp), filters == list(warnings.filters), stopped
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_every_way_out_leaves_the_module_and_the_filters_as_they_were(way: str) -> None:
+    for before, inside, after, same_filters, stopped in run_ranks(leaving, 2, args=(way,), timeout_s=30):
+        assert inside["config"][0] == (way != "disabled")
+        assert after == before
+        assert same_filters
+        assert stopped == (way in ("error", "throw"))
+
+
+def unentered(rank: int, world_size: int) -> Any:
+    ddp = DistributedDataParallel(net(Case()))
+    before = marks(ddp)
+    stagereg.Join([ddp, lambda: None])
+    after = marks(ddp)
+    loss = ddp(batch(rank, 0, 0)).sum() if rank == 0 else None  # alone: nothing announces
+    return before, after, loss is None
+
+
+def test_a_join_that_is_not_entered_has_no_hooks_and_no_configuration() -> None:
+    for before, after, _ in run_ranks(unentered, 2, timeout_s=30):
+        for mark in ("config", "hooks", "module hooks"):
+            assert after[mark] == before[mark]
+
+
+def afterwards(rank: int, world_size: int) -> Any:
+    """Gradients of a plain loop after a join that divided by the active ranks, the last of which was alone."""
+    ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    with stagereg.Join([ddp], divide_by_initial_world_size=False):
+        for _ in range(1 + rank):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 1)).sum().backward()
+    ddp.zero_grad()
+    ddp(torch.full((1, 1), 1.0 + rank)).sum().backward()
+    return next(ddp.parameters()).grad.item()
+
+
+def test_training_after_a_join_averages_over_the_world_again() -> None:
+    assert run_ranks(afterwards, 2, timeout_s=30) == [1.5, 1.5]
+
+
+def uneven_evaluation(rank: int, world_size: int) -> int:
+    ddp = DistributedDataParallel(net(Case(net="norm")))
+    with stagereg.Join([ddp]):
+        for step in range(1 + rank):
+            ddp(batch(rank, 0, step)).sum().backward()
+    ddp.eval()
+    with torch.no_grad():
+        ddp(batch(rank, 0, 0))  # DDP shares its buffers once more
+        for step in range(3 * rank):
+            ddp(batch(rank, 0, step))
+    return 3 * rank
+
+
+def test_evaluation_after_a_join_may_be_uneven() -> None:
+    assert run_ranks(uneven_evaluation, 2, timeout_s=30) == [0, 3]
+
+
+def nested(rank: int, world_size: int) -> Any:
+    ddp = DistributedDataParallel(net(Case()))
+    tally = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
+    with stagereg.Join([tally], throw_on_early_termination=True):
+        for epoch in range(2):
+            with stagereg.Join([ddp]):
+                for step in range(1 + rank):
+                    ddp(batch(rank, epoch, step)).sum().backward()
+            assert tally._join_config.throw_on_early_termination
+            tally(torch.zeros(()))
+    return ddp._join_config.enable, tally._join_config.enable
+
+
+def test_a_join_inside_a_join_restores_the_outer_one() -> None:
+    assert run_ranks(nested, 2, timeout_s=30) == [(False, False)] * 2
+
+
+class Clumsy(stagereg.Joinable):
+    """Its exit fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def join_hook(self, **kwargs: Any) -> stagereg.JoinHook:
+        return stagereg.JoinHook()
+
+    def join_exit(self) -> None:
+        raise OSError("clumsy")
+
+    join_device = property(lambda self: torch.device("cpu"))
+    join_process_group = property(lambda self: dist.group.WORLD)
+
+
+def failing_exit(rank: int, world_size: int) -> Any:
+    ddp = DistributedDataParallel(net(Case()))
+    before = marks(ddp)
+    joinables = [Clumsy(), ddp, Clumsy()]
+    with contextlib.suppress(OSError), stagereg.Join(joinables):
+        pass
+    return before, marks(ddp), [joinable._join_config.enable for joinable in joinables]
+
+
+def test_a_joinable_that_fails_to_leave_does_not_keep_the_others_in() -> None:
+    for before, after, enabled in run_ranks(failing_exit, 2, timeout_s=30):
+        assert after == before
+        assert enabled == [False, False, False]
+
+
+def skewed(rank: int, world_size: int, skew: int, action: str) -> Any:
+    tally = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
+    raised = None
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter(action, UserWarning)  # type: ignore[arg-type]
+        filters = list(warnings.filters)
+        try:
+            with stagereg.Join([tally]):
+                for _ in range(skew * rank):
+                    tally(torch.ones(()))
+        except UserWarning as warning:
+            raised = str(warning)
+        untouched = filters == list(warnings.filters)
+    return [(str(w.message), w.filename) for w in seen], untouched, raised
+
+
+WORDS = "Detected uneven input skew of greater than 1000. This means that rank 0 has at least 1000 fewer inputs"
+
+
+def test_a_skew_above_1000_steps_is_warned_of_once() -> None:
+    (joined, untouched, _), (active, _, _) = run_ranks(skewed, 2, args=(1100, "always"), timeout_s=30)
+    assert len(joined) == 1
+    assert joined[0][0].startswith(WORDS)
+    assert joined[0][1] == __file__
+    assert untouched
+    assert active == []
+
+
+@pytest.mark.parametrize("action", ["error", "ignore"])
+def test_the_skew_warning_obeys_the_filters_and_no_rank_hangs_for_it(action: str) -> None:
+    (seen, _, raised), (_, _, active) = run_ranks(skewed, 2, args=(1100, action), timeout_s=30)
+    assert seen == []
+    assert (raised or "").startswith(WORDS) == (action == "error")
+    assert active is None
+
+
+def test_a_skew_of_1000_steps_is_not_warned_of() -> None:
+    assert run_ranks(skewed, 2, args=(1000, "always"), timeout_s=30)[0][0] == []

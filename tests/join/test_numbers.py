@@ -1,0 +1,143 @@
+"""Every rank ends a join with the numbers of a single process that has all the data of each step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stagereg.testing import run_ranks
+
+from .reference import EXACT, Case, difference, expected, train
+
+PLAIN = Case()
+UNUSED = Case(net="branches", optimizer="sgd", ddp={"find_unused_parameters": True})
+
+CASES = {
+    "adam": PLAIN,
+    "sgd with momentum": Case(optimizer="sgd"),
+    "fused adamw": Case(optimizer="fused"),
+    "foreach adamw": Case(optimizer="foreach"),
+    "adagrad": Case(optimizer="adagrad"),
+    "zero": Case(sharded=True),
+    "zero with sgd": Case(sharded=True, optimizer="sgd"),
+    "a rank without batches": Case(lengths=(3, 0, 2)),
+    "a rank without batches, zero": Case(lengths=(0, 4, 1), sharded=True),
+    "one rank goes on alone": Case(lengths=(1, 1, 5)),
+    "even": Case(lengths=(3, 3, 3)),
+    "nobody has data": Case(lengths=(0, 0, 0)),
+    "gradients never zeroed": Case(zero="never"),
+    "gradients never zeroed, zero": Case(zero="never", sharded=True),
+    "zeroed between forward and backward": Case(when="between"),
+    "zeroed at the end": Case(when="end", epochs=2),
+    "zeroed in place": Case(zero="zeros"),
+    "zeroed in place at the end": Case(zero="zeros", when="end", epochs=2),
+    "divided by the active ranks": Case(divide=False),
+    "divided by the active ranks, never zeroed": Case(divide=False, zero="never", sharded=True),
+    "one join for three epochs": Case(epochs=3),
+    "a join for every epoch": Case(epochs=3, one_join=False, sharded=True, divide=False),
+    "epochs that never zero": Case(epochs=3, zero="never", one_join=False),
+    "a schedule": Case(last="scheduler", epochs=2),
+    "a function": Case(last="function", epochs=2),
+    "a function that zeroes": Case(last="function", when="end"),
+    "a function that zeroes in place": Case(last="function", when="end", zero="zeros", lengths=(0, 2, 4)),
+    "a function, sharded": Case(last="function", when="end", sharded=True),
+    "buffers": Case(net="norm", optimizer="sgd", epochs=2),
+    "buffers, zero, a rank without batches": Case(net="norm", sharded=True, optimizer="sgd", lengths=(0, 2, 5)),
+    "gradients are bucket views": Case(ddp={"gradient_as_bucket_view": True}, epochs=2),
+    "bucket views, never zeroed": Case(ddp={"gradient_as_bucket_view": True}, zero="never", sharded=True),
+    "bucket views, zeroed in place": Case(ddp={"gradient_as_bucket_view": True}, zero="zeros", epochs=2),
+    "many buckets": Case(ddp={"bucket_cap_mb": 1e-5}, epochs=2),
+    "buckets rebuilt without a rank": Case(ddp={"bucket_cap_mb": 1e-5}, lengths=(1, 0, 4)),
+    "parameters unused everywhere": UNUSED,
+    "parameters unused everywhere, zeroed in place": replace(UNUSED, zero="zeros"),
+    "parameters unused everywhere, never zeroed": replace(UNUSED, zero="never"),
+    "parameters unused everywhere, bucket views": replace(UNUSED, ddp={**UNUSED.ddp, "gradient_as_bucket_view": True}),
+    "parameters unused everywhere, a rank without batches": replace(UNUSED, lengths=(0, 5, 3), last="function"),
+    "the same, zeroed in place by a function": replace(
+        UNUSED, lengths=(0, 5, 3), last="function", when="end", zero="zeros"
+    ),
+    "accumulation": Case(accumulate=2, epochs=2),
+    "accumulation, zero": Case(accumulate=2, sharded=True),
+    "out of data inside an accumulation": Case(accumulate=2, lengths=(1, 3, 6)),
+    "out of data inside an accumulation, zeroed at the end": Case(
+        accumulate=3, lengths=(2, 4, 9), when="end", epochs=2
+    ),
+    "epochs that end inside an accumulation": Case(accumulate=2, lengths=(1, 3, 5), when="end", epochs=4),
+    "a rank that never sees a second step": Case(lengths=(0, 5, 1), zero="never"),
+    "the same, for more epochs": Case(lengths=(0, 5, 1), zero="never", epochs=3, sharded=True, one_join=False),
+    "the same, zeroed": Case(lengths=(0, 5, 1), zero="zeros", when="end", epochs=2),
+    "out of data inside an accumulation, active ranks": Case(accumulate=2, lengths=(1, 3, 6), divide=False),
+    "out of data inside an accumulation, never zeroed": Case(accumulate=2, lengths=(3, 5, 8), zero="never"),
+    "a static graph": Case(ddp={"static_graph": True}, epochs=2),
+    "a static graph, zero, never zeroed": Case(ddp={"static_graph": True}, sharded=True, zero="never"),
+    "allreduce hook": Case(comm_hook="allreduce", epochs=2),
+    "allreduce hook, never zeroed": Case(comm_hook="allreduce", zero="never"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_has_the_numbers_of_a_single_process(name: str) -> None:
+    hold(CASES[name])
+
+
+def hold(case: Case, library: str = "ours") -> None:
+    reference = expected(case)
+    for rank, outcome in enumerate(run_ranks(train, len(case.lengths), args=(case, library), timeout_s=30)):
+        assert difference(outcome, reference) < EXACT, f"rank {rank}"
+
+
+def test_the_reference_does_not_divide_by_the_active_ranks_unless_told() -> None:
+    assert difference(expected(Case()), expected(Case(divide=False))) > 1e-3
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    lengths = tuple(draw(st.lists(st.integers(0, 6), min_size=2, max_size=4)))
+    unused = draw(st.booleans())
+    ddp = {"gradient_as_bucket_view": draw(st.booleans())}
+    if draw(st.booleans()):
+        ddp["bucket_cap_mb"] = 1e-5
+    if unused:
+        ddp["find_unused_parameters"] = True
+    zero = draw(st.sampled_from(["none", "zeros", "never"]))
+    accumulate = 1 if unused else draw(st.integers(1, 3))
+    # Nothing tells a rank that has no batch in an epoch whether what an accumulation left over was zeroed at its start.
+    leftovers = accumulate > 1 and 0 in lengths
+    # Of a share that was added to gradients carried along, only the sum is known.
+    mixed_up = accumulate > 1 and zero == "never"
+    # One step tells nobody whether the next would have begun with its gradients.
+    untold = zero == "never" and max(lengths) < 2 * accumulate
+    return Case(
+        lengths=lengths,
+        epochs=1 if leftovers or untold else draw(st.integers(1, 3)),
+        one_join=draw(st.booleans()),
+        net="branches" if unused else "mlp",
+        optimizer="sgd" if unused else draw(st.sampled_from(["sgd", "adam", "adagrad"])),
+        sharded=draw(st.booleans()),
+        zero=zero,
+        when=draw(st.sampled_from(["start", "between", "end"])),
+        last=draw(st.sampled_from(["optimizer", "scheduler", "function"])),
+        divide=mixed_up or draw(st.booleans()),
+        accumulate=accumulate,
+        ddp=ddp,
+    )
+
+
+WITHOUT_LIMITS = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
+
+
+@given(case=cases())
+@settings(max_examples=12, **WITHOUT_LIMITS)
+def test_any_loop_on_any_lengths_has_the_numbers_of_a_single_process(case: Case) -> None:
+    hold(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@given(case=cases(), library=st.sampled_from(["ours", "torch"]))
+@settings(max_examples=250, **WITHOUT_LIMITS)
+def test_many_loops_on_many_lengths_have_the_numbers_of_a_single_process(case: Case, library: str) -> None:
+    hold(case, library)

@@ -1,0 +1,92 @@
+"""A join told to throw stops all ranks at the same step, with one error class that says who ran out."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+from stagereg.testing import run_ranks
+
+from .reference import Case, batch, net
+
+
+def throwing(rank: int, world_size: int, lengths: tuple[int, ...], first: str, library: str) -> Any:
+    ddp = DistributedDataParallel(net(Case()))
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.1)
+    tally = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
+    torchs = library == "mixed" and rank == 0
+    joinables = {"ddp": [ddp, zero], "collective": [tally, ddp, zero]}[first]
+    steps = 0
+    error = None
+    try:
+        with (TorchJoin if torchs else stagereg.Join)(joinables, throw_on_early_termination=True):
+            for step in range(lengths[rank]):
+                if first == "collective":
+                    tally(torch.zeros(()))
+                ddp(batch(rank, 0, step)).sum().backward()
+                zero.step()
+                steps += 1
+    except RuntimeError as caught:
+        error = caught
+    leftover = ddp._join_config.enable and not torchs
+    return steps, type(error), str(error), getattr(error, "rank", None), leftover
+
+
+@pytest.mark.parametrize("first", ["ddp", "collective"])
+def test_all_ranks_stop_at_the_shortest_length(first: str) -> None:
+    outcomes = run_ranks(throwing, 3, args=((4, 2, 6), first, "ours"), timeout_s=30)
+    assert [steps for steps, *_ in outcomes] == [2, 2, 2]
+    assert {kind for _, kind, *_ in outcomes} == {stagereg.UnevenInputsError}
+    assert [text for _, _, text, *_ in outcomes] == [
+        "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
+        "Rank 1 exhausted all inputs.",
+        "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
+    ]
+    assert [rank for *_, rank, _ in outcomes] == [None, 1, None]
+    assert not any(leftover for *_, leftover in outcomes)
+
+
+def test_several_ranks_may_run_out_at_once() -> None:
+    outcomes = run_ranks(throwing, 3, args=((2, 5, 2), "ddp", "ours"), timeout_s=30)
+    assert [(steps, rank) for steps, _, _, rank, _ in outcomes] == [(2, 0), (2, None), (2, 2)]
+
+
+def test_a_rank_without_batches_stops_all_before_the_first_step() -> None:
+    outcomes = run_ranks(throwing, 2, args=((3, 0), "ddp", "ours"), timeout_s=30)
+    assert [(steps, kind) for steps, kind, *_ in outcomes] == [(0, stagereg.UnevenInputsError)] * 2
+
+
+def test_even_inputs_do_not_throw() -> None:
+    outcomes = run_ranks(throwing, 2, args=((3, 3), "ddp", "ours"), timeout_s=30)
+    assert [(steps, kind) for steps, kind, *_ in outcomes] == [(3, type(None))] * 2
+
+
+@pytest.mark.parametrize("lengths", [(2, 4, 6), (6, 4, 2)])
+def test_ranks_with_torchs_join_stop_at_the_same_step(lengths: tuple[int, ...]) -> None:
+    outcomes = run_ranks(throwing, 3, args=(lengths, "ddp", "mixed"), timeout_s=30)
+    assert [steps for steps, *_ in outcomes] == [2, 2, 2]
+    assert [kind for _, kind, *_ in outcomes] == [RuntimeError] + [stagereg.UnevenInputsError] * 2
+
+
+def test_the_error_is_torchs_type_too_and_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(stagereg.UnevenInputsError("Rank 1 exhausted all inputs.", rank=1)))
+    assert isinstance(error, RuntimeError)
+    assert (str(error), error.rank) == ("Rank 1 exhausted all inputs.", 1)
+
+
+def other_error(rank: int, world_size: int) -> str:
+    ddp = DistributedDataParallel(net(Case()))
+    with pytest.raises(RuntimeError) as caught, stagereg.Join([ddp], throw_on_early_termination=True):
+        raise RuntimeError("of the loop's own")
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_an_error_of_the_loops_own_stays_what_it_is() -> None:
+    assert run_ranks(other_error, 2, timeout_s=30) == ["RuntimeError: of the loop's own"] * 2

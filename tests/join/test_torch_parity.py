@@ -1,0 +1,256 @@
+"""What was written against torch's join works with this one: names, messages, third-party joinables, and the wire."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms import join as torch_join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import stagereg
+from stagereg.testing import run_ranks
+
+from .reference import EXACT, OPTIMIZERS, Case, batch, difference, expected, net, train
+
+
+def shape(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Join.__init__", "Join.notify_join_context", "Joinable.join_hook", "JoinHook.main_hook", "JoinHook.post_hook"],
+)
+def test_signatures_are_torchs(name: str) -> None:
+    owner, method = name.split(".")
+    assert shape(getattr(getattr(stagereg, owner), method)) == shape(getattr(getattr(torch_join, owner), method))
+
+
+def test_torchs_joinables_are_joinables_here() -> None:
+    assert issubclass(DistributedDataParallel, stagereg.Joinable)
+    assert issubclass(ZeroRedundancyOptimizer, stagereg.Joinable)
+
+
+def test_a_joinable_must_define_what_torchs_must() -> None:
+    assert stagereg.Joinable.__abstractmethods__ == torch_join.Joinable.__abstractmethods__
+    with pytest.raises(TypeError):
+        stagereg.Joinable()  # type: ignore[abstract]
+
+
+def test_no_joinables_is_torchs_error_and_ours() -> None:
+    with pytest.raises(ValueError) as theirs:  # noqa: PT011 (its words are compared below)
+        torch_join.Join([])
+    with pytest.raises(ValueError) as ours:  # noqa: PT011
+        stagereg.Join([])
+    assert str(ours.value) == str(theirs.value)
+    assert isinstance(ours.value, stagereg.StageregError)
+
+
+class Unprepared(stagereg.Joinable):
+    def __init__(self) -> None:
+        pass
+
+    def join_hook(self, **kwargs: Any) -> stagereg.JoinHook:
+        return stagereg.JoinHook()
+
+    join_device = property(lambda self: torch.device("cpu"))
+    join_process_group = property(lambda self: dist.group.WORLD)
+
+
+def test_a_joinable_whose_constructor_forgot_is_torchs_error_and_ours() -> None:
+    with pytest.raises(AssertionError) as theirs:
+        torch_join.Join.notify_join_context(Unprepared())
+    with pytest.raises(AssertionError) as ours:
+        stagereg.Join.notify_join_context(Unprepared())
+    assert str(ours.value) == str(theirs.value)
+    assert isinstance(ours.value, stagereg.StageregError)
+
+
+class Tally:
+    """A third-party joinable: adds up one number a step over the ranks that have one. Derives from nothing."""
+
+    def __init__(self, join: Any, group: Any = None) -> None:
+        self._join_config = SimpleNamespace(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+        self.join, self.group = join, group
+        self.total = torch.zeros(())
+        self.seen: list[dict[str, Any]] = []
+        self.calls: list[Any] = []
+
+    def __call__(self) -> None:
+        self.join.notify_join_context(self)
+        self.total = torch.ones(())
+        dist.all_reduce(self.total, group=self.group)
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        self.seen.append(kwargs)
+        return SimpleNamespace(main_hook=self._main, post_hook=self.calls.append)
+
+    def _main(self) -> None:
+        self.calls.append("main")
+        dist.all_reduce(torch.zeros(()), group=self.group)
+
+    join_device = property(lambda self: torch.device("cpu"))
+    join_process_group = property(lambda self: self.group)
+
+
+class TorchTally(Tally, torch_join.Joinable):
+    def __init__(self, join: Any, group: Any = None) -> None:
+        torch_join.Joinable.__init__(self)
+        Tally.__init__(self, join, group)
+
+
+class OurTally(Tally, stagereg.Joinable):
+    def __init__(self, join: Any, group: Any = None) -> None:
+        stagereg.Joinable.__init__(self)
+        Tally.__init__(self, join, group)
+
+
+TALLIES = {"of its own": Tally, "of torch's": TorchTally, "of ours": OurTally}
+JOINS = {"ours": stagereg.Join, "torch's": torch_join.Join}
+
+
+def tallies(rank: int, world_size: int, base: str, context: str, notifies: str) -> Any:
+    first, second = TALLIES[base](JOINS[notifies]), TALLIES[base](JOINS[notifies])
+    totals = []
+    with JOINS[context]([first, second], colour="red", divide_by_initial_world_size=False):
+        for _ in range((1, 3, 2)[rank]):
+            first()
+            second()
+            totals.append((first.total.item(), second.total.item()))
+    return totals, first.seen, second.calls
+
+
+@pytest.mark.parametrize("base", TALLIES)
+@pytest.mark.parametrize(("context", "notifies"), [("ours", "ours"), ("ours", "torch's"), ("torch's", "ours")])
+def test_a_third_partys_joinables_are_joined(base: str, context: str, notifies: str) -> None:
+    outcomes = run_ranks(tallies, 3, args=(base, context, notifies), timeout_s=30)
+    assert [totals for totals, _, _ in outcomes] == [[(3, 3)], [(3, 3), (2, 2), (1, 1)], [(3, 3), (2, 2)]]
+    assert [calls for _, _, calls in outcomes] == [["main", "main", False], [True], ["main", False]]
+
+
+def keywords(rank: int, world_size: int) -> Any:
+    joinables = [TALLIES[base](stagereg.Join) for base in TALLIES]
+    stagereg.Join(joinables, colour="red", size=2)
+    return [joinable.seen for joinable in joinables]
+
+
+def test_keyword_arguments_reach_every_hook_as_soon_as_there_is_a_join() -> None:
+    assert run_ranks(keywords, 1, timeout_s=30) == [[[{"colour": "red", "size": 2}]] * 3]
+
+
+class Elsewhere(Tally):
+    join_device = property(lambda self: torch.device("meta"))
+
+
+def first_device(rank: int, world_size: int) -> list[str]:
+    here, elsewhere = Tally(stagereg.Join), Elsewhere(stagereg.Join)
+    return [str(stagereg.Join(order)._wire.device) for order in ([here, elsewhere], [elsewhere, here])]
+
+
+def test_the_first_joinables_device_is_used() -> None:
+    assert run_ranks(first_device, 1, timeout_s=30) == [["cpu", "meta"]]
+
+
+def groups(rank: int, world_size: int) -> list[str]:
+    other = dist.new_group([0, 1])
+    said = []
+    for kind in (torch_join.Join, stagereg.Join):
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            kind([TorchTally(kind, dist.group.WORLD), TorchTally(kind, other)])
+        said.append(str(error.value))
+    assert isinstance(error.value, stagereg.StageregError)
+    with stagereg.Join([Tally(stagereg.Join, None), Tally(stagereg.Join, dist.group.WORLD)]):
+        pass  # None is the default group
+    model = DistributedDataParallel(net(Case()), process_group=other)
+    stagereg.Join([model, torch.optim.SGD(model.parameters(), lr=1.0)])  # an optimizer has no group
+    return said
+
+
+def test_different_process_groups_are_torchs_error_and_ours() -> None:
+    for theirs, ours in run_ranks(groups, 2, timeout_s=30):
+        assert ours == theirs
+
+
+MIXED = {
+    "uneven": Case(),
+    "even": Case(lengths=(3, 3, 3)),
+    "divided by the active ranks": Case(divide=False),
+    "a function": Case(last="function", when="end", epochs=2),
+    "zero": Case(sharded=True, epochs=2, one_join=False),
+    "never zeroed": Case(zero="never", sharded=True),
+    "accumulation": Case(accumulate=2, lengths=(2, 4, 8), divide=False),
+    "buffers": Case(net="norm", optimizer="sgd"),
+    "buckets": Case(ddp={"bucket_cap_mb": 1e-5}, lengths=(1, 3, 5)),
+}
+
+
+@pytest.mark.parametrize("library", ["torch", "mixed"])
+@pytest.mark.parametrize("name", MIXED)
+def test_our_joinables_bring_the_numbers_into_torchs_join(name: str, library: str) -> None:
+    reference = expected(MIXED[name])
+    for outcome in run_ranks(train, 3, args=(MIXED[name], library), timeout_s=30):
+        assert difference(outcome, reference) < EXACT
+
+
+def trace(rank: int, world_size: int, library: str, case: Case) -> Any:
+    """What this rank sends in a join of torch's own objects: how often each operation of each size."""
+    ddp = DistributedDataParallel(net(case), **case.ddp)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ours = library == "ours" or (library == "mixed" and rank == 1)
+    # The profiler sees the reducer's own collectives too, but by the time at which threads take them up.
+    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+    with profiler, (stagereg.Join if ours else torch_join.Join)([ddp]):
+        for step in range(case.lengths[rank]):
+            sgd.zero_grad()
+            ddp(batch(rank, 0, step)).sum().backward()
+            sgd.step()
+    sent = Counter(f"{e.name} {e.input_shapes}" for e in profiler.events() if e.name.startswith("gloo:"))
+    return sent, [p.detach().clone() for p in ddp.parameters()], [b.clone() for b in ddp.buffers()]
+
+
+WIRES = {
+    "plain": Case(),
+    "buffers": Case(net="norm"),
+    "buckets": Case(ddp={"bucket_cap_mb": 1e-5}),
+    "unused": Case(net="mlp", ddp={"find_unused_parameters": True}),
+}
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_the_wire_is_torchs(name: str) -> None:
+    case = replace(WIRES[name], lengths=(1, 2, 4))
+    theirs = run_ranks(trace, 3, args=("torch", case), timeout_s=30)
+    for library in ("ours", "mixed"):
+        ours = run_ranks(trace, 3, args=(library, case), timeout_s=30)
+        for (sent, params, buffers), (they_sent, their_params, their_buffers) in zip(ours, theirs, strict=True):
+            assert sum(sent.values()) > 10
+            assert sent == they_sent
+            assert all(map(torch.equal, params, their_params))
+            assert all(map(torch.equal, buffers, their_buffers))
+
+
+def in_doubt(rank: int, world_size: int, case: Case) -> list[torch.Tensor]:
+    """Rank 1 has torch's join and objects; the others have seen too little of the loop to know it."""
+    ddp = DistributedDataParallel(net(case))
+    sgd = torch.optim.SGD(ddp.parameters(), **OPTIMIZERS["sgd"][1])
+    with torch_join.Join([ddp]) if rank == 1 else stagereg.Join([ddp, sgd]):
+        for step in range(case.lengths[rank]):
+            sgd.zero_grad()
+            ddp(batch(rank, 0, step)).sum().backward()
+            sgd.step()
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+def test_ranks_that_do_not_know_the_loop_wait_for_nobody_who_will_not_tell() -> None:
+    case = Case(lengths=(0, 4, 1), optimizer="sgd")
+    for params in run_ranks(in_doubt, 3, args=(case,), timeout_s=15):
+        assert difference(params, expected(case)["params"]) < EXACT

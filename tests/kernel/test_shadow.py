@@ -1,0 +1,89 @@
+"""The join wire agrees with torch's, and neutral values leave a reduction as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagereg.errors import JoinError, UnevenInputsError
+from stagereg.kernel.shadow import PEER_EXHAUSTED, Collective, Wire, shadow
+from stagereg.testing import run_ranks
+
+CPU = torch.device("cpu")
+REDUCTIONS = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
+
+
+@given(st.sampled_from(sorted(REDUCTIONS)), st.sampled_from(DTYPES), st.integers(-100, 100))
+def test_a_neutral_value_changes_no_result(reduce: Any, dtype: torch.dtype, value: int) -> None:
+    tensor = torch.full((2, 3), abs(value) if dtype == torch.uint8 else value).to(dtype)
+    neutral = Collective("all_reduce", (2, 3), dtype, reduce).neutral(CPU)
+    assert neutral.dtype == dtype
+    assert torch.equal(REDUCTIONS[reduce](tensor, neutral).to(dtype), tensor)
+
+
+def test_infinities_survive_beside_a_neutral_value() -> None:
+    for reduce, value in (("min", torch.inf), ("max", -torch.inf)):
+        neutral = Collective("all_reduce", (), torch.float32, reduce).neutral(CPU)  # type: ignore[arg-type]
+        assert REDUCTIONS[reduce](torch.tensor(value), neutral).item() == value
+
+
+def test_a_declaration_normalizes_names_and_lists() -> None:
+    declared = Collective("all_reduce", [2, 3], "bfloat16")  # type: ignore[arg-type]
+    assert (declared.shape, declared.dtype) == ((2, 3), torch.bfloat16)
+    with pytest.raises(JoinError, match=r"declared for torch\.bfloat16"):
+        declared.check(torch.zeros(2, 3))
+
+
+def count_down(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[int]:
+    """What each rank reads from the wire: actives their work's value, joined ranks their count."""
+    wire = Wire(dist.group.WORLD, CPU)  # type: ignore[arg-type]
+    read = []
+    for _ in range(lengths[rank]):
+        work = wire.announce()
+        work.wait()
+        read.append(int(work.get_future().value()[0].item()))
+    while read[-1:] != [0]:
+        read.append(wire.count())
+    return read
+
+
+def test_both_ends_of_the_wire_read_the_number_of_active_ranks() -> None:
+    assert run_ranks(count_down, 3, args=((1, 3, 0),), timeout_s=30) == [[2, 1, 1, 0]] * 3
+
+
+def stop(rank: int, world_size: int) -> Any:
+    wire = Wire(dist.group.WORLD, CPU)  # type: ignore[arg-type]
+    if rank == 1:
+        assert wire.count() == 2
+        end = wire.throw
+    else:
+        wire.announce()
+        end = wire.heed
+    with pytest.raises(UnevenInputsError) as error:
+        end()
+    return str(error.value), error.value.rank
+
+
+def test_a_throw_reaches_every_rank() -> None:
+    told = (PEER_EXHAUSTED, None)
+    assert run_ranks(stop, 3, timeout_s=30) == [told, ("Rank 1 exhausted all inputs.", 1), told]
+
+
+def mirror(rank: int, world_size: int) -> list[float]:
+    collectives = [Collective("all_reduce"), Collective("all_reduce", reduce="product"), Collective("broadcast")]
+    group = dist.group.WORLD
+    assert group is not None
+    if rank == 0:
+        shadow(collectives, group, CPU, {2: torch.tensor(7.0)})
+        return []
+    return [collective.issue(torch.tensor(5.0), group).item() for collective in collectives]
+
+
+def test_a_shadow_answers_in_order_with_neutral_values_and_what_it_sent_last() -> None:
+    assert run_ranks(mirror, 2, timeout_s=30) == [[], [5.0, 5.0, 7.0]]
