@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 TORCH := torch==2.13.0
+WORKERS := --numprocesses 2 --dist worksteal
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: train test test-all check format clean
@@ -12,10 +13,10 @@ train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
 
 test: $(VENV)/.ready  ## the tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(WORKERS)
 
 test-all: $(VENV)/.ready  ## the tests with their longer matrices
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 check: $(VENV)/.ready  ## lint, format and types
 	$(BIN)/ruff check .

@@ -54,7 +54,7 @@ class StagingError(StageregError, RuntimeError):
     """A state dict could not be staged.
 
     Attributes:
-        path: the keys that lead to the entry in the state dict, outermost first; empty where it is no single entry's fault.
+        path: the keys that lead to the entry in the state dict, outermost first; empty where it is no entry's fault.
         reason: what is wrong with it.
     """
 

@@ -19,15 +19,16 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 
 from stagereg.errors import StagerClosedError, StagingError
 from stagereg.kernel.layout import Layout, Move, Piece, Region, lay_out, sign
-from stagereg.kernel.memory import COPY_THREADS, Loan, Pool
-from stagereg.kernel.tree import unravel
+from stagereg.kernel.memory import Loan, Pool
+from stagereg.kernel.tree import path_to, unravel
+from stagereg.kernel.writers import COPY_THREADS
 
 __all__ = ["HostCopier"]
 
@@ -65,15 +66,15 @@ class HostCopier:
         """
         if self._closed:
             raise StagerClosedError
-        with torch.no_grad(), _no_collection():
-            skeleton = unravel(state, self._type_check)
-            layout = self._fit(skeleton.tensors)
+        with torch.no_grad():
+            with _no_collection():
+                skeleton = unravel(state, self._type_check)
+                layout = self._fit(state, skeleton.tensors)
             loan = self._pool.borrow(layout.nbytes)
-            staged = _tensors_over(loan, layout, skeleton.tensors)
-            self._move(loan, layout, skeleton.tensors, staged)
-            copied = skeleton.fill(staged)
-            self._pool.name(loan, copied)
-            return copied
+            with _no_collection():
+                staged = _tensors_over(loan, layout, skeleton.tensors)
+                self._move(loan, layout, skeleton.tensors, staged)
+                return skeleton.fill(staged)
 
     def close(self) -> None:
         """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
@@ -85,11 +86,16 @@ class HostCopier:
             self._workers.shutdown(wait=True)
             self._workers = None
 
-    def _fit(self, tensors: Sequence[torch.Tensor]) -> Layout:
-        signature = sign(tensors)
-        if self._layout is None or self._layout.signature != signature:
-            self._layout = lay_out(tensors, signature)
-        return self._layout
+    def _fit(self, state: Any, tensors: Sequence[torch.Tensor]) -> Layout:
+        try:
+            signature = sign(tensors)
+            if self._layout is None or self._layout.signature != signature:
+                self._layout = lay_out(tensors, signature)
+            return self._layout
+        except StagingError as error:
+            (index,) = error.path
+            assert isinstance(index, int)
+            raise StagingError(path_to(state, index), error.reason) from error.__cause__
 
     # -- moving
 
@@ -126,8 +132,10 @@ class HostCopier:
     def _memmove(self, base: int, moves: Sequence[Move]) -> None:
         large = [move for move in moves if move[2] >= _SPLIT_BYTES]
         shares = _split(large, self._threads) if large else []
-        pending = [self._crew().submit(_run, base, share) for share in shares[1:]]
+        pending: list[Future[None]] = []
         try:
+            for share in shares[1:]:
+                pending.append(self._crew().submit(_run, base, share))
             _run(base, shares[0] if shares else [])
             _run(base, moves if not large else [move for move in moves if move[2] < _SPLIT_BYTES])
         finally:
@@ -187,23 +195,22 @@ def _region_pair(loan: Loan, region: Region, tensors: Sequence[torch.Tensor]) ->
 def _tensors_over(loan: Loan, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Make the staged tensors; those of one region share one storage, which has the region's bytes and no more."""
     shared: dict[int, torch.Tensor] = {}
-    return [_tensor_over(loan, piece, x.dtype, shared) for piece, x in zip(layout.pieces, tensors, strict=True)]
+    made: list[torch.Tensor] = []
+    for piece, x in zip(layout.pieces, tensors, strict=True):
+        if piece.alone:
+            flat = torch.frombuffer(loan.view, dtype=x.dtype, count=piece.span, offset=piece.offset)
+            made.append(flat if len(piece.shape) == 1 else flat.resize_(piece.shape))
+        else:
+            made.append(_tensor_over(loan, piece, x.dtype, shared))
+    return made
 
 
 def _tensor_over(loan: Loan, piece: Piece, dtype: torch.dtype, shared: dict[int, torch.Tensor]) -> torch.Tensor:
     if piece.span == 0:
-        return torch.empty_strided(piece.shape, piece.stride, dtype=dtype)
-    region = piece.region
-    if region is None or len(region.members) > 1:
-        offset = piece.offset if region is None else region.offset
-        nbytes = piece.span * dtype.itemsize if region is None else region.nbytes
-        base = shared.get(offset)
-        if base is None:
-            base = shared[offset] = torch.frombuffer(loan.view, dtype=torch.uint8, count=nbytes, offset=offset)
-        made = torch.empty(0, dtype=dtype)
-        return made.set_(base.untyped_storage(), piece.start, piece.shape, piece.stride)
-    offset = region.offset + piece.start * dtype.itemsize
-    flat = torch.frombuffer(loan.view, dtype=dtype, count=piece.span, offset=offset)
-    if len(piece.shape) == 1 and piece.stride == (1,):
-        return flat
-    return flat.as_strided(piece.shape, piece.stride)
+        return torch.empty_strided(piece.shape, piece.stride, dtype=dtype, device="cpu")
+    base = shared.get(piece.offset)
+    if base is None:
+        base = torch.frombuffer(loan.view, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
+        shared[piece.offset] = base
+    made = torch.empty(0, dtype=dtype, device="cpu")
+    return made.set_(base.untyped_storage(), piece.start, piece.shape, piece.stride)

@@ -6,8 +6,8 @@ touched ahead of use. A :class:`Pool` lends arenas. What it lends is a ``memoryv
 it, on whatever thread. No reference count is kept by hand.
 
 A pool lends at most ``max_in_flight`` arenas at once. Who asks for more waits for a writer to let go, and only as long
-as one can be seen: if no other thread holds the copy, or ``wait_s`` is over, fresh memory is taken and a warning says
-so once. So waiting never deadlocks, and memory that is lent is never handed out again.
+as one can be seen (``writers``): if no other thread holds a copy, or ``wait_s`` is over, fresh memory is taken and a
+warning says so once. So waiting never deadlocks, and memory that is lent is never handed out again.
 """
 
 from __future__ import annotations
@@ -22,24 +22,19 @@ import sys
 import threading
 import time
 import weakref
-from types import FrameType
 
 import torch
 
 from stagereg.errors import StagerClosedError, StagingError
+from stagereg.kernel.writers import alone, writer_at_work
 
-__all__ = ["COPY_THREADS", "Arena", "Loan", "Pool"]
+__all__ = ["Arena", "Loan", "Pool"]
 
 log = logging.getLogger("stagereg")
-
-COPY_THREADS = "stagereg-copy"
-"""How the names of the kernel's own threads begin."""
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL, and pages are then touched on first use
 _GRACE_S = 1.0
 _POLL_S = 0.02
-# Threads park here between two pieces of work; what their frames hold is no sign of a writer at work.
-_PARKED = ("threading.py", "queue.py", "thread.py", "selectors.py")
 
 
 class Arena:
@@ -104,11 +99,10 @@ class Loan:
         pinned: whether the memory is page-locked.
     """
 
-    __slots__ = ("address", "pinned", "serial", "view")
+    __slots__ = ("address", "pinned", "view")
 
-    def __init__(self, arena: Arena, view: memoryview, serial: int) -> None:
+    def __init__(self, arena: Arena, view: memoryview) -> None:
         self.view = view
-        self.serial = serial
         self.address = arena.address
         self.pinned = arena.pinned
 
@@ -141,7 +135,7 @@ class Pool:
         self._threads = threads
         self._pin = self._can_pin(pin)
         self._free: list[Arena] = []
-        self._lent: dict[int, int] = {}  # serial number of a loan -> id of the copy over it
+        self._lent: dict[int, tuple[int, int]] = {}  # serial number of a loan -> address and bytes of its arena
         self._returned: queue.SimpleQueue[tuple[int, Arena | None]] = queue.SimpleQueue()  # put() is safe in finalizers
         self._serial = 0
         self._overdrawn = False
@@ -184,20 +178,15 @@ class Pool:
             arena = self._take(nbytes)
             view = arena.view()
             self._serial += 1
-            self._lent[self._serial] = 0
-            loan = Loan(arena, view, self._serial)
+            self._lent[self._serial] = (arena.address, arena.nbytes)
             finalizer = weakref.finalize(view, _give_back, weakref.ref(self), self._serial, arena)
             finalizer.atexit = False
-            return loan
-
-    def name(self, loan: Loan, copy: object) -> None:
-        """Say which object is the copy made over ``loan``, so that its writers can be seen."""
-        if loan.serial in self._lent:
-            self._lent[loan.serial] = id(copy)
+            return Loan(arena, view)
 
     def close(self) -> None:
         """Free what is kept. Memory still lent lives until its readers let go. Closing twice is harmless."""
         self._closed = True
+        self._collect()  # what has come back and was not looked at yet
         self._free.clear()
 
     # -- the books
@@ -230,16 +219,20 @@ class Pool:
     def _await_return(self) -> None:
         gc.collect()  # a copy in a dead reference cycle is nobody's copy
         assert self._max is not None
-        start = time.monotonic()
+        start = seen = time.monotonic()
+        patience = 0.0 if self._overdrawn or alone() else _GRACE_S
         while True:
             self._collect()
             if self._closed:
                 raise StagerClosedError
             if len(self._lent) < self._max:
                 return
-            waited = time.monotonic() - start
-            patience = 0.0 if self._overdrawn or _alone() else _GRACE_S
-            if waited >= self._wait_s or (waited >= patience and not self._writer_at_work()):
+            now = time.monotonic()
+            if now - start >= self._wait_s:
+                break
+            if writer_at_work(list(self._lent.values())):
+                seen, patience = now, _GRACE_S  # once it is seen no more, it may be about to let go
+            elif now - seen >= patience:
                 break
             with contextlib.suppress(queue.Empty):
                 self._take_back(*self._returned.get(timeout=_POLL_S))
@@ -251,29 +244,9 @@ class Pool:
                 len(self._lent),
             )
 
-    def _writer_at_work(self) -> bool:
-        """Whether a function running on another thread has one of the copies among its variables."""
-        wanted = set(self._lent.values())
-        here = threading.get_ident()
-        for thread, top in sys._current_frames().items():
-            frame: FrameType | None = top if thread != here else None
-            while frame is not None:
-                if not frame.f_code.co_filename.endswith(_PARKED) and any(
-                    id(v) in wanted for v in frame.f_locals.values()
-                ):
-                    return True
-                frame = frame.f_back
-        return False
-
-
-def _alone() -> bool:
-    """Whether no thread but the caller's (and the kernel's own) could let go of anything."""
-    here = threading.current_thread()
-    return not any(t is not here and not t.name.startswith(COPY_THREADS) for t in threading.enumerate())
-
 
 def _give_back(pool: weakref.ref[Pool], serial: int, arena: Arena) -> None:
     """End a loan. Runs wherever the last reference died, in a finalizer: takes no lock."""
     owner = pool()
     if owner is not None:
-        owner._returned.put((serial, None if owner._closed else arena))
+        owner._returned.put((serial, arena if owner._keep and not owner._closed else None))

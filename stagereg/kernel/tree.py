@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagereg.errors import StagingError, UnstageableTypeError
+from stagereg.kernel.leaves import attempt, clone, flip, sharded_over, tuple_maker, why_without_data
 
-__all__ = ["Skeleton", "unravel"]
+__all__ = ["Skeleton", "path_to", "unravel"]
 
 # Values that nobody can change under the copy, so the copy may hold the very same object.
 _ATOMS = frozenset(
@@ -40,7 +39,9 @@ _ATOMS = frozenset(
 # What torch's type_check admits besides containers and tensors.
 _CHECKED = (bool, int, float, str, bytes, io.BytesIO, type(None))
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_STRIDED = torch.strided
 
 
 class _Slot:
@@ -59,16 +60,16 @@ class _Slot:
         return self._value
 
 
-class _Index(_Slot):
-    """The commonest slot: the staged tensor of that index, as it is."""
+class _Index(int):
+    """The commonest slot: for the staged tensor of that index, as it is."""
 
-    __slots__ = ("_index",)
+    __slots__ = ()
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    def resolve(self, staged: Sequence[torch.Tensor]) -> torch.Tensor:
+        return staged[self]
 
-    def resolve(self, staged: Sequence[torch.Tensor]) -> Any:
-        return staged[self._index]
+
+_SLOTS = frozenset({_Slot, _Index})
 
 
 class Skeleton:
@@ -82,13 +83,16 @@ class Skeleton:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self._root: Any = None
-        self._holes: list[tuple[Any, Any, _Slot]] = []
+        self._holes: list[tuple[Any, Any, _Slot | _Index]] = []
+        self._dresses: list[tuple[_Slot, dict[str, Any]]] = []
 
     def fill(self, staged: Sequence[torch.Tensor]) -> Any:
         """Return the finished copy, ``staged[i]`` standing where ``tensors[i]`` stood. To be called once."""
         for container, key, slot in self._holes:
             container[key] = slot.resolve(staged)
-        return self._root.resolve(staged) if isinstance(self._root, _Slot) else self._root
+        for slot, attributes in self._dresses:  # last, for an attribute may be any tensor, even the one it is of
+            vars(slot.resolve(staged)).update(attributes)
+        return self._root.resolve(staged) if type(self._root) in _SLOTS else self._root
 
 
 def unravel(state: Any, type_check: bool = False) -> Skeleton:
@@ -107,12 +111,36 @@ def unravel(state: Any, type_check: bool = False) -> Skeleton:
     return walker.skeleton
 
 
+def path_to(state: Any, index: int) -> tuple[object, ...]:
+    """Return the keys that lead to the tensor that :func:`unravel` lists at ``index``; for error messages."""
+    walker = _Walker(type_check=False)
+    walker.skeleton.tensors = _Tripwire(index)
+    try:
+        walker.visit(state)
+    except StagingError as error:
+        return error.path
+    return ()
+
+
+class _Tripwire(list[torch.Tensor]):
+    """A list that refuses what would be at ``index``."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def append(self, x: torch.Tensor) -> None:
+        if len(self) == self._index:
+            raise StagingError([], "here")
+        super().append(x)
+
+
 class _Walker:
     def __init__(self, type_check: bool) -> None:
         self.skeleton = Skeleton()
         self._type_check = type_check
         self._memo: dict[int, Any] = {}
-        self._alive: list[Any] = []  # temporaries whose id is in the memo must outlive the walk
+        self._own: dict[type, frozenset[str]] = {}
+        self._alive: list[Any] = []  # what has its id in the memo must outlive the walk; a dict may make its values
 
     def visit(self, x: Any) -> Any:
         kind = type(x)
@@ -121,14 +149,17 @@ class _Walker:
         known = self._memo.get(id(x), self)
         if known is not self:
             return known
-        if isinstance(x, torch.Tensor):
-            made: Any = self._tensor(x)
-        elif isinstance(x, dict):
+        self._alive.append(x)
+        if kind in _PLAIN:
+            made: Any = self._plain(x)
+        elif issubclass(kind, dict):
             return self._dict(x)
-        elif isinstance(x, list):
+        elif issubclass(kind, list):
             return self._list(x)
-        elif isinstance(x, tuple):
+        elif issubclass(kind, tuple):
             made = self._tuple(x)
+        elif issubclass(kind, torch.Tensor):
+            made = self._tensor(x)
         else:
             made = self._opaque(x)
         self._memo[id(x)] = made
@@ -146,14 +177,14 @@ class _Walker:
         elif kind is defaultdict:
             new = defaultdict(x.default_factory)  # type: ignore[attr-defined]
         else:
-            new = copy.copy(x)  # keeps what the subclass is; its values are replaced below
+            new = attempt(copy.copy, x)  # keeps what the subclass is; its values are replaced below
         self._memo[id(x)] = new
         self._items(x.items(), new, new)
         self._attributes(x, new)
         return new
 
     def _list(self, x: list[Any]) -> list[Any]:
-        new = [None] * len(x) if type(x) is list else copy.copy(x)
+        new = [None] * len(x) if type(x) is list else attempt(copy.copy, x)
         self._memo[id(x)] = new
         self._items(enumerate(x), new, new)
         self._attributes(x, new)
@@ -167,7 +198,7 @@ class _Walker:
             return self._memo[id(x)]
         if len(self.skeleton._holes) == before and all(a is b for a, b in zip(parts, x, strict=True)):
             return x
-        make = getattr(type(x), "_make", type(x))
+        make = tuple_maker(type(x))
         if any(container is parts for container, _, _ in self.skeleton._holes[before:]):
             return _Slot(lambda staged: make(parts))
         return make(parts)
@@ -179,7 +210,7 @@ class _Walker:
         try:
             for key, value in items:
                 made = visit(value)
-                if isinstance(made, _Slot):
+                if type(made) in _SLOTS:
                     new[key] = None  # keeps the order of the keys
                     holes.append((holder, key, made))
                 else:
@@ -203,75 +234,76 @@ class _Walker:
     def _opaque(self, x: Any) -> Any:
         if self._type_check:
             self._checked(x)
-        try:
-            return copy.deepcopy(x)
-        except StagingError:
-            raise
-        except Exception as error:
-            raise UnstageableTypeError(
-                [], f"a {type(x).__module__}.{type(x).__qualname__} cannot be copied ({type(error).__name__}: {error})"
-            ) from error
+        return attempt(copy.deepcopy, x)
 
-    def _tensor(self, x: torch.Tensor) -> _Slot:
-        kind = type(x)
-        if kind not in _PLAIN:
-            if hasattr(x, "trigger_wait"):  # an asynchronous collective's result: its value is there after the wait
-                self._alive.append(x := x.trigger_wait())
-                return self._tensor(x)
-            if isinstance(x, ShardedTensor):
-                return self._sharded(x)
-            if is_traceable_wrapper_subclass(x):
-                return self._wrapper(x)
-        _refuse_without_data(x)
-        if x.layout is not torch.strided or x.is_quantized or x.is_nested or x.is_mkldnn:
-            loose = x.detach().to("cpu", copy=True)  # no single strided block to plan for
+    def _tensor(self, x: Any) -> _Slot | _Index:
+        if hasattr(x, "trigger_wait"):  # an asynchronous collective's result: its value is there after the wait
+            made: _Slot | _Index = self.visit(x.trigger_wait())
+            return made
+        if isinstance(x, ShardedTensor):
+            return self._sharded(x)
+        if is_traceable_wrapper_subclass(x):
+            return self._wrapper(x)
+        if why := why_without_data(x):
+            raise StagingError([], why)
+        return self._plain(x)
+
+    def _plain(self, x: torch.Tensor) -> _Slot | _Index:
+        if x.layout is not _STRIDED or x.is_quantized or x.is_nested:
+            loose = attempt(clone, x)  # no single strided block to plan for
             return self._dressed(x, lambda staged: loose)
-        source = x
-        if x.is_neg() or (x.is_complex() and x.is_conj()):
-            source = x.detach().resolve_conj().resolve_neg()
-            self._alive.append(source)
-        slot = _Index(len(self.skeleton.tensors))
-        self.skeleton.tensors.append(source)
-        if kind is torch.Tensor and not x.__dict__ and not x.requires_grad:
-            return slot
-        return self._dressed(x, slot.resolve)
+        slot: _Slot | _Index = _Index(len(self.skeleton.tensors))
+        negative, conjugate = x.is_neg(), x.is_conj()
+        if negative or conjugate:
+            self.skeleton.tensors.append(flip(x.detach(), negative, conjugate))
+            lifted = slot.resolve
+            slot = _Slot(lambda staged: flip(lifted(staged), negative, conjugate))
+        else:
+            self.skeleton.tensors.append(x)
+        if x.requires_grad or type(x) is not torch.Tensor or x.__dict__:
+            return self._dressed(x, slot.resolve)
+        return slot
 
     def _dressed(self, x: torch.Tensor, bare: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> _Slot:
         """The staged tensor with the source's class, ``requires_grad`` and attributes."""
         kind = type(x)
         wants_grad = x.requires_grad and x.is_leaf
-        attributes: dict[str, Any] = {}
-        self._items(dict(x.__dict__).items(), attributes, attributes)
 
         def make(staged: Sequence[torch.Tensor]) -> torch.Tensor:
             y = bare(staged)
             if kind is torch.nn.Parameter:
-                y = torch.nn.Parameter(y, requires_grad=wants_grad)
-            else:
-                if kind is not torch.Tensor:
-                    y = y.as_subclass(kind)
-                if wants_grad:
-                    y.requires_grad_()
-            y.__dict__.update(attributes)
-            return y
+                return torch.nn.Parameter(y, requires_grad=wants_grad)
+            if kind is not torch.Tensor:
+                y = y.as_subclass(kind)
+            return y.requires_grad_() if wants_grad else y
 
-        return _Slot(make)
+        slot = _Slot(make)
+        self._attributes_of(x, slot, vars(x))
+        return slot
+
+    def _attributes_of(self, x: torch.Tensor, slot: _Slot, attributes: dict[str, Any]) -> None:
+        if attributes:
+            self._memo[id(x)] = slot  # an attribute may lead back here
+            copied: dict[str, Any] = {}
+            self._items(list(attributes.items()), copied, copied)
+            self.skeleton._dresses.append((slot, copied))
 
     def _wrapper(self, x: Any) -> _Slot:
         """DTensor and other traceable wrappers, through their own flatten protocol."""
         names, context = x.__tensor_flatten__()
         size, stride, kind = x.size(), x.stride(), type(x)
+        parts = {name: getattr(x, name) for name in names}
         inner: dict[str, Any] = {}
-        self._items(((name, getattr(x, name)) for name in names), inner, inner)
-        attributes = {k: v for k, v in x.__dict__.items() if k not in names}
+        self._items(parts.items(), inner, inner)
 
         def make(staged: Sequence[torch.Tensor]) -> Any:
-            y = kind.__tensor_unflatten__(inner, context, size, stride)
-            for name, value in attributes.items():
-                y.__dict__.setdefault(name, value)
-            return y
+            return kind.__tensor_unflatten__(inner, context, size, stride)
 
-        return _Slot(make)
+        slot = _Slot(make)
+        if kind not in self._own:  # the attributes that the protocol brings back by itself
+            self._own[kind] = frozenset(vars(kind.__tensor_unflatten__(parts, context, size, stride))).union(names)
+        self._attributes_of(x, slot, {k: v for k, v in vars(x).items() if k not in self._own[kind]})
+        return slot
 
     def _sharded(self, x: ShardedTensor) -> _Slot:
         """A ShardedTensor over staged shards; its metadata says where they lie now: on the CPU."""
@@ -279,28 +311,7 @@ class _Walker:
         parts: list[Any] = [None] * len(shards)
         self._items(enumerate(shards), parts, parts)
 
-        def make(staged: Sequence[torch.Tensor]) -> ShardedTensor:
-            metadata = copy.deepcopy(x.metadata())
-            before = [shard.metadata for shard in x.local_shards()]
-            local = [Shard(part, copy.deepcopy(meta)) for part, meta in zip(parts, before, strict=True)]
-            for meta in [*metadata.shards_metadata, *(shard.metadata for shard in local)]:
-                if meta.placement is not None:
-                    meta.placement._device = torch.device("cpu")
-            return ShardedTensor._init_from_local_shards_and_global_metadata(
-                local, metadata, process_group=x._process_group, init_rrefs=x._init_rrefs
-            )
-
-        return _Slot(make)
-
-
-def _refuse_without_data(x: torch.Tensor) -> None:
-    what = None
-    if x.device.type == "meta":
-        what = "it lies on the meta device; materialize it first"
-    elif isinstance(x, (UninitializedParameter, UninitializedBuffer)):
-        what = "it is an uninitialized lazy parameter; run a forward pass first"
-    if what:
-        raise StagingError([], f"a {type(x).__name__} has no data to stage: {what}")
+        return _Slot(lambda staged: sharded_over(parts, x))
 
 
 def _under(error: StagingError, key: Any) -> StagingError:

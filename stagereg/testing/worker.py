@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from stagereg.testing.transport import Shipment, unpack
 
@@ -73,15 +73,23 @@ def _call(job: Assignment) -> None:
     limit = timedelta(seconds=job.pg_timeout_s)
     store = TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=limit)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
+    # A group that one rank closes, or dies in, while another still connects to it, fails there.
+    _await_all(store, "connected", job.world_size)
     try:
         job.file("result").write_bytes(pickle.dumps(fn(job.rank, job.world_size, *args, **kwargs)))
-    finally:
+    except BaseException:
         store.add("ended", 1)
-    # A group that one rank closes while another still connects to it, fails there.
-    while store.add("ended", 0) < job.world_size:
-        time.sleep(0.002)
+        raise
+    _await_all(store, "ended", job.world_size)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _await_all(store: Any, milestone: str, world_size: int) -> None:
+    """Say that this rank is there, and wait for the others; who calls the harness bounds the wait."""
+    store.add(milestone, 1)
+    while store.add(milestone, 0) < world_size:
+        time.sleep(0.002)
 
 
 def _end_with_parent() -> None:

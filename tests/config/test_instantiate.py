@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -19,6 +20,11 @@ from stagereg.config import schema
 from stagereg.errors import ConfigError, LaunchError, RegistryError, TargetNotAllowedError
 
 CALLED: list[str] = []
+
+
+def without_addresses(case: object) -> str:
+    """A test's name, the same in every process."""
+    return re.sub(r" at 0x\w+", "", str(case))
 
 
 class Codec(enum.Enum):
@@ -198,7 +204,7 @@ def test_recursive_false_passes_checked_configs_on(root: DictConfig) -> None:
         {"_target_": ["x"]},
         {"_target_": None},
     ],
-    ids=str,
+    ids=without_addresses,
 )
 def test_a_target_that_is_not_registered_is_refused_wherever_it_stands(config: Any) -> None:
     with pytest.raises(TargetNotAllowedError, match="is not registered: nothing was imported or called"):
@@ -217,7 +223,7 @@ def test_a_target_that_is_not_registered_is_refused_wherever_it_stands(config: A
         {"more": ({"a": EVIL},)},
         {"stager": {"_target_": "${x}", "x": f"{HERE}.evil"}},
     ],
-    ids=str,
+    ids=without_addresses,
 )
 def test_a_target_given_at_run_time_is_refused_too(root: DictConfig, given: dict[str, Any]) -> None:
     with pytest.raises(TargetNotAllowedError):

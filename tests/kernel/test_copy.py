@@ -1,0 +1,113 @@
+"""The copy itself: right bytes for any split among threads, plans kept and dropped, memory borrowed and given back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from stagereg.errors import StagerClosedError, StagingError
+from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.memory import Pool
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_bytes_arrive_whole_however_they_are_split(threads: int) -> None:
+    sizes = [1, MIB - 1, MIB, MIB + 1, 3 * MIB + 5, 17, 0, 2 * MIB]
+    state = {str(i): torch.randint(0, 256, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)}
+    copier = HostCopier(Pool(), threads)
+    for _ in range(2):
+        copy = copier.copy(state)
+        assert all(torch.equal(copy[k], x) for k, x in state.items())
+        for x in state.values():
+            x.add_(1)
+    copier.close()
+
+
+def test_a_state_dict_that_stays_as_it_is_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stagereg.kernel import copy as room
+
+    plans = []
+    real = room.lay_out
+    monkeypatch.setattr(room, "lay_out", lambda *args: plans.append(1) or real(*args))
+    copier = HostCopier(Pool())
+    state = {"w": torch.ones(10), "c": torch.ones(3, dtype=torch.complex64).conj()}
+    for _ in range(3):
+        copier.copy(state)
+        state["w"].add_(1)
+    assert len(plans) == 1
+    state["w"] = state["w"].clone()
+    copier.copy(state)
+    assert len(plans) == 2
+
+
+def test_one_loan_for_one_copy_until_its_last_tensor_is_gone() -> None:
+    pool = Pool()
+    copier = HostCopier(pool)
+    shared = torch.ones(100, 100)
+    state = {"a": shared, "tied": shared.t(), "packed": torch.ones(100, 2000)[:, 1], "e": torch.empty(0)}
+    state["p"] = torch.nn.Parameter(torch.ones(5))
+    for name in ("a", "tied", "packed", "p"):
+        copy = copier.copy(state)
+        last = copy[name][1:]
+        del copy
+        gc.collect()
+        assert pool.in_flight == 1, name
+        assert last.eq(1).all()
+        del last
+        assert pool.in_flight == 0, name
+    copy = copier.copy(state)
+    empty = copy["e"]
+    del copy
+    assert pool.in_flight == 0
+    assert empty.numel() == 0
+
+
+def test_a_failed_copy_gives_its_loan_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool()
+    copier = HostCopier(pool)
+    with monkeypatch.context() as patch:
+        patch.setattr(copier, "_move", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            copier.copy({"w": torch.ones(10)})
+    gc.collect()
+    assert pool.in_flight == 0
+    assert copier.copy({"w": torch.ones(10)})["w"].eq(1).all()
+
+
+def test_the_garbage_collector_is_left_as_it_was() -> None:
+    copier = HostCopier(Pool())
+    for was_on in (False, True):
+        (gc.enable if was_on else gc.disable)()
+        try:
+            copier.copy({"w": torch.ones(3)})
+            with pytest.raises(StagingError):
+                copier.copy({"w": threading.Lock()})
+            assert gc.isenabled() is was_on
+        finally:
+            gc.enable()
+
+
+def test_the_callers_grad_mode_is_left_as_it_was_and_no_graph_is_made() -> None:
+    w = torch.ones(3, requires_grad=True)
+    copy = HostCopier(Pool()).copy({"w": w, "conj": torch.ones(2, dtype=torch.complex64, requires_grad=True).conj()})
+    assert torch.is_grad_enabled()
+    assert copy["w"].grad_fn is None
+    assert copy["conj"].grad_fn is None
+
+
+def test_after_close_it_says_so() -> None:
+    copier = HostCopier(Pool())
+    copier.close()
+    for state in ({}, {"w": torch.ones(1)}, {"not": threading.Lock()}):
+        with pytest.raises(StagerClosedError):
+            copier.copy(state)
+
+
+def test_a_copier_needs_a_thread() -> None:
+    with pytest.raises(StagingError, match="threads must be at least 1"):
+        HostCopier(Pool(), threads=0)

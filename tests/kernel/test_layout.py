@@ -1,0 +1,104 @@
+"""The plan: what is moved, where it comes to lie, and when a plan no longer fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stagereg.errors import StagingError
+from stagereg.kernel.layout import ALIGNMENT, Layout, lay_out, sign
+
+
+def plan(*tensors: torch.Tensor) -> Layout:
+    return lay_out(tensors, sign(tensors))
+
+
+def test_every_block_starts_on_a_cache_line_and_none_overlap() -> None:
+    layout = plan(*(torch.ones(n, dtype=dtype) for n in range(1, 40) for dtype in (torch.uint8, torch.float64)))
+    ends = 0
+    for offset, _, nbytes in sorted(layout.moves):
+        assert offset % ALIGNMENT == 0
+        assert offset >= ends
+        ends = offset + nbytes
+    assert ends <= layout.nbytes
+
+
+def test_tied_tensors_are_moved_once() -> None:
+    x = torch.ones(100, 10)
+    layout = plan(x, x.t(), x.view(-1), x[20:40], x.clone())
+    assert [nbytes for _, _, nbytes in layout.moves] == [4000, 4000]
+
+
+def test_neighbours_in_one_storage_are_one_move_and_strangers_are_not() -> None:
+    flat = torch.ones(1000)
+    assert len(plan(*flat.split(10)).moves) == 1
+    assert len(plan(flat[:10], flat[500:]).moves) == 2
+    assert sum(nbytes for _, _, nbytes in plan(flat[:10], flat[600:]).moves) <= 4 * 410 + 16
+
+
+def test_a_view_with_costly_holes_is_packed_unless_its_hull_is_there_anyway() -> None:
+    grid = torch.ones(1000, 1000)
+    alone = plan(grid[:, 3])
+    assert (alone.moves, alone.packed) == ([], [0])
+    assert alone.nbytes <= 4000 + ALIGNMENT
+    beside = plan(grid[:, 3], grid)
+    assert (len(beside.moves), beside.packed) == (1, [])
+    assert beside.nbytes == grid.nbytes
+
+
+def test_the_same_packed_view_twice_is_packed_once() -> None:
+    grid = torch.ones(1000, 1000)
+    layout = plan(grid[:, 3], grid[:, 3], grid[:, 4])
+    assert layout.pieces[0].offset == layout.pieces[1].offset != layout.pieces[2].offset
+
+
+def test_views_of_other_dtypes_start_where_they_should() -> None:
+    raw = torch.arange(64, dtype=torch.uint8)
+    layout = plan(raw[4:12].view(torch.float32), raw[8:24].view(torch.complex64), raw[9:40])
+    starts = [p.offset + p.start * size for p, size in zip(layout.pieces, (4, 8, 1), strict=True)]
+    assert [start - starts[0] for start in starts] == [0, 4, 5]
+
+
+def test_empty_tensors_lie_nowhere() -> None:
+    layout = plan(torch.empty(0), torch.empty(0, 3), torch.empty(3, 0))
+    assert (layout.nbytes, layout.moves, layout.packed) == (0, [], [])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda x: x.clone(),
+        lambda x: x.view(torch.int32),
+        lambda x: x.view(5, 20),
+        lambda x: x.view(10, 10).t(),
+        lambda x: x[1:],
+        lambda x: x.view(10, 10).expand(2, 10, 10),
+    ],
+)
+def test_a_signature_differs_wherever_a_plan_would(changed) -> None:
+    x = torch.ones(100)
+    assert sign([x]) == sign([x.detach()])
+    assert sign([x]) != sign([changed(x)])
+
+
+def test_a_signature_differs_when_only_the_strides_do() -> None:
+    grid = torch.ones(10, 10)
+    assert sign([grid]) != sign([grid.t()])
+
+
+def test_a_signature_differs_when_only_the_storage_has_shrunk() -> None:
+    x = torch.ones(100)
+    before = sign([x])
+    x.untyped_storage().resize_(200)
+    x.untyped_storage().resize_(400)
+    whole = sign([x])
+    x.untyped_storage().resize_(200)
+    assert before != sign([x]) != whole
+
+
+def test_a_tensor_beyond_its_storage_is_refused_by_its_index() -> None:
+    x = torch.ones(100)
+    x.untyped_storage().resize_(396)
+    with pytest.raises(StagingError, match="needs 400 bytes but its storage holds 396") as caught:
+        plan(torch.ones(3), x)
+    assert caught.value.path == (1,)

@@ -1,0 +1,97 @@
+"""The stagers that keep the contract, a view on their waiting, and how two state dicts are compared bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import stagereg
+from stagereg import AsyncStager, BlockingAsyncStager
+from stagereg.kernel import memory, writers
+
+MAKERS: dict[str, Callable[..., AsyncStager]] = {
+    "blocking": lambda **kwargs: stagereg.build("stager", "blocking", **kwargs),
+    "pinned_cached": lambda **kwargs: stagereg.build("stager", "pinned_cached", **kwargs),
+    "torch_plain": lambda: BlockingAsyncStager(False),
+    "torch_cached": lambda: BlockingAsyncStager(True),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def stager(request: pytest.FixtureRequest) -> Iterator[AsyncStager]:
+    made = MAKERS[request.param]()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["blocking", "pinned_cached"])
+def make(request: pytest.FixtureRequest) -> Callable[..., AsyncStager]:
+    """Builds a registered stager with given arguments."""
+    return MAKERS[request.param]
+
+
+class Polls(list[bool]):
+    """The answers a waiting stager got to its question whether a writer is at work."""
+
+    def __init__(self) -> None:
+        self.then: dict[int, Callable[[], object]] = {}
+        """What is to happen after so many answers."""
+
+    def append(self, answer: bool) -> None:
+        super().append(answer)
+        self.then.get(len(self), int)()
+
+
+@pytest.fixture
+def polls(monkeypatch: pytest.MonkeyPatch) -> Polls:
+    """Records the answers; a writer that is not seen is given less time."""
+    answers = Polls()
+
+    def ask(blocks: list[tuple[int, int]]) -> bool:
+        answers.append(writers.writer_at_work(blocks))
+        return answers[-1]
+
+    monkeypatch.setattr(memory, "writer_at_work", ask)
+    monkeypatch.setattr(memory, "_GRACE_S", 0.2)
+    return answers
+
+
+@pytest.fixture
+def assert_same() -> Callable[[Any, Any], None]:
+    return _assert_same
+
+
+def _bits(x: torch.Tensor) -> bytes:
+    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+
+
+def _assert_same(copy: Any, source: Any) -> None:
+    """Same types, same order, same bits, same strides, and no memory in common."""
+    assert type(copy) is type(source)
+    if isinstance(source, torch.Tensor):
+        assert (copy.dtype, copy.shape, copy.stride()) == (source.dtype, source.shape, source.stride())
+        assert (copy.requires_grad, copy.is_conj(), copy.is_neg()) == (
+            source.requires_grad,
+            source.is_conj(),
+            source.is_neg(),
+        )
+        assert copy.device.type == "cpu"
+        assert _bits(copy) == _bits(source)
+        assert not source.numel() or copy.data_ptr() != source.data_ptr()
+        _assert_same(vars(copy), vars(source))
+    elif isinstance(source, dict):
+        assert list(copy) == list(source)
+        for key in source:
+            _assert_same(copy[key], source[key])
+        if hasattr(source, "__dict__"):
+            _assert_same(vars(copy), vars(source))
+    elif isinstance(source, (list, tuple)):
+        assert len(copy) == len(source)
+        for mine, theirs in zip(copy, source, strict=True):
+            _assert_same(mine, theirs)
+    else:
+        assert copy == source

@@ -1,0 +1,142 @@
+"""Tensors that are spread over ranks keep their placement, and cost each rank its own shard."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import stagereg
+from stagereg import AsyncStager, BlockingAsyncStager
+from stagereg.testing import run_ranks
+
+STAGERS = {
+    "blocking": lambda: stagereg.build("stager", "blocking"),
+    "pinned_cached": lambda: stagereg.build("stager", "pinned_cached"),
+    "torch_plain": lambda: BlockingAsyncStager(False),
+    "torch_cached": lambda: BlockingAsyncStager(True),
+}
+
+
+def check_dtensor(stager: AsyncStager, source: DTensor) -> DTensor:
+    """Stage ``source`` and overwrite it; return the copy, which must be what it was."""
+    local = source.to_local().clone()
+    copy = stager.stage({"m": {"x": source}})["m"]["x"]
+    with torch.no_grad():
+        source.to_local().fill_(-1)
+    assert type(copy) is DTensor
+    assert copy.placements == source.placements
+    assert copy.device_mesh == source.device_mesh
+    assert (copy.shape, copy.stride(), copy.dtype) == (source.shape, source.stride(), source.dtype)
+    assert copy.requires_grad == source.requires_grad
+    assert isinstance(copy, torch.nn.Parameter) == isinstance(source, torch.nn.Parameter)
+    assert torch.equal(copy.to_local(), local)
+    assert not local.numel() or copy.to_local().untyped_storage().nbytes() == local.numel() * local.element_size()
+    return copy
+
+
+def stage_dtensors(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    full = torch.arange(35.0).view(5, 7)
+    for make in STAGERS.values():
+        stager = make()
+        for _ in range(2):
+            for placement in (Shard(0), Shard(1), Replicate()):
+                copy = check_dtensor(stager, distribute_tensor(full.clone(), mesh, [placement]))
+                assert torch.equal(copy.full_tensor(), full)
+            partial = DTensor.from_local(torch.full((3,), rank + 1.0), mesh, [Partial()])
+            summed = check_dtensor(stager, partial).full_tensor()
+            assert summed.tolist() == [world_size * (world_size + 1) / 2] * 3
+            check_dtensor(stager, distribute_tensor(torch.ones(1, 4), mesh, [Shard(0)]))  # nothing on the last rank
+            check_dtensor(stager, torch.nn.Parameter(distribute_tensor(full.clone(), mesh, [Shard(0)])))
+        stager.close()
+
+
+def stage_what_hangs_on_a_dtensor(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    x.tags, x.average, x.me = ["a"], torch.zeros(3), x
+    for make in STAGERS.values():
+        stager = make()
+        copy = stager.stage({"x": x, "again": x, "average": x.average})
+        x.tags.append("b")
+        x.average.add_(1)
+        assert copy["x"] is copy["again"]
+        assert copy["x"].me is copy["x"]
+        assert copy["x"].tags == ["a"]
+        assert copy["x"].average is copy["average"]
+        assert copy["average"].eq(0).all()
+        x.tags.pop()
+        x.average.zero_()
+        stager.close()
+
+
+def stage_a_sharded_model(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.Adam(model.parameters())
+    stager = stagereg.build("stager", "pinned_cached")
+    for step in range(3):
+        model(torch.randn(4, 7)).sum().backward()
+        optimizer.step()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        before = {name: p.full_tensor().clone() for name, p in model.state_dict().items()}
+        copy = stager.stage(state)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1)
+        for name, full in before.items():
+            assert torch.equal(copy["model"][name].full_tensor(), full), (step, name)
+        assert isinstance(copy["optimizer"]["state"][0]["exp_avg"], DTensor)
+
+
+def stage_sharded_tensors(rank: int, world_size: int) -> None:
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(world_size)])
+    for make in STAGERS.values():
+        stager = make()
+        for _ in range(2):
+            source = sharded_tensor.rand(spec, 5, 3)
+            shard = source.local_shards()[0]
+            local = shard.tensor.clone()
+            copy = stager.stage({"x": source})["x"]
+            shard.tensor.fill_(-1)
+            assert type(copy) is type(source)
+            assert copy.metadata() == source.metadata()
+            assert copy.local_shards()[0].metadata == shard.metadata
+            assert torch.equal(copy.local_shards()[0].tensor, local)
+            gathered = torch.empty(5, 3) if rank == 0 else None
+            copy.gather(0, gathered)
+            assert gathered is None or torch.equal(gathered[: local.shape[0]], local)
+        stager.close()
+
+
+def stage_the_result_of_a_collective(rank: int, world_size: int) -> None:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+
+    for make in STAGERS.values():
+        result = all_reduce(torch.full((4,), rank + 1.0), "sum", dist.group.WORLD)
+        assert isinstance(result, AsyncCollectiveTensor)
+        copy = make().stage({"x": result, "same": result})
+        assert type(copy["x"]) is torch.Tensor
+        assert copy["x"] is copy["same"]
+        assert copy["x"].tolist() == [world_size * (world_size + 1) / 2] * 4
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize(
+    "check",
+    [stage_dtensors, stage_sharded_tensors, stage_a_sharded_model],
+)
+def test_on_ranks(check, nproc: int) -> None:
+    run_ranks(check, nproc, timeout_s=60)
+
+
+@pytest.mark.parametrize("check", [stage_what_hangs_on_a_dtensor, stage_the_result_of_a_collective])
+def test_on_one_rank(check) -> None:
+    run_ranks(check, 1, timeout_s=60)

@@ -1,0 +1,177 @@
+"""Drop-in: torch's names and signatures, and ``torch.distributed.checkpoint.async_save`` takes what is built here."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import staging as theirs
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import stagereg
+from stagereg import AsyncStager, BlockingAsyncStager
+from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.memory import Pool
+from stagereg.stagers.host import HostStager
+from stagereg.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class OnlyStage(AsyncStager):
+    """The least that a stager of a user may be."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {key: value.clone() for key, value in state_dict.items()}
+
+
+class GatedWriter(dcp.FileSystemWriter):
+    """A slow disk: writes when it is told to."""
+
+    def __init__(self, path: Path, gate: threading.Event) -> None:
+        super().__init__(path)
+        self.gate = gate
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.gate.wait(30)
+        return super().write_data(*args, **kwargs)
+
+
+def loaded(path: Path | str, **like: torch.Tensor) -> dict[str, torch.Tensor]:
+    state = {key: torch.zeros_like(x) for key, x in like.items()}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
+class TestNames:
+    def test_signatures_are_torchs(self) -> None:
+        def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+            return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+        assert parameters(BlockingAsyncStager) == parameters(theirs.BlockingAsyncStager)
+        for name in ("stage", "synchronize_staging", "close"):
+            for kind in ("AsyncStager", "BlockingAsyncStager"):
+                mine, other = getattr(stagereg, kind), getattr(theirs, kind)
+                assert parameters(getattr(mine, name)) == parameters(getattr(other, name)), (kind, name)
+        assert isinstance(AsyncStager.should_synchronize_after_execute, property)
+
+    def test_ours_are_torchs(self, stager: AsyncStager) -> None:
+        assert isinstance(stager, theirs.AsyncStager)
+        assert isinstance(stager, AsyncStager)
+        assert stager.should_synchronize_after_execute is False
+        assert OnlyStage().should_synchronize_after_execute is True
+        assert AsyncStager._synchronize_after_execute is theirs.AsyncStager._synchronize_after_execute is True
+
+    def test_torchs_are_ours(self) -> None:
+        plain = theirs.BlockingAsyncStager()
+        kept = theirs.DefaultStager(theirs.StagingOptions(False, False, False, False))
+        assert isinstance(plain, AsyncStager)
+        assert isinstance(kept, AsyncStager)
+        assert not isinstance(object(), AsyncStager)
+        kept.close()
+
+    def test_arguments_are_kept_under_torchs_names(self) -> None:
+        stager = BlockingAsyncStager(True, True)
+        assert (stager.cache_staged_state_dict, stager.type_check) == (True, True)
+
+    def test_a_stager_without_stage_says_what_is_missing(self) -> None:
+        class Nothing(AsyncStager):
+            pass
+
+        with pytest.raises(NotImplementedError, match=r"Nothing must implement stage\(state_dict\)"):
+            Nothing().stage({})
+
+    def test_synchronize_staging_warns_of_nothing(self, stager: AsyncStager) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            stager.synchronize_staging()
+
+
+class TestAsyncSaveOnThreads:
+    def test_training_goes_on_and_the_checkpoint_stays(self, stager: AsyncStager, tmp_path: Path) -> None:
+        w, tied = torch.ones(1000), torch.arange(12.0).view(3, 4)
+        gate = threading.Event()
+        state = {"w": w, "t": tied.t(), "n": torch.tensor(3)}
+        saved = dcp.async_save(state, storage_writer=GatedWriter(tmp_path, gate), async_stager=stager, no_dist=True)
+        w.fill_(9)
+        tied.fill_(9)
+        gate.set()
+        saved.result(timeout=30)
+        got = loaded(tmp_path, **state)
+        assert got["w"].eq(1).all()
+        assert torch.equal(got["t"], torch.arange(12.0).view(3, 4).t())
+        assert got["n"] == 3
+
+    def test_overlapping_saves_hold_their_own_step(self, stager: AsyncStager, tmp_path: Path) -> None:
+        w = torch.empty(300_000)
+        gate = threading.Event()
+        saves = []
+        for step in range(2):
+            w.fill_(step)
+            writer = GatedWriter(tmp_path / str(step), gate)
+            saves.append(dcp.async_save({"w": w}, storage_writer=writer, async_stager=stager, no_dist=True))
+        w.fill_(-1)
+        assert not any(save.done() for save in saves)
+        gate.set()
+        for step, save in enumerate(saves):
+            save.result(timeout=30)
+            assert loaded(tmp_path / str(step), w=w)["w"].eq(step).all()
+
+    def test_a_third_save_waits_for_a_writer_instead_of_taking_memory(self, make, polls, tmp_path, caplog) -> None:
+        stager = make(max_in_flight=2)
+        w = torch.empty(1000)
+        gates = [threading.Event() for _ in range(3)]
+        polls.then[5] = gates[0].set
+        saves = []
+        for step, gate in enumerate(gates):
+            w.fill_(step)
+            writer = GatedWriter(tmp_path / str(step), gate)
+            saves.append(dcp.async_save({"w": w}, storage_writer=writer, async_stager=stager, no_dist=True))
+        assert polls[:5] == [True] * 5
+        assert not saves[1].done()
+        assert not [r for r in caplog.records if "still held" in r.getMessage()]
+        for step, save in enumerate(saves):
+            gates[step].set()
+            save.result(timeout=30)
+            assert loaded(tmp_path / str(step), w=w)["w"].eq(step).all()
+
+    def test_a_users_stager_with_only_stage(self, tmp_path: Path) -> None:
+        w = torch.ones(10)
+        saved = dcp.async_save({"w": w}, checkpoint_id=tmp_path, async_stager=OnlyStage(), no_dist=True)
+        w.fill_(2)
+        saved.result(timeout=30)
+        assert loaded(tmp_path, w=w)["w"].eq(1).all()
+
+
+def save_in_a_process(rank: int, world_size: int, folder: str) -> None:
+    pools = [Pool(), Pool(max_in_flight=None, keep=False)]
+    w, tied = torch.ones(1000), torch.arange(6.0)
+    for i, pool in enumerate(pools):
+        stager = HostStager(HostCopier(pool))
+        for step in range(2):
+            w.fill_(step)
+            response = dcp.async_save(
+                {"w": w, "a": tied, "b": tied[1:], "list": [torch.ones(3)], "n": 5},
+                checkpoint_id=f"{folder}/{i}-{step}",
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=stager,
+            )
+            w.fill_(-1)
+            response.result(timeout=90)
+            del response
+        assert pool.in_flight == 0, "the copies' leases have ended"
+        for step in range(2):
+            got = {"w": torch.zeros(1000), "b": torch.zeros(5)}
+            dcp.load(got, checkpoint_id=f"{folder}/{i}-{step}")
+            assert got["w"].eq(step).all()
+            assert got["b"].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_async_save_in_a_process(tmp_path: Path) -> None:
+    run_ranks(save_in_a_process, 1, args=(str(tmp_path),), timeout_s=100)

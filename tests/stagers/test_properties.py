@@ -1,0 +1,206 @@
+"""Whatever the state dict, whatever happens to it between calls: the copy is what the source was."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import stagereg
+from stagereg import AsyncStager, BlockingAsyncStager
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES += [torch.float8_e4m3fn, torch.float16]
+
+
+@st.composite
+def tensors(draw: st.DrawFn, pool: list[torch.Tensor]) -> torch.Tensor:
+    """A fresh tensor, or any view of one that is there already; views of other dtypes among them."""
+    if not pool or draw(st.booleans()):
+        shape = draw(st.lists(st.integers(0, 70), max_size=3))
+        dtype = draw(st.sampled_from(DTYPES))
+        size = int(torch.Size(shape).numel()) * dtype.itemsize
+        high = 2 if dtype is torch.bool else 120
+        pool.append(torch.randint(0, high, (size,), dtype=torch.uint8).view(dtype).view(shape))
+        return pool[-1]
+    x = draw(st.sampled_from(pool))
+    for _ in range(draw(st.integers(0, 3))):
+        if x.dim() and draw(st.booleans()):
+            dim = draw(st.integers(0, x.dim() - 1))
+            begin = draw(st.integers(0, x.shape[dim]))
+            x = x[
+                (slice(None),) * dim + (slice(begin, draw(st.integers(begin, x.shape[dim])), draw(st.integers(1, 40))),)
+            ]
+        elif x.dim() > 1:
+            x = x.transpose(0, draw(st.integers(1, x.dim() - 1)))
+        elif x.dtype.is_complex:
+            x = draw(st.sampled_from([x.conj(), torch.view_as_real(x.resolve_conj())]))
+        elif x.element_size() == 4 and x.dim() and x.stride(-1) == 1:
+            x = x.view(torch.uint8)
+        else:
+            x = x.expand(draw(st.integers(1, 3)), *x.shape)
+    return x
+
+
+@st.composite
+def states(draw: st.DrawFn) -> dict[Any, Any]:
+    pool: list[torch.Tensor] = []
+    values = st.recursive(
+        st.one_of(tensors(pool), st.integers(), st.text(max_size=3), st.none(), st.floats(allow_nan=False)),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=4),
+            st.dictionaries(st.one_of(st.text(max_size=2), st.integers(0, 5)), inner, max_size=4),
+            st.lists(inner, max_size=3).map(tuple),
+            st.dictionaries(st.text(max_size=2), inner, max_size=3).map(OrderedDict),
+        ),
+        max_leaves=15,
+    )
+    return draw(st.dictionaries(st.text(max_size=3), values, min_size=1, max_size=6))
+
+
+def snapshot(state: Any) -> Any:
+    """An independent copy, made by torch leaf by leaf; ``torch.save`` refuses views of several types."""
+    if isinstance(state, torch.Tensor):
+        kept = state.clone()
+        kept.strides = state.stride()
+        return kept
+    if isinstance(state, dict):
+        return type(state)((key, snapshot(value)) for key, value in state.items())
+    return type(state)(map(snapshot, state)) if isinstance(state, (list, tuple)) else state
+
+
+def bits(x: torch.Tensor) -> list[int]:
+    return torch.empty(x.shape, dtype=x.dtype).copy_(x).view(-1).view(torch.uint8).tolist() if x.numel() else []
+
+
+def assert_equal(staged: Any, before: Any) -> None:
+    assert type(staged) is type(before)
+    if isinstance(before, torch.Tensor):
+        assert (staged.dtype, staged.shape) == (before.dtype, before.shape)
+        assert bits(staged) == bits(before)
+        span = 1 + sum((n - 1) * step for n, step in zip(before.shape, before.strides, strict=True))
+        assert span > before.numel() > 0 or staged.stride() == before.strides, "only holes may be left out"
+    elif isinstance(before, dict):
+        assert list(staged) == list(before)
+        for key in before:
+            assert_equal(staged[key], before[key])
+    elif isinstance(before, (list, tuple)):
+        assert len(staged) == len(before)
+        for mine, theirs in zip(staged, before, strict=True):
+            assert_equal(mine, theirs)
+    else:
+        assert staged == before
+
+
+def leaves(x: Any) -> list[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        return [x]
+    inside = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+    return [leaf for value in inside for leaf in leaves(value)]
+
+
+def overwrite(state: Any, mask: int) -> None:
+    for x in leaves(state):
+        if x.untyped_storage().nbytes():
+            torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).bitwise_xor_(mask)
+
+
+STAGERS = {
+    "blocking": lambda: stagereg.build("stager", "blocking", max_in_flight=3),
+    "pinned_cached": lambda: stagereg.build("stager", "pinned_cached", max_in_flight=3),
+    "torch_plain": lambda: BlockingAsyncStager(False),
+    "torch_cached": lambda: BlockingAsyncStager(True),
+}
+LIMITS = settings(
+    max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+
+
+@pytest.mark.parametrize("kind", STAGERS)
+@LIMITS
+@given(data=st.data())
+def test_any_state_dict_staged_again_and_again(kind: str, data: st.DataObject) -> None:
+    stager = STAGERS[kind]()
+    state = data.draw(states())
+    held: list[tuple[Any, Any]] = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        held.append((stager.stage(state), snapshot(state)))
+        overwrite(state, 1)  # a bool stays a bool
+        what = data.draw(st.sampled_from(["write only", "drop a copy", "other values", "other state", "new tensors"]))
+        if what == "drop a copy":
+            held.pop(data.draw(st.integers(0, len(held) - 1)))
+        elif what == "other values":
+            state["new"] = data.draw(tensors(leaves(state)))
+        elif what == "other state":
+            state = data.draw(states())
+        elif what == "new tensors":
+            state = copy.deepcopy(state)
+        for staged, before in held:
+            assert_equal(staged, before)
+    stager.close()
+    overwrite(state, 1)
+    for staged, before in held:
+        assert_equal(staged, before)
+
+
+@pytest.mark.parametrize("kind", STAGERS)
+@LIMITS
+@given(data=st.data())
+def test_memory_is_shared_in_the_copy_exactly_where_the_source_shares_it(kind: str, data: st.DataObject) -> None:
+    pool: list[torch.Tensor] = []
+    state = [data.draw(tensors(pool)) for _ in range(data.draw(st.integers(2, 6)))]
+    copies = STAGERS[kind]().stage({"all": state})["all"]
+    for x, mine in zip(state, copies, strict=True):
+        for y, other in zip(state, copies, strict=True):
+            if x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and is_dense(x) and is_dense(y):
+                apart = x.data_ptr() - y.data_ptr()
+                if -span(x) < apart < span(y):
+                    assert mine.data_ptr() - other.data_ptr() == apart
+    staged_bytes = {m.untyped_storage().data_ptr(): m.untyped_storage().nbytes() for m in copies}
+    assert sum(staged_bytes.values()) <= sum(span(x) for x in state) + 16 * len(state)
+
+
+def span(x: torch.Tensor) -> int:
+    if not x.numel():
+        return 0
+    return x.element_size() * (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    return bool(x.numel()) and span(x) <= x.numel() * x.element_size()
+
+
+@pytest.mark.parametrize("kind", STAGERS)
+def test_no_checkpoint_is_torn(kind: str) -> None:
+    """Many writers read their copies while training overwrites the source: each sees one step and no other."""
+    stager: AsyncStager = STAGERS[kind]()
+    source = {"large": torch.zeros(2**20), "small": [torch.zeros(n) for n in range(1, 200, 3)]}
+    source["column"] = torch.zeros(2000, 8)[:, 1]
+    started = threading.Semaphore(0)
+
+    def write(staged: dict[str, Any], step: int) -> set[float]:
+        started.release()
+        seen: set[float] = set()
+        for _ in range(3):
+            for x in leaves(staged):
+                seen.update(x.aminmax()[0].view(1).tolist() + x.aminmax()[1].view(1).tolist())
+        return seen
+
+    with ThreadPoolExecutor(2) as writers:
+        pending = []
+        for step in range(40):
+            for x in leaves(source):
+                x.fill_(step)
+            pending.append(writers.submit(write, stager.stage(source), step))
+            if step % 3 == 0:
+                started.acquire()
+        for step, seen in enumerate(pending):
+            assert seen.result(timeout=60) == {float(step)}
+    stager.close()

@@ -1,0 +1,103 @@
+"""What cannot be staged is an error with its path in the dict, never a crash and never a silent omission."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import stagereg
+from stagereg import AsyncStager, BlockingAsyncStager, StageregError
+from stagereg.errors import StagingError, UnstageableTypeError
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(3)
+
+
+def freed(x: torch.Tensor) -> torch.Tensor:
+    x.untyped_storage().resize_(0)
+    return x
+
+
+class Uncopyable:
+    def __deepcopy__(self, memo: object) -> None:
+        raise ValueError("I am one of a kind")
+
+
+TENSORS = {
+    "meta": lambda: torch.empty(3, device="meta"),
+    "meta parameter": lambda: torch.nn.Linear(2, 2, device="meta").weight,
+    "lazy": lambda: torch.nn.LazyLinear(3).weight,
+    "fake": fake,
+    "freed": lambda: freed(torch.ones(100)),
+    "freed parameter": lambda: freed(torch.nn.Parameter(torch.ones(100))),
+    "freed conjugate": lambda: freed(torch.ones(100, dtype=torch.complex64).conj()),
+    "freed column": lambda: freed(torch.ones(100, 100)[:, 3]),
+}
+OTHERS = {
+    "lock": threading.Lock,
+    "python generator": lambda: (i for i in ()),
+    "socket": socket.socket,
+    "thread": threading.current_thread,
+    "uncopyable": Uncopyable,
+    "non-leaf in an object": lambda: {torch.ones(1, requires_grad=True) * 2},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_tensor_without_data_is_named(stager: AsyncStager, kind: str) -> None:
+    state = {"model": {"layers": [torch.ones(2), 0, (1,), {"w": TENSORS[kind]()}]}, "ok": torch.ones(3)}
+    with pytest.raises(StagingError, match=r"model\.layers\.3\.w") as caught:
+        stager.stage(state)
+    assert caught.value.path == ("model", "layers", 3, "w")
+    assert isinstance(caught.value, StageregError)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_type_that_cannot_be_copied_is_named(stager: AsyncStager, kind: str) -> None:
+    value = OTHERS[kind]()
+    with pytest.raises(UnstageableTypeError, match=r"model\.layers\.3\.w") as caught:
+        stager.stage({"model": {"layers": [0, 0, (1,), {"w": value}]}})
+    assert type(value).__name__ in str(caught.value)
+    if isinstance(value, socket.socket):
+        value.close()
+
+
+def test_a_bad_attribute_of_a_tensor_is_named(stager: AsyncStager) -> None:
+    w = torch.ones(2)
+    w.lock = threading.Lock()
+    with pytest.raises(UnstageableTypeError, match=r"model\.w\.lock"):
+        stager.stage({"model": {"w": w}})
+
+
+def test_a_bad_value_inside_a_tuple_is_named(stager: AsyncStager) -> None:
+    with pytest.raises(UnstageableTypeError) as caught:
+        stager.stage({"a": (1, (torch.ones(1), threading.Lock()))})
+    assert caught.value.path == ("a", 1, 1)
+
+
+@pytest.mark.parametrize(
+    "checking",
+    [
+        lambda: BlockingAsyncStager(False, True),
+        lambda: BlockingAsyncStager(True, type_check=True),
+        lambda: stagereg.build("stager", "blocking", type_check=True),
+        lambda: stagereg.build("stager", "pinned_cached", type_check=True),
+    ],
+)
+def test_type_check_refuses_what_torch_refuses(checking) -> None:
+    import io
+
+    stager = checking()
+    fine = {"a": [torch.ones(1), (1, 1.0, True, "s", b"b", None)], "io": io.BytesIO(b"x")}
+    assert stager.stage(fine)["a"][1] == fine["a"][1]
+    for bad in ({1}, 1j, object(), torch.float32, len):
+        with pytest.raises(ValueError, match=r"cannot stage 'model\.x': Unexpected value type"):
+            stager.stage({"model": {"x": bad}})
