@@ -17,6 +17,7 @@ import ctypes
 import gc
 import logging
 import mmap
+import os
 import queue
 import sys
 import threading
@@ -144,7 +145,8 @@ class Pool:
 
     def _can_pin(self, pin: bool | None) -> bool:
         there = torch.accelerator.is_available()
-        if not there and pin is not False and self._keep:
+        first = os.environ.get("LOCAL_RANK", "0") == "0"  # of the ranks on this machine, which would all say the same
+        if not there and pin is not False and self._keep and first:
             log.warning(
                 "stagereg: no accelerator here, so copies are staged in pre-faulted pageable memory, not page-locked"
             )
