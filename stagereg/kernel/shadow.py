@@ -42,9 +42,14 @@ class Wire:
         self.group = group
         self.device = device
 
-    def announce(self) -> dist.Work:
-        """Active rank, once a step and before its collectives: say so. The work's tensor ends as the number of them."""
-        work = dist.all_reduce(torch.ones(1, device=self.device), group=self.group, async_op=True)
+    def announce(self, present: bool = True) -> dist.Work:
+        """Active rank, once a step and before its collectives: say so. The work's tensor ends as the number of them.
+
+        Args:
+            present: False matches the collective without being counted.
+        """
+        mine = torch.full((1,), float(present), device=self.device)
+        work = dist.all_reduce(mine, group=self.group, async_op=True)
         assert work is not None
         return work
 

@@ -116,8 +116,7 @@ class DdpHook(JoinHook):
     def _flag(self, is_joined_rank: bool) -> None:
         """Active rank: tell joined ranks whether to reduce, as DDP does; the sum is the number of ranks that will."""
         ddp = self.ddp
-        flag = torch.full((1,), float(ddp.require_backward_grad_sync), device=ddp.device)
-        work = dist.all_reduce(flag, group=ddp.process_group, async_op=True)
+        work = Wire(ddp.process_group, ddp.device).announce(bool(ddp.require_backward_grad_sync))
         ddp.reducer._set_forward_pass_work_handle(work, False)
 
     @torch.no_grad()
