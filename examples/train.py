@@ -63,7 +63,7 @@ def load(cfg: DictConfig, rank: int, world: int) -> tuple[Tensor, Tensor]:
     if cfg.shard == "files":
         return samples(files[rank::world], cfg.context), samples(held_out, cfg.context)
     every = samples(files, cfg.context)
-    return every[: len(every) // world * world][rank::world], samples(held_out, cfg.context)
+    return every[rank : len(every) // world * world : world], samples(held_out, cfg.context)
 
 
 def batches(data: Tensor, size: int, epochs: int, seed: int) -> Iterator[Tensor]:
@@ -84,8 +84,8 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 def train(cfg: DictConfig) -> float:
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if cfg.parallel not in ("ddp", "zero"):
-        raise stagereg.StageregError(f"parallel={cfg.parallel} is not among ddp, zero")
+    if cfg.parallel not in ("ddp", "zero") or cfg.data.shard not in ("samples", "files"):
+        raise stagereg.StageregError("parallel is one of ddp, zero; data.shard is one of samples, files")
     torch.manual_seed(cfg.seed)
     text, held_out = load(cfg.data, rank, world)
     held_out = held_out[: 8 * cfg.data.batch][rank::world].long().to(device)
