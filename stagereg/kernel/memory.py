@@ -33,7 +33,10 @@ __all__ = ["Arena", "Loan", "Pool"]
 
 log = logging.getLogger("stagereg")
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL, and pages are then touched on first use
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_HUGE_PAGE = 2**21
+_WORTH_TOUCHING = 2**22
 _GRACE_S = 1.0
 _POLL_S = 0.02
 
@@ -65,28 +68,32 @@ class Arena:
         self._owner, self.address, self.pinned = block, block.data_ptr(), True
 
     def _map(self, threads: int) -> None:
+        # Private pages: the shared ones that mmap makes by default are slower to get and cannot be huge.
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
         try:
-            block = mmap.mmap(-1, self.nbytes)
+            block = mmap.mmap(-1, self.nbytes, **private)
         except (OSError, MemoryError, ValueError) as error:
             raise StagingError([], f"no {self.nbytes / 2**30:.2f} GiB of host memory to be had ({error})") from error
         self._owner, self.address = block, ctypes.addressof(ctypes.c_char.from_buffer(block))
-        self._touch(block, threads)
+        if self.nbytes >= _WORTH_TOUCHING and sys.platform.startswith("linux"):
+            self._touch(threads)
 
-    def _touch(self, block: mmap.mmap, threads: int) -> None:
-        """Have the kernel back the pages now, on several threads, instead of one fault at a time during the copy."""
-        share = -(-self.nbytes // threads // mmap.PAGESIZE) * mmap.PAGESIZE
-        starts = range(0, self.nbytes, max(share, mmap.PAGESIZE))
+    def _touch(self, threads: int) -> None:
+        """Have the kernel back the pages now, on several threads, instead of one fault at a time during the copy.
 
-        def populate(start: int) -> None:
-            with contextlib.suppress(OSError, ValueError):
-                block.madvise(_MADV_POPULATE_WRITE, start, min(share, self.nbytes - start))
-
-        if self.nbytes < 2**22 or not sys.platform.startswith("linux"):
-            return
-        workers = [threading.Thread(target=populate, args=(start,)) for start in starts[1:]]
+        A kernel that does not know how answers with an error, and pages are then touched on first use.
+        """
+        # Not mmap.madvise, which would keep all of Python waiting: it holds the GIL.
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        advise(self.address, self.nbytes, _MADV_HUGEPAGE)
+        share = -(-self.nbytes // threads // _HUGE_PAGE) * _HUGE_PAGE
+        starts = range(0, self.nbytes, share)
+        calls = [(self.address + at, min(share, self.nbytes - at), _MADV_POPULATE_WRITE) for at in starts]
+        workers = [threading.Thread(target=advise, args=call) for call in calls[1:]]
         for worker in workers:
             worker.start()
-        populate(0)
+        advise(*calls[0])
         for worker in workers:
             worker.join()
 

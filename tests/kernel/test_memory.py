@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -176,3 +179,24 @@ class TestArena:
     def test_more_memory_than_there_is_says_how_much_was_wanted(self) -> None:
         with pytest.raises(StagingError, match=r"no 4294967296\.00 GiB of host memory"):
             Arena(2**72 // 2**10, pin=False)
+
+    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux which pages are there")
+    @pytest.mark.parametrize("threads", [1, 3])
+    def test_pageable_memory_is_there_before_it_is_written(self, threads: int) -> None:
+        arena = Arena(2**25 + 5, pin=False, threads=threads)
+        if not understood(arena):
+            pytest.skip("this kernel cannot be asked for pages ahead of use (Linux 5.14)")
+        assert resident(arena) == 1.0
+
+
+def understood(arena: Arena) -> bool:
+    libc = ctypes.CDLL(None)
+    return libc.madvise(ctypes.c_void_p(arena.address), ctypes.c_size_t(4096), 23) == 0
+
+
+def resident(arena: Arena) -> float:
+    """The part of an arena's pages that the kernel has backed."""
+    pages = -(-arena.nbytes // mmap.PAGESIZE)
+    flags = (ctypes.c_ubyte * pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(arena.address), ctypes.c_size_t(arena.nbytes), flags) == 0
+    return sum(flag & 1 for flag in flags) / pages
