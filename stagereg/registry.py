@@ -140,12 +140,14 @@ def register(kind: str, name: str) -> Callable[[T], T]:
             component lacks a method of its kind's protocol (the message shows the right signature).
     """
     _known_kind(kind)
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RegistryError(f"{name!r} is not a name for a {kind}: use letters, digits, '_' and '-'.")
     caller = sys._getframe(1)
     file, line = caller.f_code.co_filename, caller.f_lineno
 
     def decorate(component: T) -> T:
+        if not callable(component) or not hasattr(component, "__qualname__"):
+            raise RegistryError(f"{kind}/{name} is {component!r}: register a class or a function that returns one.")
         target = f"{component.__module__}:{component.__qualname__}"
         new = _Decorated(target, component, file, line)
         old = _decorated.get((kind, name))
@@ -221,8 +223,10 @@ def checked(entry: Entry, component: Callable[..., Any], built: T) -> T:
 
 
 def _known_kind(kind: str) -> None:
-    if kind not in SPECS:
-        raise UnknownNameError(f"No kind {kind!r} of component.{nearest(kind, SPECS)}\nThere is: {', '.join(kinds())}")
+    if not isinstance(kind, str) or kind not in SPECS:
+        raise UnknownNameError(
+            f"No kind {kind!r} of component.{nearest(str(kind), SPECS)}\nThere is: {', '.join(kinds())}"
+        )
 
 
 def _taken(kind: str, name: str, one: str, other: str) -> str:

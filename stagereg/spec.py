@@ -29,17 +29,19 @@ class Member:
         example: the line that defines it, shown when it is missing.
         args: how a method is called, as positional arguments; ``None`` for an attribute.
         keywords: the method must take any keyword arguments.
+        own: a protocol's own definition, inherited, does not count.
     """
 
     name: str
     example: str
     args: tuple[str, ...] | None = None
     keywords: bool = False
+    own: bool = False
 
 
 SPECS: dict[str, tuple[Member, ...]] = {
     "stager": (
-        Member("stage", "def stage(self, state_dict)", ("state_dict",)),
+        Member("stage", "def stage(self, state_dict)", ("state_dict",), own=True),
         Member("synchronize_staging", "def synchronize_staging(self) -> None", ()),
         Member("close", "def close(self) -> None", ()),
         Member("should_synchronize_after_execute", "should_synchronize_after_execute: bool = True"),
@@ -110,7 +112,7 @@ def _problem(member: Member, subject: object) -> str | None:
         there = raw is not _MISSING or annotated or (not isinstance(subject, type) and hasattr(subject, member.name))
         return None if there and not _abstract(raw) else f"attribute {member.name!r} is missing"
     method = getattr(subject, member.name, None)
-    if not callable(method) or _abstract(raw):
+    if not callable(method) or _abstract(raw) or (member.own and _protocols(subject, member.name)):
         return f"method {member.name!r} is missing"
     try:
         signature = inspect.signature(method)
@@ -125,6 +127,13 @@ def _problem(member: Member, subject: object) -> str | None:
     if member.keywords and not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         return f"method {member.name}{signature} does not fit: it must take any keyword arguments"
     return None
+
+
+def _protocols(subject: object, name: str) -> bool:
+    """Whether the method is the one that a ``typing.Protocol`` has, which only says what is to be written."""
+    classes = (subject if isinstance(subject, type) else type(subject)).mro()
+    owner = next((c for c in classes if name in vars(c)), None)
+    return bool(getattr(owner, "_is_protocol", False))
 
 
 def _abstract(raw: object) -> bool:

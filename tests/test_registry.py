@@ -290,3 +290,19 @@ def test_importing_and_listing_imports_neither_torch_nor_hydra() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.split()
     assert "stagereg.registry" in loaded
     assert not {"torch", "hydra", "omegaconf", "numpy"} & set(loaded)
+
+
+def test_a_stager_that_only_inherits_the_protocols_stage_is_refused() -> None:
+    empty = type("Empty", (stagereg.AsyncStager,), {"__module__": "some.module"})
+    with pytest.raises(RegistryError, match="method 'stage' is missing"):
+        stagereg.register("stager", "empty")(empty)
+
+
+@pytest.mark.parametrize("thing", [3, None, object()])
+def test_what_is_no_class_or_function_is_refused(thing: Any) -> None:
+    with pytest.raises(RegistryError, match="register a class or a function"):
+        stagereg.register("stager", "mine")(thing)
+    with pytest.raises(RegistryError, match="is not a name"):
+        stagereg.register("stager", thing)
+    with pytest.raises(UnknownNameError, match="No kind"):
+        stagereg.names(thing)

@@ -9,6 +9,7 @@ commit. What lies on disk is described in :mod:`stagereg.checkpoint.layout`; how
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import MutableMapping
 from concurrent.futures import Future
@@ -24,8 +25,9 @@ from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.layout import LATEST, Checkpoint, open_checkpoint
 from stagereg.checkpoint.saving import Outcome, Save, carry_out
-from stagereg.errors import CheckpointError, ConfigError
+from stagereg.errors import CheckpointError, ConfigError, RegistryError
 from stagereg.registry import build, register
+from stagereg.spec import check
 
 if TYPE_CHECKING:
     from stagereg.stagers.protocol import AsyncStager
@@ -105,13 +107,15 @@ class Checkpointer:
         stager: AsyncStager | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
+            raise ConfigError(f"checkpoint.dir must be the path of a directory, not {dir!r}.")
         self.dir = Path(dir).expanduser().absolute()
         self.every = _at_least_one("every", every)
         self.keep = _at_least_one("keep", keep)
         if not isinstance(resume, str) or not resume:
             raise ConfigError(f"resume must be 'auto', 'never', 'latest' or the path of a checkpoint, not {resume!r}.")
         self.resume = resume
-        self._stager: AsyncStager = build("stager", "pinned_cached") if stager is None else stager
+        self._stager: AsyncStager = build("stager", "pinned_cached") if stager is None else _a_stager(stager)
         self._ranks = Agreement(process_group)
         self._background = Background()
         self._stalls: list[float] = []
@@ -123,7 +127,7 @@ class Checkpointer:
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if ``step`` is a positive multiple of ``every``; return whether it did. Raises as :meth:`save` does."""
-        if step > 0 and step % self.every == 0:
+        if _a_step(step) and step % self.every == 0:
             self.save(step, state)
             return True
         self._check_open()
@@ -146,9 +150,7 @@ class Checkpointer:
         """
         started = time.perf_counter()
         self._check_open()
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise CheckpointError(f"A step is a whole number from 0 on, not {step!r}.")
-        request = Save(step)
+        request = Save(_a_step(step))
         try:
             self._background.make_room()
             self._background.raise_failure()
@@ -273,6 +275,22 @@ class Checkpointer:
         except CheckpointError:
             if request.failure is None:
                 raise
+
+
+def _a_step(step: int) -> int:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"A step is a whole number from 0 on, not {step!r}.")
+    return step
+
+
+def _a_stager(stager: AsyncStager) -> AsyncStager:
+    try:
+        check("stager", type(stager).__name__, stager)
+    except RegistryError as error:
+        raise ConfigError(
+            f"stager must be a stager, such as stagereg.build('stager', 'blocking'), not {stager!r}"
+        ) from error
+    return stager
 
 
 def _at_least_one(name: str, value: int) -> int:

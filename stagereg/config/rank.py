@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from stagereg.config.command import quoted, without_callbacks
-from stagereg.errors import StageregError, UnevenInputsError
+from stagereg.errors import LaunchError, StageregError, UnevenInputsError
 
 __all__ = ["Handover", "Rank", "alone", "described", "environment", "is_rank", "leave"]
 
@@ -143,6 +143,10 @@ class Rank:
                 except Exception as error:
                     # Before the group closes, so that a cause is known before anybody can suffer from it.
                     self._tell_cause(error)
+                    raise
+                except SystemExit as left:
+                    if left.code:
+                        self._tell_cause(LaunchError(f"left by sys.exit({left.code!r})"))
                     raise
                 finally:
                     self._say_ended()

@@ -320,3 +320,20 @@ def test_torch_alone_reads_it_in_a_fresh_process(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-c", LOAD_WITH_TORCH_ALONE, str(tmp_path / "latest"), str(tmp_path / "one.pt")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("folder", ["", None, 3])
+def test_a_dir_that_is_no_path_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"checkpoint\.dir must be the path"):
+        Checkpointer(folder)
+
+
+@pytest.mark.parametrize("stager", ["blocking", object()])
+def test_a_stager_that_is_none_is_refused_at_once(tmp_path, stager):
+    with pytest.raises(ConfigError, match="stager must be a stager"):
+        Checkpointer(str(tmp_path), stager=stager)
+
+
+def test_a_step_that_is_no_number_is_refused_by_maybe_save_too(tmp_path):
+    with Checkpointer(str(tmp_path)) as checkpointer, pytest.raises(CheckpointError, match="whole number"):
+        checkpointer.maybe_save("7", {})

@@ -44,6 +44,8 @@ def train(cfg):
         raise stagereg.StageregError("the cheese is out: buy some")
     if cfg.what == "exit_on_last" and rank == size - 1:
         sys.exit()
+    if cfg.what == "exit_badly_on_last" and rank == size - 1:
+        sys.exit(3)
     if cfg.what == "fail_everywhere":
         raise stagereg.StageregError("no room for cheese")
     if cfg.what == "die_on_last" and rank == size - 1:
@@ -211,6 +213,7 @@ def test_an_error_is_told_once_with_its_rank_and_not_its_consequences(app, start
         ("fail_on_last", "rank 1: the cheese is out: buy some"),
         ("uneven", "rank 1: inputs ran out on rank 1"),
         ("die_on_last", "rank 1: died of SIGKILL"),
+        ("exit_badly_on_last", "rank 1: left by sys.exit(3)"),
     ],
 )
 def test_the_cause_is_one_line(app, what, line):
