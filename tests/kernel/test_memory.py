@@ -167,6 +167,18 @@ def arenas_alive() -> int:
     return sum(type(x) is Arena for x in gc.get_objects())
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator there is nothing to say")
+@pytest.mark.parametrize(("local_rank", "lines"), [(None, 1), ("0", 1), ("1", 0)])
+def test_pageable_memory_is_told_once_a_machine(
+    local_rank: str | None, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    Pool()
+    assert sum("no accelerator" in record.message for record in caplog.records) == lines
+
+
 class TestArena:
     @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 2**22, 2**22 + 1, 3 * 2**22 + 5])
     @pytest.mark.parametrize("threads", [1, 3])

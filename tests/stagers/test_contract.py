@@ -131,6 +131,8 @@ class TestEnd:
 
     def test_a_stager_never_used_can_be_closed(self, stager: AsyncStager) -> None:
         stager.close()
+        with pytest.raises(StagerClosedError):
+            stager.stage({})
 
     def test_copies_outlive_the_stager(self, stager: AsyncStager) -> None:
         copy = stager.stage({"w": torch.ones(2**21)})
