@@ -1,38 +1,64 @@
 """The copy: a state dict in, an equal and independent state dict in host memory out.
 
 :class:`HostCopier` is what every stager is built on. It walks the state dict (``tree``), fits a plan to it or keeps the
-one it has (``layout``), borrows memory (``memory``) and moves the bytes:
-
-* from host memory with ``memmove`` on a few threads; ctypes lets go of the GIL meanwhile, and one large ``memmove``
-  uses the C library's non-temporal path, which ``Tensor.copy_`` never does;
-* from an accelerator with non-blocking copies on a stream of their own, which waits for the work already queued by the
-  caller; one event tells when they are done. The caller's stream is never made to wait.
+one it has (``layout``), borrows memory (``memory``) and has the bytes moved (``moves``): host memory by a few threads,
+an accelerator's on a stream of its own, which waits for the work already queued by the caller and makes the caller's
+stream wait for nothing.
 
 When :meth:`HostCopier.copy` returns, the bytes are there: no later write to the source shows in the copy. What is
 handed out stays as it is until the last tensor over it is gone. Plans and memory are reused; correctness never depends
 on it, since the plan's signature (addresses, shapes, dtypes, strides) is compared on every call.
+
+A stager that copies in another order takes a :class:`Draft`, which is a copy whose bytes are not there yet.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.layout import Layout, Move, Piece, Region, lay_out, sign
+from stagereg.kernel import room
+from stagereg.kernel.layout import Layout, Piece, Region, lay_out, sign
 from stagereg.kernel.memory import Loan, Pool
+from stagereg.kernel.moves import Mover
 from stagereg.kernel.tree import path_to, unravel
-from stagereg.kernel.writers import COPY_THREADS
 
-__all__ = ["HostCopier"]
+__all__ = ["Draft", "HostCopier", "naming", "no_collection"]
 
-_SPLIT_BYTES = 2**20  # below this, handing a copy to another thread costs more than it saves
+
+@dataclass(slots=True)
+class Draft:
+    """Memory for a copy, and tensors over it that have no content yet.
+
+    Attributes:
+        sources: the tensors to be copied; holding them keeps their memory alive.
+        layout: where their bytes are to go.
+        loan: the memory.
+        staged: the tensors over it, one for each source.
+    """
+
+    sources: Sequence[torch.Tensor]
+    layout: Layout
+    loan: Loan
+    staged: list[torch.Tensor]
+
+    def pairs(
+        self, regions: Sequence[Region], packed: Sequence[int]
+    ) -> dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Return what ``Mover.fetch`` takes, by device, for some of the layout's regions and packed tensors."""
+        away: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for region in regions:
+            owner = self.sources[region.source]
+            away.setdefault(owner.device, []).append(_region_pair(self.loan, region, owner))
+        for i in packed:
+            away.setdefault(self.sources[i].device, []).append((self.staged[i], self.sources[i]))
+        return away
 
 
 class HostCopier:
@@ -43,19 +69,21 @@ class HostCopier:
         threads: threads that copy from host memory, the caller's among them.
         type_check: refuse leaves of types that torch's checkpoint does not name (see :func:`.tree.unravel`).
 
-    One thread at a time may call :meth:`copy`.
+    One thread at a time may call it.
     """
 
     def __init__(self, pool: Pool, threads: int = 2, type_check: bool = False) -> None:
-        if threads < 1:
-            raise StagingError([], f"threads must be at least 1, not {threads}")
+        self.mover = Mover(threads)
+        self.type_check = type_check
         self._pool = pool
-        self._threads = threads
-        self._type_check = type_check
+        self._margins = (0, 0)
         self._layout: Layout | None = None
-        self._workers: ThreadPoolExecutor | None = None
-        self._streams: dict[torch.device, torch.Stream] = {}
         self._closed = False
+
+    def leave_room(self, before: int, after: int) -> None:
+        """Leave bytes free around each tensor from the next copy on, see :func:`.room.room_around`."""
+        self._margins = (before, after)
+        self._layout = None
 
     def copy(self, state: Any) -> Any:
         """Return an independent copy of ``state`` in host memory.
@@ -64,91 +92,75 @@ class HostCopier:
             StagingError: an entry cannot be staged (its path is named), or memory ran out; the copier stays usable.
             StagerClosedError: after :meth:`close`.
         """
+        self.check_open()
+        with torch.no_grad():
+            with no_collection():
+                skeleton = unravel(state, self.type_check)
+            with naming(state):
+                staged = self.copy_tensors(skeleton.tensors)
+            with no_collection():
+                return skeleton.fill(staged)
+
+    def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return independent copies of plain strided tensors; what shares memory goes on sharing it.
+
+        Raises:
+            StagingError: one cannot be staged; ``path`` is its index. Or memory ran out.
+            StagerClosedError: after :meth:`close`.
+        """
+        draft = self.draft(tensors)
+        layout = draft.layout
+        away = draft.pairs(layout.remote, layout.packed)
+        events = [self.mover.fetch(device, pairs) for device, pairs in away.items()]
+        self.mover.memmove(draft.loan.address, layout.moves)
+        for event in events:
+            if event is not None:
+                event.synchronize()
+        return draft.staged
+
+    def draft(self, tensors: Sequence[torch.Tensor]) -> Draft:
+        """Do all of :meth:`copy_tensors` but the copying. Raises as that does."""
+        self.check_open()
+        with torch.no_grad(), no_collection():
+            layout = self._fit(tensors)
+        loan = self._pool.borrow(layout.nbytes)
+        if self._margins != (0, 0):
+            room.tell(loan.view, loan.address, loan.nbytes, self._margins, layout.spans)
+        with torch.no_grad(), no_collection():
+            return Draft(tensors, layout, loan, _tensors_over(loan, layout, tensors))
+
+    def check_open(self) -> None:
+        """Raise ``StagerClosedError`` after :meth:`close`."""
         if self._closed:
             raise StagerClosedError
-        with torch.no_grad():
-            with _no_collection():
-                skeleton = unravel(state, self._type_check)
-                layout = self._fit(state, skeleton.tensors)
-            loan = self._pool.borrow(layout.nbytes)
-            with _no_collection():
-                staged = _tensors_over(loan, layout, skeleton.tensors)
-                self._move(loan, layout, skeleton.tensors, staged)
-                return skeleton.fill(staged)
 
     def close(self) -> None:
         """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
         self._closed = True
         self._layout = None
-        self._streams.clear()
         self._pool.close()
-        if self._workers is not None:
-            self._workers.shutdown(wait=True)
-            self._workers = None
+        self.mover.close()
 
-    def _fit(self, state: Any, tensors: Sequence[torch.Tensor]) -> Layout:
-        try:
-            signature = sign(tensors)
-            if self._layout is None or self._layout.signature != signature:
-                self._layout = lay_out(tensors, signature)
-            return self._layout
-        except StagingError as error:
-            (index,) = error.path
-            assert isinstance(index, int)
-            raise StagingError(path_to(state, index), error.reason) from error.__cause__
-
-    # -- moving
-
-    def _move(
-        self, loan: Loan, layout: Layout, tensors: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]
-    ) -> None:
-        away: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for region in layout.remote:
-            away.setdefault(tensors[region.source].device, []).append(_region_pair(loan, region, tensors))
-        for i in layout.packed:
-            away.setdefault(tensors[i].device, []).append((staged[i], tensors[i]))
-        events = [self._fetch(device, pairs) for device, pairs in away.items()]
-        self._memmove(loan.address, layout.moves)
-        for event in events:
-            if event is not None:
-                event.synchronize()
-
-    def _fetch(self, device: torch.device, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event | None:
-        """Copy tensor by tensor; from an accelerator on the side stream, returning the event that ends it."""
-        if device.type == "cpu":
-            for to, source in pairs:
-                to.copy_(source)
-            return None
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.Stream(device)
-        stream.wait_stream(torch.accelerator.current_stream(device))
-        with stream:
-            for to, source in pairs:
-                to.copy_(source, non_blocking=True)
-            event: torch.Event = stream.record_event()
-        return event
-
-    def _memmove(self, base: int, moves: Sequence[Move]) -> None:
-        large = [move for move in moves if move[2] >= _SPLIT_BYTES]
-        shares = _split(large, self._threads) if large else []
-        pending: list[Future[None]] = []
-        try:
-            for share in shares[1:]:
-                pending.append(self._crew().submit(_run, base, share))
-            _run(base, shares[0] if shares else [])
-            _run(base, moves if not large else [move for move in moves if move[2] < _SPLIT_BYTES])
-        finally:
-            wait(pending)
-
-    def _crew(self) -> ThreadPoolExecutor:
-        if self._workers is None:
-            self._workers = ThreadPoolExecutor(self._threads - 1, thread_name_prefix=COPY_THREADS)
-        return self._workers
+    def _fit(self, tensors: Sequence[torch.Tensor]) -> Layout:
+        signature = sign(tensors)
+        if self._layout is None or self._layout.signature != signature:
+            self._layout = lay_out(tensors, signature, self._margins)
+        return self._layout
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def naming(state: Any) -> Iterator[None]:
+    """Give an error about the tensor of some index the path that leads to it in ``state``."""
+    try:
+        yield
+    except StagingError as error:
+        if len(error.path) != 1 or not isinstance(error.path[0], int):
+            raise
+        raise type(error)(path_to(state, error.path[0]), error.reason) from error.__cause__
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
     """Many objects are made at once and none is garbage: a full collection in between would cost more than the copy."""
     was_on = gc.isenabled()
     gc.disable()
@@ -159,31 +171,8 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _run(base: int, moves: Sequence[Move]) -> None:
-    memmove = ctypes.memmove
-    for to, source, nbytes in moves:
-        memmove(base + to, source, nbytes)
-
-
-def _split(moves: Sequence[Move], ways: int) -> list[list[Move]]:
-    """Deal ``moves`` out in ``ways`` shares of equal bytes, cutting a move where a share is full."""
-    share = -(-sum(nbytes for _, _, nbytes in moves) // ways)
-    shares: list[list[Move]] = [[]]
-    room = share
-    for to, source, nbytes in moves:
-        while nbytes:
-            if room == 0:
-                shares.append([])
-                room = share
-            cut = min(nbytes, room)
-            shares[-1].append((to, source, cut))
-            to, source, nbytes, room = to + cut, source + cut, nbytes - cut, room - cut
-    return shares
-
-
-def _region_pair(loan: Loan, region: Region, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _region_pair(loan: Loan, region: Region, owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A region as bytes: where it goes, and where it lies on its device."""
-    owner = tensors[region.source]
     source = torch.empty(0, dtype=torch.uint8, device=owner.device)
     source.set_(owner.untyped_storage(), region.begin, (region.nbytes,), (1,))
     return torch.frombuffer(loan.view, dtype=torch.uint8, count=region.nbytes, offset=region.offset), source

@@ -87,7 +87,9 @@ class Layout:
         moves: the regions that lie in host memory already.
         remote: the regions that lie on an accelerator.
         packed: indices of tensors that are copied element by element.
+        regions: those in host memory, in the order of ``moves``.
         nbytes: host memory needed.
+        spans: offset and bytes of each tensor that lies in host memory as one run and shares it with none.
     """
 
     signature: Signature
@@ -95,7 +97,9 @@ class Layout:
     moves: list[Move]
     remote: list[Region]
     packed: list[int]
+    regions: list[Region]
     nbytes: int
+    spans: dict[int, int]
 
 
 def sign(tensors: Sequence[torch.Tensor]) -> Signature:
@@ -116,8 +120,13 @@ def sign(tensors: Sequence[torch.Tensor]) -> Signature:
     return rows
 
 
-def lay_out(tensors: Sequence[torch.Tensor], signature: Signature) -> Layout:
+def lay_out(tensors: Sequence[torch.Tensor], signature: Signature, margins: tuple[int, int] = (0, 0)) -> Layout:
     """Plan host memory for plain strided tensors.
+
+    Args:
+        tensors: on any devices.
+        signature: what :func:`sign` says of them.
+        margins: bytes to be left free before and after each region.
 
     Raises:
         StagingError: a tensor reaches beyond its storage, as after its storage was freed; ``path`` is the index.
@@ -144,11 +153,12 @@ def lay_out(tensors: Sequence[torch.Tensor], signature: Signature) -> Layout:
 
     regions = _merge(kept, tensors, signature)
     packed = _adopt(holed, regions, tensors, signature, pieces)
-    nbytes = _place(regions, packed, tensors, signature, pieces)
-    local = [tensors[region.source].device.type == "cpu" for region in regions]
-    moves = [(r.offset, r.address, r.nbytes) for r, here in zip(regions, local, strict=True) if here]
-    remote = [r for r, here in zip(regions, local, strict=True) if not here]
-    return Layout(signature, pieces, moves, remote, packed, nbytes)
+    nbytes = _place(regions, packed, tensors, signature, pieces, margins)
+    local = [r for r in regions if tensors[r.source].device.type == "cpu"]
+    remote = [r for r in regions if tensors[r.source].device.type != "cpu"]
+    moves = [(r.offset, r.address, r.nbytes) for r in local]
+    spans = {piece.offset: piece.nbytes for piece in pieces if piece.alone}
+    return Layout(signature, pieces, moves, remote, packed, local, nbytes, spans)
 
 
 def _numbers(row: tuple[object, ...]) -> tuple[int, int, int]:
@@ -205,12 +215,14 @@ def _place(
     tensors: Sequence[torch.Tensor],
     signature: Signature,
     pieces: list[Piece],
+    margins: tuple[int, int],
 ) -> int:
     """Hand out host offsets; same packed views get the same one. Return the bytes needed."""
+    before, after = _aligned(margins[0]), margins[1]
     cursor = 0
     for region in regions:
-        region.offset = cursor
-        cursor += _aligned(region.nbytes)
+        region.offset = cursor + before
+        cursor = _aligned(region.offset + region.nbytes + after)
         for i in region.members:
             piece, size = pieces[i], tensors[i].element_size()
             address, _, _ = _numbers(signature[i])

@@ -5,6 +5,9 @@ touched ahead of use. A :class:`Pool` lends arenas. What it lends is a ``memoryv
 (``torch.frombuffer``) keeps it alive through its storage, so the loan ends when the last storage is freed, whoever held
 it, on whatever thread. No reference count is kept by hand.
 
+An arena may be of another making (:class:`Pool`'s ``make``), such as one that other processes read as well; then
+:attr:`Arena.idle` says when all of them are done.
+
 A pool lends at most ``max_in_flight`` arenas at once. Who asks for more waits for a writer to let go, and only as long
 as one can be seen (``writers``): if no other thread holds a copy, or ``wait_s`` is over, fresh memory is taken and a
 warning says so once. So waiting never deadlocks, and memory that is lent is never handed out again.
@@ -23,11 +26,12 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import torch
 
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.writers import alone, writer_at_work
+from stagereg.kernel.writers import COPY_THREADS, alone, writer_at_work
 
 __all__ = ["Arena", "Loan", "Pool"]
 
@@ -36,22 +40,39 @@ log = logging.getLogger("stagereg")
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _HUGE_PAGE = 2**21
+_PAGE = 4096
 _WORTH_TOUCHING = 2**22
 _GRACE_S = 1.0
 _POLL_S = 0.02
 
 
 class Arena:
-    """One block of host memory of ``nbytes`` bytes at ``address``; ``pinned`` if it is page-locked."""
+    """One block of host memory, whole pages.
+
+    Args:
+        nbytes: at least so many bytes.
+        pin: page-lock it, if that can be.
+        threads: threads that touch the new pages.
+
+    Attributes:
+        nbytes: bytes there are, a multiple of 4096.
+        address: of the first byte, a multiple of 4096.
+        pinned: whether it is page-locked.
+    """
 
     def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
-        self.nbytes = max(nbytes, 1)
+        self.nbytes = -(-max(nbytes, 1) // _PAGE) * _PAGE
         self.pinned = False
         self._owner: object = None
         if pin:
             self._pin()
         if not self.pinned:
             self._map(threads)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it may be lent again, once it has come back in this process."""
+        return True
 
     def view(self) -> memoryview:
         """A new view of the whole block. The block lives while any view does."""
@@ -104,14 +125,16 @@ class Loan:
     Attributes:
         view: what tensors are made over; the loan ends when it is gone.
         address: of the first byte.
+        nbytes: of the whole arena.
         pinned: whether the memory is page-locked.
     """
 
-    __slots__ = ("address", "pinned", "view")
+    __slots__ = ("address", "nbytes", "pinned", "view")
 
     def __init__(self, arena: Arena, view: memoryview) -> None:
         self.view = view
         self.address = arena.address
+        self.nbytes = arena.nbytes
         self.pinned = arena.pinned
 
 
@@ -125,6 +148,8 @@ class Pool:
         pin: page-lock; None means where an accelerator is available. Where that cannot be, pageable memory is used and
             one log line says so.
         threads: threads that touch new pages.
+        reserve: bytes of a first arena that is made at once, in the background; 0 for none.
+        make: what makes an arena of so many bytes, page-locked or not, with so many threads.
     """
 
     def __init__(
@@ -134,6 +159,8 @@ class Pool:
         keep: bool = True,
         pin: bool | None = None,
         threads: int = 2,
+        reserve: int = 0,
+        make: Callable[[int, bool, int], Arena] = Arena,
     ) -> None:
         if max_in_flight is not None and max_in_flight < 1:
             raise StagingError([], f"max_in_flight must be at least 1, not {max_in_flight}")
@@ -141,6 +168,7 @@ class Pool:
         self._wait_s = wait_s
         self._keep = keep
         self._threads = threads
+        self._make = make
         self._pin = self._can_pin(pin)
         self._free: list[Arena] = []
         self._lent: dict[int, tuple[int, int]] = {}  # serial number of a loan -> address and bytes of its arena
@@ -149,6 +177,16 @@ class Pool:
         self._overdrawn = False
         self._closed = False
         self._lock = threading.Lock()
+        self._reserving: threading.Thread | None = None
+        if reserve:
+            self._reserving = threading.Thread(target=self._reserve, args=(reserve,), name=f"{COPY_THREADS}-reserve")
+            self._reserving.start()
+
+    def _reserve(self, nbytes: int) -> None:
+        try:
+            self._free.append(self._make(nbytes, self._pin, self._threads))
+        except StagingError as error:
+            log.warning("stagereg: nothing was reserved, memory is taken when it is needed: %s", error)
 
     def _can_pin(self, pin: bool | None) -> bool:
         there = torch.accelerator.is_available()
@@ -163,7 +201,7 @@ class Pool:
     def in_flight(self) -> int:
         """Loans that are still out."""
         self._collect()
-        return len(self._lent)
+        return self._out()
 
     @property
     def held_bytes(self) -> int:
@@ -181,8 +219,9 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise StagerClosedError
+            self._await_reserve()
             self._collect()
-            if self._max is not None and len(self._lent) >= self._max:
+            if self._max is not None and self._out() >= self._max:
                 self._await_return()
             arena = self._take(nbytes)
             view = arena.view()
@@ -195,19 +234,31 @@ class Pool:
     def close(self) -> None:
         """Free what is kept. Memory still lent lives until its readers let go. Closing twice is harmless."""
         self._closed = True
+        self._await_reserve()
         self._collect()  # what has come back and was not looked at yet
         self._free.clear()
 
     # -- the books
 
+    def _out(self) -> int:
+        """Arenas that nobody may write to."""
+        return len(self._lent) + sum(not arena.idle for arena in self._free)
+
+    def _await_reserve(self) -> None:
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+
     def _take(self, nbytes: int) -> Arena:
-        fitting = [arena for arena in self._free if nbytes <= arena.nbytes]
+        idle = [arena for arena in self._free if arena.idle]
+        fitting = [arena for arena in idle if nbytes <= arena.nbytes]
         if fitting:
             best = min(fitting, key=lambda arena: arena.nbytes)
             self._free.remove(best)
             return best
-        self._free.clear()  # too small for this state: it has grown
-        return Arena(nbytes, self._pin, self._threads)
+        # Too small for this state, which has grown; or read by another process, which keeps what it has open.
+        self._free.clear()
+        return self._make(nbytes, self._pin, self._threads)
 
     def _collect(self) -> None:
         while True:
@@ -234,12 +285,12 @@ class Pool:
             self._collect()
             if self._closed:
                 raise StagerClosedError
-            if len(self._lent) < self._max:
+            if self._out() < self._max:
                 return
             now = time.monotonic()
             if now - start >= self._wait_s:
                 break
-            if writer_at_work(list(self._lent.values())):
+            if not all(arena.idle for arena in self._free) or writer_at_work(list(self._lent.values())):
                 seen, patience = now, _GRACE_S  # once it is seen no more, it may be about to let go
             elif now - seen >= patience:
                 break
@@ -250,7 +301,7 @@ class Pool:
             log.warning(
                 "stagereg: %d staged copies are still held and no writer is letting go, so fresh memory is taken; "
                 "drop copies that are no longer needed, or raise max_in_flight",
-                len(self._lent),
+                self._out(),
             )
 
 

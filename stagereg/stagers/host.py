@@ -29,6 +29,13 @@ class HostStager(AsyncStager):
         copied: StateDict = self._copier.copy(state_dict)
         return copied
 
+    def leave_room(self, before: int, after: int) -> None:
+        """Leave so many bytes free around each tensor in the copies to come, for a storage that writes them in place.
+
+        See :func:`stagereg.kernel.room.room_around`.
+        """
+        self._copier.leave_room(before, after)
+
     def synchronize_staging(self) -> None:
         """Nothing to wait for: ``stage`` has waited."""
 

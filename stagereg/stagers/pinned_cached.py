@@ -23,6 +23,8 @@ class PinnedCachedStager(HostStager):
             beyond the bound and says so once.
         threads: threads that copy from host memory, the caller's among them.
         pin: page-lock the memory; None means where an accelerator is available.
+        reserve_gb: GiB of memory to get ready at once, in the background, so that the first ``stage`` is as quick as
+            the next ones; the size of the state dict is a good choice. 0 waits until the size is known.
         type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
             is deep-copied.
     """
@@ -33,6 +35,9 @@ class PinnedCachedStager(HostStager):
         wait_s: float = 60.0,
         threads: int = 2,
         pin: bool | None = None,
+        reserve_gb: float = 0.0,
         type_check: bool = False,
     ) -> None:
-        super().__init__(HostCopier(Pool(max_in_flight, wait_s, pin=pin, threads=threads), threads, type_check))
+        reserve = int(reserve_gb * 2**30)
+        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=reserve)
+        super().__init__(HostCopier(pool, threads, type_check))
