@@ -31,6 +31,7 @@ ENTRY_POINTS = "stagereg.plugins"
 
 _BUILT_IN = {
     ("stager", "blocking"): "stagereg.stagers.blocking:BlockingStager",
+    ("stager", "overlapped"): "stagereg.stagers.overlapped:OverlappedStager",
     ("stager", "pinned_cached"): "stagereg.stagers.pinned_cached:PinnedCachedStager",
     ("join_hook", "collective"): "stagereg.join.hooks.collective:CollectiveHook",
     ("join_hook", "ddp"): "stagereg.join.hooks.ddp:DdpHook",

@@ -34,19 +34,26 @@ __all__ = ["Draft", "HostCopier", "naming", "no_collection"]
 
 @dataclass(slots=True)
 class Draft:
-    """Memory for a copy, and tensors over it that have no content yet.
+    """Memory for a copy that has no content yet.
 
     Attributes:
         sources: the tensors to be copied; holding them keeps their memory alive.
         layout: where their bytes are to go.
         loan: the memory.
-        staged: the tensors over it, one for each source.
     """
 
     sources: Sequence[torch.Tensor]
     layout: Layout
     loan: Loan
-    staged: list[torch.Tensor]
+    _staged: list[torch.Tensor] | None = None
+
+    @property
+    def staged(self) -> list[torch.Tensor]:
+        """The tensors over the memory, one for each source; made when they are first asked for."""
+        if self._staged is None:
+            with torch.no_grad():
+                self._staged = _tensors_over(self.loan, self.layout, self.sources)
+        return self._staged
 
     def pairs(
         self, regions: Sequence[Region], packed: Sequence[int]
@@ -110,13 +117,15 @@ class HostCopier:
         """
         draft = self.draft(tensors)
         layout = draft.layout
+        with no_collection():
+            staged = draft.staged
         away = draft.pairs(layout.remote, layout.packed)
         events = [self.mover.fetch(device, pairs) for device, pairs in away.items()]
         self.mover.memmove(draft.loan.address, layout.moves)
         for event in events:
             if event is not None:
                 event.synchronize()
-        return draft.staged
+        return staged
 
     def draft(self, tensors: Sequence[torch.Tensor]) -> Draft:
         """Do all of :meth:`copy_tensors` but the copying. Raises as that does."""
@@ -126,8 +135,7 @@ class HostCopier:
         loan = self._pool.borrow(layout.nbytes)
         if self._margins != (0, 0):
             room.tell(loan.view, loan.address, loan.nbytes, self._margins, layout.spans)
-        with torch.no_grad(), no_collection():
-            return Draft(tensors, layout, loan, _tensors_over(loan, layout, tensors))
+        return Draft(tensors, layout, loan)
 
     def check_open(self) -> None:
         """Raise ``StagerClosedError`` after :meth:`close`."""

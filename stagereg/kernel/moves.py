@@ -49,11 +49,16 @@ class Mover:
         finally:
             wait(pending)
 
-    def fetch(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event | None:
+    def fetch(
+        self,
+        device: torch.device,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        behind: Sequence[torch.Event] = (),
+    ) -> torch.Event | None:
         """Copy tensor by tensor, each pair being where to and where from.
 
-        From an accelerator the copies are queued on a stream of their own, behind what the caller has queued so far;
-        the caller's stream is not made to wait.
+        From an accelerator the copies are queued on a stream of their own, behind the given events or, if there are
+        none, behind what the caller has queued so far; the caller's stream is not made to wait.
 
         Returns:
             The event that tells when they are done; None from host memory, where they are.
@@ -65,12 +70,13 @@ class Mover:
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.Stream(device)
-        stream.wait_stream(torch.accelerator.current_stream(device))
+        for event in behind or [torch.accelerator.current_stream(device).record_event()]:
+            stream.wait_event(event)
         with stream:
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-            event: torch.Event = stream.record_event()
-        return event
+            done: torch.Event = stream.record_event()
+        return done
 
     def close(self) -> None:
         """End the threads. Closing twice is harmless."""

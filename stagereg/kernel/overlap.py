@@ -1,0 +1,131 @@
+"""A copy that goes on while its source is not written: begun in one call, finished at the latest before the next write.
+
+A :class:`LateCopy` moves some regions of a :class:`~stagereg.kernel.copy.Draft` in pieces that any thread may take: a
+background thread takes them one after the other, and whoever is about to write calls :meth:`LateCopy.let_write`, helps
+with those that are left, and goes on when all are copied (copy before overwrite). An accelerator's copies are queued on
+a side stream, and a writer's stream is made to wait for them, not the writer.
+
+Whether anybody wrote without asking is found by ``changes``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from stagereg.kernel.changes import Watch
+from stagereg.kernel.copy import Draft
+from stagereg.kernel.layout import Move, Region
+from stagereg.kernel.moves import Mover, move
+
+__all__ = ["LateCopy"]
+
+_PIECE_BYTES = 2**22  # a writer waits for one piece of another thread at most: well below a millisecond
+
+
+class LateCopy:
+    """The part of a copy that is made later.
+
+    Args:
+        draft: the copy; its other regions are the caller's work.
+        regions: regions in host memory to be copied later.
+        remote: regions on accelerators to be copied later.
+        mover: copies from accelerators; not used by another thread meanwhile.
+        watch: what the source looks like now.
+    """
+
+    def __init__(
+        self, draft: Draft, regions: Sequence[Region], remote: Sequence[Region], mover: Mover, watch: Watch
+    ) -> None:
+        self._draft = draft
+        self._pieces = deque(_pieces(regions))
+        self._left = len(self._pieces)
+        self._remote = remote
+        self._mover = mover
+        self._watch = watch
+        self._lock = threading.Lock()
+        self._copied = threading.Event()
+        self._queued = threading.Event()
+        self._events: dict[torch.device, torch.Event] = {}
+        self._behind = [_now(device) for device in sorted({draft.sources[r.source].device for r in remote}, key=str)]
+        self._changed: list[int] | None = None
+        self._failure: Exception | None = None
+        if not self._left:
+            self._copied.set()
+        if not remote:
+            self._queued.set()
+
+    def run(self) -> list[int]:
+        """Copy all that is left. Called once, on a background thread.
+
+        Returns:
+            Indices of the source tensors that were written before they were copied; the copy is of no use if there are
+            any.
+        """
+        self._queue()
+        self._work()
+        self._copied.wait()
+        for event in self._events.values():
+            event.synchronize()
+        self._settle()
+        if self._failure is not None:
+            raise self._failure
+        assert self._changed is not None
+        return self._changed
+
+    def let_write(self) -> None:
+        """Return when the source may be written. Called by any thread that is about to, any number of times."""
+        self._work()
+        self._copied.wait()
+        self._queued.wait()
+        for device, event in self._events.items():
+            torch.accelerator.current_stream(device).wait_event(event)
+        self._settle()
+
+    def _work(self) -> None:
+        base = self._draft.loan.address
+        while self._pieces:
+            try:
+                piece = self._pieces.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            move(base, [piece])
+            with self._lock:
+                self._left -= 1
+                if self._left == 0:
+                    self._copied.set()
+
+    def _queue(self) -> None:
+        if not self._remote:
+            return
+        try:
+            for device, pairs in self._draft.pairs(self._remote, []).items():
+                event = self._mover.fetch(device, pairs, self._behind)
+                if event is not None:
+                    self._events[device] = event
+        except Exception as error:
+            self._failure = error
+        finally:
+            self._queued.set()
+
+    def _settle(self) -> None:
+        """Look for changes once, before the first permitted write."""
+        with self._lock:
+            if self._changed is None:
+                self._changed = self._watch.changed()
+
+
+def _now(device: torch.device) -> torch.Event:
+    event: torch.Event = torch.accelerator.current_stream(device).record_event()
+    return event
+
+
+def _pieces(regions: Sequence[Region]) -> list[Move]:
+    return [
+        (region.offset + at, region.address + at, min(_PIECE_BYTES, region.nbytes - at))
+        for region in regions
+        for at in range(0, region.nbytes, _PIECE_BYTES)
+    ]
