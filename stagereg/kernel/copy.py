@@ -83,13 +83,13 @@ class HostCopier:
         self.mover = Mover(threads)
         self.type_check = type_check
         self._pool = pool
-        self._margins = (0, 0)
+        self.margins = (0, 0)
         self._layout: Layout | None = None
         self._closed = False
 
     def leave_room(self, before: int, after: int) -> None:
         """Leave bytes free around each tensor from the next copy on, see :func:`.room.room_around`."""
-        self._margins = (before, after)
+        self.margins = (before, after)
         self._layout = None
 
     def copy(self, state: Any) -> Any:
@@ -133,8 +133,8 @@ class HostCopier:
         with torch.no_grad(), no_collection():
             layout = self._fit(tensors)
         loan = self._pool.borrow(layout.nbytes)
-        if self._margins != (0, 0):
-            room.tell(loan.view, loan.address, loan.nbytes, self._margins, layout.spans)
+        if self.margins != (0, 0):
+            room.tell(loan.view, loan.address, loan.nbytes, self.margins, layout.spans)
         return Draft(tensors, layout, loan)
 
     def check_open(self) -> None:
@@ -152,7 +152,7 @@ class HostCopier:
     def _fit(self, tensors: Sequence[torch.Tensor]) -> Layout:
         signature = sign(tensors)
         if self._layout is None or self._layout.signature != signature:
-            self._layout = lay_out(tensors, signature, self._margins)
+            self._layout = lay_out(tensors, signature, self.margins)
         return self._layout
 
 

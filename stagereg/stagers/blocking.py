@@ -5,7 +5,7 @@ from __future__ import annotations
 from stagereg.kernel.copy import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.registry import register
-from stagereg.stagers.host import HostStager
+from stagereg.stagers.host import HostStager, copier_within
 
 __all__ = ["BlockingAsyncStager", "BlockingStager"]
 
@@ -19,15 +19,23 @@ class BlockingStager(HostStager):
         wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work; then it takes memory
             beyond the bound and says so once.
         threads: threads that copy, the caller's among them.
+        host_memory_gb: GiB of host memory for all copies together. Of a state that needs more, the largest tensors are
+            handed out as they are, on their device, and ``synchronize_staging`` waits until the writer has read them;
+            None for no bound.
         type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
             is deep-copied.
     """
 
     def __init__(
-        self, max_in_flight: int = 2, wait_s: float = 60.0, threads: int = 2, type_check: bool = False
+        self,
+        max_in_flight: int = 2,
+        wait_s: float = 60.0,
+        threads: int = 2,
+        host_memory_gb: float | None = None,
+        type_check: bool = False,
     ) -> None:
         pool = Pool(max_in_flight, wait_s, keep=False, pin=False, threads=threads)
-        super().__init__(HostCopier(pool, threads, type_check))
+        super().__init__(copier_within(host_memory_gb, pool, max_in_flight, wait_s, threads, type_check))
 
 
 class BlockingAsyncStager(HostStager):

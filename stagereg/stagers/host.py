@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from stagereg.errors import StagingError
+from stagereg.kernel.bounded import BoundedCopier
 from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.memory import Pool
 from stagereg.stagers.protocol import AsyncStager, StateDict
 
-__all__ = ["HostStager"]
+__all__ = ["HostStager", "copier_within"]
+
+
+def copier_within(
+    host_memory_gb: float | None, pool: Pool, max_in_flight: int, wait_s: float, threads: int, type_check: bool
+) -> HostCopier:
+    """Return a copier over ``pool`` whose ``max_in_flight`` copies take at most ``host_memory_gb`` GiB together.
+
+    Raises:
+        StagingError: the bound is not positive.
+    """
+    if host_memory_gb is None:
+        return HostCopier(pool, threads, type_check)
+    if host_memory_gb <= 0:
+        raise StagingError([], f"host_memory_gb must be more than 0, not {host_memory_gb}; leave it out for no bound")
+    return BoundedCopier(pool, int(host_memory_gb * 2**30 / max_in_flight), wait_s, threads, type_check)
 
 
 class HostStager(AsyncStager):
@@ -14,10 +32,9 @@ class HostStager(AsyncStager):
     Not for use from several threads at once.
     """
 
-    _synchronize_after_execute: bool = False
-
     def __init__(self, copier: HostCopier) -> None:
         self._copier = copier
+        self._synchronize_after_execute = isinstance(copier, BoundedCopier)
 
     def stage(self, state_dict: StateDict) -> StateDict:
         """Return a complete copy of ``state_dict`` in host memory; blocks until the bytes are there.
@@ -37,7 +54,13 @@ class HostStager(AsyncStager):
         self._copier.leave_room(before, after)
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: ``stage`` has waited."""
+        """Wait until what did not fit into the bound on host memory has been read; without one, ``stage`` has waited.
+
+        Raises:
+            StagingError: somebody keeps it instead of writing it; see :meth:`.BoundedCopier.settle`.
+        """
+        if isinstance(self._copier, BoundedCopier):
+            self._copier.settle()
 
     def close(self) -> None:
         """Free the memory that is kept. Copies still held stay valid. Twice is harmless."""

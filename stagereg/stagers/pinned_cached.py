@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from stagereg.kernel.copy import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.registry import register
-from stagereg.stagers.host import HostStager
+from stagereg.stagers.host import HostStager, copier_within
 
 __all__ = ["PinnedCachedStager"]
 
@@ -25,6 +24,9 @@ class PinnedCachedStager(HostStager):
         pin: page-lock the memory; None means where an accelerator is available.
         reserve_gb: GiB of memory to get ready at once, in the background, so that the first ``stage`` is as quick as
             the next ones; the size of the state dict is a good choice. 0 waits until the size is known.
+        host_memory_gb: GiB of host memory for all copies together. Of a state that needs more, the largest tensors are
+            handed out as they are, on their device, and ``synchronize_staging`` waits until the writer has read them;
+            None for no bound.
         type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
             is deep-copied.
     """
@@ -36,8 +38,9 @@ class PinnedCachedStager(HostStager):
         threads: int = 2,
         pin: bool | None = None,
         reserve_gb: float = 0.0,
+        host_memory_gb: float | None = None,
         type_check: bool = False,
     ) -> None:
         reserve = int(reserve_gb * 2**30)
         pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=reserve)
-        super().__init__(HostCopier(pool, threads, type_check))
+        super().__init__(copier_within(host_memory_gb, pool, max_in_flight, wait_s, threads, type_check))

@@ -1,0 +1,168 @@
+"""A bound on host memory: what does not fit is read where it is, and staging is over when it has been read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stagereg
+from stagereg.errors import StagingError
+from stagereg.kernel import bounded
+from stagereg.kernel.copy import HostCopier
+
+MIB_IN_GB = 2**20 / 2**30
+
+
+@pytest.fixture(params=["blocking", "pinned_cached"])
+def make(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    return lambda mib, **kwargs: stagereg.build("stager", request.param, host_memory_gb=mib * MIB_IN_GB, **kwargs)
+
+
+def state_of(mib: int) -> dict[str, Any]:
+    """So many tensors of 1 MiB, two of them tied, and some small things."""
+    state: dict[str, Any] = {str(i): torch.randn(2**18) for i in range(mib)}
+    return {**state, "tied": state["0"].view(2, -1), "half": torch.randn(10).bfloat16(), "step": 3}
+
+
+def outside(copy: dict[str, Any], source: dict[str, Any]) -> set[str]:
+    return {name for name, x in source.items() if isinstance(x, torch.Tensor) and copy[name].data_ptr() == x.data_ptr()}
+
+
+def test_all_copies_together_keep_to_the_bound(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    borrowed: list[int] = []
+    borrow = bounded.Pool.borrow
+
+    def counted(pool: Any, nbytes: int) -> Any:
+        borrowed.append(nbytes)
+        return borrow(pool, nbytes)
+
+    monkeypatch.setattr(bounded.Pool, "borrow", counted)
+    stager = make(8, max_in_flight=2)
+    source = state_of(10)
+    copy = stager.stage(source)
+    assert len(outside(copy, source) - {"tied"}) == 7  # three of 1 MiB and the small ones in 4 MiB
+    assert sum(borrowed) <= 4 * 2**20
+    for name in source:
+        assert copy["step"] == 3 if name == "step" else torch.equal(copy[name], source[name])
+    del copy
+    stager.synchronize_staging()
+    stager.close()
+
+
+def test_a_state_that_fits_is_copied_whole(make: Callable[..., Any]) -> None:
+    stager = make(64)
+    source = state_of(4)
+    copy = stager.stage(source)
+    assert not outside(copy, source)
+    stager.synchronize_staging()  # waits for nobody
+    assert copy["step"] == 3
+    stager.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(mib=st.floats(0.01, 20), sizes=st.lists(st.integers(0, 400_000), max_size=8), tie=st.booleans())
+def test_whatever_the_bound_the_copy_reads_as_the_source(mib: float, sizes: list[int], tie: bool) -> None:
+    stager = stagereg.build("stager", "pinned_cached", host_memory_gb=mib * MIB_IN_GB)
+    source: dict[str, Any] = {str(i): torch.randn(n) for i, n in enumerate(sizes)}
+    if tie and sizes:
+        source["t"] = source["0"][: sizes[0] // 2]
+    copy = stager.stage(source)
+    for name, x in source.items():
+        assert torch.equal(copy[name], x)
+        assert copy[name].stride() == x.stride()
+        if name not in ("0", "t"):
+            assert copy[name].untyped_storage().nbytes() == x.nbytes
+    if tie and sizes and sizes[0] > 1:
+        assert copy["t"].untyped_storage().data_ptr() == copy["0"].untyped_storage().data_ptr()
+    del copy
+    stager.synchronize_staging()
+    stager.close()
+
+
+def test_staging_is_over_when_the_writer_has_read_what_did_not_fit(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polls: list[bool] = []
+    look = bounded.writer_at_work
+
+    def counted(blocks: Any) -> bool:
+        polls.append(look(blocks))
+        if len(polls) == 10:
+            may_read.set()
+        return polls[-1]
+
+    monkeypatch.setattr(bounded, "writer_at_work", counted)
+    monkeypatch.setattr(bounded, "_GRACE_S", 0.05)  # less than ten polls take: who is seen at work has more time
+    stager = make(2)
+    assert stager.should_synchronize_after_execute
+    source = state_of(6)
+    expected = {name: x.clone() for name, x in source.items() if isinstance(x, torch.Tensor)}
+    may_read, written = threading.Event(), {}
+
+    def write(box: list[dict[str, Any]]) -> None:
+        copy = box.pop()
+        assert may_read.wait(30)
+        while copy:
+            name, x = copy.popitem()
+            written[name] = x.clone() if isinstance(x, torch.Tensor) else x
+            del x
+
+    box = [stager.stage(source)]
+    writer = threading.Thread(target=write, args=(box,))
+    writer.start()
+    stager.synchronize_staging()
+    for x in source.values():
+        if isinstance(x, torch.Tensor):
+            x.fill_(-1)
+    writer.join(30)
+    assert len(polls) >= 10
+    for name, x in expected.items():
+        assert torch.equal(written[name], x)
+    stager.close()
+
+
+def test_who_keeps_the_copy_hears_of_it_and_waits_for_nobody(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded, "_GRACE_S", 0.1)
+    stager = make(2)
+    copy = stager.stage(state_of(6))
+    with pytest.raises(StagingError, match="did not fit into host_memory_gb"):
+        stager.synchronize_staging()
+    del copy
+    stager.synchronize_staging()
+    stager.close()
+
+
+def test_a_bound_must_be_more_than_nothing(make: Callable[..., Any]) -> None:
+    with pytest.raises(StagingError, match="host_memory_gb must be more than 0"):
+        make(0)
+
+
+def test_without_a_bound_nothing_is_lent() -> None:
+    stager = stagereg.build("stager", "pinned_cached")
+    assert type(stager._copier) is HostCopier
+    assert not stager.should_synchronize_after_execute
+    stager.close()
+
+
+def test_async_save_of_torch_writes_a_state_larger_than_the_bound(make: Callable[..., Any], tmp_path: Any) -> None:
+    stager = make(2)
+    source = state_of(6)
+    expected = {name: x.clone() for name, x in source.items() if isinstance(x, torch.Tensor)}
+    future: Any = dcp.async_save(source, checkpoint_id=tmp_path / "c", async_stager=stager, no_dist=True)
+    for name in expected:  # async_save has synchronized
+        source[name].fill_(-1)
+    future.result(30)
+    loaded = {name: torch.zeros_like(x) for name, x in expected.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
+    for name, x in expected.items():
+        assert torch.equal(loaded[name], x)
+    stager.close()
