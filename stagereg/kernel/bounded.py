@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.utils.dlpack
@@ -24,6 +25,8 @@ from stagereg.errors import StagingError
 from stagereg.kernel.copy import HostCopier
 from stagereg.kernel.layout import Layout, Region, lay_out, sign
 from stagereg.kernel.memory import Pool
+from stagereg.kernel.replay import Match
+from stagereg.kernel.tree import Skeleton
 from stagereg.kernel.writers import Block, writer_at_work
 
 __all__ = ["BoundedCopier"]
@@ -52,19 +55,22 @@ class BoundedCopier(HostCopier):
         self._released: queue.SimpleQueue[int] = queue.SimpleQueue()  # put() is safe in finalizers
         self._serial = 0
 
-    def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def remember(self, state: Any, taken: Skeleton | Match) -> None:
+        """Nothing: what is laid out is a part of the state."""
+
+    def copy_tensors(self, tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> list[torch.Tensor]:
         """As :meth:`HostCopier.copy_tensors`; tensors that do not fit are over the source's memory, on its device."""
         self.check_open()
         with torch.no_grad():
-            layout = self._fit_whole(tensors)
-        staying = _beyond(layout, self._limit)
+            whole = self._fit_whole(tensors)
+        staying = _beyond(whole, self._limit)
         if not staying:
             return super().copy_tensors(tensors)
         lent: dict[int, torch.Tensor] = {}
         copied = iter(super().copy_tensors(_all_but(staying, tensors)))
         with torch.no_grad():
             for region in staying:
-                lent.update(self._lend(region, layout, tensors))
+                lent.update(self._lend(region, whole, tensors))
         return [lent[i] if i in lent else next(copied) for i in range(len(tensors))]
 
     def settle(self) -> None:

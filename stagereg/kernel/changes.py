@@ -6,27 +6,25 @@ with the same places of the *copy*: what bypasses the counters (fused optimizers
 nearly always writes a whole tensor. A write after the copying changes no sample of the copy, so nothing is reported
 that did no harm. With ``thorough``, the samples are a checksum of every byte (CRC-32), which reads the whole source.
 
-Samples of many places are taken by one system call, ``process_vm_readv``; where that is refused, by ``memmove``.
+Samples of many places are taken by one system call (``vectored``).
 """
 
 from __future__ import annotations
 
-import array
 import ctypes
 import itertools
-import os
 import zlib
 from collections.abc import Sequence
 
 import torch
 
 from stagereg.kernel.layout import Region
+from stagereg.kernel.vectored import Pieces, read_many
 
 __all__ = ["Watch"]
 
 _SAMPLE_BYTES = 64
 _MOST_BYTES_BETWEEN = 2**22
-_AT_ONCE = 1024  # pieces that one process_vm_readv takes (IOV_MAX)
 
 
 class Watch:
@@ -81,34 +79,12 @@ def _samples(spans: Sequence[tuple[int, int]]) -> list[object]:
 
 def _read(places: Sequence[int], sizes: Sequence[int]) -> bytes:
     """Return the bytes at ``places``, each in a field of ``_SAMPLE_BYTES``."""
-    room = bytearray(len(places) * _SAMPLE_BYTES)
+    fields = bytearray(len(places) * _SAMPLE_BYTES)
     if not places:
-        return bytes(room)
-    to = ctypes.addressof(ctypes.c_char.from_buffer(room))
-    if not _read_at_once(to, places, sizes):
-        for k, (place, nbytes) in enumerate(zip(places, sizes, strict=True)):
-            ctypes.memmove(to + k * _SAMPLE_BYTES, place, nbytes)
-    return bytes(room)
-
-
-def _read_at_once(to: int, places: Sequence[int], sizes: Sequence[int]) -> bool:
-    readv = getattr(ctypes.CDLL(None), "process_vm_readv", None)
-    if readv is None:
-        return False
-    theirs = _vector(places, sizes)
-    ours = _vector(range(to, to + len(places) * _SAMPLE_BYTES, _SAMPLE_BYTES), sizes)
-    readv.restype = ctypes.c_ssize_t
-    readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
-    process = os.getpid()
-    for begin in range(0, len(places), _AT_ONCE):
-        count = min(_AT_ONCE, len(places) - begin)
-        skip = begin * 2 * theirs.itemsize
-        done = readv(process, ours.buffer_info()[0] + skip, count, theirs.buffer_info()[0] + skip, count, 0)
-        if done != sum(sizes[begin : begin + count]):
-            return False
-    return True
-
-
-def _vector(places: Sequence[int], sizes: Sequence[int]) -> array.array[int]:
-    """A C array of ``struct iovec``: address and bytes, one after the other."""
-    return array.array("Q", itertools.chain.from_iterable(zip(places, sizes, strict=True)))
+        return bytes(fields)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(fields))
+    to = range(begin, begin + len(fields), _SAMPLE_BYTES)
+    if not read_many(Pieces(to, sizes), Pieces(places, sizes)):
+        for field, place, nbytes in zip(to, places, sizes, strict=True):
+            ctypes.memmove(field, place, nbytes)
+    return bytes(fields)

@@ -27,7 +27,8 @@ from stagereg.kernel import room
 from stagereg.kernel.layout import Layout, Piece, Region, lay_out, sign
 from stagereg.kernel.memory import Loan, Pool
 from stagereg.kernel.moves import Mover
-from stagereg.kernel.tree import path_to, unravel
+from stagereg.kernel.replay import Match, Replay
+from stagereg.kernel.tree import Skeleton, path_to, unravel
 
 __all__ = ["Draft", "HostCopier", "naming", "no_collection"]
 
@@ -85,12 +86,14 @@ class HostCopier:
         self._pool = pool
         self.margins = (0, 0)
         self._layout: Layout | None = None
+        self._is_new = False
+        self._replay: Replay | None = None
         self._closed = False
 
     def leave_room(self, before: int, after: int) -> None:
         """Leave bytes free around each tensor from the next copy on, see :func:`.room.room_around`."""
         self.margins = (before, after)
-        self._layout = None
+        self._layout = self._replay = None
 
     def copy(self, state: Any) -> Any:
         """Return an independent copy of ``state`` in host memory.
@@ -99,39 +102,56 @@ class HostCopier:
             StagingError: an entry cannot be staged (its path is named), or memory ran out; the copier stays usable.
             StagerClosedError: after :meth:`close`.
         """
-        self.check_open()
-        with torch.no_grad():
-            with no_collection():
-                skeleton = unravel(state, self.type_check)
-            with naming(state):
-                staged = self.copy_tensors(skeleton.tensors)
-            with no_collection():
-                return skeleton.fill(staged)
+        taken = self.take(state)
+        with naming(state):
+            staged = self.copy_tensors(taken.tensors, taken.layout)
+        self.remember(state, taken)
+        with torch.no_grad(), no_collection():
+            return taken.fill(staged)
 
-    def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def take(self, state: Any) -> Skeleton | Match:
+        """Take ``state`` apart, the short way if it is as it was the last time. Raises as :meth:`copy` does."""
+        self.check_open()
+        with torch.no_grad(), no_collection():
+            match = self._replay.match(state) if self._replay is not None else None
+            return match or unravel(state, self.type_check)
+
+    def remember(self, state: Any, taken: Skeleton | Match) -> None:
+        """Have the next :meth:`take` go the short way, where ``state`` has just been laid out anew."""
+        if self._is_new and self._layout is not None and not self.type_check:
+            with torch.no_grad(), no_collection():
+                self._replay = Replay.of(state, taken.tensors, self._layout)
+        self._is_new = False
+
+    def copy_tensors(self, tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> list[torch.Tensor]:
         """Return independent copies of plain strided tensors; what shares memory goes on sharing it.
+
+        Args:
+            tensors: on any devices.
+            layout: the plan for them, if one is known to fit.
 
         Raises:
             StagingError: one cannot be staged; ``path`` is its index. Or memory ran out.
             StagerClosedError: after :meth:`close`.
         """
-        draft = self.draft(tensors)
+        draft = self.draft(tensors, layout)
         layout = draft.layout
-        with no_collection():
+        with torch.no_grad(), no_collection():
             staged = draft.staged
-        away = draft.pairs(layout.remote, layout.packed)
-        events = [self.mover.fetch(device, pairs) for device, pairs in away.items()]
-        self.mover.memmove(draft.loan.address, layout.moves)
+            away = draft.pairs(layout.remote, layout.packed)
+            events = [self.mover.fetch(device, pairs) for device, pairs in away.items()]
+        self.mover.memmove(draft.loan.address, layout.batch)
         for event in events:
             if event is not None:
                 event.synchronize()
         return staged
 
-    def draft(self, tensors: Sequence[torch.Tensor]) -> Draft:
+    def draft(self, tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> Draft:
         """Do all of :meth:`copy_tensors` but the copying. Raises as that does."""
         self.check_open()
-        with torch.no_grad(), no_collection():
-            layout = self._fit(tensors)
+        if layout is None:
+            with torch.no_grad(), no_collection():
+                layout = self._fit(tensors)
         loan = self._pool.borrow(layout.nbytes)
         if self.margins != (0, 0):
             room.tell(loan.view, loan.address, loan.nbytes, self.margins, layout.spans)
@@ -145,7 +165,7 @@ class HostCopier:
     def close(self) -> None:
         """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
         self._closed = True
-        self._layout = None
+        self._layout = self._replay = None
         self._pool.close()
         self.mover.close()
 
@@ -153,6 +173,7 @@ class HostCopier:
         signature = sign(tensors)
         if self._layout is None or self._layout.signature != signature:
             self._layout = lay_out(tensors, signature, self.margins)
+            self._is_new, self._replay = True, None
         return self._layout
 
 

@@ -18,8 +18,9 @@ import torch
 
 from stagereg.errors import StagingError
 from stagereg.kernel.leaves import why_without_data
+from stagereg.kernel.moves import Batch, Move
 
-__all__ = ["ALIGNMENT", "Layout", "Move", "Piece", "Region", "Signature", "lay_out", "sign"]
+__all__ = ["ALIGNMENT", "Layout", "Piece", "Region", "Signature", "lay_out", "sign"]
 
 ALIGNMENT = 64
 """Bytes: where a region may start in host memory; a cache line, and a multiple of every dtype's size."""
@@ -28,10 +29,6 @@ _PAGE = 4096
 
 Signature = list[tuple[object, ...]]
 """What must be equal for a layout to fit again, one tuple a tensor."""
-
-
-Move = tuple[int, int, int]
-"""Offset in host memory, address of the source, bytes."""
 
 
 @dataclass(slots=True)
@@ -85,6 +82,7 @@ class Layout:
         signature: what the plan depends on.
         pieces: where each tensor's copy is, in the order of the tensors.
         moves: the regions that lie in host memory already.
+        batch: the same, to be made.
         remote: the regions that lie on an accelerator.
         packed: indices of tensors that are copied element by element.
         regions: those in host memory, in the order of ``moves``.
@@ -95,6 +93,7 @@ class Layout:
     signature: Signature
     pieces: list[Piece]
     moves: list[Move]
+    batch: Batch
     remote: list[Region]
     packed: list[int]
     regions: list[Region]
@@ -158,7 +157,7 @@ def lay_out(tensors: Sequence[torch.Tensor], signature: Signature, margins: tupl
     remote = [r for r in regions if tensors[r.source].device.type != "cpu"]
     moves = [(r.offset, r.address, r.nbytes) for r in local]
     spans = {piece.offset: piece.nbytes for piece in pieces if piece.alone}
-    return Layout(signature, pieces, moves, remote, packed, local, nbytes, spans)
+    return Layout(signature, pieces, moves, Batch(moves), remote, packed, local, nbytes, spans)
 
 
 def _numbers(row: tuple[object, ...]) -> tuple[int, int, int]:

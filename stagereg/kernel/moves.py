@@ -14,12 +14,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 
 from stagereg.errors import StagingError
-from stagereg.kernel.layout import Move
+from stagereg.kernel.vectored import Pieces, read_many
 from stagereg.kernel.writers import COPY_THREADS
 
-__all__ = ["Mover", "move", "split"]
+__all__ = ["Batch", "Move", "Mover", "move", "split"]
 
-_SPLIT_BYTES = 2**20  # below this, handing a copy to another thread costs more than it saves
+Move = tuple[int, int, int]
+"""Offset in host memory, address of the source, bytes."""
+
+_SMALL_BYTES = 2**16  # below this, the call costs more than the copying
+_MANY = 64  # so many small pieces are worth a system call that takes them all
+_SPLIT_BYTES = 2**20  # less than this, or fewer small pieces than that, and another thread costs more than it saves
+_SPLIT_COUNT = 2048
+_BLOCKS = 4
 
 
 class Mover:
@@ -36,18 +43,17 @@ class Mover:
         self._workers: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def memmove(self, base: int, moves: Sequence[Move]) -> None:
+    def memmove(self, base: int, batch: Batch) -> None:
         """Copy host memory to host memory; ``base`` is what the offsets count from. Returns when it is done."""
-        large = [move for move in moves if move[2] >= _SPLIT_BYTES]
-        shares = split(large, self._threads) if large else []
         pending: list[Future[None]] = []
         try:
-            for share in shares[1:]:
-                pending.append(self._crew().submit(move, base, share))
-            move(base, shares[0] if shares else [])
-            move(base, moves if not large else [move for move in moves if move[2] < _SPLIT_BYTES])
+            for share in batch.shares(self._threads)[1:]:
+                pending.append(self._crew().submit(share, base))
+            batch.shares(self._threads)[0](base)
         finally:
             wait(pending)
+        for done in pending:
+            done.result()
 
     def fetch(
         self,
@@ -89,6 +95,53 @@ class Mover:
         if self._workers is None:
             self._workers = ThreadPoolExecutor(self._threads - 1, thread_name_prefix=COPY_THREADS)
         return self._workers
+
+
+class Batch:
+    """Moves from host memory to host memory that are made together, any number of times."""
+
+    def __init__(self, moves: Sequence[Move]) -> None:
+        self._small = [move for move in moves if move[2] < _SMALL_BYTES]
+        self._other = [move for move in moves if move[2] >= _SMALL_BYTES]
+        self._shares: dict[int, list[_Share]] = {}
+
+    def shares(self, threads: int) -> list[_Share]:
+        """Return what each of some threads is to do; fewer shares where sharing would cost more than it saves."""
+        made = self._shares.get(threads)
+        if made is None:
+            total = sum(nbytes for _, _, nbytes in self._other)
+            ways = threads if total >= _SPLIT_BYTES or len(self._small) >= _SPLIT_COUNT else 1
+            other = split(self._other, ways) if self._other else []
+            size = -(-len(self._small) // ways)
+            made = self._shares[threads] = [
+                _Share(other[k] if k < len(other) else [], self._small[k * size : (k + 1) * size]) for k in range(ways)
+            ]
+        return made
+
+
+class _Share:
+    """What one thread copies."""
+
+    def __init__(self, moves: Sequence[Move], small: Sequence[Move]) -> None:
+        self._moves = moves
+        self._small = small
+        self._sizes = [nbytes for _, _, nbytes in small]
+        self._sources = Pieces([source for _, source, _ in small], self._sizes)
+        self._targets: dict[int, Pieces] = {}
+
+    def __call__(self, base: int) -> None:
+        if len(self._small) < _MANY or not read_many(self._at(base), self._sources):
+            move(base, self._small)
+        move(base, self._moves)
+
+    def _at(self, base: int) -> Pieces:
+        """Where the small pieces go; blocks of memory are used in turns, so the last few are remembered."""
+        pieces = self._targets.get(base)
+        if pieces is None:
+            if len(self._targets) >= _BLOCKS:
+                self._targets.clear()
+            pieces = self._targets[base] = Pieces([base + to for to, _, _ in self._small], self._sizes)
+        return pieces
 
 
 def move(base: int, moves: Sequence[Move]) -> None:

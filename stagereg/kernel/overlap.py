@@ -18,8 +18,8 @@ import torch
 
 from stagereg.kernel.changes import Watch
 from stagereg.kernel.copy import Draft
-from stagereg.kernel.layout import Move, Region
-from stagereg.kernel.moves import Mover, move
+from stagereg.kernel.layout import Region
+from stagereg.kernel.moves import Move, Mover, move
 
 __all__ = ["LateCopy"]
 

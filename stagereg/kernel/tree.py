@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from stagereg.errors import StagingError, UnstageableTypeError
 from stagereg.kernel.leaves import attempt, clone, flip, sharded_over, tuple_maker, why_without_data
 
-__all__ = ["Skeleton", "path_to", "unravel"]
+__all__ = ["ATOMS", "Skeleton", "path_to", "unravel"]
 
 # Values that nobody can change under the copy, so the copy may hold the very same object.
-_ATOMS = frozenset(
+ATOMS = frozenset(
     {
         type(None), bool, int, float, complex, str, bytes, range, type, slice, type(Ellipsis),
         torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
@@ -78,7 +78,10 @@ class Skeleton:
     Attributes:
         tensors: the plain strided tensors of the source, each object once, in the order they were met; any device.
             They are detached from nothing and copied by nobody yet.
+        layout: None; only a state dict that was recognised (``replay``) comes with a plan.
     """
+
+    layout: None = None
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -144,7 +147,7 @@ class _Walker:
 
     def visit(self, x: Any) -> Any:
         kind = type(x)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return self._checked(x) if self._type_check else x
         known = self._memo.get(id(x), self)
         if known is not self:

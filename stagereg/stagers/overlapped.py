@@ -12,12 +12,13 @@ from torch.optim.optimizer import Optimizer
 
 from stagereg.errors import StagingError
 from stagereg.kernel.changes import Watch
-from stagereg.kernel.copy import Draft, HostCopier, naming, no_collection
+from stagereg.kernel.copy import Draft, HostCopier, naming
 from stagereg.kernel.layout import Region
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.moves import Mover
+from stagereg.kernel.moves import Batch, Mover
 from stagereg.kernel.overlap import LateCopy
-from stagereg.kernel.tree import Skeleton, path_to, unravel
+from stagereg.kernel.replay import Match
+from stagereg.kernel.tree import Skeleton, path_to
 from stagereg.kernel.writers import COPY_THREADS
 from stagereg.registry import register
 from stagereg.stagers.guard import WriteGuard
@@ -103,15 +104,15 @@ class OverlappedStager(AsyncStager):
         """
         self._copier.check_open()
         self._raise_untold()
+        taken = self._copier.take(state_dict)
+        with naming(state_dict):
+            draft = self._copier.draft(taken.tensors, taken.layout)
+        self._copier.remember(state_dict, taken)
         with torch.no_grad():
-            with no_collection():
-                skeleton = unravel(state_dict, self._copier.type_check)
-            with naming(state_dict):
-                draft = self._copier.draft(skeleton.tensors)
             copy = self._begin(draft)
         promise = _Promise()
         self._under_way.add(copy, promise)
-        self._thread.submit(_finish, self._under_way, copy, skeleton, draft, state_dict)
+        self._thread.submit(_finish, self._under_way, copy, taken, draft, state_dict)
         return promise
 
     def synchronize_staging(self) -> None:
@@ -147,8 +148,11 @@ class OverlappedStager(AsyncStager):
             event = mover.fetch(device, pairs)
             if event is not None:  # whatever writes them next is queued on this stream
                 torch.accelerator.current_stream(device).wait_event(event)
-        moves = [move for move, region in zip(layout.moves, layout.regions, strict=True) if id(region) not in waiting]
-        mover.memmove(draft.loan.address, moves)
+        batch = layout.batch
+        if waiting:
+            each = zip(layout.moves, layout.regions, strict=True)
+            batch = Batch([move for move, region in each if id(region) not in waiting])
+        mover.memmove(draft.loan.address, batch)
         watch = Watch(draft.sources, [*late, *remote], draft.loan.address, self._verify)
         return LateCopy(draft, late, remote, self._late_mover, watch)
 
@@ -245,7 +249,7 @@ def _weakly(under_way: _UnderWay) -> Callable[[], None]:
     return before_write
 
 
-def _finish(under_way: _UnderWay, copy: LateCopy, skeleton: Skeleton, draft: Draft, state_dict: StateDict) -> None:
+def _finish(under_way: _UnderWay, copy: LateCopy, taken: Skeleton | Match, draft: Draft, state_dict: StateDict) -> None:
     """Copy the rest and keep the promise; on the background thread."""
     staged: StateDict = {}
     failure: BaseException | None = None
@@ -255,7 +259,7 @@ def _finish(under_way: _UnderWay, copy: LateCopy, skeleton: Skeleton, draft: Dra
             failure = _changed(state_dict, changed[0])
         else:
             with torch.no_grad():
-                staged = skeleton.fill(draft.staged)
+                staged = taken.fill(draft.staged)
     except Exception as error:
         failure = error
     under_way.end(copy, failure, staged)
