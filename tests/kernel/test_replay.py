@@ -176,8 +176,9 @@ def test_the_copy_of_a_tuple_that_was_constant_once_is_no_alias() -> None:
 
 def test_what_becomes_one_object_is_one_object_in_the_copy() -> None:
     w, first = torch.ones(3), {"x": 1}
-    copier = remembered({"w": w, "v": w.detach(), "first": first, "second": {"x": 1}})
-    tied = copier.copy({"w": w, "v": w, "first": first, "second": {"x": 1}})
+    many = {str(i): torch.ones(1) for i in range(1000)}
+    copier = remembered({"w": w, **many, "v": w.detach()})
+    tied = copier.copy({"w": w, **many, "v": w})
     assert tied["w"] is tied["v"]
     copier = remembered({"w": w, "first": first, "second": {"x": 1}})
     shared = copier.copy({"w": w, "first": first, "second": first})
