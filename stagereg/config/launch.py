@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from stagereg.config.command import Command
+from stagereg.config.libc import tuned
 from stagereg.config.rank import Handover, environment
 from stagereg.errors import LaunchError
 
@@ -118,11 +119,15 @@ def _elastic_config(nproc: int, folder: Path) -> Any:
 
 
 def _rank_variables(handover: Handover) -> dict[str, str]:
-    """The environment of ranks: cores are shared out among processes, not threads, and all of it is on this machine."""
+    """The environment of ranks: cores are shared out among processes, not threads, and all of it is on this machine.
+
+    What it has to do with staging is told in :mod:`stagereg.config.libc`.
+    """
     defaults = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
     # Elastic sets this one in the parent and leaves it there; naming it here takes it back in the end.
     elastics = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
-    return {name: os.environ.get(name, value) for name, value in defaults.items()} | elastics | handover.variables()
+    chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    return chosen | tuned(os.environ) | elastics | handover.variables()
 
 
 class _Signals:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from stagereg.config.libc import tuned
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 SCRIPT = """
@@ -35,6 +37,7 @@ def train(cfg):
     about = {
         "sum": total.item(), "lr": cfg.lr, "stamp": cfg.stamp, "cwd": os.getcwd(), "pid": os.getpid(),
         "threads": os.environ.get("OMP_NUM_THREADS"), "main": __name__, "text": cfg.text,
+        "libc": os.environ.get("GLIBC_TUNABLES"),
     }
     with open(os.path.join(cfg.answers, f"{rank}.json"), "a") as file:
         file.write(json.dumps(about) + "\\n")
@@ -138,6 +141,7 @@ def test_plain_python_starts_ranks_that_share_one_folder_one_log_and_one_clock(a
     assert first["pid"] != second["pid"]
     assert first["stamp"] == second["stamp"]
     assert first["threads"] == second["threads"] == "1"
+    assert first["libc"] == second["libc"] == tuned({}).get("GLIBC_TUNABLES")
     assert first["text"] == second["text"] == "a $$ {b} 2"
     (folder,) = app.run_folders()
     assert "lr=2" in (folder / ".hydra" / "overrides.yaml").read_text()

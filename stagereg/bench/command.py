@@ -1,0 +1,269 @@
+"""``stagereg bench``: its command line, from what was asked for to the tables.
+
+Everything that was asked for is checked before anything is measured. Imports no torch before that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagereg.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from stagereg.bench.measure import Case, Series, Watch
+    from stagereg.bench.report import Group
+    from stagereg.bench.targets import Verdict
+
+__all__ = ["add_to", "run"]
+
+_STATES = {"staging": "large,gpt,small,lora", "write": "gpt"}
+_SCALES = {"staging": 1.0, "write": 1 / 3, "stall": 1.0}
+_ROUNDS = {"staging": 11, "write": 9, "stall": 11}
+_WORDS = {
+    "staging": "how long a loop waits for a copy, against the memory's speed",
+    "write": "how long a copy takes to be on the disk, against the disk's speed",
+    "stall": "what a checkpoint costs the training it interrupts",
+}
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``bench`` to the commands of ``stagereg``."""
+    bench = commands.add_parser("bench", help="measure stagers, storages and checkpoints beside torch's own")
+    kinds = bench.add_subparsers(dest="kind", required=True, metavar="staging|write|stall")
+    for kind, words in _WORDS.items():
+        parser = kinds.add_parser(kind, help=words, description=words[0].upper() + words[1:] + ".")
+        parser.set_defaults(run=run, as_a_rank=True)
+        parser.add_argument("--rounds", type=int, default=_ROUNDS[kind], help="rounds that count, %(default)s")
+        parser.add_argument("--scale", type=float, default=_SCALES[kind], help="of the bytes, %(default).3g")
+        parser.add_argument("--rows", default="", help="names of rows, with commas; all if not given")
+        parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the state is, %(default)s")
+        parser.add_argument("--json", metavar="FILE", default="", help="write every sample there too")
+        if kind in _STATES:
+            parser.add_argument("--states", default=_STATES[kind], help="state dicts, with commas, %(default)s")
+        if kind == "staging":
+            parser.add_argument("--no-trim", action="store_true", help="leave freed memory in the heap between samples")
+        else:
+            parser.add_argument("--dir", default=".", help="a directory on the disk to write to, the current one")
+        if kind == "stall":
+            parser.add_argument("--torch-threads", default="1,2", help="each in a process of its own, %(default)s")
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Measure, print the tables, write the JSON. Returns the exit code: 1 if a row failed.
+
+    Raises:
+        ConfigError: something that was asked for cannot be had; nothing was measured.
+    """
+    rows = _check(asked)
+    from stagereg.bench import machine, report
+
+    environment = machine.describe(asked.device)
+    notes: list[str] = []
+    if busy := machine.noise_warning(environment["load"][0], environment["cores"]):
+        print(busy, file=sys.stderr, flush=True)
+        notes.append(busy)
+    with _quiet():
+        groups = _MEASURE[asked.kind](asked, rows, notes)
+    if asked.scale != _SCALES[asked.kind]:
+        notes.append("The targets are for full size: at this --scale the marks say nothing.")
+    verdicts = _verdicts(asked.kind, groups)
+    print(report.tables(groups, verdicts, notes))
+    if asked.json:
+        settings = {name: value for name, value in vars(asked).items() if not callable(value)}
+        told = {"environment": environment, "settings": settings, **report.plain(groups, verdicts, notes)}
+        Path(asked.json).write_text(json.dumps(told, indent=1) + "\n")
+    return int(any(line.failure for group in groups for line in group.lines))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out the hints that are for the user of one stager, not for one of all stagers in turn."""
+    log = logging.getLogger("stagereg")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+# -- what was asked for
+
+
+def _check(asked: argparse.Namespace) -> list[str]:
+    """Return the rows to be measured."""
+    if asked.rounds < 1:
+        raise ConfigError(f"--rounds must be at least 1, not {asked.rounds}.")
+    if not 0 < asked.scale <= 1:
+        raise ConfigError(f"--scale must be above 0 and at most 1, not {asked.scale:g}.")
+    if asked.json:
+        target = Path(asked.json).absolute()
+        if target.is_dir():
+            raise ConfigError(f"--json {asked.json} is a directory; name a file.")
+        _writable("--json", target.parent)
+    if asked.kind != "staging":
+        _writable("--dir", Path(asked.dir))
+    if asked.kind == "stall":
+        asked.torch_threads = [_a_number(word) for word in _words(asked.torch_threads)]
+    if asked.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU.")
+    if asked.kind in _STATES:
+        from stagereg.bench.states import STATES
+
+        asked.states = _known("state", _words(asked.states), list(STATES))
+    there = _rows(asked)
+    return _known("row", _words(asked.rows), there) if asked.rows else there
+
+
+def _writable(option: str, folder: Path) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot write in {folder}: {error.strerror}.") from error
+
+
+def _a_number(word: str) -> int:
+    if not word.isdecimal() or not int(word):
+        raise ConfigError(f"--torch-threads takes whole numbers from 1 on, not {word!r}.")
+    return int(word)
+
+
+def _words(text: str) -> list[str]:
+    words = [word for word in text.split(",") if word]
+    if not words:
+        raise ConfigError("There is nothing to measure: an option that takes names was given none.")
+    return list(dict.fromkeys(words))
+
+
+def _known(what: str, given: Sequence[str], there: Sequence[str]) -> list[str]:
+    for name in given:
+        if name not in there:
+            raise ConfigError(f"There is no {what} {name!r}.{nearest(name, there)}\nThere is: {', '.join(there)}")
+    return list(given)
+
+
+def _rows(asked: argparse.Namespace) -> list[str]:
+    from stagereg.bench import staging, stall, write
+
+    if asked.kind == "staging":
+        return staging.row_names(asked.device)
+    return write.row_names() if asked.kind == "write" else stall.row_names()
+
+
+# -- measuring
+
+
+def _staging(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
+    from stagereg.bench import report, staging, states
+
+    groups = []
+    for name in asked.states:
+        state = states.make(name, asked.scale, asked.device)
+        taken = _interleaved(asked, rows, staging.cases(state, asked.device), name, state.change, not asked.no_trim)
+        title = f"staging {name}: {state.nbytes / 2**20:.1f} MiB in {state.count} tensors"
+        groups.append(report.of_series(name, title, taken, staging.CEILING))
+    return groups
+
+
+def _write(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
+    from stagereg.bench import report, states, write
+
+    def note(text: str) -> None:
+        if text not in notes:
+            notes.append(text)
+
+    groups = []
+    for name in asked.states:
+        state = states.make(name, asked.scale, asked.device)
+        with _folder(asked.dir, notes) as folder:
+            taken = _interleaved(asked, rows, write.cases(state, folder, note), name)
+        title = f"write {name}: {state.nbytes / 2**20:.1f} MiB in {state.count} tensors, durable"
+        groups.append(report.of_series(name, title, taken, write.CEILING))
+    return groups
+
+
+def _stall(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
+    from stagereg.bench import stall
+
+    groups = []
+    for threads in asked.torch_threads:
+        with _folder(asked.dir, notes) as folder:
+            wanted = [stall.BASE, *(row for row in rows if row != stall.BASE)]
+            taken = stall.measured(wanted, asked.rounds, threads, asked.scale, asked.device, folder)
+        groups.append(stall.group(str(threads), f"stall: {threads} torch threads", taken))
+    return groups
+
+
+_MEASURE = {"staging": _staging, "write": _write, "stall": _stall}
+
+
+def _interleaved(
+    asked: argparse.Namespace,
+    rows: Sequence[str],
+    cases: Sequence[Case],
+    state: str,
+    before_round: Callable[[], None] = lambda: None,
+    trim: bool = True,
+) -> list[Series]:
+    """Measure the cases of which a row is wanted, and the ceiling, which the others are a ratio to."""
+    from stagereg.bench import measure, report
+
+    ceiling = cases[0].rows[0]
+    wanted = [case for case in cases if case.rows[0] == ceiling or set(case.rows) & set(rows)]
+    tell = report.teller(f"{asked.kind} {state}", asked.rounds, sys.stderr)
+    taken = measure.interleave(wanted, asked.rounds, _watch(asked.device), before_round, tell, trim)
+    return [one for one in taken if one.row == ceiling or one.row in rows]
+
+
+def _watch(device: str) -> Watch:
+    from stagereg.bench.measure import Watch
+
+    if device == "cpu":
+        return Watch()
+    import torch
+
+    return Watch(torch.cuda.synchronize)
+
+
+@contextmanager
+def _folder(root: str, notes: list[str]) -> Iterator[Path]:
+    """A fresh directory on the file system of ``root``, gone afterwards."""
+    from stagereg.bench.machine import file_system
+
+    folder = Path(tempfile.mkdtemp(prefix="stagereg-bench-", dir=root)).absolute()
+    text = f"--dir {root} is memory ({file_system(folder)}), not a disk: the figures say nothing about disks."
+    if file_system(folder) in ("tmpfs", "ramfs") and text not in notes:
+        notes.append(text)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _verdicts(kind: str, groups: Sequence[Group]) -> list[Verdict]:
+    from stagereg.bench import report, stall
+    from stagereg.bench.measure import spread
+    from stagereg.bench.targets import TARGETS, judge
+
+    figures = report.figures(groups)
+    again = {g.name: line for g in groups for line in g.lines if line.row == f"again:{stall.BASE}" and line.samples}
+    noise = {name: max(abs(edge) for edge in spread(line.samples["lost"])) * 1e3 for name, line in again.items()}
+    measured = {group.name for group in groups}
+    asked = [target for target in TARGETS if target.kind == kind and target.group in measured]
+    return [judge(target, figures, noise.get(target.group, 0.0)) for target in asked]

@@ -1,0 +1,173 @@
+"""What is said about a run: tables for people, one JSON file for programs, and a line on the terminal meanwhile."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TextIO
+
+from stagereg.bench.measure import Series, spread
+from stagereg.bench.targets import Noise, Target, Verdict
+
+__all__ = ["Group", "Line", "figures", "of_series", "plain", "tables", "teller"]
+
+_WIDTH = 120
+_ROW_WIDTH = 27
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of a table.
+
+    Attributes:
+        row: its name.
+        samples: seconds of each round by figure, the most important figure first; empty where there are none.
+        missing: why it could not be measured here.
+        failure: what went wrong.
+        ratio: to the ceiling of the same group.
+        step_seconds: of a training step beside which it was measured.
+    """
+
+    row: str
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    missing: str = ""
+    failure: str = ""
+    ratio: float | None = None
+    step_seconds: float | None = None
+
+    def median(self, figure: str) -> float:
+        """Seconds."""
+        return statistics.median(self.samples[figure])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that were measured together and may be compared."""
+
+    name: str
+    title: str
+    lines: Sequence[Line]
+
+
+def of_series(name: str, title: str, series: Sequence[Series], ceiling: str) -> Group:
+    """Make a group of rows that are a ratio to the row ``ceiling``."""
+    top = next(one for one in series if one.row == ceiling)
+    lines = [
+        Line(one.row, {"seconds": one.samples}, ratio=one.ratio(top) if top.samples else None)
+        if one.samples
+        else Line(one.row, missing=one.missing, failure=one.failure)
+        for one in series
+    ]
+    return Group(name, title, lines)
+
+
+def figures(groups: Sequence[Group]) -> dict[tuple[str, str, str], float]:
+    """The figures that targets are held against, by group, row and unit."""
+    found: dict[tuple[str, str, str], float] = {}
+    for group in groups:
+        for line in group.lines:
+            if line.ratio is not None:
+                found[group.name, line.row, "x"] = line.ratio
+            for name in ("blocked", "lost"):
+                if name in line.samples:
+                    found[group.name, line.row, f"ms {name}"] = line.median(name) * 1e3
+    return found
+
+
+def tables(groups: Sequence[Group], verdicts: Sequence[Verdict], notes: Sequence[str]) -> str:
+    """Plain text of at most 120 columns."""
+    parts = ["\n".join([group.title, *_body(group)]) for group in groups]
+    if verdicts:
+        parts.append("\n".join(_targets(verdicts)))
+    if notes:
+        parts.append("\n".join(notes))
+    return "\n\n".join(parts)
+
+
+def plain(groups: Sequence[Group], verdicts: Sequence[Verdict], notes: Sequence[str]) -> dict[str, Any]:
+    """The same and every sample, for JSON; times are seconds."""
+    return {
+        "groups": [
+            {"name": group.name, "title": group.title, "rows": [_plain_line(line) for line in group.lines]}
+            for group in groups
+        ],
+        "targets": [
+            {**asdict(v.target), "aim": _aim(v.target), "torch": v.torchs, "measured": v.measured, "mark": v.mark}
+            for v in verdicts
+        ],
+        "notes": list(notes),
+    }
+
+
+def teller(what: str, rounds: int, stream: TextIO) -> Callable[[int], None]:
+    """Return what tells which round it is, if ``stream`` is a terminal."""
+
+    def tell(number: int) -> None:
+        if stream.isatty():
+            end = "\r\033[K" if number == rounds else ""
+            print(f"\r\033[K{what}: round {number} of {rounds}{end}", end="", file=stream, flush=True)
+
+    return tell
+
+
+def _plain_line(line: Line) -> dict[str, Any]:
+    told: dict[str, Any] = {"row": line.row}
+    for name, samples in line.samples.items():
+        first, third = spread(samples)
+        told[name] = {"samples": list(samples), "median": line.median(name), "q1": first, "q3": third}
+    extras = {"ratio": line.ratio, "step": line.step_seconds, "missing": line.missing, "failure": line.failure}
+    return told | {name: value for name, value in extras.items() if value not in (None, "")}
+
+
+def _body(group: Group) -> list[str]:
+    stalls = any("lost" in line.samples for line in group.lines)
+    if stalls:
+        head = f"{'blocked ms':>12} {'lost ms':>10} {'IQR ms':>21} {'lost steps':>12}"
+    else:
+        head = f"{'median ms':>12} {'IQR ms':>21} {'x ceiling':>11}"
+    return [f"  {'row':{_ROW_WIDTH}} {head}", *(f"  {line.row:{_ROW_WIDTH}} {_cells(line)}" for line in group.lines)]
+
+
+def _cells(line: Line) -> str:
+    if not line.samples:
+        said = f"failed: {line.failure}" if line.failure else f"not there: {line.missing}"
+        said = " ".join(said.split())
+        room = _WIDTH - _ROW_WIDTH - 5
+        return "  " + (said if len(said) <= room else said[: room - 1] + "…")
+    if "lost" in line.samples:
+        assert line.step_seconds is not None
+        lost = line.median("lost")
+        steps = f"{lost / line.step_seconds:.2f}"
+        return f"{_ms(line.median('blocked')):>12} {_ms(lost):>10} {_iqr(line.samples['lost']):>21} {steps:>12}"
+    ratio = "-" if line.ratio is None else f"{line.ratio:.2f}"
+    return f"{_ms(line.median('seconds')):>12} {_iqr(line.samples['seconds']):>21} {ratio:>11}"
+
+
+def _targets(verdicts: Sequence[Verdict]) -> list[str]:
+    head = f"  {'target':31} {'group':6} {'torch then':>22} {'torch here':>10} {'reach':>6} {'aim':>6} {'here':>8}"
+    lines = [head + "  mark"]
+    for v in verdicts:
+        t = v.target
+        what = t.what if t.unit == "x" else f"{t.what}, ms"
+        lines.append(
+            f"  {what:31} {t.group:6} {t.today:>22} {_number(v.torchs):>10} {t.reach:>6g} {_aim(t):>6} "
+            f"{_number(v.measured):>8}  {v.mark}"
+        )
+    return ["Targets (x of the ceiling, or ms)", *lines]
+
+
+def _aim(target: Target) -> str:
+    return "noise" if isinstance(target.aim, Noise) else f"{target.aim:g}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+def _iqr(samples: Sequence[float]) -> str:
+    return " - ".join(_ms(edge) for edge in spread(samples))

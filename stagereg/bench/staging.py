@@ -1,0 +1,163 @@
+"""``stagereg bench staging``: how long a training loop waits for a copy, against the speed of the memory.
+
+One group of rows a state dict. Warm rows are the second and later calls of one stager, whose copy is dropped before
+the next call; ``first:`` rows are the first call of a fresh stager, constructing it included, each round a new one.
+What is not frozen changes before every round. After the rounds every stager has to show that its copy is equal to the
+state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+
+from stagereg.bench.ceiling import DeviceCopy, Memmove
+from stagereg.bench.measure import Case, NotThere, Watch
+from stagereg.bench.states import State, tensors
+from stagereg.errors import StagingError, UnknownNameError
+from stagereg.registry import build, names
+from stagereg.stagers.protocol import AsyncStager
+
+__all__ = ["CEILING", "cases", "row_names"]
+
+CEILING = "ceiling"
+"""The row that all others are a ratio to."""
+
+_BUILT_IN = ("blocking", "pinned_cached", "overlapped", "shared", "incremental", "torch_default")
+_BACKGROUND = ("overlapped",)  # stage() returns before the copy is there, so there are two times to tell
+_TWICE = "pinned_cached"
+
+_Make = Callable[[], Any]
+
+
+class Warm(Case):
+    """Later calls of one stager. Its rows are the time until the copy is there, or before it the time in ``stage``."""
+
+    def __init__(self, rows: tuple[str, ...], make: _Make, state: State) -> None:
+        super().__init__(*rows)
+        self._make = make
+        self._state = state
+        self._stager: AsyncStager | None = None
+
+    def sample(self, watch: Watch) -> Mapping[str, float]:
+        """Stage once more."""
+        if self._stager is None:
+            self._stager = _made(self._make)
+        watch.start()
+        staged = self._stager.stage(self._state.tree)
+        blocked = watch.lap(settled=False)
+        copy = _complete(self._stager, staged)
+        done = watch.lap()
+        del staged, copy
+        return dict(zip(self.rows, (blocked, done) if len(self.rows) > 1 else (done,), strict=True))
+
+    def prove(self) -> None:
+        """Raise if a copy differs from the state, or is the state."""
+        assert self._stager is not None
+        _compare(_complete(self._stager, self._stager.stage(self._state.tree)), self._state)
+
+    def close(self) -> None:
+        """Close the stager."""
+        if self._stager is not None:
+            self._stager.close()
+
+
+class First(Case):
+    """A stager's first call, constructing included and closing not."""
+
+    def __init__(self, row: str, make: _Make, state: State) -> None:
+        super().__init__(row)
+        self._make = make
+        self._state = state
+
+    def sample(self, watch: Watch) -> Mapping[str, float]:
+        """Construct one and stage once."""
+        watch.start()
+        stager = _made(self._make)
+        try:
+            copy = _complete(stager, stager.stage(self._state.tree))
+            seconds = watch.lap()
+            del copy
+        finally:
+            stager.close()
+        return {self.rows[0]: seconds}
+
+
+def cases(state: State, device: str) -> list[Case]:
+    """The cases of one state dict, the ceiling first and once more last."""
+    makes = {name: _registered(name, state) for name in _stagers()}
+    warm: list[Case] = [Warm(_warm_rows(name), make, state) for name, make in makes.items()]
+    again: list[Case] = [Warm((f"again:{_TWICE}",), makes[_TWICE], state), _ceiling(f"again:{CEILING}", state, device)]
+    first: list[Case] = [First(f"first:{name}", make, state) for name, make in makes.items()]
+    return [_ceiling(CEILING, state, device), *warm, *_torchs(state, device), *first, *again]
+
+
+def row_names(device: str) -> list[str]:
+    """The names of all rows there are on ``device``."""
+    mine = _stagers()
+    warm = [row for name in mine for row in _warm_rows(name)]
+    first = [f"first:{name}" for name in mine]
+    return [CEILING, *warm, *_torch_makes(device), "torch:per_save", *first, f"again:{_TWICE}", f"again:{CEILING}"]
+
+
+def _stagers() -> list[str]:
+    """What there should be, and whatever else is registered."""
+    return [*_BUILT_IN, *(name for name in names("stager") if name not in _BUILT_IN)]
+
+
+def _warm_rows(name: str) -> tuple[str, ...]:
+    return (f"{name}:blocked", f"{name}:done") if name in _BACKGROUND else (name,)
+
+
+def _ceiling(row: str, state: State, device: str) -> Case:
+    return Memmove(row, state.nbytes) if device == "cpu" else DeviceCopy(row, state.nbytes, device)
+
+
+def _registered(name: str, state: State) -> _Make:
+    declared: dict[str, Any] = {"frozen": list(state.frozen)} if name == "incremental" and state.frozen else {}
+    return lambda: build("stager", name, **declared)
+
+
+def _torch_makes(device: str) -> dict[str, _Make]:
+    makes: dict[str, _Make] = {
+        "torch:kept": lambda: DefaultStager(StagingOptions(False, False, False, False)),
+        "torch:blocking": lambda: BlockingAsyncStager(False),
+    }
+    if device != "cpu":
+        makes["torch:pinned"] = lambda: DefaultStager(StagingOptions(True, False, False, True))
+    return makes
+
+
+def _torchs(state: State, device: str) -> list[Case]:
+    """torch's stagers; ``torch:per_save`` is a fresh one for each save, which is what its ``async_save`` takes."""
+    makes = _torch_makes(device)
+    warm = [Warm((row,), make, state) for row, make in makes.items()]
+    return [*warm, First("torch:per_save", makes["torch:kept"], state)]
+
+
+def _made(make: _Make) -> AsyncStager:
+    try:
+        stager: AsyncStager = make()
+    except UnknownNameError as error:
+        raise NotThere("no stager of that name is registered") from error
+    return stager
+
+
+def _complete(stager: AsyncStager, staged: Any) -> Any:
+    if isinstance(staged, Future):
+        return staged.result()
+    if stager.should_synchronize_after_execute:
+        stager.synchronize_staging()
+    return staged
+
+
+def _compare(copy: Any, state: State) -> None:
+    for mine, theirs in zip(tensors(copy), tensors(state.tree), strict=True):
+        if mine.device.type != "cpu" or not torch.equal(mine, theirs.cpu()):
+            raise StagingError([], "the copy differs from the state")
+        if mine.data_ptr() == theirs.data_ptr():
+            raise StagingError([], "the copy shares the memory of the state")

@@ -1,0 +1,148 @@
+"""The state dicts that are staged and written: four shapes of what training has, made from shapes, without training.
+
+====== ======================================================== ==========================================
+large  1 GiB in 24 tensors                                      the memory's speed and nothing else
+gpt    a GPT of 295 MiB with its Adam state: 886 MiB, 592       what a checkpoint mostly is
+small  20,000 tensors of 1 to 4 KiB: 49 MiB                     what a tensor costs, whatever its size
+lora   a frozen base of 600 MiB and adapters: 631 MiB, 450      what incremental staging is for
+====== ======================================================== ==========================================
+
+``scale`` shrinks the bytes by that factor: gpt and lora become narrower, the tensors of large shorter, those of small
+fewer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stagereg.errors import ConfigError, nearest
+
+__all__ = ["STATES", "State", "make", "tensors"]
+
+
+@dataclass(frozen=True)
+class State:
+    """A state dict to be measured.
+
+    Attributes:
+        name: what it is chosen by.
+        tree: the state dict itself.
+        frozen: patterns over dotted names; what they match never changes.
+    """
+
+    name: str
+    tree: dict[str, Any]
+    frozen: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.nbytes for x in tensors(self.tree))
+
+    @property
+    def count(self) -> int:
+        """Number of tensors."""
+        return sum(1 for _ in tensors(self.tree))
+
+    def change(self) -> None:
+        """Do to it what an optimizer step does: every value that is not frozen is another one afterwards."""
+        for key, value in self.tree.items():
+            if f"{key}.*" not in self.frozen:
+                for x in tensors(value):
+                    x.add_(1.0)
+
+
+def make(name: str, scale: float = 1.0, device: str = "cpu") -> State:
+    """Make the state dict called ``name`` with about ``scale`` times its bytes on ``device``.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in STATES:
+        raise ConfigError(f"There is no state {name!r}.{nearest(name, STATES)} There is: {', '.join(STATES)}")
+    generator = torch.Generator().manual_seed(0)
+
+    def fill(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    return STATES[name](scale, fill)
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested dicts and lists, in order."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tensors(value)
+
+
+_Fill = Callable[..., torch.Tensor]
+
+
+def _large(scale: float, fill: _Fill) -> State:
+    count = 24
+    length = max(1, round(scale * 2**30 / 4 / count))
+    return State("large", {f"block.{i}": fill(length) for i in range(count)})
+
+
+def _gpt(scale: float, fill: _Fill) -> State:
+    """GPT-2's shapes with 12 layers, 704 wide and a vocabulary of 7,424."""
+    width, words, context = (_shrunk(size, scale) for size in (704, 7424, 1024))
+    layer = {
+        "ln_1.weight": (width,),
+        "ln_1.bias": (width,),
+        "attn.c_attn.weight": (width, 3 * width),
+        "attn.c_attn.bias": (3 * width,),
+        "attn.c_proj.weight": (width, width),
+        "attn.c_proj.bias": (width,),
+        "ln_2.weight": (width,),
+        "ln_2.bias": (width,),
+        "mlp.c_fc.weight": (width, 4 * width),
+        "mlp.c_fc.bias": (4 * width,),
+        "mlp.c_proj.weight": (4 * width, width),
+        "mlp.c_proj.bias": (width,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (words, width), "wpe.weight": (context, width)}
+    shapes |= {f"h.{i}.{name}": shape for i in range(12) for name, shape in layer.items()}
+    shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+    model = {name: fill(*shape) for name, shape in shapes.items()}
+    return State("gpt", {"model": model, "optimizer": _adam(list(model.values()), fill)})
+
+
+def _small(scale: float, fill: _Fill) -> State:
+    count = max(1, round(20_000 * scale))
+    return State("small", {f"cell.{i}": fill(256 + i * 389 % 769) for i in range(count)})
+
+
+def _lora(scale: float, fill: _Fill) -> State:
+    """50 layers of three frozen matrices, one adapter a layer; the rank is what makes 95 % of the bytes frozen."""
+    width, rank = _shrunk(1024, scale), _shrunk(27, scale)
+    base = {f"layers.{i}.{part}.weight": fill(width, width) for i in range(50) for part in "qkv"}
+    adapter = {f"layers.{i}.{side}": fill(width, rank) for i in range(50) for side in "ab"}
+    tree = {"base": base, "adapter": adapter, "moments": _adam(list(adapter.values()), fill, steps=False)}
+    return State("lora", tree, frozen=("base.*",))
+
+
+def _adam(parameters: Sequence[torch.Tensor], fill: _Fill, steps: bool = True) -> dict[str, Any]:
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for i, x in enumerate(parameters):
+        state[i] = {"step": torch.tensor(1.0)} if steps else {}
+        state[i] |= {"exp_avg": fill(*x.shape), "exp_avg_sq": fill(*x.shape)}
+    return {"state": state}
+
+
+def _shrunk(size: int, scale: float) -> int:
+    return max(1, round(size * math.sqrt(scale)))
+
+
+STATES: dict[str, Callable[[float, _Fill], State]] = {"large": _large, "gpt": _gpt, "small": _small, "lora": _lora}
+"""Every state by its name."""

@@ -1,0 +1,55 @@
+"""The command ``stagereg``: a dispatcher. Each sub-command lives in its own room and adds itself to the parser.
+
+A sub-command's room has ``add_to(commands)``, which adds a parser whose default ``run`` takes the arguments and
+returns the exit code, and imports what it needs when it runs. One with a default ``as_a_rank`` runs in the environment
+that ``stagereg.main`` gives to ranks. Errors of the project are told on one screen, without a
+traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from stagereg import __version__
+from stagereg.bench import command as bench
+from stagereg.config.libc import tuned
+from stagereg.errors import StageregError
+
+__all__ = ["main"]
+
+_ROOMS = (bench,)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with ``arguments``, by default those of the process, and return its exit code.
+
+    0 is good, 2 is for what was asked for and cannot be, 130 is for an interruption, and 1 is the sub-command's to
+    explain.
+    """
+    parser = argparse.ArgumentParser("stagereg", description="Checkpoint stagers, joins and checkpoints for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"stagereg {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for room in _ROOMS:
+        room.add_to(commands)
+    asked = parser.parse_args(arguments)
+    if arguments is None and getattr(asked, "as_a_rank", False):
+        _become_a_rank()
+    try:
+        code: int = asked.run(asked)
+    except StageregError as error:
+        print(f"stagereg: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _become_a_rank() -> None:
+    """Start this process once more in the environment that ranks get, if it is not in it."""
+    missing = tuned(os.environ)
+    if missing:
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, "-m", "stagereg", *sys.argv[1:]], {**os.environ, **missing})

@@ -1,0 +1,175 @@
+"""``stagereg bench``: every kind runs and tells what it measured; what cannot be had is refused at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stagereg import cli
+from stagereg.bench.report import Group, Line, tables
+from stagereg.bench.targets import TARGETS, Verdict
+
+FEW = {
+    "staging": ["--states", "large,lora", "--rows", "pinned_cached,torch:per_save,first:blocking,again:ceiling"],
+    "write": ["--rows", "dcp,torch:dcp,torch:save,again:ceiling"],
+    "stall": ["--rows", "torch:async_save,pinned_cached+dcp,again:none", "--torch-threads", "1"],
+}
+
+
+def bench(folder: Path, kind: str, *more: str) -> dict[str, Any]:
+    file = folder / "result.json"
+    where = [] if kind == "staging" else ["--dir", str(folder)]
+    arguments = ["bench", kind, "--scale", "0.001", "--rounds", "2", "--json", str(file), *where, *more]
+    assert cli.main(arguments) == 0
+    told: dict[str, Any] = json.loads(file.read_text())
+    return told
+
+
+def rows(group: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["row"]: row for row in group["rows"]}
+
+
+@pytest.mark.parametrize("kind", ["staging", "write"])
+def test_medians_and_ratios_follow_from_the_samples_of_the_same_run(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = bench(tmp_path, kind, *FEW[kind])
+    names = FEW[kind][FEW[kind].index("--rows") + 1].split(",")
+    assert told["settings"]["rounds"] == 2
+    assert [group["name"] for group in told["groups"]] == (["large", "lora"] if kind == "staging" else ["gpt"])
+    for group in told["groups"]:
+        found = rows(group)
+        assert set(found) == {"ceiling", *names}
+        top = statistics.median(found["ceiling"]["seconds"]["samples"])
+        for row in found.values():
+            assert len(row["seconds"]["samples"]) == 2
+            assert row["seconds"]["median"] == pytest.approx(statistics.median(row["seconds"]["samples"]))
+            assert row["seconds"]["q1"] <= row["seconds"]["median"] <= row["seconds"]["q3"]
+            assert row["ratio"] == pytest.approx(row["seconds"]["median"] / top)
+    out = capsys.readouterr().out
+    assert all(name in out for name in names)
+    assert max(map(len, out.splitlines())) <= 120
+    assert list(tmp_path.iterdir()) == [tmp_path / "result.json"]
+
+
+def test_stall_measures_what_a_checkpoint_costs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    told = bench(tmp_path, "stall", *FEW["stall"])
+    (group,) = told["groups"]
+    found = rows(group)
+    assert list(found) == ["none", "torch:async_save", "pinned_cached+dcp", "again:none"]
+    base = found["none"]["segment"]["samples"]
+    for row in found.values():
+        lost = [mine - without for mine, without in zip(row["segment"]["samples"], base, strict=True)]
+        assert row["lost"]["samples"] == pytest.approx(lost)
+        assert row["lost"]["median"] == pytest.approx(statistics.median(lost))
+        assert 0 <= row["blocked"]["median"] < row["segment"]["median"]
+    assert found["pinned_cached+dcp"]["blocked"]["median"] > found["none"]["blocked"]["median"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "result.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(FEW))
+def test_every_row_that_is_there_can_be_measured(kind: str, tmp_path: Path) -> None:
+    told = bench(tmp_path, kind)
+    assert [row for group in told["groups"] for row in group["rows"] if "failure" in row] == []
+
+
+def test_the_machine_is_told(tmp_path: Path) -> None:
+    environment = bench(tmp_path, "staging", "--states", "small", "--rows", "blocking")["environment"]
+    assert environment["torch"] == torch.__version__
+    assert environment["cores"] == len(os.sched_getaffinity(0))
+    assert len(environment["load"]) == 3
+    assert {"python", "kernel", "cpu"} <= set(environment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["staging", "--states", "larg"], "Did you mean 'large'"),
+        (["staging", "--rows", "pined_cached"], "Did you mean 'pinned_cached'"),
+        (["staging", "--rows", ","], "nothing to measure"),
+        (["write", "--rows", "torch:dpc"], "Did you mean 'torch:dcp'"),
+        (["stall", "--rows", "blocking+dpc"], "Did you mean 'blocking+dcp'"),
+        (["staging", "--rounds", "0"], "--rounds must be at least 1, not 0"),
+        (["staging", "--scale", "0"], "--scale must be above 0"),
+        (["staging", "--scale", "nan"], "--scale must be above 0"),
+        (["stall", "--torch-threads", "1,0"], "not '0'"),
+        (["stall", "--torch-threads", "two"], "not 'two'"),
+        (["staging", "--json", "/nowhere/at/all.json"], "cannot write in /nowhere/at"),
+        (["staging", "--json", "/"], "is a directory"),
+        (["write", "--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
+        (["stall", "--dir", "/proc"], "cannot write in /proc"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_on_one_screen(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    told = capsys.readouterr()
+    assert words in told.err
+    assert told.out == ""
+    assert len(told.err.splitlines()) <= 5
+    assert "Traceback" not in told.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "staging", "--device", "cuda"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", list(FEW))
+def test_every_kind_runs_with_the_state_on_a_device(kind: str, tmp_path: Path) -> None:
+    told = bench(tmp_path, kind, *FEW[kind], "--device", "cuda")
+    assert told["environment"]["device"]
+    assert [row for group in told["groups"] for row in group["rows"] if "failure" in row] == []
+
+
+def test_a_row_that_fails_is_an_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stagereg.stagers.blocking import BlockingStager
+
+    def broken(self: BlockingStager, state_dict: dict[str, Any]) -> dict[str, Any]:
+        raise OSError("out of luck")
+
+    monkeypatch.setattr(BlockingStager, "stage", broken)
+    rows = ["--rows", "blocking,pinned_cached"]
+    assert cli.main(["bench", "staging", "--states", "large", "--scale", "0.001", "--rounds", "1", *rows]) == 1
+    assert "failed: OSError: out of luck" in capsys.readouterr().out
+
+
+def test_help_is_instant_and_the_module_is_the_command() -> None:
+    code = (
+        "import runpy, sys; sys.argv = ['stagereg', 'bench', 'stall', '--help']\n"
+        "try: runpy.run_module('stagereg', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--torch-threads" in done.stdout
+
+
+def test_tables_fit_120_columns_whatever_is_in_them() -> None:
+    samples = {"seconds": [12345.678, 99999.9]}
+    lines = [
+        Line("overlapped:blocked", samples, ratio=1234.5),
+        Line("first:torch_default", missing="x" * 300),
+        Line("pinned_cached+direct", failure="RuntimeError: " + "y\n" * 300),
+        Line("torch:async_save", {"lost": [-1234.5, 1e4], "blocked": [100.0, 1e4]}, step_seconds=1e-3),
+    ]
+    verdicts = [Verdict(target, 12345.67, 12345.67, "reached, aim missed") for target in TARGETS]
+    text = tables([Group("g", "title", lines), Group("h", "title", lines[:3])], verdicts, [])
+    assert max(map(len, text.splitlines())) <= 120
+    assert "not there: xxx" in text
+    assert "failed: RuntimeError: y y" in text

@@ -1,0 +1,218 @@
+"""Rows measure what they say: real copies, durable bytes, and segments against the same round's."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stagereg.bench import ceiling, machine, staging, stall, states
+from stagereg.bench.ceiling import RawWrite, flush
+from stagereg.bench.measure import Series, Watch, interleave
+from stagereg.bench.write import Durable
+from stagereg.errors import LaunchError, UnknownNameError
+
+
+class Aliasing:
+    """A stager that is very fast, since it copies nothing."""
+
+    should_synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        return state_dict
+
+    def synchronize_staging(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Stale(Aliasing):
+    """One that copies the first time only."""
+
+    copy: Any = None
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        if self.copy is None:
+            self.copy = {name: x.clone() for name, x in state_dict.items()}
+        return self.copy
+
+
+class Later(Aliasing):
+    """One whose copy takes 3 seconds of a made-up clock after ``stage`` has returned."""
+
+    def __init__(self, tick: Callable[[float], None]) -> None:
+        self.tick = tick
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        tick = self.tick
+
+        class Coming(Future[Any]):
+            def result(self, timeout: float | None = None) -> Any:
+                tick(3.0)
+                return {name: x.clone() for name, x in state_dict.items()}
+
+        tick(1.0)
+        return Coming()
+
+
+@pytest.mark.parametrize(("stager", "words"), [(Aliasing, "shares the memory"), (Stale, "differs from the state")])
+def test_a_stager_that_does_not_copy_has_no_figures(stager: type[Aliasing], words: str) -> None:
+    state = states.make("large", 0.0001)
+    (series,) = interleave([staging.Warm(("row",), stager, state)], 2, Watch(), state.change)
+    assert words in series.failure
+    assert series.samples == []
+
+
+def test_a_background_copy_is_told_by_the_time_in_the_call_and_the_time_until_it_is_there() -> None:
+    now = [0.0]
+
+    def tick(seconds: float) -> None:
+        now[0] += seconds
+
+    state = states.make("large", 0.0001)
+    case = staging.Warm(("row:blocked", "row:done"), lambda: Later(tick), state)
+    blocked, done = interleave([case], 1, Watch(clock=lambda: now[0]), state.change)
+    assert (blocked.samples, done.samples) == ([1.0], [4.0])
+
+
+def test_a_stager_that_is_not_registered_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(kind: str, name: str) -> Any:
+        raise UnknownNameError(name)
+
+    monkeypatch.setattr(staging, "build", build)
+    state = states.make("large", 0.0001)
+    cases = [case for case in staging.cases(state, "cpu") if case.rows in (("blocking",), ("first:blocking",))]
+    series = interleave(cases, 1, Watch())
+    assert len(series) == 2
+    assert all(one.missing and not one.failure and not one.samples for one in series)
+
+
+def test_the_frozen_part_is_declared_to_the_incremental_stager(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def build(kind: str, name: str, **declared: Any) -> Any:
+        if name == "incremental":
+            asked.append(declared)
+        raise UnknownNameError(name)
+
+    monkeypatch.setattr(staging, "build", build)
+    for name in ("lora", "large"):
+        cases = staging.cases(states.make(name, 0.0001), "cpu")
+        interleave([case for case in cases if "incremental" in case.rows[0]], 1, Watch())
+    assert asked == [{"frozen": ["base.*"]}] * 2 + [{}] * 2  # warm and first
+
+
+def test_cases_and_names_of_rows_agree() -> None:
+    cases = staging.cases(states.make("large", 0.0001), "cpu")
+    rows = [row for case in cases for row in case.rows]
+    assert sorted(rows) == sorted(staging.row_names("cpu"))
+    assert len(set(rows)) == len(rows)
+    for case in cases:
+        case.close()
+
+
+def test_flush_reaches_every_file_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "below").mkdir()
+    places = [tmp_path, tmp_path / "below", tmp_path / "a", tmp_path / "below" / "b"]
+    for file in places[2:]:
+        file.write_bytes(b"x")
+    flushed: list[int] = []
+    monkeypatch.setattr(ceiling.os, "fsync", lambda handle: flushed.append(os.fstat(handle).st_ino))
+    flush(tmp_path)
+    assert sorted(flushed) == sorted(place.stat().st_ino for place in places)
+
+
+def test_a_write_is_timed_with_its_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def fsync(handle: int) -> None:
+        now[0] += 1.0
+
+    def saved(folder: Path) -> None:
+        (folder / "file").write_bytes(b"12345")
+        now[0] += 10.0
+
+    monkeypatch.setattr(ceiling.os, "fsync", fsync)
+    (series,) = interleave([Durable("row", lambda: saved, 5, lambda: tmp_path)], 1, Watch(clock=lambda: now[0]))
+    assert series.samples == [12.0]  # the file and the directory
+
+
+def test_a_storage_that_writes_too_little_has_no_figures(tmp_path: Path) -> None:
+    case = Durable("row", lambda: lambda folder: (folder / "file").write_bytes(b"1234"), 5, lambda: tmp_path)
+    (series,) = interleave([case], 1, Watch())
+    assert "only 4 of 5 bytes" in series.failure
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_the_ceiling_of_a_disk_falls_back_to_buffered_writes_and_says_so(
+    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, flags = os.open, []
+
+    def opened(path: Any, how: int, *args: int) -> int:
+        if how & os.O_CREAT:
+            flags.append(how)
+            if refused and how & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, how & ~os.O_DIRECT, *args)
+
+    monkeypatch.setattr(ceiling.os, "open", opened)
+    said: list[str] = []
+    case = RawWrite("ceiling", 5000, lambda: tmp_path, said.append)
+    (series,) = interleave([case], 1, Watch())
+    assert series.samples
+    assert (tmp_path / "bytes").stat().st_size == 8192  # whole pages
+    direct = [bool(how & os.O_DIRECT) for how in flags]
+    assert direct == ([True, False, False] if refused else [True, True])
+    assert any("O_DIRECT is refused" in line for line in said) is refused
+
+
+def test_the_memory_ceiling_copies_every_byte() -> None:
+    case = ceiling.Memmove("ceiling", 4097)
+    to = case._to.zero_()
+    case.sample(Watch())
+    assert bool((to == 1).all())
+    case.close()
+
+
+def test_lost_is_a_segment_less_the_same_rounds_segment_without_a_checkpoint() -> None:
+    measured = [
+        Series("none", [4.0, 8.0, 4.0]),
+        Series("none:blocked", [0.0, 0.0, 0.0]),
+        Series("mine", [5.0, 10.0, 4.5]),
+        Series("mine:blocked", [0.1, 0.2, 0.3]),
+        Series("theirs", [], missing="no process"),
+        Series("theirs:blocked", [], missing="no process"),
+    ]
+    none, mine, theirs = stall.group("1", "title", measured).lines
+    assert mine.samples == {"lost": [1.0, 2.0, 0.5], "blocked": [0.1, 0.2, 0.3], "segment": [5.0, 10.0, 4.5]}
+    assert mine.step_seconds == 1.0  # the median segment without a checkpoint has four steps
+    assert none.samples["lost"] == [0.0, 0.0, 0.0]
+    assert (theirs.samples, theirs.missing) == ({}, "no process")
+
+
+def test_a_loop_that_dies_tells_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"(?s)1 torch threads.*nowhere"):
+        stall.measured(["none"], 1, 1, 0.001, "nowhere", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("load", "cores", "noisy"), [(1.01, 2, True), (1.0, 2, False), (8.0, 64, False)])
+def test_a_load_above_half_of_the_cores_is_said_to_be_noisy(load: float, cores: int, noisy: bool) -> None:
+    assert bool(machine.noise_warning(load, cores)) is noisy
+
+
+def test_the_file_system_of_a_folder_is_the_innermost_mount(tmp_path: Path) -> None:
+    assert machine.file_system(Path("/proc/self")) == "proc"
+    assert machine.file_system(tmp_path) not in ("", "proc")
+
+
+def test_tensors_are_found_in_order() -> None:
+    a, b, c = (torch.tensor(float(i)) for i in range(3))
+    assert [x.item() for x in states.tensors({"x": [a, {"y": b}], "n": 3, "z": (c,)})] == [0.0, 1.0, 2.0]

@@ -1,0 +1,68 @@
+"""The state dicts have the sizes that the tables speak of, at any scale, and change as training changes them."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import Any
+
+import pytest
+import torch
+
+from stagereg.bench.states import STATES, State, make, tensors
+from stagereg.errors import ConfigError
+
+MIB = 2**20
+
+
+def full_size(name: str) -> State:
+    return STATES[name](1.0, lambda *shape: torch.empty(*shape, device="meta"))
+
+
+def named(tree: dict[Any, Any], above: str = "") -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for key, value in tree.items():
+        dotted = f"{above}.{key}" if above else str(key)
+        found |= named(value, dotted) if isinstance(value, dict) else {dotted: value}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "count"), [("large", 1024, 24), ("gpt", 886, 592), ("small", 49, 20_000), ("lora", 631, 450)]
+)
+def test_a_state_has_the_size_it_is_said_to_have(name: str, mib: int, count: int) -> None:
+    state = full_size(name)
+    assert state.count == count
+    assert state.nbytes / MIB == pytest.approx(mib, rel=0.01)
+
+
+def test_small_tensors_are_of_1_to_4_kib() -> None:
+    sizes = {x.nbytes for x in tensors(full_size("small").tree)}
+    assert min(sizes) == 1024
+    assert 4000 <= max(sizes) <= 4096
+
+
+def test_95_percent_of_lora_are_frozen_and_declared_by_name() -> None:
+    state = full_size("lora")
+    frozen = sum(x.nbytes for name, x in named(state.tree).items() if any(fnmatch(name, p) for p in state.frozen))
+    assert frozen / state.nbytes == pytest.approx(0.95, abs=0.005)
+
+
+@pytest.mark.parametrize("name", ["large", "gpt", "lora", "small"])
+def test_scale_shrinks_the_bytes_by_that_factor(name: str) -> None:
+    assert make(name, 0.01).nbytes == pytest.approx(full_size(name).nbytes * 0.01, rel=0.1)
+
+
+@pytest.mark.parametrize("name", list(STATES))
+def test_a_change_reaches_every_tensor_that_is_not_frozen_and_no_other(name: str) -> None:
+    state = make(name, 0.001)
+    before = {key: x.clone() for key, x in named(state.tree).items()}
+    state.change()
+    for key, x in named(state.tree).items():
+        frozen = any(fnmatch(key, pattern) for pattern in state.frozen)
+        assert bool((x == before[key]).all()) is frozen, key
+        assert frozen or not bool((x == before[key]).any()), key
+
+
+def test_an_unknown_state_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'large'"):
+        make("larg")
