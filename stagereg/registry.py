@@ -31,8 +31,11 @@ ENTRY_POINTS = "stagereg.plugins"
 
 _BUILT_IN = {
     ("stager", "blocking"): "stagereg.stagers.blocking:BlockingStager",
+    ("stager", "incremental"): "stagereg.stagers.incremental:IncrementalStager",
     ("stager", "overlapped"): "stagereg.stagers.overlapped:OverlappedStager",
     ("stager", "pinned_cached"): "stagereg.stagers.pinned_cached:PinnedCachedStager",
+    ("stager", "shared"): "stagereg.stagers.shared:SharedStager",
+    ("stager", "torch_default"): "stagereg.stagers.torch_default:TorchDefaultStager",
     ("join_hook", "collective"): "stagereg.join.hooks.collective:CollectiveHook",
     ("join_hook", "ddp"): "stagereg.join.hooks.ddp:DdpHook",
     ("join_hook", "step"): "stagereg.join.hooks.step:StepHook",
@@ -41,6 +44,9 @@ _BUILT_IN = {
     ("joinable", "ddp"): "stagereg.join.joinables.ddp:DdpJoinable",
     ("joinable", "step"): "stagereg.join.joinables.step:StepJoinable",
     ("joinable", "zero"): "stagereg.join.joinables.zero:ZeroJoinable",
+    ("storage", "dcp"): "stagereg.checkpoint.storage.dcp:DcpStorage",
+    ("storage", "direct"): "stagereg.checkpoint.storage.direct:DirectStorage",
+    ("storage", "safetensors"): "stagereg.checkpoint.storage.safetensors:SafetensorsStorage",
     ("join", "default"): "stagereg.join.context:configured",
     ("checkpoint", "default"): "stagereg.checkpoint.checkpointer:Checkpointer",
 }
@@ -56,7 +62,8 @@ class Entry:
     """One registered component; making one imports nothing.
 
     Attributes:
-        kind: ``"stager"``, ``"join_hook"``, ``"joinable"``, or the project's own ``"join"`` or ``"checkpoint"``.
+        kind: ``"stager"``, ``"storage"``, ``"join_hook"``, ``"joinable"``, or the project's own ``"join"`` or
+            ``"checkpoint"``.
         name: the name a user chooses.
         target: where the class or factory is, ``"package.module:Name"``.
         distribution: the installed package that announces it; empty when only a decorator did.
@@ -132,7 +139,7 @@ def register(kind: str, name: str) -> Callable[[T], T]:
     annotation if that is a class, otherwise by what it returns each time it builds.
 
     Args:
-        kind: ``"stager"``, ``"join_hook"`` or ``"joinable"``.
+        kind: ``"stager"``, ``"storage"``, ``"join_hook"`` or ``"joinable"``.
         name: letters, digits, ``_`` and ``-``; what a user writes in ``stager=name``.
 
     Raises:

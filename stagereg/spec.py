@@ -1,8 +1,8 @@
 """What a component of each kind must have, held against a class or an object without importing torch.
 
-The protocols proper, with their contracts, are in ``stagers.protocol`` and ``join.protocol``; here is only their shape,
-as the registry checks it: names, call signatures, attributes. The registry and the config room use it; a plugin author
-meets it as an error that shows the line to write.
+The protocols proper, with their contracts, are in ``stagers.protocol``, ``join.protocol`` and
+``checkpoint.storage.protocol``; here is only their shape, as the registry checks it: names, call signatures,
+attributes. The registry and the config room use it; a plugin author meets it as an error that shows the line to write.
 """
 
 from __future__ import annotations
@@ -54,6 +54,16 @@ SPECS: dict[str, tuple[Member, ...]] = {
         Member("join_hook", "def join_hook(self, **kwargs) -> JoinHook", (), keywords=True),
         Member("join_device", "@property\n    def join_device(self) -> torch.device"),
         Member("join_process_group", "@property\n    def join_process_group(self)"),
+    ),
+    "storage": (
+        Member("reset", "def reset(self, checkpoint_id=None) -> None", ("checkpoint_id",)),
+        Member("set_up_storage_writer", "def set_up_storage_writer(self, is_coordinator) -> None", ("is_coordinator",)),
+        Member("prepare_local_plan", "def prepare_local_plan(self, plan) -> SavePlan", ("plan",)),
+        Member("prepare_global_plan", "def prepare_global_plan(self, plans) -> list[SavePlan]", ("plans",)),
+        Member("write_data", "def write_data(self, plan, planner) -> Future[list[WriteResult]]", ("plan", "planner")),
+        Member("finish", "def finish(self, metadata, results) -> None", ("metadata", "results")),
+        Member("storage_meta", "def storage_meta(self) -> StorageMeta | None", ()),
+        Member("reader", "def reader(self, path) -> StorageReader", ("path",)),
     ),
     "join": (),
     "checkpoint": (),

@@ -2,6 +2,6 @@
 
 Start at :mod:`stagereg.checkpoint.checkpointer`, the only room here that users hold in the hand. Below it, each room
 has one idea: ``entries`` what is saved and how it comes back, ``structure`` and ``rng`` parts of that, ``torchfiles``
-torch's own format, ``layout`` what lies on disk, ``commit`` how it gets there, ``background`` the thread, ``agreement``
-the ranks.
+torch's planning around it, ``storage`` the bytes in the files, ``layout`` what lies on disk, ``commit`` how it gets
+there, ``background`` the thread, ``agreement`` the ranks.
 """

@@ -1,9 +1,10 @@
 """The checkpointer: stage in the training loop, write and commit behind it, restore at the start.
 
 ``save`` copies the state (the stager's work, the only stall) and hands the copy to one background thread, which lets
-all ranks agree that everybody has staged, writes with torch's distributed checkpoint, takes checksums, and has rank 0
+all ranks agree that everybody has staged, writes with torch's distributed checkpoint through a storage, and has rank 0
 commit. What lies on disk is described in :mod:`stagereg.checkpoint.layout`; how it gets there safely, in
-:mod:`stagereg.checkpoint.commit`. Which bytes torch writes is torch's business (:mod:`stagereg.checkpoint.torchfiles`).
+:mod:`stagereg.checkpoint.commit`. Which bytes are in the files is the storage's business
+(:mod:`stagereg.checkpoint.storage`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from stagereg.checkpoint import commit, entries, restoring, torchfiles
 from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.layout import LATEST, Checkpoint, open_checkpoint
+from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.saving import Outcome, Save, carry_out
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError, ConfigError, RegistryError
 from stagereg.registry import build, register
 from stagereg.spec import check
@@ -61,7 +64,7 @@ class Checkpointer:
     Every rank constructs one, calls the same methods with the same steps, and gives the same names; a process without
     an initialised ``torch.distributed`` works alone. Checkpoints are complete or absent: a crash at any moment leaves
     the earlier ones untouched. Plain ``torch.distributed.checkpoint.load(template, checkpoint_id=dir / "latest")``
-    reads them.
+    reads what the storages ``dcp`` and ``direct`` wrote.
 
     A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers)
     or plain values (numbers, text, tensors, nested dicts and lists). A DDP module is saved as the module inside it. Of
@@ -81,7 +84,9 @@ class Checkpointer:
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
             nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory.
         stager: copies the state; the checkpointer closes it. ``None`` builds the stager registered as
-            ``pinned_cached``.
+            ``pinned_cached``. What ``shared`` copies is written by a process of the checkpointer's own.
+        storage: writes the files; ``None`` builds the storage registered as ``dcp``. A checkpoint is read through the
+            storage that wrote it, whatever is given here.
         process_group: the ranks that save together, ``None`` for all of them. A gloo group with the same ranks is made
             for the checkpointer's own use, so constructing is collective.
 
@@ -105,6 +110,7 @@ class Checkpointer:
         keep: int = 2,
         resume: str = "auto",
         stager: AsyncStager | None = None,
+        storage: Storage | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
@@ -115,7 +121,9 @@ class Checkpointer:
         if not isinstance(resume, str) or not resume:
             raise ConfigError(f"resume must be 'auto', 'never', 'latest' or the path of a checkpoint, not {resume!r}.")
         self.resume = resume
-        self._stager: AsyncStager = build("stager", "pinned_cached") if stager is None else _a_stager(stager)
+        self._stager: AsyncStager = _a("stager", build("stager", "pinned_cached") if stager is None else stager)
+        self._storage: Storage = _a("storage", build("storage", "dcp") if storage is None else storage)
+        _leave_room(self._stager, self._storage)
         self._ranks = Agreement(process_group)
         self._background = Background()
         self._stalls: list[float] = []
@@ -124,6 +132,9 @@ class Checkpointer:
         if self._ranks.group is None:
             torchfiles.expect_one_process()
         self._ranks.together(f"checkpoint.dir={dir} is no directory to write to", self._open_directory)
+        self._process = WriterProcess() if getattr(self._stager, "shares_memory", False) else None
+        if self._process is not None:
+            self._process.start()
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if ``step`` is a positive multiple of ``every``; return whether it did. Raises as :meth:`save` does."""
@@ -161,6 +172,7 @@ class Checkpointer:
         finally:
             # Also when this rank gives up, so that the saves of the ranks stay paired and the others hear of it.
             self._background.submit(lambda: self._write(request))
+            self._settle(request)
         self._stalls.append(time.perf_counter() - started)
 
     def wait(self) -> None:
@@ -194,7 +206,7 @@ class Checkpointer:
         chosen = restoring.choose(self.dir, self.resume, self._ranks)
         if chosen is None:
             return None
-        restoring.load(chosen, state, self._ranks)
+        restoring.load(chosen, state, self._storage, self._ranks)
         return chosen.manifest.step
 
     def close(self) -> None:
@@ -208,6 +220,8 @@ class Checkpointer:
         self._background.drain()
         self._closed = True
         self._background.shut()
+        if self._process is not None:
+            self._process.close()
         try:
             self._stager.close()
         finally:
@@ -235,6 +249,11 @@ class Checkpointer:
         return found.path if isinstance(found, Checkpoint) else None
 
     @property
+    def writer_pid(self) -> int | None:
+        """Of the process that writes; ``None`` where this one does, as its stager keeps its memory to itself."""
+        return None if self._process is None else self._process.pid
+
+    @property
     def stats(self) -> CheckpointStats:
         """What the checkpoints have cost so far, on this rank."""
         outcomes = tuple(self._outcomes)
@@ -258,20 +277,26 @@ class Checkpointer:
         self._ranks.check_still_all()
         try:
             captured = entries.capture(state, request.step, self._ranks.rank, self._ranks.size)
-            request.skeletons = torchfiles.skeletons(captured)
-            staged = self._stager.stage(captured)
-            if self._stager.should_synchronize_after_execute:
-                if isinstance(staged, Future):
-                    staged.result()
-                else:
-                    self._stager.synchronize_staging()
+            request.staged = self._stager.stage(captured)
+            if isinstance(request.staged, Future) and self._stager.should_synchronize_after_execute:
+                request.staged.result()
         except Exception as error:
             raise CheckpointError(f"Step {request.step} was not saved: {reason(error)}") from error
-        request.staged = staged
+
+    def _settle(self, request: Save) -> None:
+        """Let the stager wait for what it has to wait for while the writer is at work, in torch's order of calls."""
+        try:
+            if request.failure is None and self._stager.should_synchronize_after_execute:
+                self._stager.synchronize_staging()
+        except Exception as error:
+            request.failure = reason(error)
+            raise CheckpointError(f"Step {request.step} was not saved: {request.failure}") from error
+        finally:
+            request.settled.set()
 
     def _write(self, request: Save) -> None:
         try:
-            self._outcomes.append(carry_out(request, self.dir, self.keep, self._ranks))
+            self._outcomes.append(carry_out(request, self.dir, self.keep, self._storage, self._ranks, self._process))
         except CheckpointError:
             if request.failure is None:
                 raise
@@ -283,14 +308,24 @@ def _a_step(step: int) -> int:
     return step
 
 
-def _a_stager(stager: AsyncStager) -> AsyncStager:
+def _a(kind: str, given: Any) -> Any:
     try:
-        check("stager", type(stager).__name__, stager)
+        if isinstance(given, type):
+            raise RegistryError("a class is no component yet; call it")
+        check(kind, type(given).__name__, given)
     except RegistryError as error:
+        example = {"stager": "blocking", "storage": "dcp"}[kind]
         raise ConfigError(
-            f"stager must be a stager, such as stagereg.build('stager', 'blocking'), not {stager!r}"
+            f"{kind} must be a {kind}, such as stagereg.build({kind!r}, {example!r}), not {given!r}"
         ) from error
-    return stager
+    return given
+
+
+def _leave_room(stager: AsyncStager, storage: Storage) -> None:
+    """Have the stager leave the room that the storage can use, where both know of it."""
+    margins, leave_room = getattr(storage, "margins", None), getattr(stager, "leave_room", None)
+    if margins is not None and leave_room is not None:
+        leave_room(*margins)
 
 
 def _at_least_one(name: str, value: int) -> int:

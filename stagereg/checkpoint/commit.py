@@ -85,7 +85,9 @@ def flush(path: Path) -> FileMark:
     return mark(path)
 
 
-def publish(root: Path, written: Path, step: int, world_size: int, files: dict[str, FileMark], keep: int) -> Path:
+def publish(
+    root: Path, written: Path, step: int, world_size: int, storage: str, files: dict[str, FileMark], keep: int
+) -> Path:
     """Commit the checkpoint in ``written`` and delete all but the ``keep`` newest.
 
     Args:
@@ -93,6 +95,7 @@ def publish(root: Path, written: Path, step: int, world_size: int, files: dict[s
         written: what :func:`temporary` named; all of its files are written and flushed.
         step: the training step.
         world_size: how many ranks wrote it.
+        storage: what it was written through, for its manifest.
         files: the mark of every file in ``written``.
         keep: how many complete checkpoints stay, at least 1.
 
@@ -104,7 +107,7 @@ def publish(root: Path, written: Path, step: int, world_size: int, files: dict[s
     """
     known, _ = checkpoints(root)
     serial = 1 + max((c.manifest.serial for c in known), default=0)
-    _write(written / MANIFEST, Manifest(step, world_size, serial, files).dumps())
+    _write(written / MANIFEST, Manifest(step, world_size, serial, files, storage).dumps())
     _sync(written)
     complete = open_checkpoint(written)
     if not isinstance(complete, Checkpoint):

@@ -4,8 +4,8 @@
 
     runs/gpt/                          the directory given to the checkpointer
         step-00000100/                 one complete checkpoint, readable by ``torch.distributed.checkpoint.load``
-            .metadata  __0_0.distcp …  what torch wrote
-            manifest.json              size and CRC-32 of each of those files, step, world size, serial
+            .metadata  __0_0.distcp …  what the storage wrote, here one of torch's own format
+            manifest.json              size and CRC-32 of each of those files, step, world size, serial, storage
         latest -> step-00000100        relative symbolic link to the checkpoint committed last
         .step-00000200.<token>.tmp/    being written; never looked at by readers, swept at the next start
 
@@ -53,12 +53,21 @@ class FileMark:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint says about itself; ``files`` is keyed by the name inside the directory."""
+    """What a complete checkpoint says about itself.
+
+    Attributes:
+        step: the training step.
+        world_size: how many ranks wrote it.
+        serial: how many checkpoints were committed before it, and one.
+        files: their marks, by the name inside the directory.
+        storage: the name of the storage that reads it; a manifest without one is of a time when there was only one.
+    """
 
     step: int
     world_size: int
     serial: int
     files: dict[str, FileMark]
+    storage: str = "dcp"
 
     def dumps(self) -> str:
         """Return the text of ``manifest.json``."""

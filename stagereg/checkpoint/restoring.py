@@ -14,6 +14,8 @@ from typing import Any
 from stagereg.checkpoint import entries, rng, torchfiles
 from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.layout import Checkpoint, checkpoints, damage, open_checkpoint
+from stagereg.checkpoint.storage.choice import named
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError, nearest
 
 __all__ = ["choose", "load"]
@@ -42,13 +44,18 @@ def choose(root: Path, resume: str, ranks: Agreement) -> Checkpoint | None:
     return None
 
 
-def load(chosen: Checkpoint, state: MutableMapping[str, Any], ranks: Agreement) -> None:
+def load(chosen: Checkpoint, state: MutableMapping[str, Any], own: Storage, ranks: Agreement) -> None:
     """Load ``chosen`` into the objects and values of ``state`` and set the random number generators. Collective.
+
+    It is read through the storage that wrote it: ``own``, the checkpointer's, if it is that one.
 
     Raises:
         CheckpointError: on all ranks, if any of them could not.
     """
-    ranks.together(f"{chosen.path} could not be restored", lambda: _load(chosen, state, ranks.rank, ranks.size))
+    ranks.together(
+        f"{chosen.path} could not be restored",
+        lambda: _load(chosen, state, named(chosen.manifest.storage, own), ranks.rank, ranks.size),
+    )
 
 
 def _candidates(root: Path, resume: str) -> list[Checkpoint]:
@@ -72,15 +79,15 @@ def _damaged_files(candidate: Checkpoint, ranks: Agreement) -> list[str]:
     return [name for names in found for name in names]
 
 
-def _load(chosen: Checkpoint, state: MutableMapping[str, Any], rank: int, size: int) -> None:
-    there = torchfiles.entry_names(chosen.path)
+def _load(chosen: Checkpoint, state: MutableMapping[str, Any], storage: Storage, rank: int, size: int) -> None:
+    there = torchfiles.entry_names(storage, chosen.path)
     names = {name: entries.entry_name(name, value, rank) for name, value in state.items()}
     for name, entry in names.items():
         _check_entry(name, entry, entries.is_sharded(state[name]), there, chosen.manifest.world_size, size)
     templates = {entry: entries.current(state[name]) for name, entry in names.items()}
     generators = entries.rng_name(rank)
     same_ranks = chosen.manifest.world_size == size
-    loaded = torchfiles.read(chosen.path, {**templates, **({generators: None} if same_ranks else {})})
+    loaded = torchfiles.read(storage, chosen.path, {**templates, **({generators: None} if same_ranks else {})})
     for name, entry in names.items():
         try:
             entries.assign(state, name, loaded[entry])

@@ -1,14 +1,17 @@
 """One save, from the staged copy to the committed checkpoint: what the background thread does, on all ranks at once.
 
-The ranks first tell each other whether they have staged, so a rank that could not leaves nobody waiting. Then torch
-writes the files, each rank flushes and checksums its own, and rank 0 commits. Whatever fails, on whichever rank, fails
-the save on all of them, and the hidden directory goes away. The copy is let go of as soon as it is written.
+The ranks first tell each other whether they have staged, so a rank that could not leaves nobody waiting. Then the
+storage writes the files, each rank tells the marks of its own (the storage has taken them while it wrote, or the files
+are read once more), and rank 0 commits. Whatever fails, on whichever rank, fails the save on all of them, and the
+hidden directory goes away. The copy is let go of as soon as it is written.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +22,9 @@ import torch
 from stagereg.checkpoint import commit, torchfiles
 from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.layout import FileMark
+from stagereg.checkpoint.process import ProcessWriter, WriterProcess
+from stagereg.checkpoint.storage.choice import name_of
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.structure import leaves
 from stagereg.errors import CheckpointError
 
@@ -34,15 +40,15 @@ class Save:
     Attributes:
         step: the training step.
         staged: the copy, or the promise of one.
-        skeletons: what is saved beside the copy, see :func:`stagereg.checkpoint.torchfiles.skeletons`.
-        failure: why there is no copy, if this rank could not stage; its training loop has been told already. Text,
+        failure: why there is no good copy, if this rank could not stage; its training loop has been told already. Text,
             since the training loop is still busy with the error itself.
+        settled: set when the training loop has done its part, and ``failure`` is as it will be.
     """
 
     step: int
     staged: dict[str, Any] | Future[dict[str, Any]] = field(default_factory=dict)
-    skeletons: dict[str, bytes] = field(default_factory=dict)
     failure: str | None = None
+    settled: threading.Event = field(default_factory=threading.Event)
 
     def take(self) -> dict[str, Any]:
         """Return all that is to be written and let go of it. Raises: what kept this rank from staging."""
@@ -50,7 +56,13 @@ class Save:
         if self.failure is not None:
             raise CheckpointError(self.failure)
         ready = staged.result() if isinstance(staged, Future) else staged
-        return {**ready, **self.skeletons}
+        return {**ready, **torchfiles.skeletons(ready)}
+
+    def settle(self) -> None:
+        """Wait for the training loop, whose stager may have waited for the writer. Raises as :meth:`take` does."""
+        self.settled.wait()
+        if self.failure is not None:
+            raise CheckpointError(self.failure)
 
 
 @dataclass(frozen=True)
@@ -61,8 +73,12 @@ class Outcome:
     seconds: float
 
 
-def carry_out(save: Save, root: Path, keep: int, ranks: Agreement) -> Outcome:
-    """Write and commit one save under ``root``, keeping the ``keep`` newest. Collective.
+def carry_out(
+    save: Save, root: Path, keep: int, storage: Storage, ranks: Agreement, process: WriterProcess | None = None
+) -> Outcome:
+    """Write one save through ``storage`` and commit it under ``root``, keeping the ``keep`` newest. Collective.
+
+    The storage writes in ``process``, if there is one.
 
     Raises:
         CheckpointError: on all ranks, if it failed on any.
@@ -80,10 +96,12 @@ def carry_out(save: Save, root: Path, keep: int, ranks: Agreement) -> Outcome:
         raise CheckpointError(f"The ranks saved different steps at the same time: {[step for step, _ in posts]}.")
     written = commit.temporary(root, save.step, posts[0][1])
     try:
-        torchfiles.write(state, written, ranks.group, failing)
+        writer = storage if process is None else ProcessWriter(storage, process)
+        torchfiles.write(state, written, writer, ranks.group, failing)
         staged = _tensor_bytes(state)
         state.clear()
-        _commit(failing, root, written, save.step, keep, ranks)
+        ranks.together(failing, save.settle)
+        _commit(failing, root, written, save.step, keep, storage, ranks)
     except BaseException:
         if ranks.rank == 0:
             commit.discard(written)
@@ -91,25 +109,33 @@ def carry_out(save: Save, root: Path, keep: int, ranks: Agreement) -> Outcome:
     return Outcome(staged, time.perf_counter() - started)
 
 
-def _commit(failing: str, root: Path, written: Path, step: int, keep: int, ranks: Agreement) -> None:
-    marks = ranks.together(failing, lambda: {path.name: commit.flush(path) for path in _own_files(written, ranks.rank)})
+def _commit(failing: str, root: Path, written: Path, step: int, keep: int, storage: Storage, ranks: Agreement) -> None:
+    marks = ranks.together(failing, lambda: _marks(written, storage, ranks.rank))
     files: dict[str, FileMark] = {name: mark for share in marks for name, mark in share.items()}
 
     def publish() -> None:
         if ranks.rank == 0:
-            commit.publish(root, written, step, ranks.size, files, keep)
+            files.update({path.name: commit.flush(path) for path in written.iterdir() if path.name not in files})
+            commit.publish(root, written, step, ranks.size, name_of(storage), files, keep)
 
     ranks.together(failing, publish)
 
 
-def _own_files(written: Path, rank: int) -> list[Path]:
-    """Return the files torch wrote on this rank, which it names after the rank; what has no rank is rank 0's."""
+def _marks(written: Path, storage: Storage, rank: int) -> dict[str, FileMark]:
+    """Return the marks of what this rank wrote.
 
-    def owner(path: Path) -> int:
-        named = _RANK_FILE.match(path.name)
-        return int(named[1]) if named else 0
+    A file that the storage has not marked is flushed and read, by the rank that torch has named it after. What is left,
+    such as metadata, is rank 0's.
+    """
+    known: Mapping[str, FileMark] = getattr(storage, "marks", {})
+    marks = {path.name: known[path.name] for path in written.iterdir() if path.name in known}
+    own = [path for path in written.iterdir() if path.name not in known and _names(path, rank)]
+    return {**marks, **{path.name: commit.flush(path) for path in own}}
 
-    return [path for path in sorted(written.iterdir()) if owner(path) == rank]
+
+def _names(path: Path, rank: int) -> bool:
+    named = _RANK_FILE.match(path.name)
+    return named is not None and int(named[1]) == rank
 
 
 def _tensor_bytes(state: dict[str, Any]) -> int:

@@ -1,9 +1,10 @@
-"""Torch's distributed checkpoint format: writing entries with ``FileSystemWriter``, reading them back with their types.
+"""Torch's distributed checkpoint: writing entries through a storage, reading them back with their types.
 
 What is written is an ordinary torch checkpoint: ``torch.distributed.checkpoint.load`` with a template of the same names
-reads it, without this project. Each entry has a skeleton beside it (:mod:`stagereg.checkpoint.structure`), and reading
-uses that instead of a template, so an optimizer that has not stepped yet, or a scheduler with integer keys, comes back
-whole. Only tensors that are sharded over ranks (``DTensor``) need a template: the current value.
+and the storage's reader reads it, without this project. Each entry has a skeleton beside it
+(:mod:`stagereg.checkpoint.structure`), and reading uses that instead of a template, so an optimizer that has not
+stepped yet, or a scheduler with integer keys, comes back whole. Only tensors that are sharded over ranks (``DTensor``)
+need a template: the current value.
 """
 
 from __future__ import annotations
@@ -17,21 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from stagereg.checkpoint import structure
 from stagereg.checkpoint.agreement import reasons
 from stagereg.checkpoint.entries import RESERVED
+from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError
 
-__all__ = ["DiskWriter", "entry_names", "expect_one_process", "read", "skeletons", "write"]
+__all__ = ["entry_names", "expect_one_process", "read", "skeletons", "write"]
 
 _STRUCTURE = f"{RESERVED}.structure."
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"
@@ -42,25 +41,10 @@ def skeletons(entries: Mapping[str, Any]) -> dict[str, bytes]:
     return {_STRUCTURE + name: structure.dump(value) for name, value in entries.items()}
 
 
-class DiskWriter(FileSystemWriter):
-    """Torch's writer, telling the truth about a full disk.
-
-    When the disk refuses a write, torch's archive writer fails once more while it unwinds and raises about positions in
-    the archive. This raises the operating system's error instead, on top of the other, before it goes to other ranks.
-    """
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files. Raises: ``OSError``."""
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
-
-
-def write(entries: dict[str, Any], path: Path, group: dist.ProcessGroup | None, failing: str) -> None:
-    """Write this rank's part of a checkpoint into ``path``. Collective over ``group``.
+def write(
+    entries: dict[str, Any], path: Path, writer: StorageWriter, group: dist.ProcessGroup | None, failing: str
+) -> None:
+    """Write this rank's part of a checkpoint into ``path`` through ``writer``. Collective over ``group``.
 
     Of an entry that several ranks have, the lowest rank's is written: buffers that drift between replicas, such as
     running statistics under DDP, come from the rank that DDP broadcasts them from.
@@ -68,11 +52,16 @@ def write(entries: dict[str, Any], path: Path, group: dist.ProcessGroup | None, 
     Raises:
         CheckpointError: on all ranks, beginning with ``failing``, chained to the first error that some rank had.
     """
-    # Files are flushed later, with their checksums: this writer's own flush comes before its buffers are written out.
-    writer = DiskWriter(path, sync_files=False)
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
-        save(entries, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+        save(
+            entries,
+            checkpoint_id=path,
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
     except CheckpointException as failed:
         errors = {rank: error for rank, (error, _) in sorted(failed.failures.items())}
         raise CheckpointError(f"{failing}: {reasons(errors, alone=group is None)}") from next(iter(errors.values()))
@@ -84,24 +73,25 @@ def expect_one_process() -> None:
     warnings.filterwarnings("ignore", message=_ALONE, category=UserWarning)
 
 
-def entry_names(path: Path) -> set[str]:
+def entry_names(storage: Storage, path: Path) -> set[str]:
     """Return the names of the entries that a checkpoint has, those of the project's own included."""
-    known = FileSystemReader(path).read_metadata().state_dict_metadata
+    known = storage.reader(path).read_metadata().state_dict_metadata
     return {name.removeprefix(_STRUCTURE) for name in known if name.startswith(_STRUCTURE)}
 
 
-def read(path: Path, templates: Mapping[str, Any]) -> dict[str, Any]:
+def read(storage: Storage, path: Path, templates: Mapping[str, Any]) -> dict[str, Any]:
     """Read entries, each rank on its own and into fresh host memory.
 
     Args:
+        storage: the one that wrote them.
         path: a complete checkpoint.
         templates: the names of the entries, with their current values; of these only ``DTensor`` leaves are looked at.
 
     Returns:
         The entries by name, in the containers and types they were saved from.
     """
-    metadata = FileSystemReader(path).read_metadata()
-    bones = _load(path, dict.fromkeys(_STRUCTURE + name for name in templates))
+    metadata = storage.reader(path).read_metadata()
+    bones = _load(storage.reader(path), dict.fromkeys(_STRUCTURE + name for name in templates))
     wanted: dict[str, Any] = {}
     loaded: dict[str, Any] = {}
     for name, template in templates.items():
@@ -109,7 +99,7 @@ def read(path: Path, templates: Mapping[str, Any]) -> dict[str, Any]:
         live = dict(structure.leaves(template, name))
         for leaf in structure.leaf_names(loaded[name], name):
             wanted[leaf] = _room(metadata, leaf, live.get(leaf))
-    values = _load(path, wanted)
+    values = _load(storage.reader(path), wanted)
     return {name: structure.rebuild(skeleton, name, values) for name, skeleton in loaded.items()}
 
 
@@ -122,9 +112,9 @@ def _room(metadata: Metadata, leaf: str, live: Any) -> torch.Tensor | None:
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
-def _load(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+def _load(reader: StorageReader, wanted: dict[str, Any]) -> dict[str, Any]:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_ALONE)
-        load(wanted, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+        load(wanted, storage_reader=reader, planner=planner, no_dist=True)
     return wanted

@@ -18,6 +18,7 @@ import torch
 
 from stagereg.checkpoint import commit, torchfiles
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.stagers.protocol import AsyncStager
 
@@ -27,17 +28,18 @@ def fail_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | N
     """Let torch's writer write half of a file and raise, until told otherwise with ``None``."""
     raised: list[BaseException | None] = [None]
 
-    class Writer(torchfiles.DiskWriter):
-        def write_data(self, plan: Any, planner: Any) -> Any:
-            if raised[0] is None:
-                return super().write_data(plan, planner)
-            (Path(self.path) / "__0_0.distcp").write_bytes(b"half")
-            raise raised[0]
+    write_data = DcpStorage.write_data
+
+    def half(self: DcpStorage, plan: Any, planner: Any) -> Any:
+        if raised[0] is None:
+            return write_data(self, plan, planner)
+        (Path(self.path) / "__0_0.distcp").write_bytes(b"half")
+        raise raised[0]
 
     def fail(error: BaseException | None) -> None:
         raised[0] = error
 
-    monkeypatch.setattr(torchfiles, "DiskWriter", Writer)
+    monkeypatch.setattr(DcpStorage, "write_data", half)
     return fail
 
 
@@ -220,15 +222,14 @@ def test_a_third_save_waits_for_the_first_and_writes_never_overlap(
 
 NOBODY_ASKS = """
 import sys
-from stagereg.checkpoint import torchfiles
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.storage.dcp import DcpStorage
 
-class Writer(torchfiles.DiskWriter):
-    def write_data(self, plan, planner):
-        raise OSError(28, "No space left on device")
+def full(self, plan, planner):
+    raise OSError(28, "No space left on device")
 
 if sys.argv[2] == "fails":
-    torchfiles.DiskWriter = Writer
+    DcpStorage.write_data = full
 checkpointer = Checkpointer(sys.argv[1])
 checkpointer.save(1, {"x": 1})
 print("the loop is done")

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagereg.checkpoint import commit, torchfiles
+from stagereg.checkpoint import commit
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
@@ -62,21 +63,24 @@ def test_staging_that_fails_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
         assert step == 3
 
 
+class Unmarked(DcpStorage):
+    """Takes no checksums, so that the checkpointer reads what was written."""
+
+    marks = {}  # noqa: RUF012
+
+
 def write_fails(rank: int, world_size: int, root: str, where: str) -> tuple[str, list[str], list[str]]:
-    with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
+    storage = Unmarked() if where == "flush" else DcpStorage()
+    with Checkpointer(root, stager=BlockingAsyncStager(), storage=storage) as checkpointer:
         checkpointer.save(1, {f"x.rank{rank}": torch.ones(3)})
         checkpointer.wait()
-        original = torchfiles.DiskWriter, commit.flush, commit.publish
-
-        class Writer(torchfiles.DiskWriter):
-            def write_data(self, plan: Any, planner: Any) -> Any:
-                raise OSError(28, "No space left on device")
+        original = DcpStorage.write_data, commit.flush, commit.publish
 
         def fail(*args: Any, **kwargs: Any) -> Any:
             raise OSError(28, "No space left on device")
 
         if where == "write" and rank == 1:
-            torchfiles.DiskWriter = Writer  # type: ignore[misc]
+            DcpStorage.write_data = fail  # type: ignore[method-assign]
         elif where == "flush" and rank == 1:
             commit.flush = fail
         elif where == "commit" and rank == 0:
@@ -87,7 +91,7 @@ def write_fails(rank: int, world_size: int, root: str, where: str) -> tuple[str,
             checkpointer.wait()
         except CheckpointError as error:
             causes = [type(error).__name__, type(error.__cause__).__name__, str(error)]
-        torchfiles.DiskWriter, commit.flush, commit.publish = original  # type: ignore[misc]
+        DcpStorage.write_data, commit.flush, commit.publish = original  # type: ignore[method-assign]
         dist.barrier()
         listing = sorted(os.listdir(root))
         dist.barrier()

@@ -1,0 +1,159 @@
+"""Files in torch's format, marked on their way: what the storages have in common.
+
+Torch's ``FileSystemWriter`` asks a file system object for its streams. :class:`MarkedFiles` is one whose streams take
+the CRC-32 of what passes through and flush it to the disk, so that nobody has to read a file again to know its mark.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.futures import Future
+
+from stagereg.checkpoint.layout import FileMark
+from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.errors import CheckpointError
+
+__all__ = ["FileStorage", "MarkedFiles", "StrPath", "telling_the_truth"]
+
+StrPath: TypeAlias = str | os.PathLike[str]
+
+_BUFFER_BYTES = 1 << 20
+
+
+class MarkedFiles(FileSystem):
+    """The local file system, with a mark of each file that was written through it.
+
+    Attributes:
+        marks: by the name of the file; what is not closed yet, or was not written to its end, has none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: dict[str, FileMark] = {}
+
+    @contextmanager
+    def create_stream(self, path: StrPath, mode: str) -> Generator[io.IOBase, None, None]:
+        """Open a file; one opened with ``"wb"`` is on the disk, and has its mark, once closed without an error."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        name = Path(path).name
+        self.marks.pop(name, None)
+        file = _Marking(path, lambda mark: self.marks.update({name: mark}))
+        with io.BufferedWriter(file, _BUFFER_BYTES) as stream:
+            try:
+                yield stream
+            except BaseException:
+                file.whole = False
+                raise
+
+    def rename(self, path: StrPath, new_path: StrPath) -> None:
+        """Rename a file; its mark goes with it."""
+        super().rename(path, new_path)
+        moved = self.marks.pop(Path(path).name, None)
+        if moved is not None:
+            self.marks[Path(new_path).name] = moved
+
+
+class _Marking(io.FileIO):
+    """A file written from its beginning to its end, which tells its mark when it is on the disk."""
+
+    def __init__(self, path: StrPath, tell: Callable[[FileMark], None]) -> None:
+        super().__init__(path, "w")
+        self._tell_mark = tell
+        self._bytes = self._crc32 = 0
+        self.whole = True
+
+    def write(self, data: Any, /) -> int:
+        try:
+            written = super().write(data)
+        except OSError:
+            self.whole = False
+            raise
+        self._bytes += written
+        self._crc32 = zlib.crc32(memoryview(data)[:written], self._crc32)
+        return written
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        raise io.UnsupportedOperation("a marked file is written from its beginning to its end")
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            if self.whole:
+                os.fsync(self.fileno())
+                self._tell_mark(FileMark(self._bytes, self._crc32))
+        finally:
+            super().close()
+
+
+@contextmanager
+def telling_the_truth() -> Generator[None, None, None]:
+    """Raise the operating system's error where torch would raise another one on top of it.
+
+    When the disk refuses a write, torch's archive writer fails once more while it unwinds and raises about positions in
+    the archive. Other ranks are told of the error that is raised, not of those behind it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
+
+
+class FileStorage(FileSystemWriter, Storage):
+    """Base of the storages that write torch's own format; what they write, ``torch.distributed.checkpoint.load`` reads.
+
+    One thread at a time may use it, for one checkpoint after the other.
+
+    Args:
+        path: the directory; torch and the checkpointer name another for each checkpoint.
+        thread_count: threads that write, one file each.
+    """
+
+    def __init__(self, path: StrPath | None = None, thread_count: int = 1) -> None:
+        # Flushed by the streams when they are closed: this writer's own flush comes before its buffers are written out.
+        super().__init__(path or "", sync_files=False, thread_count=thread_count)
+        self._named = bool(path)
+        self.files = self.fs = MarkedFiles()
+
+    @property
+    def marks(self) -> Mapping[str, FileMark]:
+        """See :class:`.Storage`."""
+        return dict(self.files.marks)
+
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
+        """Begin another checkpoint, in the directory ``checkpoint_id`` if one is given."""
+        super().reset(checkpoint_id)
+        self._named = self._named or bool(checkpoint_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the directory. Raises: ``CheckpointError`` if none was named; ``OSError``."""
+        if not self._named:
+            raise CheckpointError(
+                f"{type(self).__name__} was given no directory: build it with path=..., or save with checkpoint_id=..."
+            )
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files. Raises: ``OSError``, with what the operating system said."""
+        self.files.marks.clear()
+        with telling_the_truth():
+            return super().write_data(plan, planner)
+
+    def reader(self, path: StrPath) -> StorageReader:
+        """See :class:`.Storage`."""
+        return FileSystemReader(path)

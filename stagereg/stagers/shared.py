@@ -1,0 +1,55 @@
+"""``shared``: memory that a writer in another process reads where it lies."""
+
+from __future__ import annotations
+
+from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.memory import Pool
+from stagereg.kernel.sharing import SharedArena
+from stagereg.registry import register
+from stagereg.stagers.host import HostStager
+
+__all__ = ["SharedStager"]
+
+
+@register("stager", "shared")
+class SharedStager(HostStager):
+    """Copies into shared memory that is kept between calls: up to ``max_in_flight`` blocks of the state dict's size.
+
+    A block is one file in memory, so a copy costs one file descriptor however many tensors it has. Copies go through
+    ``multiprocessing`` and torch's checkpoint process (``AsyncCheckpointerType.PROCESS``) without their bytes being
+    copied, and a block is not used again while a process reads it; a reader that died is not waited for. The
+    ``Checkpointer`` writes such copies from a process of its own. Readers are processes of the same user on the same
+    machine. Linux, and other systems that have ``flock``.
+
+    A process forked from this one sees the blocks themselves: it may use copies made before only as long as this
+    process holds them.
+
+    Attributes:
+        shares_memory: True: another process can read the copies where they lie.
+
+    Args:
+        max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
+        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work or a process reads; then
+            it takes memory beyond the bound and says so once.
+        threads: threads that copy from host memory, the caller's among them.
+        pin: page-lock the memory; None means where an accelerator is available (CUDA).
+        reserve_gb: GiB of memory to get ready at once, in the background, so that the first ``stage`` is as quick as
+            the next ones; the size of the state dict is a good choice. 0 waits until the size is known.
+        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
+            is deep-copied.
+    """
+
+    shares_memory = True
+
+    def __init__(
+        self,
+        max_in_flight: int = 2,
+        wait_s: float = 60.0,
+        threads: int = 2,
+        pin: bool | None = None,
+        reserve_gb: float = 0.0,
+        type_check: bool = False,
+    ) -> None:
+        reserve = int(reserve_gb * 2**30)
+        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=reserve, make=SharedArena)
+        super().__init__(HostCopier(pool, threads, type_check))

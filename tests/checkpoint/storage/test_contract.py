@@ -1,0 +1,367 @@
+"""What every storage promises, to a checkpointer and to torch alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hydra import compose, initialize_config_dir
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import stagereg
+from stagereg.checkpoint import commit, layout
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.errors import CheckpointError, ConfigError, RegistryError
+from stagereg.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint"
+)
+
+STORAGES = ("dcp", "direct", "safetensors")
+STAGERS = ("pinned_cached", "blocking")
+each = pytest.mark.parametrize("storage", STORAGES)
+
+
+def checkpointer(root: Path, storage: str, stager: str = "pinned_cached", **more: Any) -> Checkpointer:
+    built = stagereg.build("stager", stager), stagereg.build("storage", storage)
+    return Checkpointer(str(root), stager=built[0], storage=built[1], **more)
+
+
+def values() -> dict[str, Any]:
+    tied = torch.arange(6.0).reshape(2, 3)
+    return {
+        "int": 3,
+        "text": "ü",
+        "nested": {1: {"a": (1, 2.5)}, "list": [torch.ones(2), {}, []]},
+        "ordered": OrderedDict(b=1, a=2),
+        "scalar": torch.tensor(1.5),
+        "nothing": torch.empty(0, 3),
+        "complex": torch.tensor([1 + 2j]).conj(),
+        "bfloat16": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+        "float8": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
+        "bools": torch.tensor([True, False]),
+        "large": torch.arange(2_000_000, dtype=torch.int32),
+        "column": torch.arange(60_000.0).reshape(-1, 3)[:, 1],
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "tied": tied,
+        "tie": tied,
+        "turned": tied.t(),
+    }
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return type(value), [(key, plain(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [plain(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
+    return type(value), value
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@each
+@pytest.mark.parametrize("stager", STAGERS)
+def test_a_checkpointer_gets_back_what_it_saved_whatever_storage_it_has_then(
+    tmp_path: Path, storage: str, stager: str
+) -> None:
+    with checkpointer(tmp_path, storage, stager, keep=3) as saving:
+        for step in range(3):
+            saving.save(step, {**values(), "int": step})
+    for path in saving.dir.glob("step-*"):
+        marks = layout.Manifest.loads((path / layout.MANIFEST).read_text()).files
+        assert marks == {name: layout.mark(path / name) for name in os.listdir(path) if name != layout.MANIFEST}
+    with Checkpointer(str(tmp_path)) as restoring:
+        state: dict[str, Any] = dict.fromkeys(values())
+        assert restoring.restore(state) == 2
+    assert same(plain(state), plain({**values(), "int": 2}))
+
+
+@each
+def test_no_file_is_read_again_for_its_mark(tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "mark", lambda path: pytest.fail(f"{path} was read"))
+    with checkpointer(tmp_path, storage) as saving:
+        saving.save(1, values())
+
+
+@each
+def test_every_file_is_flushed_to_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[str] = set()
+    real, publish = os.fsync, commit.publish
+
+    def fsync(descriptor: int) -> None:
+        real(descriptor)
+        flushed.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).removesuffix(".tmp"))
+
+    def check(root: Path, written: Path, *more: Any) -> Path:
+        assert set(os.listdir(written)) <= flushed
+        return publish(root, written, *more)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(commit, "publish", check)
+    with checkpointer(tmp_path, storage) as saving:
+        saving.save(1, values())
+
+
+@each
+def test_a_flipped_bit_is_found_in_every_file(tmp_path: Path, storage: str) -> None:
+    with checkpointer(tmp_path, storage) as saving:
+        saving.save(1, values())
+    files = [path for path in (tmp_path / "step-00000001").iterdir() if path.name != layout.MANIFEST]
+    assert len(files) == (3 if storage == "safetensors" else 2)
+    for path in files:
+        content = path.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 1
+        path.write_bytes(flipped)
+        with Checkpointer(str(tmp_path), resume="latest") as restoring:
+            with pytest.raises(CheckpointError, match=rf"content of {path.name}"):
+                restoring.restore({"int": 0})
+            path.write_bytes(content)
+            assert restoring.restore({"int": 0}) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    root = tmp_path / "disk"
+    root.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(root)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
+    yield root
+    subprocess.run(["umount", str(root)], check=True)
+
+
+@each
+@pytest.mark.parametrize("stager", STAGERS)
+def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(small_disk: Path, storage: str, stager: str) -> None:
+    with checkpointer(small_disk, storage, stager, keep=9) as saving:
+        saving.save(1, {"x": torch.ones(400_000)})
+        saving.wait()
+        saving.save(2, {"x": torch.ones(800_000)})
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            saving.wait()
+        state = {"x": torch.zeros(400_000)}
+        assert saving.restore(state) == 1
+        assert state["x"].sum() == 400_000
+        assert sorted(os.listdir(small_disk)) == ["latest", "step-00000001"]
+
+
+@each
+def test_torch_alone_saves_with_it_one_checkpoint_after_another(tmp_path: Path, storage: str) -> None:
+    writer = stagereg.build("storage", storage, path=tmp_path / "0")
+    for step, keywords in (
+        (0, {}),
+        (1, {"checkpoint_id": tmp_path / "1"}),
+        (2, {"checkpoint_id": str(tmp_path / "2")}),
+    ):
+        dcp.save({"x": torch.full((5,), step), "n": step}, storage_writer=writer, no_dist=True, **keywords)
+        assert writer.marks == {path.name: layout.mark(path) for path in (tmp_path / str(step)).iterdir()}
+    for step in range(3):
+        state = {"x": torch.zeros(5, dtype=torch.int64), "n": -1}
+        dcp.load(state, storage_reader=writer.reader(tmp_path / str(step)), no_dist=True)
+        assert (state["x"].tolist(), state["n"]) == ([step] * 5, step)
+
+
+class Breaks(DefaultSavePlanner):
+    """Has the first entries and not the last one."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.index.fqn in ("x", "z"):
+            raise ZeroDivisionError
+        return super().resolve_data(write_item)
+
+
+@each
+def test_what_was_not_written_whole_has_no_mark(tmp_path: Path, storage: str) -> None:
+    writer = stagereg.build("storage", storage, path=tmp_path)
+    state = {"n": 1, "w": torch.ones(5), "x": torch.ones(5), "z": 2}
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert writer.marks
+    with pytest.raises(dcp.api.CheckpointException, match="ZeroDivisionError"):
+        dcp.save(state, storage_writer=writer, planner=Breaks(), no_dist=True)
+    assert writer.marks == {}
+
+
+@each
+def test_it_goes_to_another_process_and_back_with_its_marks(tmp_path: Path, storage: str) -> None:
+    writer = stagereg.build("storage", storage)
+    for step in range(2):
+        dcp.save({"x": torch.ones(5), "n": 1}, checkpoint_id=tmp_path / str(step), storage_writer=writer, no_dist=True)
+        marks = writer.marks
+        writer = pickle.loads(pickle.dumps(writer))
+        assert writer.marks == marks == {path.name: layout.mark(path) for path in (tmp_path / str(step)).iterdir()}
+
+
+@each
+def test_a_storage_without_a_directory_says_so(storage: str) -> None:
+    with pytest.raises(dcp.api.CheckpointException, match=r"given no directory: build it with path="):
+        dcp.save({"x": 1}, storage_writer=stagereg.build("storage", storage), no_dist=True)
+
+
+LOAD_WITH_TORCH_ALONE = """
+import sys, torch, torch.distributed.checkpoint as dcp
+template = {"w": torch.zeros(3, 1000), "t": torch.zeros(1000, 3), "s": torch.zeros(()), "n": 0}
+dcp.load(template, checkpoint_id=sys.argv[1], no_dist=True)
+assert torch.equal(template["w"], torch.arange(3000.0).view(3, 1000)), template
+assert torch.equal(template["t"], torch.arange(3000.0).view(3, 1000).t()), template
+assert (template["s"].item(), template["n"]) == (2.5, 7), template
+assert "stagereg" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("storage", ["dcp", "direct"])
+def test_torch_alone_reads_it_in_a_fresh_process(tmp_path: Path, storage: str) -> None:
+    w = torch.arange(3000.0).view(3, 1000)
+    with checkpointer(tmp_path, storage) as saving:
+        saving.save(1, {"w": w.clone(), "t": w.t(), "s": torch.tensor(2.5), "n": 7})
+    command = [sys.executable, "-I", "-W", "ignore", "-c", LOAD_WITH_TORCH_ALONE, str(tmp_path / "latest")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def save_and_load_shards(rank: int, world_size: int, root: str, storage: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    full = torch.arange(3500.0).view(50, 70)
+
+    def state(fill: float | None) -> dict[str, Any]:
+        content = full if fill is None else torch.full_like(full, fill)
+        placed = {name: distribute_tensor(content.clone(), mesh, [p]) for name, p in PLACEMENTS.items()}
+        uneven = distribute_tensor(content[:1].clone(), mesh, [Shard(0)])  # nothing on the last rank
+        whole = content.clone() + (rank if fill is None else 0)
+        return {"sharded": placed, "uneven": uneven, "whole": whole, f"own.rank{rank}": torch.full((2,), rank + 1)}
+
+    with checkpointer(Path(root), storage) as saving:
+        saving.save(1, state(None))
+    loaded = state(-1.0)
+    with Checkpointer(root) as restoring:
+        assert restoring.restore(loaded) == 1
+    for name, x in loaded["sharded"].items():
+        assert type(x) is DTensor
+        assert torch.equal(x.full_tensor(), full), name
+    assert torch.equal(loaded["uneven"].full_tensor(), full[:1])
+    assert torch.equal(loaded["whole"], full)  # the lowest rank's
+    assert loaded[f"own.rank{rank}"].tolist() == [rank + 1] * 2
+    dist.barrier()
+    return sorted(os.listdir(os.path.join(root, "latest")))
+
+
+PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
+
+
+@each
+def test_two_ranks_write_their_shards_and_read_them_back(tmp_path: Path, storage: str) -> None:
+    listings = run_ranks(save_and_load_shards, nproc=2, args=(str(tmp_path), storage))
+    assert listings[0] == listings[1]
+    assert {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"} <= set(listings[0])
+    manifest = layout.Manifest.loads((tmp_path / "latest" / layout.MANIFEST).read_text())
+    assert set(manifest.files) == set(listings[0]) - {layout.MANIFEST}
+    if storage != "safetensors":
+        template = {"sharded": {name: torch.zeros(50, 70) for name in PLACEMENTS}}
+        dcp.load(template, checkpoint_id=tmp_path / "latest", no_dist=True)
+        for name in PLACEMENTS:
+            assert torch.equal(template["sharded"][name], torch.arange(3500.0).view(50, 70))
+
+
+class Foreign(DcpStorage):
+    """A storage of somebody else's, that torch's protocol and a reader are all of."""
+
+    marks = property(lambda self: pytest.fail("asked for marks"))  # type: ignore[assignment]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "marks":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+def test_a_storage_without_marks_has_its_files_read(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), storage=Foreign()) as saving:
+        saving.save(1, {"x": 1})
+        path = tmp_path / "step-00000001"
+        saving.wait()
+        files = layout.Manifest.loads((path / layout.MANIFEST).read_text()).files
+        assert files == {name: layout.mark(path / name) for name in (".metadata", "__0_0.distcp")}
+
+
+def test_the_manifest_names_the_storage_and_an_old_one_means_dcp(tmp_path: Path) -> None:
+    with checkpointer(tmp_path, "direct") as saving:
+        saving.save(1, {"x": 1})
+    path = tmp_path / "step-00000001" / layout.MANIFEST
+    data = json.loads(path.read_text())
+    assert data.pop("storage") == "direct"
+    path.write_text(json.dumps(data))
+    with Checkpointer(str(tmp_path)) as restoring:
+        state = {"x": 0}
+        assert restoring.restore(state) == 1
+    assert layout.Manifest.loads(path.read_text()).storage == "dcp"
+    assert state == {"x": 1}
+
+
+def test_a_checkpoint_of_an_unregistered_storage_is_read_by_that_storage_alone(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), storage=Foreign()) as saving:
+        saving.save(1, {"x": 1})
+        saving.wait()
+        assert saving.restore({"x": 0}) == 1
+    with Checkpointer(str(tmp_path)) as other, pytest.raises(CheckpointError, match=r"Foreign.*There is: dcp, direct"):
+        other.restore({"x": 0})
+
+
+@pytest.mark.parametrize("storage", ["direct", object(), DcpStorage])
+def test_a_storage_that_is_none_is_refused_at_once(tmp_path: Path, storage: Any) -> None:
+    with pytest.raises(ConfigError, match="storage must be a storage"):
+        Checkpointer(str(tmp_path), storage=storage)
+
+
+def test_torchs_own_writer_lacks_a_reader_to_be_a_storage() -> None:
+    with pytest.raises(RegistryError, match=r"'reader' is missing\. Write:\n    def reader\(self, path\)"):
+        stagereg.register("storage", "theirs")(dcp.FileSystemWriter)
+
+
+def test_a_storage_is_chosen_in_a_config(tmp_path: Path) -> None:
+    config = {
+        "_target_": "stagereg.checkpoint.checkpointer.Checkpointer",
+        "dir": str(tmp_path),
+        "storage": {"_target_": "stagereg.checkpoint.storage.direct.DirectStorage", "buffer_mb": 2},
+    }
+    with stagereg.instantiate(config) as saving:
+        saving.save(1, {"x": 1})
+    assert json.loads((tmp_path / "latest" / layout.MANIFEST).read_text())["storage"] == "direct"
+
+
+def test_it_is_a_group_of_the_command_line_with_dcp_as_its_default(tmp_path: Path) -> None:
+    (tmp_path / "app.yaml").write_text("defaults: [stagereg, _self_]\n")
+    chosen = {}
+    for overrides in ([], ["storage=direct", "storage.buffer_mb=2"], ["storage=safetensors"]):
+        with initialize_config_dir(str(tmp_path), version_base="1.3"):
+            config = compose("app", [*overrides, f"checkpoint.dir={tmp_path}"])
+        with stagereg.instantiate(config.checkpoint) as saving:
+            saving.save(1, {"x": 1})
+        chosen[tuple(overrides)] = json.loads((tmp_path / "latest" / layout.MANIFEST).read_text())["storage"]
+    assert list(chosen.values()) == ["dcp", "direct", "safetensors"]

@@ -1,0 +1,157 @@
+"""Whatever stager copies and whatever storage writes: what comes back is the state at the call of ``save``."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagereg
+from stagereg import Checkpointer
+from stagereg.errors import CheckpointError
+from stagereg.kernel import bounded
+from stagereg.testing import run_ranks
+
+STORAGES = ["dcp", "direct", "safetensors"]
+STAGERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "blocking": ("blocking", {}),
+    "pinned_cached": ("pinned_cached", {}),
+    "overlapped": ("overlapped", {}),
+    "shared": ("shared", {}),
+    "incremental": ("incremental", {"detect": "content"}),
+    "incremental_frozen": ("incremental", {"frozen": ["model.base.*"]}),
+    "bounded": ("pinned_cached", {"host_memory_gb": 2**-12}),
+}
+SAVES = 4
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(200, 200).requires_grad_(False)
+        self.norm = torch.nn.BatchNorm1d(200)
+        self.head = torch.nn.Linear(200, 200)
+        self.tied = torch.nn.Linear(200, 200, bias=False)
+        self.tied.weight = self.head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.head(self.norm(self.base(x))))
+
+
+def things() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, fused=True)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "seen": 0,
+    }
+
+
+def train(state: dict[str, Any]) -> None:
+    state["model"](torch.randn(8, 200)).square().mean().backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+    state["schedule"].step()
+    state["seen"] += 8
+
+
+def picture(state: dict[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy({name: x.state_dict() if hasattr(x, "state_dict") else x for name, x in state.items()})
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("stager", STAGERS)
+def test_training_goes_on_and_every_checkpoint_is_of_its_own_step(stager: str, storage: str, tmp_path: Path) -> None:
+    if storage == "safetensors":
+        pytest.importorskip("safetensors")
+    name, options = STAGERS[stager]
+    state = things()
+    train(state)
+    pictures = {}
+    checkpointer = Checkpointer(
+        str(tmp_path),
+        keep=SAVES,
+        stager=stagereg.build("stager", name, **options),
+        storage=stagereg.build("storage", storage),
+    )
+    with checkpointer:
+        for step in range(SAVES):
+            pictures[step] = picture(state)
+            checkpointer.save(step, state)
+            for _ in range(2):
+                train(state)
+    for step, expected in pictures.items():
+        fresh = things()
+        with Checkpointer(str(tmp_path), resume=str(tmp_path / f"step-{step:08d}")) as reader:
+            assert reader.restore(fresh) == step
+        assert equal(picture(fresh), expected), step
+
+
+def save_while_one_rank_keeps_what_did_not_fit(rank: int, world_size: int, folder: str) -> None:
+    class Keeping(type(stagereg.build("stager", "pinned_cached"))):  # type: ignore[misc]
+        """Keeps the copy, as a stager or a hook of somebody else might."""
+
+        def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+            self.kept = super().stage(state_dict)
+            return self.kept
+
+    bounded._GRACE_S = 0.1
+    stager = Keeping(host_memory_gb=2**-12) if rank == 1 else stagereg.build("stager", "blocking")
+    checkpointer = Checkpointer(folder, stager=stager)
+    if rank == 1:
+        with pytest.raises(CheckpointError, match="did not fit into host_memory_gb"):
+            checkpointer.save(1, {"x": torch.ones(2**18)})
+        stager.kept = None
+    else:
+        checkpointer.save(1, {"x": torch.ones(2**18)})
+        with pytest.raises(CheckpointError, match=r"rank 1: .*did not fit into host_memory_gb"):
+            checkpointer.wait()
+    assert checkpointer.latest is None
+    checkpointer.close()
+
+
+def test_a_copy_that_may_change_while_it_is_held_is_never_committed(tmp_path: Path) -> None:
+    run_ranks(save_while_one_rank_keeps_what_did_not_fit, 2, args=(str(tmp_path),), timeout_s=60)
+
+
+def test_a_source_that_was_written_under_the_copy_fails_the_save_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    from stagereg.kernel.overlap import LateCopy
+
+    may_copy, run = threading.Event(), LateCopy.run
+
+    def held(late: LateCopy) -> list[int]:
+        assert may_copy.wait(30)
+        return run(late)
+
+    monkeypatch.setattr(LateCopy, "run", held)
+    state = things()
+    with Checkpointer(str(tmp_path), stager=stagereg.build("stager", "overlapped")) as checkpointer:
+        train(state)
+        checkpointer.save(1, state)
+        state["model"].head.weight.data.add_(1)
+        may_copy.set()
+        with pytest.raises(CheckpointError, match=r"model\.head\.weight.*written while it was being copied"):
+            checkpointer.wait()
+        assert checkpointer.latest is None
+        checkpointer.save(2, state)
+    assert checkpointer.latest == tmp_path / "step-00000002"

@@ -1,0 +1,500 @@
+"""Shared memory: one descriptor, nothing copied, and never written while anybody reads, whoever has died meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import stagereg
+from stagereg import AsyncStager
+from stagereg.errors import StagingError
+from stagereg.kernel import memory, parcel, sharing
+from stagereg.kernel.memory import Pool
+from stagereg.kernel.room import room_around
+from stagereg.kernel.sharing import SharedArena
+from stagereg.testing import run_ranks
+
+PROGRAM = """
+import pickle, sys
+import torch
+from multiprocessing.reduction import ForkingPickler
+here = {"ForkingPickler": ForkingPickler, "torch": torch}
+while True:
+    code, message = pickle.load(sys.stdin.buffer)
+    here.update(message=message, answer=None)
+    try:
+        exec(code, here)
+    except Exception as error:
+        here["answer"] = f"{type(error).__name__}: {error}"
+    pickle.dump(here["answer"], sys.stdout.buffer)
+    sys.stdout.buffer.flush()
+"""
+
+
+class Reader:
+    """Another process that does what it is told; it shares nothing with this one but two pipes."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def do(self, code: str, message: bytes = b"") -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        pickle.dump((code, message), self.process.stdin)
+        self.process.stdin.flush()
+        return pickle.load(self.process.stdout)  # at the death of the process: EOFError
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def old_reader() -> Iterator[Reader]:
+    made = Reader()
+    made.do(DESCRIBE)
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def reader(old_reader: Reader) -> Iterator[Reader]:
+    """One that holds nothing, before and after."""
+    yield old_reader
+    old_reader.do("message = state = None")
+
+
+@pytest.fixture
+def stager() -> Iterator[AsyncStager]:
+    made = stagereg.build("stager", "shared", max_in_flight=1, wait_s=0.0)
+    yield made
+    made.close()
+
+
+def state(value: float, n: int = 5000) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((n,), value), "v": torch.full((7,), value)}
+
+
+def sent(copy: Any) -> bytes:
+    return bytes(ForkingPickler.dumps(copy))
+
+
+def descriptors(pid: int | str = "self") -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def pool_lending(arena: SharedArena) -> Pool:
+    return Pool(max_in_flight=1, wait_s=0.0, make=lambda nbytes, pin, threads: arena)
+
+
+RECEIVE = "state = ForkingPickler.loads(message); answer = {name: x.unique().tolist() for name, x in state.items()}"
+
+
+class TestSending:
+    def test_twenty_thousand_tensors_cost_one_descriptor_here_and_there(self, stager, reader) -> None:
+        source = {f"layer.{i}.weight": torch.full((i % 7,), i) for i in range(20_000)}
+        mine, theirs = descriptors(), descriptors(reader.process.pid)
+        copy = stager.stage(source)
+        assert descriptors() - mine == 1
+        reader.do("state = ForkingPickler.loads(message); answer = len(state)", sent(copy))
+        assert descriptors(reader.process.pid) - theirs == 1
+        assert descriptors() - mine == 1
+        assert reader.do("answer = all((x == i).all() for i, x in enumerate(state.values()))")
+        reader.do("state = None")
+        assert descriptors(reader.process.pid) - theirs == 0
+
+    def test_a_message_does_not_grow_with_the_bytes_of_the_tensors(self, stager) -> None:
+        small, large = sent(stager.stage(state(1, n=10))), sent(stager.stage(state(1, n=2**22)))
+        assert abs(len(large) - len(small)) < 32
+
+    def test_both_processes_see_the_same_memory(self, stager, reader) -> None:
+        copy = stager.stage(state(1))
+        assert reader.do(RECEIVE, sent(copy)) == {"w": [1.0], "v": [1.0]}
+        reader.do("state['w'].fill_(5)")
+        assert copy["w"].eq(5).all()
+        assert copy["v"].eq(1).all()
+
+    def test_any_part_of_a_copy_can_be_sent(self, stager, reader) -> None:
+        copy = stager.stage({"w": torch.arange(10.0), "n": 3})
+        assert reader.do("answer = ForkingPickler.loads(message).tolist()", sent(copy["w"][2:8:2])) == [2.0, 4.0, 6.0]
+
+    def test_tensors_that_are_no_copies_go_torchs_way(self, stager) -> None:
+        copy = stager.stage(state(1))
+        plain = torch.arange(10.0)
+        received = ForkingPickler.loads(ForkingPickler.dumps({"plain": plain, "copy": copy["w"]}))
+        assert torch.equal(received["plain"], plain)
+        assert plain.is_shared()
+        assert not copy["w"].is_shared()
+
+
+leaves = st.builds(
+    lambda shape, dtype, seed: (torch.arange(torch.Size(shape).numel()) + seed).to(dtype).view(shape),
+    st.lists(st.integers(0, 20), max_size=3),
+    st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16]
+    ),
+    st.integers(0, 100),
+)
+
+
+@st.composite
+def states(draw: st.DrawFn) -> dict[str, Any]:
+    """Tensors and views of them: transposed, cut, conjugated, tied; parameters, attributes and other values."""
+    made: dict[str, Any] = {}
+    tensors: list[torch.Tensor] = []
+    for i in range(draw(st.integers(0, 8))):
+        x = draw(leaves) if not tensors or draw(st.booleans()) else draw(st.sampled_from(tensors))
+        how = draw(st.sampled_from(["as it is", "view", "conj", "neg", "parameter", "attribute", "needs grad"]))
+        if how == "view" and x.dim():
+            x = x.transpose(0, -1)[draw(st.integers(0, 1)) :: draw(st.integers(1, 3))]
+        elif how == "conj" and x.is_complex():
+            x = x.conj()
+        elif how == "neg" and x.is_complex():
+            x = x.conj().imag
+        elif how == "parameter":
+            x = torch.nn.Parameter(x.detach().clone(), requires_grad=False)
+        elif how == "attribute":
+            x = x.detach().clone()
+            x.tag = [1, "two"]
+        elif how == "needs grad" and x.is_floating_point():
+            x = x.detach().clone().requires_grad_()
+        if not x.requires_grad:
+            tensors.append(x)
+        made[f"{how}.{i}"] = x
+    made["other"] = draw(st.lists(st.one_of(st.integers(), st.text(max_size=3), st.none())))
+    return made
+
+
+DESCRIBE = """
+def described(x):
+    if not isinstance(x, torch.Tensor):
+        return x
+    bits = torch.empty(x.shape, dtype=x.dtype).copy_(x.detach()).reshape(-1)
+    bits = bits.view(torch.uint8).tolist() if bits.numel() else []
+    flags = x.requires_grad, x.is_conj(), x.is_neg(), vars(x)
+    return type(x).__name__, str(x.dtype), tuple(x.shape), x.stride(), x.untyped_storage().nbytes(), flags, bits
+"""
+
+
+def locally_described() -> Callable[[Any], Any]:
+    local: dict[str, Any] = {}
+    exec(DESCRIBE, {"torch": torch}, local)
+    return local["described"]
+
+
+class TestFidelity:
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(state=states())
+    def test_what_arrives_equals_what_was_staged(self, stager, reader, state: dict[str, Any]) -> None:
+        copy = stager.stage(state)
+        message = sent(copy)
+        described = locally_described()
+        arrived = reader.do(
+            "state = ForkingPickler.loads(message); answer = {k: described(x) for k, x in state.items()}; state = None",
+            message,
+        )
+        assert arrived == {key: described(value) for key, value in copy.items()}
+        received = ForkingPickler.loads(message)
+        assert {key: described(value) for key, value in received.items()} == arrived
+
+    def test_tied_tensors_arrive_tied(self, stager, reader) -> None:
+        x = torch.arange(6.0)
+        message = sent(stager.stage({"a": x, "b": x[2:], "c": [x.view(2, 3)], "d": x.clone()}))
+        reader.do("state = ForkingPickler.loads(message); state['a'][3] = 9", message)
+        storages = "[x.untyped_storage()._cdata for x in (state['a'], state['b'], state['c'][0])]"
+        assert len(set(reader.do(f"answer = {storages}"))) == 1
+        assert reader.do("answer = state['b'].tolist(), state['c'][0].tolist(), state['d'].tolist()") == (
+            [2.0, 9.0, 4.0, 5.0],
+            [[0.0, 1.0, 2.0], [9.0, 4.0, 5.0]],
+            [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
+        )
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(state=states())
+    def test_a_parcel_holds_equal_tensors(self, stager, state: dict[str, Any]) -> None:
+        copies = [x.detach() for x in stager.stage(state).values() if isinstance(x, torch.Tensor)]
+        packed, outside = parcel.pack(copies)
+        assert outside == []
+        described = locally_described()
+        for arrived, copy in zip(parcel.unpack(pickle.loads(pickle.dumps(packed))), copies, strict=True):
+            *same, nbytes, flags, bits = described(copy)
+            assert described(arrived) == (*same, min(nbytes, arrived.untyped_storage().nbytes()), flags, bits)
+
+    def test_a_parcel_brings_the_room_around_the_tensors(self, stager) -> None:
+        stager.leave_room(128, 64)
+        copy = stager.stage(state(1))
+        arrived = parcel.unpack(pickle.loads(pickle.dumps(parcel.pack(list(copy.values()))[0])))
+        for here, there in zip(copy.values(), arrived, strict=True):
+            mine, theirs = room_around(here), room_around(there)
+            assert mine is not None
+            assert theirs is not None
+            assert (mine.nbytes, mine.before, mine.after) == (theirs.nbytes, theirs.before, theirs.after)
+            assert here.data_ptr() - mine.address == there.data_ptr() - theirs.address
+
+    def test_a_parcel_tells_what_lies_elsewhere(self, stager) -> None:
+        copy = stager.stage(state(1))
+        packed, outside = parcel.pack([copy["w"], torch.ones(3), torch.empty(0), copy["v"]])
+        assert outside == [1]
+        assert len(packed.passages) == 1
+
+
+class TestLease:
+    def test_memory_is_not_lent_again_while_another_process_reads(self, stager, reader) -> None:
+        copy = stager.stage(state(1))
+        assert reader.do(RECEIVE, sent(copy)) == {"w": [1.0], "v": [1.0]}
+        del copy
+        for step in range(2, 6):
+            stager.stage(state(step))
+        assert reader.do("answer = state['w'].unique().tolist()") == [1.0]
+
+    def test_one_slice_in_another_process_keeps_all_of_it(self, reader) -> None:
+        arena = SharedArena(4096, pin=False)
+        held = torch.frombuffer(arena.view(), dtype=torch.uint8)
+        reader.do("state = ForkingPickler.loads(message)[7:8]", sent(held))
+        assert not arena.idle
+        reader.do("state = None")
+        assert arena.idle
+
+    def test_what_is_on_its_way_is_not_overwritten(self, stager, reader) -> None:
+        message = sent(stager.stage(state(1)))
+        for step in range(2, 5):
+            stager.stage(state(step))
+        assert reader.do(RECEIVE, message) == {"w": [1.0], "v": [1.0]}
+
+    def test_what_is_on_its_way_survives_the_stager(self, stager, reader) -> None:
+        message = sent(stager.stage(state(1)))
+        stager.close()
+        assert reader.do(RECEIVE, message) == {"w": [1.0], "v": [1.0]}
+
+    def test_when_the_reader_is_done_the_memory_is_lent_again(self, reader) -> None:
+        made: list[SharedArena] = []
+
+        def make(nbytes: int, pin: bool, threads: int) -> SharedArena:
+            made.append(SharedArena(nbytes, pin, threads))
+            return made[-1]
+
+        pool = Pool(max_in_flight=1, make=make)
+        for step in range(5):
+            loan = pool.borrow(4096)
+            message = sent(torch.frombuffer(loan.view, dtype=torch.uint8, count=10).fill_(step))
+            del loan
+            assert reader.do("state = ForkingPickler.loads(message); answer = state.tolist()", message) == [step] * 10
+            assert pool.in_flight == 1
+            reader.do("state = None")
+            assert pool.in_flight == 0
+        assert len(made) == 1
+
+    def test_at_the_bound_stage_waits_for_the_other_process(self, monkeypatch, reader, caplog) -> None:
+        stager = stagereg.build("stager", "shared", max_in_flight=1, wait_s=60.0)
+        copy = stager.stage(state(1))
+        at = min(x.data_ptr() for x in copy.values())
+        reader.do(RECEIVE, sent(copy))
+        del copy
+        looks: list[bool] = []
+        look = sharing._File.settle
+
+        def let_go_after_three(file: sharing._File) -> bool:
+            looks.append(look(file))
+            if len(looks) == 3:
+                reader.do("state = None")
+            return looks[-1]
+
+        monkeypatch.setattr(sharing._File, "settle", let_go_after_three)
+        with caplog.at_level(logging.WARNING, logger="stagereg"):
+            again = stager.stage(state(2))
+        assert min(x.data_ptr() for x in again.values()) == at, "the memory let go is used again"
+        assert looks[:3] == [False] * 3
+        assert not [r for r in caplog.records if "still held" in r.getMessage()]
+        stager.close()
+
+    def test_a_reader_that_was_killed_reads_no_more(self) -> None:
+        arena = SharedArena(4096, pin=False)
+        held = torch.frombuffer(arena.view(), dtype=torch.uint8)
+        doomed = Reader()
+        doomed.do("state = ForkingPickler.loads(message)", sent(held))
+        assert not arena.idle
+        os.kill(doomed.process.pid, signal.SIGKILL)
+        doomed.kill()
+        assert arena.idle
+
+    def test_a_forked_child_of_a_reader_reads_too(self, reader) -> None:
+        arena = SharedArena(4096, pin=False)
+        reader.do(
+            "import os; state = ForkingPickler.loads(message); away, here = os.pipe(); child = os.fork()\n"
+            "if not child: os.close(here); os.read(away, 1); os._exit(0)\n"
+            "state = None",
+            sent(torch.frombuffer(arena.view(), dtype=torch.uint8)),
+        )
+        assert not arena.idle
+        reader.do("os.close(here); os.close(away); os.waitpid(child, 0)")
+        assert arena.idle
+
+    def test_a_message_that_nobody_takes_is_revoked_and_never_shows_other_bytes(self, monkeypatch, reader) -> None:
+        arena = SharedArena(4096, pin=False)
+        pool = pool_lending(arena)
+        loan = pool.borrow(4096)
+        message = sent(torch.frombuffer(loan.view, dtype=torch.uint8))
+        del loan
+        assert pool.in_flight == 1
+        monkeypatch.setattr(sharing, "_ON_THE_WAY_S", -1.0)
+        assert pool.in_flight == 0
+        again = pool.borrow(4096)
+        assert again.address == arena.address
+        assert "received too late" in reader.do("state = ForkingPickler.loads(message)", message)
+
+    def test_a_message_opened_twice_late_is_refused_the_second_time(self, stager, reader) -> None:
+        message = sent(stager.stage(state(1)))
+        assert reader.do(RECEIVE + "; state = None", message) == {"w": [1.0], "v": [1.0]}
+        stager.stage(state(2))
+        assert "received too late" in reader.do(RECEIVE, message)
+
+    def test_a_sender_that_is_gone_is_named(self, reader) -> None:
+        other = Reader()
+        message = other.do(
+            "import stagereg; stager = stagereg.build('stager', 'shared');"
+            "answer = bytes(ForkingPickler.dumps(stager.stage({'w': torch.ones(3), 'v': torch.ones(3)})))"
+        )
+        kept = other.do("answer = bytes(ForkingPickler.dumps(stager.stage({'w': torch.zeros(3)})))")
+        assert reader.do(RECEIVE, message) == {"w": [1.0], "v": [1.0]}
+        other.kill()
+        assert reader.do("answer = state['w'].tolist()") == [1.0] * 3, "what was received stays"
+        assert "its sender is gone" in reader.do(RECEIVE, kept)
+
+    def test_a_forked_child_leaves_the_parents_memory_alone(self) -> None:
+        # Run in a process of its own, which may fork since it has run no threads.
+        parent = Reader()
+        told = parent.do(
+            "import os, stagereg\n"
+            "stager = stagereg.build('stager', 'shared', threads=1)\n"
+            "copy = stager.stage({'w': torch.ones(1000)}); spare = stager.stage({'w': torch.ones(1000)}); del spare\n"
+            "child = os.fork()\n"
+            "if not child:\n"
+            "    for _ in range(3): stager.stage({'w': torch.zeros(1000)})\n"
+            "    stager.close(); del copy; os._exit(0)\n"
+            "_, status = os.waitpid(child, 0)\n"
+            "next = stager.stage({'w': torch.full((1000,), 3.0)})\n"
+            "answer = status, copy['w'].unique().tolist(), next['w'].sum().item()"
+        )
+        parent.kill()
+        assert told == (0, [1.0], 3000.0)
+
+
+class TestMemory:
+    def test_what_is_dropped_is_freed_although_a_reader_keeps_its_mapping(self, reader) -> None:
+        def shared_kib() -> list[int]:
+            statuses = [Path(f"/proc/{pid}/status").read_text() for pid in ("self", reader.process.pid)]
+            return [int(status.split("RssShmem:")[1].split()[0]) for status in statuses]
+
+        stager = stagereg.build("stager", "shared")
+        before = shared_kib()
+        copy = stager.stage(state(1, n=2**26))  # 256 MiB
+        reader.do("state = ForkingPickler.loads(message); state['w'].sum(); state = None", sent(copy))
+        assert all(now - then > 200 * 1024 for now, then in zip(shared_kib(), before, strict=True))
+        del copy
+        stager.close()
+        assert all(now - then < 50 * 1024 for now, then in zip(shared_kib(), before, strict=True))
+
+    def test_fifty_saves_leave_no_descriptor_and_no_memory(self, stager, reader) -> None:
+        def resident(pid: int | str) -> int:
+            return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4
+
+        def one(step: int) -> None:
+            reader.do(RECEIVE + "; state = None", sent(stager.stage(state(step, n=2**18 + step % 3))))
+
+        for step in range(5):
+            one(step)
+        before = [(descriptors(pid), resident(pid)) for pid in ("self", reader.process.pid)]
+        for step in range(50):
+            one(step)
+        after = [(descriptors(pid), resident(pid)) for pid in ("self", reader.process.pid)]
+        for (fds, kib), (more_fds, more_kib) in zip(before, after, strict=True):
+            assert more_fds <= fds
+            assert more_kib - kib < 10 * 1024
+
+    def test_more_than_the_machine_has_is_an_error(self) -> None:
+        with pytest.raises(StagingError, match="shared memory"):
+            SharedArena(2**60, pin=False)
+
+    def test_reserved_memory_is_there_for_the_first_stage(self) -> None:
+        stager = stagereg.build("stager", "shared", reserve_gb=1 / 64)
+        before = descriptors()
+        copy = stager.stage(state(1))
+        assert descriptors() <= before + 1
+        assert copy["w"].eq(1).all()
+        stager.close()
+
+    def test_without_memory_files_it_is_a_file_on_disk_that_goes_away(self, monkeypatch, tmp_path, reader) -> None:
+        monkeypatch.delattr(os, "memfd_create")
+        monkeypatch.setattr(sharing.tempfile, "tempdir", str(tmp_path))
+        stager = stagereg.build("stager", "shared", max_in_flight=1, wait_s=0.0)
+        copy = stager.stage(state(1))
+        assert len(list(tmp_path.iterdir())) == 1
+        assert reader.do(RECEIVE, sent(copy)) == {"w": [1.0], "v": [1.0]}
+        del copy
+        stager.stage(state(2))
+        assert reader.do("answer = state['w'].unique().tolist()") == [1.0]
+        reader.do("state = None")
+        stager.close()
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+class TestAccelerator:
+    def test_shared_memory_is_page_locked_and_copies_are_right(self) -> None:
+        stager = stagereg.build("stager", "shared")
+        for value in (1.0, 2.0):
+            copy = stager.stage({"w": torch.full((2**22,), value, device="cuda")})
+            assert copy["w"].is_pinned()
+            assert copy["w"].eq(value).all()
+            del copy
+        stager.close()
+
+
+def test_the_stager_says_that_others_can_read_its_copies(stager: AsyncStager) -> None:
+    assert stager.shares_memory is True
+
+
+def test_arenas_fit_where_arenas_go() -> None:
+    made: Callable[[int, bool, int], memory.Arena] = SharedArena
+    assert made(1, False, 1).nbytes == 4096
+
+
+def saved_by_torchs_process(rank: int, world_size: int, root: str) -> list[bool]:
+    """Saves as torch does from a process of its own, and changes the source as soon as it may."""
+    stager = stagereg.build("stager", "shared")
+    source = {f"w{i}": torch.full((100,), float(i)) for i in range(500)}
+    kept = []
+    for step in range(3):
+        path = f"{root}/{step}"
+        saving = dcp.async_save(
+            source, checkpoint_id=path, async_checkpointer_type=AsyncCheckpointerType.PROCESS, async_stager=stager
+        )
+        for x in source.values():
+            x.add_(1)
+        saving.result()
+        loaded = {name: torch.zeros_like(x) for name, x in source.items()}
+        dcp.load(loaded, checkpoint_id=path)
+        kept.append(all(torch.equal(loaded[name] + 1, x) for name, x in source.items()))
+    return kept
+
+
+@pytest.mark.slow
+def test_torchs_own_checkpoint_process_writes_what_was_staged(tmp_path: Path) -> None:
+    assert run_ranks(saved_by_torchs_process, nproc=1, args=(str(tmp_path),), timeout_s=100) == [[True] * 3]
