@@ -10,11 +10,44 @@ import torch
 
 import stagereg
 from stagereg import AsyncStager, BlockingAsyncStager
-from stagereg.kernel import memory, writers
+from stagereg.kernel import blocks, memory, writers
+
+
+class Settled(AsyncStager):
+    """A stager that promises a copy, seen as one that waits for it."""
+
+    _synchronize_after_execute = False
+
+    def __init__(self, promising: Any, owns_all: bool = False) -> None:
+        self._promising = promising
+        if owns_all:  # as if an optimizer wrote all there is, so that everything is copied in the background
+            self._promising._guard.owned = _Everything
+            self._promising._worth_waiting = 0
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return self._promising.stage(state_dict).result(60)
+
+    def close(self) -> None:
+        self._promising.close()
+
+
+class _Everything(dict[Any, int]):
+    def get(self, key: Any, default: Any = None) -> int:
+        return 2**62
+
+
+def _overlapped(owns_all: bool) -> Callable[..., AsyncStager]:
+    return lambda **kwargs: Settled(stagereg.build("stager", "overlapped", **kwargs), owns_all)
+
 
 MAKERS: dict[str, Callable[..., AsyncStager]] = {
     "blocking": lambda **kwargs: stagereg.build("stager", "blocking", **kwargs),
+    "incremental": lambda **kwargs: stagereg.build("stager", "incremental", **kwargs),
+    "incremental_content": lambda **kwargs: stagereg.build("stager", "incremental", detect="content", **kwargs),
     "pinned_cached": lambda **kwargs: stagereg.build("stager", "pinned_cached", **kwargs),
+    "overlapped": _overlapped(owns_all=False),
+    "overlapped_late": _overlapped(owns_all=True),
+    "shared": lambda **kwargs: stagereg.build("stager", "shared", **kwargs),
     "torch_plain": lambda: BlockingAsyncStager(False),
     "torch_cached": lambda: BlockingAsyncStager(True),
 }
@@ -27,7 +60,7 @@ def stager(request: pytest.FixtureRequest) -> Iterator[AsyncStager]:
     made.close()
 
 
-@pytest.fixture(params=["blocking", "pinned_cached"])
+@pytest.fixture(params=["blocking", "incremental", "incremental_content", "overlapped", "pinned_cached", "shared"])
 def make(request: pytest.FixtureRequest) -> Callable[..., AsyncStager]:
     """Builds a registered stager with given arguments."""
     return MAKERS[request.param]
@@ -54,8 +87,9 @@ def polls(monkeypatch: pytest.MonkeyPatch) -> Polls:
         answers.append(writers.writer_at_work(blocks))
         return answers[-1]
 
-    monkeypatch.setattr(memory, "writer_at_work", ask)
-    monkeypatch.setattr(memory, "_GRACE_S", 0.2)
+    for room in (blocks, memory):
+        monkeypatch.setattr(room, "writer_at_work", ask)
+        monkeypatch.setattr(room, "_GRACE_S", 0.2)
     return answers
 
 

@@ -1,0 +1,194 @@
+"""Host memory that several copies share: it comes back when the last copy that lies in it is gone.
+
+A ``memory.Pool`` lends an arena to one copy. Here a copy may lie in many :class:`Block`\\ s and a block may serve many
+copies, so the two are counted apart: a :class:`Lease` is one copy, and is what ``max_in_flight`` bounds; a block is
+free when no copy and no plan holds it. Both are known by Python's own references: every view of a block that a tensor
+is made over holds the block and the lease.
+
+Waiting for a lease follows the pool's rule: only while a writer can be seen (``writers``), for ``wait_s`` at most, and
+then memory beyond the bound is taken and a warning says so once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import queue
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from stagereg.errors import StagerClosedError, StagingError
+from stagereg.kernel.memory import Arena
+from stagereg.kernel.writers import Block as Span
+from stagereg.kernel.writers import alone, writer_at_work
+
+__all__ = ["Block", "Blocks", "Lease"]
+
+log = logging.getLogger("stagereg")
+
+_GRACE_S = 1.0
+_POLL_S = 0.02
+_SLACK = 1.25  # an arena may be so many times as large as what is asked for, and is used again rather than a new one
+
+
+class Lease:
+    """One copy that is out.
+
+    Attributes:
+        spans: address and bytes of the blocks that it lies in.
+    """
+
+    __slots__ = ("__weakref__", "spans")
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+
+class Block:
+    """An arena that any number of copies lie in.
+
+    Attributes:
+        address: of the first byte.
+        nbytes: bytes there are.
+    """
+
+    __slots__ = ("__weakref__", "_arena", "address", "nbytes")
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self.address = arena.address
+        self.nbytes = arena.nbytes
+
+    def view(self, lease: Lease) -> memoryview:
+        """A new view for the copy of that lease; while it lives, neither the block nor the lease comes back."""
+        view = self._arena.view()
+        owner: Any = view.obj
+        owner.held = (self, lease)
+        lease.spans.append((self.address, self.nbytes))
+        return view
+
+
+class Blocks:
+    """Gives out leases, a bounded number at once, and blocks, which are used again.
+
+    Args:
+        max_in_flight: leases at once before one has to wait.
+        wait_s: seconds that one waits at most while a writer is at work.
+        pin: page-lock; None means where an accelerator is available.
+        threads: threads that touch new pages.
+
+    One thread at a time may call it, but for :meth:`close`.
+    """
+
+    def __init__(self, max_in_flight: int = 2, wait_s: float = 60.0, pin: bool | None = None, threads: int = 2) -> None:
+        if max_in_flight < 1:
+            raise StagingError([], f"max_in_flight must be at least 1, not {max_in_flight}")
+        self._max = max_in_flight
+        self._wait_s = wait_s
+        self._pin = pin is not False and torch.accelerator.is_available()
+        self._threads = threads
+        self._free: list[Arena] = []
+        self._keep = 0
+        self._out: dict[int, list[Span]] = {}
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # put() is safe in finalizers
+        self._returned: queue.SimpleQueue[Arena] = queue.SimpleQueue()
+        self._serial = 0
+        self._overdrawn = False
+        self._closed = False
+
+    @property
+    def in_flight(self) -> int:
+        """Copies that are still out."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._out.pop(self._ended.get_nowait(), None)
+        return len(self._out)
+
+    def check_open(self) -> None:
+        """Raise ``StagerClosedError`` after :meth:`close`."""
+        if self._closed:
+            raise StagerClosedError
+
+    def expect(self, nbytes: int) -> None:
+        """Say how many bytes one copy needs; unused memory is kept for ``max_in_flight`` of them."""
+        self._keep = self._max * nbytes
+        self._collect()
+        self._free.clear()
+
+    def lease(self) -> Lease:
+        """Return a lease for one more copy, waiting if ``max_in_flight`` are out.
+
+        Raises:
+            StagerClosedError: after :meth:`close`, also when that is called meanwhile.
+        """
+        self.check_open()
+        if self.in_flight >= self._max:
+            self._await_end()
+        lease = Lease()
+        self._serial += 1
+        self._out[self._serial] = lease.spans
+        weakref.finalize(lease, self._ended.put, self._serial).atexit = False
+        return lease
+
+    def take(self, nbytes: int) -> Block:
+        """Return a block of at least ``nbytes`` bytes that nobody else has; ``StagingError`` if there is no memory."""
+        self._collect()
+        fitting = [arena for arena in self._free if nbytes <= arena.nbytes <= max(_SLACK * nbytes, 2**16)]
+        if fitting:
+            arena = min(fitting, key=lambda arena: arena.nbytes)
+            self._free.remove(arena)
+        else:
+            arena = Arena(nbytes, self._pin, self._threads)
+        block = Block(arena)
+        weakref.finalize(block, _give_back, weakref.ref(self), arena).atexit = False
+        return block
+
+    def close(self) -> None:
+        """Free what is unused. Blocks that copies lie in live until these are gone. Closing twice is harmless."""
+        self._closed = True
+        self._collect()
+        self._free.clear()
+
+    def _collect(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                arena = self._returned.get_nowait()
+                if not self._closed and sum(a.nbytes for a in self._free) + arena.nbytes <= self._keep + 2**16:
+                    self._free.append(arena)
+
+    def _await_end(self) -> None:
+        gc.collect()  # a copy in a dead reference cycle is nobody's copy
+        start = seen = time.monotonic()
+        patience = 0.0 if self._overdrawn or alone() else _GRACE_S
+        while self.in_flight >= self._max:
+            self.check_open()
+            now = time.monotonic()
+            if now - start >= self._wait_s:
+                break
+            if writer_at_work([span for spans in self._out.values() for span in spans]):
+                seen, patience = now, _GRACE_S  # once it is seen no more, it may be about to let go
+            elif now - seen >= patience:
+                break
+            with contextlib.suppress(queue.Empty):
+                self._out.pop(self._ended.get(timeout=_POLL_S), None)
+        else:
+            self.check_open()
+            return
+        if not self._overdrawn:
+            self._overdrawn = True
+            log.warning(
+                "stagereg: %d staged copies are still held and no writer is letting go, so fresh memory is taken; "
+                "drop copies that are no longer needed, or raise max_in_flight",
+                self.in_flight,
+            )
+
+
+def _give_back(owner: weakref.ref[Blocks], arena: Arena) -> None:
+    """End the use of a block. Runs wherever the last reference died, in a finalizer: takes no lock."""
+    blocks = owner()
+    if blocks is not None and not blocks._closed:
+        blocks._returned.put(arena)

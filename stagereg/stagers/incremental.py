@@ -1,0 +1,146 @@
+"""``incremental``: copies only what changed; the rest is shared with earlier copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+
+from stagereg.errors import StagingError, nearest
+from stagereg.kernel.blocks import Blocks
+from stagereg.kernel.copy import naming, no_collection
+from stagereg.kernel.delta import DeltaCopier, Treatment
+from stagereg.kernel.names import names_of, trace
+from stagereg.kernel.tree import unravel
+from stagereg.registry import register
+from stagereg.stagers.protocol import AsyncStager, StateDict
+
+__all__ = ["IncrementalStager"]
+
+
+@register("stager", "incremental")
+class IncrementalStager(AsyncStager):
+    """Copies what changed, and hands out the memory of earlier copies again for what did not.
+
+    What did not change is never guessed from ``Tensor._version``: fused optimizers, gloo collectives, ZeRO, ``.data``
+    and numpy write without moving it. There are two ways to know:
+
+    - *declared*. A tensor whose dotted name matches a pattern of ``frozen``, such as the base weights under an adapter,
+      is copied once. It is copied again when its address, shape, stride, dtype or device changes, and at no other time:
+      that its content stays is the user's word. The word must also hold where other weights are loaded into the same
+      memory, or another tensor of that shape comes to lie at the same address; call :meth:`forget` after doing so on
+      purpose. ``verify=True`` checks the word on each call.
+    - *content*. Every other tensor is compared, byte by byte, with its last copy. That reads as much memory as a copy
+      does, so it saves memory and writing, not time. A reader that wrote into its copy is found out here too.
+
+    A declared tensor that overlaps others in memory is treated as they are, unless declared ones cover them. Without
+    ``frozen`` and with ``detect="declared"``, everything is copied each time, as ``pinned_cached`` does.
+
+    Readers of several copies may read the same memory, so none must write into it.
+
+    Args:
+        frozen: patterns (``*``, ``?``, ``[a-z]``) over dotted names, such as ``"model.base.*"``; ``*`` takes in dots.
+            Each must match a tensor of the state dict.
+        detect: how it is known that other tensors did not change: not at all (``"declared"``), or by ``"content"``.
+        verify: compare declared tensors with their copies on each call, which reads them: a mode to find wrong
+            declarations with.
+        max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
+        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work; then it takes memory
+            beyond the bound and says so once.
+        threads: threads that copy and compare in host memory, the caller's among them.
+        pin: page-lock the memory; None means where an accelerator is available.
+        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
+            is deep-copied.
+
+    Not for use from several threads at once.
+    """
+
+    _synchronize_after_execute: bool = False
+
+    def __init__(
+        self,
+        frozen: list[str] = (),  # type: ignore[assignment]  # an immutable default for a list in a config
+        detect: Literal["declared", "content"] = "declared",
+        verify: bool = False,
+        max_in_flight: int = 2,
+        wait_s: float = 60.0,
+        threads: int = 2,
+        pin: bool | None = None,
+        type_check: bool = False,
+    ) -> None:
+        if isinstance(frozen, str):
+            raise StagingError([], f"frozen must be a list of patterns, not a single one: [{frozen!r}]")
+        if detect not in ("declared", "content"):
+            raise StagingError([], f"detect must be 'declared' or 'content', not {detect!r}")
+        self._frozen = tuple(frozen)
+        self._otherwise: Treatment = "compare" if detect == "content" else "always"
+        self._verify = verify
+        self._type_check = type_check
+        self._copier = DeltaCopier(Blocks(max_in_flight, wait_s, pin, threads), threads)
+        self._trace: list[object] = []
+        self._treatments: list[Treatment] = []
+
+    def stage(self, state_dict: StateDict) -> StateDict:
+        """Return a complete copy of ``state_dict`` in host memory; blocks until the bytes are there.
+
+        Raises:
+            StagingError: an entry cannot be staged (the message has its path), there is no memory for it, a pattern of
+                ``frozen`` matches nothing, or, with ``verify``, a declared tensor changed; nothing is handed out then.
+            StagerClosedError: after ``close()``.
+        """
+        self._copier.check_open()
+        with torch.no_grad():
+            with no_collection():
+                skeleton = unravel(state_dict, self._type_check)
+                how = self._treat(state_dict, skeleton.tensors)
+            with naming(state_dict):
+                staged = self._copier.copy_tensors(skeleton.tensors, how, self._verify)
+            with no_collection():
+                copied: StateDict = skeleton.fill(staged)
+                return copied
+
+    def forget(self) -> None:
+        """Copy everything afresh in the next ``stage``, as after loading other weights into declared tensors."""
+        self._copier.forget()
+
+    def leave_room(self, before: int, after: int) -> None:
+        """Leave so many bytes free around each tensor that is copied every time, for a storage that writes them there.
+
+        See :func:`stagereg.kernel.room.room_around`; memory that copies share has no such room.
+        """
+        self._copier.leave_room(before, after)
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: ``stage`` has waited."""
+
+    def close(self) -> None:
+        """Free the memory that is kept. Copies still held stay valid. Twice is harmless."""
+        self._copier.close()
+
+    def _treat(self, state: StateDict, tensors: Sequence[torch.Tensor]) -> list[Treatment]:
+        """How each tensor is treated; patterns are matched again only when names may have changed."""
+        if not self._frozen:
+            return [self._otherwise] * len(tensors)
+        seen = trace(state, tensors)
+        if seen != self._trace or len(tensors) != len(self._treatments):
+            names = names_of(state, tensors)
+            _refuse_idle(self._frozen, [name for each in names for name in each])
+            declared = (any(fnmatchcase(n, p) for n in each for p in self._frozen) for each in names)
+            self._treatments = ["once" if so else self._otherwise for so in declared]
+            self._trace = seen
+        return self._treatments
+
+
+def _refuse_idle(patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            folders = {name.rpartition(".")[0] + ".*" for name in names if "." in name}
+            raise StagingError(
+                [],
+                f"the pattern {pattern!r} of 'frozen' matches no tensor.{nearest(pattern, [*names, *sorted(folders)])} "
+                f"The names of tensors are dotted paths, such as {names[0]!r}."
+                if names
+                else f"the pattern {pattern!r} of 'frozen' matches no tensor: the state dict has none.",
+            )

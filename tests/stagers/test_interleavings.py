@@ -1,0 +1,391 @@
+"""Training, staging, reading and letting go in any order: every byte of every copy is what the state was at ``stage``.
+
+The programs are generated. The state is that of a small training run: parameters and optimizer state (large enough that
+``overlapped`` copies them late), buffers that forward writes, averages of the weights, scalars of a schedule.
+Readers take their copies piece by piece, on this thread between any two steps, or all at once on another.
+
+``overlapped`` may answer a write that bypasses optimizers with an error instead of a copy, and only then.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import stagereg
+from stagereg import AsyncStager
+from stagereg.errors import StagingError
+from stagereg.kernel import delta
+from stagereg.testing import run_ranks
+
+STAGERS: dict[str, dict[str, Any]] = {
+    "blocking": {},
+    "incremental": {},
+    "incremental_content": {"detect": "content"},
+    "overlapped": {},
+    "pinned_cached": {},
+    "shared": {},
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, foreach=False),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True, amsgrad=True),
+    "fused": lambda p: torch.optim.Adam(p, lr=1e-3, fused=True),
+    "fused SGD": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True),
+}
+PATIENCE_S = 60
+
+
+def build(kind: str, **options: Any) -> AsyncStager:
+    return stagereg.build("stager", kind.removesuffix("_content"), **{**STAGERS[kind], **options})
+
+
+def settled(staged: Any) -> Any:
+    return staged.result(timeout=PATIENCE_S) if isinstance(staged, Future) else staged
+
+
+Piece = tuple[tuple[object, ...], Any]
+
+
+def pieces(x: Any, path: tuple[object, ...] = ()) -> Iterator[Piece]:
+    """The leaves of a state dict, with their paths."""
+    if isinstance(x, (dict, list, tuple)):
+        yield path, (type(x), len(x))
+        for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+            yield from pieces(value, (*path, key))
+    elif isinstance(x, DTensor):
+        yield path, x.placements
+        yield from pieces(x.to_local(), path)
+    else:
+        yield path, x
+
+
+def kept(state: Any) -> list[Piece]:
+    return [(path, x.detach().clone() if isinstance(x, torch.Tensor) else x) for path, x in pieces(state)]
+
+
+def same(piece: Piece, expected: Piece) -> bool:
+    (path, x), (expected_path, y) = piece, expected
+    if path != expected_path or type(x) is not type(y):
+        return False
+    if isinstance(y, torch.Tensor):
+        return x.dtype == y.dtype and x.shape == y.shape and bits(x).equal(bits(y))
+    return bool(x == y)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def assert_whole(staged: Any, expected: list[Piece]) -> None:
+    found = list(pieces(staged))
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert same(mine, theirs), mine[0]
+
+
+@dataclass
+class Held:
+    """A copy that somebody holds.
+
+    Attributes:
+        staged: the copy, or its future.
+        expected: what it has to be.
+        read: pieces read so far.
+        disturbed: the source was written past the optimizers since ``stage``.
+        writer: a reader on another thread.
+    """
+
+    staged: Any
+    expected: list[Piece]
+    read: int = 0
+    disturbed: bool = False
+    writer: Future[None] | None = None
+    pieces: list[Piece] = field(default_factory=list)
+
+
+class Training(RuleBasedStateMachine):
+    """One generated program over one stager."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.stager = build(kind, max_in_flight=4)
+        self.held: list[Held] = []
+        self.disturbed = False
+        self.threads = ThreadPoolExecutor(1)
+
+    @initialize(optimizer=st.sampled_from(sorted(OPTIMIZERS)))
+    def begin(self, optimizer: str) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(96, 96), torch.nn.BatchNorm1d(96), torch.nn.Linear(96, 4))
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.average = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.extra: dict[str, Any] = {"step": 0}
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "average": self.average,
+            "extra": self.extra,
+            "tied": self.model[0].weight.t(),
+        }
+
+    # -- training
+
+    @rule()
+    def train(self) -> None:
+        self.forward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.extra["step"] += 1
+
+    @rule()
+    def forward(self) -> None:
+        self.model(torch.randn(8, 96)).square().mean().backward()
+
+    @rule()
+    def update_averages(self) -> None:
+        torch._foreach_lerp_(list(self.average.values()), [p.detach() for p in self.model.parameters()], 0.5)
+
+    @rule()
+    def load(self) -> None:
+        self.model.load_state_dict({name: x * 0.9 for name, x in self.model.state_dict().items()})
+
+    @rule(how=st.sampled_from(["data", "numpy", "moments", "buffers", "new memory"]))
+    def write_past_the_optimizer(self, how: str) -> None:
+        weight = self.model[0].weight
+        if how == "data":
+            weight.data.add_(0.01)
+        elif how == "numpy":
+            weight.detach().numpy()[:] *= 1.01
+        elif how == "moments":
+            for x in self.optimizer.state.get(weight, {}).values():
+                if isinstance(x, torch.Tensor) and x.dim():
+                    x.data.add_(0.01)
+        elif how == "buffers":
+            self.model[1].running_mean.data.add_(1)
+        else:
+            weight.data = weight.data.clone().add_(1)
+        self.disturbed = True
+        for each in self.held:
+            each.disturbed = True
+
+    @rule(what=st.sampled_from(["add", "remove", "dtype", "shape", "forget moments"]))
+    def change_structure(self, what: str) -> None:
+        if what == "add":
+            self.extra[f"new{len(self.extra)}"] = torch.randn(7, 5)
+        elif what == "remove" and len(self.extra) > 1:
+            self.extra.popitem()
+        elif what == "dtype":
+            self.average = {name: x.double() if x.dtype == torch.float32 else x for name, x in self.average.items()}
+            self.average = {name: x.float() for name, x in self.average.items()}
+        elif what == "shape":
+            self.extra["ragged"] = torch.randn(len(self.extra), self.extra["step"] + 1)
+        elif what == "forget moments":
+            self.optimizer.state.clear()
+
+    # -- staging
+
+    @precondition(lambda self: len(self.held) < 3)
+    @rule()
+    def stage(self) -> None:
+        state = self.state()
+        expected = kept(copy.copy(state))
+        for _ in range(5):
+            try:
+                staged = self.stager.stage(state)
+            except StagingError:  # of an earlier copy; told once
+                self.assert_may_fail(self.disturbed)
+            else:
+                self.held.append(Held(staged, expected))
+                return
+        raise AssertionError("stage does not recover")
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 2), count=st.integers(1, 12))
+    def read_a_little(self, which: int, count: int) -> None:
+        each = self.held[which % len(self.held)]
+        if not each.pieces:
+            staged = self.outcome(each)
+            if staged is None:  # it stays, for what comes next must not depend on who was faster
+                return
+            each.pieces = list(pieces(staged))
+            assert len(each.pieces) == len(each.expected)
+        for k in range(each.read, min(each.read + count, len(each.pieces))):
+            assert same(each.pieces[k], each.expected[k]), each.expected[k][0]
+            each.read = k + 1
+
+    @precondition(lambda self: any(each.writer is None for each in self.held))
+    @rule()
+    def write_on_another_thread(self) -> None:
+        each = next(each for each in self.held if each.writer is None)
+        staged, expected = each.staged, each.expected
+        each.writer = self.threads.submit(lambda: assert_whole(settled(staged), expected))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 2))
+    def let_go(self, which: int) -> None:
+        self.finish(self.held.pop(which % len(self.held)))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 2))
+    def let_go_unread(self, which: int) -> None:
+        each = self.held.pop(which % len(self.held))
+        if each.writer is not None:
+            self.join(each)
+
+    @rule()
+    def close(self) -> None:
+        try:
+            self.stager.close()
+        except StagingError:
+            self.assert_may_fail(self.disturbed)
+        self.stager = build(self.kind, max_in_flight=4)
+        self.disturbed = any(each.disturbed for each in self.held)
+
+    # -- checks
+
+    def outcome(self, each: Held) -> Any:
+        try:
+            return settled(each.staged)
+        except StagingError:
+            self.assert_may_fail(each.disturbed)
+
+    def assert_may_fail(self, disturbed: bool) -> None:
+        assert disturbed, "nothing was written past the optimizers"
+        assert self.kind == "overlapped", "only a copy made later can miss its source"
+
+    def join(self, each: Held) -> None:
+        assert each.writer is not None
+        try:
+            each.writer.result(timeout=PATIENCE_S)
+        except StagingError:
+            self.assert_may_fail(each.disturbed)
+
+    def finish(self, each: Held) -> None:
+        if each.writer is not None:
+            self.join(each)
+        staged = self.outcome(each)
+        if staged is not None:
+            assert_whole(staged, each.expected)
+
+    def teardown(self) -> None:
+        try:
+            self.close()
+            self.stager.close()
+            for each in self.held:
+                self.finish(each)
+        finally:
+            self.threads.shutdown(wait=True)
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the small tensors of these states be compared one by one, as large ones are."""
+    monkeypatch.setattr(delta, "_COMPARED_TOGETHER", 1)
+
+
+def programs(examples: int, steps: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+
+
+@pytest.mark.parametrize("kind", STAGERS)
+def test_every_copy_is_the_state_at_the_call_of_stage(kind: str) -> None:
+    run_state_machine_as_test(lambda: Training(kind), settings=programs(60, 40))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STAGERS)
+def test_every_copy_is_the_state_at_the_call_of_stage_in_long_programs(kind: str) -> None:
+    run_state_machine_as_test(lambda: Training(kind), settings=programs(600, 80))
+
+
+@pytest.mark.parametrize("kind", STAGERS)
+def test_two_saves_in_flight_and_the_third_waits_for_one_of_them(kind: str, polls: Any, caplog: Any) -> None:
+    stager = build(kind, max_in_flight=2)
+    x = torch.zeros(20_000)
+    let_go = [threading.Event(), threading.Event()]
+    seen: list[list[float]] = []
+
+    def write(box: list[Any], gate: threading.Event, holding: threading.Event) -> None:
+        staged = settled(box.pop())
+        holding.set()
+        assert gate.wait(PATIENCE_S)
+        seen.append(staged["x"].unique().tolist())
+
+    writers = []
+    for step, gate in enumerate(let_go):
+        x.fill_(step)
+        holding = threading.Event()
+        writers.append(threading.Thread(target=write, args=([stager.stage({"x": x})], gate, holding)))
+        writers[-1].start()
+        assert holding.wait(PATIENCE_S)
+    x.fill_(2)
+    polls.then[3] = let_go[0].set
+    third = settled(stager.stage({"x": x}))
+    assert all(polls[:3]), "it waited, for a writer at work"
+    let_go[1].set()
+    for writer in writers:
+        writer.join(PATIENCE_S)
+    assert sorted(seen) == [[0.0], [1.0]]
+    assert third["x"].unique().tolist() == [2.0]
+    assert "still held" not in caplog.text
+    stager.close()
+
+
+# -- sharded state
+
+
+def train_sharded(rank: int, world_size: int) -> None:
+    for kind in STAGERS:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(130, 130), torch.nn.Linear(130, 6))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        stager = build(kind, max_in_flight=3)
+        held: list[tuple[Any, list[Piece]]] = []
+        for step in range(6):
+            model(torch.randn(4, 130)).sum().backward()
+            if len(held) == 3:
+                staged, expected = held.pop(step % 3)
+                assert_whole(settled(staged), expected)
+                del staged
+            optimizer.step()
+            optimizer.zero_grad()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            assert isinstance(state["optimizer"]["state"][0]["exp_avg"], DTensor)
+            held.append((stager.stage(state), kept(state)))
+        for staged, expected in held:
+            assert_whole(settled(staged), expected)
+        stager.close()
+        for staged, expected in held:
+            assert_whole(settled(staged), expected)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_shards_of_a_sharded_model_are_copied_while_it_trains_on(nproc: int) -> None:
+    run_ranks(train_sharded, nproc, timeout_s=100)

@@ -1,0 +1,147 @@
+"""Host memory: no more than the copies that are out need, and the same after two hundred saves as after twenty.
+
+Each program runs in a fresh process, where nothing else takes or has taken memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
+
+STAGERS = {
+    "blocking": "",
+    "incremental": "frozen=['frozen.*']",
+    "incremental_content": "detect='content'",
+    "overlapped": "",
+    "pinned_cached": "",
+    "shared": "",
+}
+
+COMMON = """
+import gc, os, sys, threading
+from concurrent.futures import Future
+import torch, stagereg
+
+def status(key):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+def settled(staged):
+    return staged.result(timeout=60) if isinstance(staged, Future) else staged
+
+def build():
+    return stagereg.build("stager", sys.argv[1], **eval(f"dict({sys.argv[2]})"))
+
+MIB = 2**20
+"""
+
+PEAK = """
+parts = [torch.ones(8 * MIB // 4) for _ in range(24)] + [torch.ones(1000) for _ in range(300)]
+state = {"frozen": dict(enumerate(parts[:12])), "free": dict(enumerate(parts[12:]))}
+nbytes = sum(x.nbytes for x in parts)
+first = build()  # whose threads leave their stacks to those to come
+for _ in range(2):
+    settled(first.stage({"frozen": {"x": torch.ones(5)}, "warm": [torch.ones(3 * MIB) for _ in range(2)]}))
+first.close()
+del first
+gc.collect()
+with open("/proc/self/clear_refs", "w") as reset:
+    reset.write("5")
+before = status("VmRSS")
+stager, held = build(), []
+for step in range(7):
+    for x in parts[12:]:
+        x.fill_(step)
+    if len(held) == 2:
+        held.pop(0)
+    held.append(settled(stager.stage(state)))
+peak = status("VmHWM") - before
+assert all(x.eq(6).all() for x in held[1]["free"].values())
+assert all(x.eq(5).all() for x in held[0]["free"].values())
+print(nbytes, sum(x.nbytes for x in parts[:12]), peak)
+held.clear()
+stager.close()
+"""
+
+GROWTH = """
+parts = [torch.ones(30_000) for _ in range(30)]
+state = {"frozen": {"w": torch.ones(100_000)}, "free": dict(enumerate(parts))}
+
+def now():
+    gc.collect()
+    return status("VmRSS"), len(os.listdir("/proc/self/fd")), len(threading.enumerate())
+
+stager, held = build(), []
+for step in range(200):
+    parts[step % 30].add_(1)
+    if step % 7 == 0:
+        state["free"]["ragged"] = torch.ones(1 + step % 5 * 1000)
+    held.append(settled(stager.stage(state)))
+    if len(held) == 2:
+        held.pop(step % 2)
+    if step == 20:
+        early = now()
+late = now()
+print(*(b - a for a, b in zip(early, late)))
+held.clear()
+stager.close()
+del stager
+print(*now()[1:])
+"""
+
+RAGGED = """
+parts = [torch.ones(4 * MIB // 4) for _ in range(20)]
+nbytes = sum(x.nbytes for x in parts)
+stager = build()
+stager.stage({"all": parts})
+before = status("VmRSS")
+for kept in range(20):  # each call copies all but those that have settled
+    for x in parts[kept:]:
+        x.add_(1)
+    staged = stager.stage({"all": parts})
+    assert all(torch.equal(a, b) for a, b in zip(staged["all"], parts))
+    del staged
+print(nbytes, status("VmRSS") - before)
+"""
+
+
+def run(kind: str, *programs: str) -> list[list[int]]:
+    arguments = [kind.removesuffix("_content"), STAGERS[kind]]
+    command = [sys.executable, "-W", "ignore", "-c", "".join([COMMON, *programs]), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done: Any = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+
+
+report = functools.cache(lambda kind: run(kind, PEAK, GROWTH))
+"""Both programs in one process, run once for the tests that look at the outcome."""
+
+
+@pytest.mark.parametrize("kind", STAGERS)
+def test_two_copies_in_flight_take_the_memory_of_two_copies_and_what_is_shared_is_there_once(kind: str) -> None:
+    nbytes, still, peak = report(kind)[0]
+    arenas = 2 * nbytes - (still if kind.startswith("incremental") else 0)
+    assert peak <= 1.05 * arenas
+
+
+@pytest.mark.parametrize("kind", STAGERS)
+def test_two_hundred_saves_take_no_more_than_twenty(kind: str) -> None:
+    _, (rss, descriptors, threads), (descriptors_after, threads_after) = report(kind)
+    assert rss < 4 * 2**20
+    assert descriptors <= 0
+    assert threads <= 0
+    assert threads_after == 1
+    assert descriptors_after < 20
+
+
+def test_what_settles_bit_by_bit_leaves_no_half_used_memory_behind() -> None:
+    ((nbytes, grown),) = run("incremental_content", RAGGED)
+    assert grown < 0.2 * nbytes

@@ -1,0 +1,86 @@
+"""torch's stager behind our names: built by name, runs anywhere, and fails at the same places as the others."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager
+
+import stagereg
+from stagereg.errors import StagerClosedError, StagingError
+
+HERE = torch.accelerator.is_available()
+
+
+def build(**options: Any) -> Any:
+    return stagereg.build("stager", "torch_default", **options)
+
+
+def test_its_defaults_run_on_this_machine_and_use_what_is_there() -> None:
+    stager = build()
+    staged = stager.stage({"w": torch.arange(9.0), "n": [1]})
+    staged = staged.result(timeout=60) if isinstance(staged, Future) else staged
+    assert staged["w"].tolist() == list(range(9))
+    assert staged["n"] == [1]
+    assert stager.options.use_pinned_memory is HERE
+    assert stager.options.use_async_staging is HERE
+    assert stager.options.use_non_blocking_copy is HERE
+    stager.close()
+
+
+def test_it_is_torchs_stager_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(DefaultStager, "stage", lambda self, state: seen.append((self._config, state)) or state)
+    stager, state = build(use_async_staging=True, use_shared_memory=True), {"w": torch.ones(3)}
+    assert stager.stage(state) is state
+    ((options, given),) = seen
+    assert given is state
+    assert (options.use_async_staging, options.use_shared_memory) == (True, True)
+
+
+def test_asynchronous_staging_returns_a_future_and_synchronizes() -> None:
+    stager = build(use_async_staging=True)
+    future = stager.stage({"w": torch.ones(5)})
+    assert isinstance(future, Future)
+    stager.synchronize_staging()
+    assert future.done()
+    assert future.result()["w"].eq(1).all()
+    stager.close()
+
+
+def test_a_failure_of_asynchronous_staging_surfaces_when_synchronized() -> None:
+    stager = build(use_async_staging=True)
+    stager.stage({"bad": (i for i in ())})
+    with pytest.raises(TypeError, match="generator"):
+        stager.synchronize_staging()
+    stager.close()
+
+
+@pytest.mark.skipif(HERE, reason="an accelerator is there")
+def test_what_torch_refuses_on_this_machine_is_an_error_with_torchs_reason() -> None:
+    with pytest.raises(StagingError, match=r"use_non_blocking_copy=True.*accelerator is available"):
+        build(use_non_blocking_copy=True)
+
+
+def test_use_after_close_says_so() -> None:
+    stager = build(use_async_staging=True)
+    stager.close()
+    stager.close()
+    stager.synchronize_staging()
+    with pytest.raises(StagerClosedError, match="closed; build a new one"):
+        stager.stage({"w": torch.ones(3)})
+
+
+@pytest.mark.parametrize("options", [{}, {"use_async_staging": True}, {"use_shared_memory": True}])
+def test_async_save_takes_it(tmp_path: Any, options: dict[str, bool]) -> None:
+    stager = build(**options)
+    response = dcp.async_save({"w": torch.full((50,), 3.0)}, checkpoint_id=tmp_path / "a", async_stager=stager)
+    getattr(response, "upload_completion", response).result(timeout=60)
+    template = {"w": torch.zeros(50)}
+    dcp.load(template, checkpoint_id=tmp_path / "a")
+    assert template["w"].eq(3).all()
+    stager.close()
