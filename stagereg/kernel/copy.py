@@ -136,11 +136,14 @@ class HostCopier:
         """
         draft = self.draft(tensors, layout)
         layout = draft.layout
-        with torch.no_grad(), no_collection():
-            staged = draft.staged
-            away = draft.pairs(layout.remote, layout.packed)
-            events = [self.mover.fetch(device, pairs) for device, pairs in away.items()]
-        self.mover.memmove(draft.loan.address, layout.batch)
+        moving = self.mover.start(draft.loan.address, layout.batch)
+        try:
+            with torch.no_grad(), no_collection():
+                staged = draft.staged
+                away = draft.pairs(layout.remote, layout.packed)
+                events = [self.mover.fetch(device, pairs) for device, pairs in away.items()]
+        finally:
+            moving.finish()
         for event in events:
             if event is not None:
                 event.synchronize()
@@ -212,14 +215,12 @@ def _region_pair(loan: Loan, region: Region, owner: torch.Tensor) -> tuple[torch
 
 def _tensors_over(loan: Loan, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Make the staged tensors; those of one region share one storage, which has the region's bytes and no more."""
+    view, frombuffer = loan.view, torch.frombuffer
+    made: list[Any] = [each and frombuffer(view, dtype=each[0], count=each[1], offset=each[2]) for each in layout.alone]
     shared: dict[int, torch.Tensor] = {}
-    made: list[torch.Tensor] = []
-    for piece, x in zip(layout.pieces, tensors, strict=True):
-        if piece.alone:
-            flat = torch.frombuffer(loan.view, dtype=x.dtype, count=piece.span, offset=piece.offset)
-            made.append(flat if len(piece.shape) == 1 else flat.resize_(piece.shape))
-        else:
-            made.append(_tensor_over(loan, piece, x.dtype, shared))
+    for i in layout.unfinished:
+        piece = layout.pieces[i]
+        made[i] = made[i].resize_(piece.shape) if piece.alone else _tensor_over(loan, piece, tensors[i].dtype, shared)
     return made
 
 

@@ -88,6 +88,8 @@ class Layout:
         regions: those in host memory, in the order of ``moves``.
         nbytes: host memory needed.
         spans: offset and bytes of each tensor that lies in host memory as one run and shares it with none.
+        alone: dtype, elements and offset of those tensors, in order; None in place of every other tensor.
+        unfinished: indices of the tensors that are something else than so many elements in one dimension.
     """
 
     signature: Signature
@@ -99,6 +101,8 @@ class Layout:
     regions: list[Region]
     nbytes: int
     spans: dict[int, int]
+    alone: list[tuple[torch.dtype, int, int] | None]
+    unfinished: list[int]
 
 
 def sign(tensors: Sequence[torch.Tensor]) -> Signature:
@@ -157,7 +161,9 @@ def lay_out(tensors: Sequence[torch.Tensor], signature: Signature, margins: tupl
     remote = [r for r in regions if tensors[r.source].device.type != "cpu"]
     moves = [(r.offset, r.address, r.nbytes) for r in local]
     spans = {piece.offset: piece.nbytes for piece in pieces if piece.alone}
-    return Layout(signature, pieces, moves, Batch(moves), remote, packed, local, nbytes, spans)
+    alone = [(x.dtype, p.span, p.offset) if p.alone else None for p, x in zip(pieces, tensors, strict=True)]
+    unfinished = [i for i, piece in enumerate(pieces) if not piece.alone or len(piece.shape) != 1]
+    return Layout(signature, pieces, moves, Batch(moves), remote, packed, local, nbytes, spans, alone, unfinished)
 
 
 def _numbers(row: tuple[object, ...]) -> tuple[int, int, int]:

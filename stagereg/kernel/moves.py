@@ -8,23 +8,26 @@ by ``layout``.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from stagereg.errors import StagingError
-from stagereg.kernel.vectored import Pieces, read_many
+from stagereg.kernel.vectored import AT_ONCE, Pieces, read_many
 from stagereg.kernel.writers import COPY_THREADS
 
-__all__ = ["Batch", "Move", "Mover", "move", "split"]
+__all__ = ["Batch", "Job", "Move", "Mover", "move", "split"]
 
 Move = tuple[int, int, int]
 """Offset in host memory, address of the source, bytes."""
 
 _SMALL_BYTES = 2**16  # below this, the call costs more than the copying
-_MANY = 64  # so many small pieces are worth a system call that takes them all
-_SPLIT_BYTES = 2**20  # less than this, or fewer small pieces than that, and another thread costs more than it saves
+_MANY = 64  # so many small moves are worth a system call that takes them all
+_SPLIT_BYTES = 2**20  # less than this, or fewer small moves than that, and another thread costs more than it saves
 _SPLIT_COUNT = 2048
 _BLOCKS = 4
 
@@ -45,15 +48,15 @@ class Mover:
 
     def memmove(self, base: int, batch: Batch) -> None:
         """Copy host memory to host memory; ``base`` is what the offsets count from. Returns when it is done."""
-        pending: list[Future[None]] = []
-        try:
-            for share in batch.shares(self._threads)[1:]:
-                pending.append(self._crew().submit(share, base))
-            batch.shares(self._threads)[0](base)
-        finally:
-            wait(pending)
-        for done in pending:
-            done.result()
+        self.start(base, batch).finish()
+
+    def start(self, base: int, batch: Batch) -> Job:
+        """Begin what :meth:`memmove` does, on the other threads, where there is enough for them."""
+        job = Job(base, batch.pieces(self._threads))
+        if batch.worth_sharing:
+            for _ in range(self._threads - 1):
+                self._crew().submit(job.work)
+        return job
 
     def fetch(
         self,
@@ -97,50 +100,94 @@ class Mover:
         return self._workers
 
 
+class Job:
+    """Pieces of work on one block of memory, of which any thread may take the next.
+
+    Args:
+        base: where the block begins; what each piece is called with.
+        pieces: what is to be done, in any order.
+    """
+
+    def __init__(self, base: int, pieces: Sequence[Callable[[int], None]]) -> None:
+        self._base = base
+        self._pieces = deque(pieces)
+        self._left = len(pieces)
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._failure: Exception | None = None
+        if not pieces:
+            self._done.set()
+
+    def work(self) -> None:
+        """Take pieces as long as there are any."""
+        while self._pieces:
+            try:
+                piece = self._pieces.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                piece(self._base)
+            except Exception as error:
+                self._failure = error
+            with self._lock:
+                self._left -= 1
+                if self._left == 0:
+                    self._done.set()
+
+    def finish(self) -> None:
+        """Take the pieces that are left, and return when those of others are done too. Raises what a piece raised."""
+        self.work()
+        self._done.wait()
+        if self._failure is not None:
+            raise self._failure
+
+
 class Batch:
-    """Moves from host memory to host memory that are made together, any number of times."""
+    """Moves from host memory to host memory that are made together, any number of times.
+
+    Attributes:
+        worth_sharing: whether other threads are of use.
+    """
 
     def __init__(self, moves: Sequence[Move]) -> None:
-        self._small = [move for move in moves if move[2] < _SMALL_BYTES]
-        self._other = [move for move in moves if move[2] >= _SMALL_BYTES]
-        self._shares: dict[int, list[_Share]] = {}
+        small = [move for move in moves if move[2] < _SMALL_BYTES]
+        self._few = small if len(small) < _MANY else []
+        self._many = [_Small(small[at : at + AT_ONCE]) for at in range(0, len(small), AT_ONCE)] if not self._few else []
+        self._large = [move for move in moves if move[2] >= _SMALL_BYTES]
+        large = sum(nbytes for _, _, nbytes in self._large) >= _SPLIT_BYTES
+        self.worth_sharing = large or len(small) >= _SPLIT_COUNT
+        self._pieces: dict[int, list[Callable[[int], None]]] = {}
 
-    def shares(self, threads: int) -> list[_Share]:
-        """Return what each of some threads is to do; fewer shares where sharing would cost more than it saves."""
-        made = self._shares.get(threads)
+    def pieces(self, threads: int) -> list[Callable[[int], None]]:
+        """Return the moves as a :class:`Job` takes them; the large ones as equal shares for some threads."""
+        made = self._pieces.get(threads)
         if made is None:
-            total = sum(nbytes for _, _, nbytes in self._other)
-            ways = threads if total >= _SPLIT_BYTES or len(self._small) >= _SPLIT_COUNT else 1
-            other = split(self._other, ways) if self._other else []
-            size = -(-len(self._small) // ways)
-            made = self._shares[threads] = [
-                _Share(other[k] if k < len(other) else [], self._small[k * size : (k + 1) * size]) for k in range(ways)
-            ]
+            shares = split(self._large, threads if self.worth_sharing else 1) if self._large else []
+            plain = [functools.partial(move, moves=moves) for moves in (*shares, self._few) if moves]
+            made = self._pieces[threads] = [*plain, *self._many]
         return made
 
 
-class _Share:
-    """What one thread copies."""
+class _Small:
+    """Small moves, made by one system call."""
 
-    def __init__(self, moves: Sequence[Move], small: Sequence[Move]) -> None:
+    def __init__(self, moves: Sequence[Move]) -> None:
         self._moves = moves
-        self._small = small
-        self._sizes = [nbytes for _, _, nbytes in small]
-        self._sources = Pieces([source for _, source, _ in small], self._sizes)
+        self._sizes = [nbytes for _, _, nbytes in moves]
+        self._sources = Pieces([source for _, source, _ in moves], self._sizes)
         self._targets: dict[int, Pieces] = {}
 
     def __call__(self, base: int) -> None:
-        if len(self._small) < _MANY or not read_many(self._at(base), self._sources):
-            move(base, self._small)
-        move(base, self._moves)
+        if not read_many(self._at(base), self._sources):
+            move(base, self._moves)
 
     def _at(self, base: int) -> Pieces:
-        """Where the small pieces go; blocks of memory are used in turns, so the last few are remembered."""
+        """Where they go; blocks of memory are used in turns, so the last few are remembered."""
         pieces = self._targets.get(base)
         if pieces is None:
             if len(self._targets) >= _BLOCKS:
                 self._targets.clear()
-            pieces = self._targets[base] = Pieces([base + to for to, _, _ in self._small], self._sizes)
+            pieces = self._targets[base] = Pieces([base + to for to, _, _ in self._moves], self._sizes)
         return pieces
 
 

@@ -10,16 +10,16 @@ Whether anybody wrote without asking is found by ``changes``.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from stagereg.kernel.changes import Watch
 from stagereg.kernel.copy import Draft
 from stagereg.kernel.layout import Region
-from stagereg.kernel.moves import Move, Mover, move
+from stagereg.kernel.moves import Job, Mover, move
 
 __all__ = ["LateCopy"]
 
@@ -41,20 +41,16 @@ class LateCopy:
         self, draft: Draft, regions: Sequence[Region], remote: Sequence[Region], mover: Mover, watch: Watch
     ) -> None:
         self._draft = draft
-        self._pieces = deque(_pieces(regions))
-        self._left = len(self._pieces)
+        self._job = Job(draft.loan.address, _pieces(regions))
         self._remote = remote
         self._mover = mover
         self._watch = watch
         self._lock = threading.Lock()
-        self._copied = threading.Event()
         self._queued = threading.Event()
         self._events: dict[torch.device, torch.Event] = {}
         self._behind = [_now(device) for device in sorted({draft.sources[r.source].device for r in remote}, key=str)]
         self._changed: list[int] | None = None
         self._failure: Exception | None = None
-        if not self._left:
-            self._copied.set()
         if not remote:
             self._queued.set()
 
@@ -66,8 +62,7 @@ class LateCopy:
             any.
         """
         self._queue()
-        self._work()
-        self._copied.wait()
+        self._job.finish()
         for event in self._events.values():
             event.synchronize()
         self._settle()
@@ -78,25 +73,11 @@ class LateCopy:
 
     def let_write(self) -> None:
         """Return when the source may be written. Called by any thread that is about to, any number of times."""
-        self._work()
-        self._copied.wait()
+        self._job.finish()
         self._queued.wait()
         for device, event in self._events.items():
             torch.accelerator.current_stream(device).wait_event(event)
         self._settle()
-
-    def _work(self) -> None:
-        base = self._draft.loan.address
-        while self._pieces:
-            try:
-                piece = self._pieces.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            move(base, [piece])
-            with self._lock:
-                self._left -= 1
-                if self._left == 0:
-                    self._copied.set()
 
     def _queue(self) -> None:
         if not self._remote:
@@ -123,9 +104,7 @@ def _now(device: torch.device) -> torch.Event:
     return event
 
 
-def _pieces(regions: Sequence[Region]) -> list[Move]:
-    return [
-        (region.offset + at, region.address + at, min(_PIECE_BYTES, region.nbytes - at))
-        for region in regions
-        for at in range(0, region.nbytes, _PIECE_BYTES)
-    ]
+def _pieces(regions: Sequence[Region]) -> list[Callable[[int], None]]:
+    cuts = [(region, at) for region in regions for at in range(0, region.nbytes, _PIECE_BYTES)]
+    moves = [(r.offset + at, r.address + at, min(_PIECE_BYTES, r.nbytes - at)) for r, at in cuts]
+    return [functools.partial(move, moves=[each]) for each in moves]

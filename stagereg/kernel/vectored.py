@@ -14,9 +14,10 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
-__all__ = ["Pieces", "read_many"]
+__all__ = ["AT_ONCE", "Pieces", "read_many"]
 
-_AT_ONCE = 1024  # IOV_MAX
+AT_ONCE = 1024
+"""Pieces that one call takes (IOV_MAX)."""
 
 
 class Pieces:
@@ -29,12 +30,12 @@ class Pieces:
 
     def __init__(self, places: Iterable[int], sizes: Sequence[int]) -> None:
         self._pairs = array("Q", chain.from_iterable(zip(places, sizes, strict=True)))
-        self._bytes = [sum(sizes[at : at + _AT_ONCE]) for at in range(0, len(sizes), _AT_ONCE)]
+        self._bytes = [sum(sizes[at : at + AT_ONCE]) for at in range(0, len(sizes), AT_ONCE)]
 
     def parts(self) -> list[tuple[int, int, int]]:
         """Return address, length and total bytes of each part that one call takes."""
         address, count = self._pairs.buffer_info()
-        step = 2 * _AT_ONCE
+        step = 2 * AT_ONCE
         return [
             (address + at * self._pairs.itemsize, min(step, count - at) // 2, nbytes)
             for at, nbytes in zip(range(0, count, step), self._bytes, strict=True)
