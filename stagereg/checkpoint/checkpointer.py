@@ -126,6 +126,7 @@ class Checkpointer:
         _leave_room(self._stager, self._storage)
         self._ranks = Agreement(process_group)
         self._background = Background()
+        self._plans = torchfiles.Plans()
         self._stalls: list[float] = []
         self._outcomes: list[Outcome] = []
         self._closed = False
@@ -220,6 +221,7 @@ class Checkpointer:
         self._background.drain()
         self._closed = True
         self._background.shut()
+        self._plans.forget()
         if self._process is not None:
             self._process.close()
         try:
@@ -296,7 +298,8 @@ class Checkpointer:
 
     def _write(self, request: Save) -> None:
         try:
-            self._outcomes.append(carry_out(request, self.dir, self.keep, self._storage, self._ranks, self._process))
+            outcome = carry_out(request, self.dir, self.keep, self._storage, self._plans, self._ranks, self._process)
+            self._outcomes.append(outcome)
         except CheckpointError:
             if request.failure is None:
                 raise

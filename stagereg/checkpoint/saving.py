@@ -74,7 +74,13 @@ class Outcome:
 
 
 def carry_out(
-    save: Save, root: Path, keep: int, storage: Storage, ranks: Agreement, process: WriterProcess | None = None
+    save: Save,
+    root: Path,
+    keep: int,
+    storage: Storage,
+    plans: torchfiles.Plans,
+    ranks: Agreement,
+    process: WriterProcess | None = None,
 ) -> Outcome:
     """Write one save through ``storage`` and commit it under ``root``, keeping the ``keep`` newest. Collective.
 
@@ -97,7 +103,7 @@ def carry_out(
     written = commit.temporary(root, save.step, posts[0][1])
     try:
         writer = storage if process is None else ProcessWriter(storage, process)
-        torchfiles.write(state, written, writer, ranks.group, failing)
+        torchfiles.write(state, written, writer, plans, ranks.group, failing)
         staged = _tensor_bytes(state)
         state.clear()
         ranks.together(failing, save.settle)

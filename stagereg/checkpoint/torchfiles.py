@@ -9,6 +9,7 @@ need a template: the current value.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -30,7 +32,7 @@ from stagereg.checkpoint.entries import RESERVED
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError
 
-__all__ = ["entry_names", "expect_one_process", "read", "skeletons", "write"]
+__all__ = ["Plans", "entry_names", "expect_one_process", "read", "skeletons", "write"]
 
 _STRUCTURE = f"{RESERVED}.structure."
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"
@@ -41,28 +43,64 @@ def skeletons(entries: Mapping[str, Any]) -> dict[str, bytes]:
     return {_STRUCTURE + name: structure.dump(value) for name, value in entries.items()}
 
 
+class Plans:
+    """The plans of one series of checkpoints, which torch makes anew only when what is saved has changed.
+
+    Making them costs more than ten milliseconds of Python for a few hundred tensors, in which the training loop cannot
+    run any. All ranks keep them together, or none.
+    """
+
+    _serials = itertools.count()
+
+    def __init__(self) -> None:
+        self._key = f"stagereg.{next(self._serials)}"
+
+    def planner(self) -> DefaultSavePlanner:
+        """Return the planner of the next checkpoint.
+
+        Of an entry that several ranks have, it takes the lowest rank's: buffers that drift between replicas, such as
+        running statistics under DDP, come from the rank that DDP broadcasts them from.
+        """
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True, enable_plan_caching=True)
+        planner._cached_plans_key = self._key  # by its own, all planners of a process share one
+        return planner
+
+    def forget(self) -> None:
+        """Drop them: after a failure, since ranks may have kept different ones, and at the end."""
+        for kept in (
+            SavePlanner._cached_save_plan,
+            SavePlanner._cached_final_save_plan,
+            SavePlanner._cached_all_plans,
+            SavePlanner._cached_global_plan,
+            SavePlanner._cached_metadata,
+        ):
+            kept.pop(self._key, None)
+
+
 def write(
-    entries: dict[str, Any], path: Path, writer: StorageWriter, group: dist.ProcessGroup | None, failing: str
+    entries: dict[str, Any],
+    path: Path,
+    writer: StorageWriter,
+    plans: Plans,
+    group: dist.ProcessGroup | None,
+    failing: str,
 ) -> None:
     """Write this rank's part of a checkpoint into ``path`` through ``writer``. Collective over ``group``.
-
-    Of an entry that several ranks have, the lowest rank's is written: buffers that drift between replicas, such as
-    running statistics under DDP, come from the rank that DDP broadcasts them from.
 
     Raises:
         CheckpointError: on all ranks, beginning with ``failing``, chained to the first error that some rank had.
     """
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
         save(
             entries,
             checkpoint_id=path,
             storage_writer=writer,
-            planner=planner,
+            planner=plans.planner(),
             process_group=group,
             no_dist=group is None,
         )
     except CheckpointException as failed:
+        plans.forget()
         errors = {rank: error for rank, (error, _) in sorted(failed.failures.items())}
         raise CheckpointError(f"{failing}: {reasons(errors, alone=group is None)}") from next(iter(errors.values()))
 
