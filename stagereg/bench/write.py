@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from stagereg.bench.ceiling import RawWrite, flush
 from stagereg.bench.measure import Case, NotThere, Watch
 from stagereg.bench.states import State
+from stagereg.checkpoint.torchfiles import Plans
 from stagereg.errors import CheckpointError, UnknownNameError
 from stagereg.registry import build, names
 
@@ -110,7 +111,10 @@ def _storages() -> list[str]:
 def _storage(name: str, copy: dict[str, Any]) -> _Make:
     def make() -> _Save:
         writer = _built(name)
-        return lambda folder: save(copy, checkpoint_id=folder, storage_writer=writer, no_dist=True)
+        plans = Plans()
+        return lambda folder: save(
+            copy, checkpoint_id=folder, storage_writer=writer, planner=plans.planner(), no_dist=True
+        )
 
     return make
 
@@ -124,7 +128,8 @@ def _direct_with_room(state: State) -> _Save:
     stager.leave_room(*writer.margins)
     copy = stager.stage(state.tree)
     stager.close()  # the copy outlives it
-    return lambda folder: save(copy, checkpoint_id=folder, storage_writer=writer, no_dist=True)
+    plans = Plans()
+    return lambda folder: save(copy, checkpoint_id=folder, storage_writer=writer, planner=plans.planner(), no_dist=True)
 
 
 def _built(name: str) -> Any:

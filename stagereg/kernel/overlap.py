@@ -16,42 +16,64 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from stagereg.kernel.changes import Watch
+from stagereg.kernel.changes import Places, Watch
 from stagereg.kernel.copy import Draft
-from stagereg.kernel.layout import Region
-from stagereg.kernel.moves import Job, Mover, move
+from stagereg.kernel.layout import Layout, Region
+from stagereg.kernel.moves import Batch, Job, Mover, move
 
-__all__ = ["LateCopy"]
+__all__ = ["LateCopy", "Parting"]
 
 _PIECE_BYTES = 2**22  # a writer waits for one piece of another thread at most: well below a millisecond
+
+
+class Parting:
+    """The regions of a layout, parted into those that are copied at once and those that may be copied later.
+
+    Made once for a layout, as long as the same may be copied later.
+
+    Attributes:
+        late, remote: regions to be copied later, in host memory and on accelerators.
+        now: regions on accelerators to be copied at once.
+        batch: moves in host memory to be made at once.
+        pieces: moves in host memory to be made later, in pieces.
+        places: where to look whether the source has changed.
+    """
+
+    def __init__(self, layout: Layout, may_wait: Callable[[Region], bool]) -> None:
+        self.late = [region for region in layout.regions if may_wait(region)]
+        self.remote = [region for region in layout.remote if may_wait(region)]
+        waiting = {id(region) for region in (*self.late, *self.remote)}
+        self.now = [region for region in layout.remote if id(region) not in waiting]
+        each = zip(layout.moves, layout.regions, strict=True)
+        self.batch = Batch([move for move, region in each if id(region) not in waiting])
+        self.pieces = _pieces(self.late)
+        self.places = Places(self.late, self.remote)
 
 
 class LateCopy:
     """The part of a copy that is made later.
 
     Args:
-        draft: the copy; its other regions are the caller's work.
-        regions: regions in host memory to be copied later.
-        remote: regions on accelerators to be copied later.
+        draft: the copy; what is to be copied at once is the caller's work.
+        parting: what is to be copied later.
         mover: copies from accelerators; not used by another thread meanwhile.
         watch: what the source looks like now.
     """
 
-    def __init__(
-        self, draft: Draft, regions: Sequence[Region], remote: Sequence[Region], mover: Mover, watch: Watch
-    ) -> None:
+    def __init__(self, draft: Draft, parting: Parting, mover: Mover, watch: Watch) -> None:
         self._draft = draft
-        self._job = Job(draft.loan.address, _pieces(regions))
-        self._remote = remote
+        self._job = Job(draft.loan.address, parting.pieces)
+        self._remote = parting.remote
         self._mover = mover
         self._watch = watch
         self._lock = threading.Lock()
         self._queued = threading.Event()
         self._events: dict[torch.device, torch.Event] = {}
-        self._behind = [_now(device) for device in sorted({draft.sources[r.source].device for r in remote}, key=str)]
+        devices = sorted({draft.sources[region.source].device for region in parting.remote}, key=str)
+        self._behind = [_now(device) for device in devices]
         self._changed: list[int] | None = None
         self._failure: Exception | None = None
-        if not remote:
+        if not parting.remote:
             self._queued.set()
 
     def run(self) -> list[int]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from stagereg.kernel.layout import Layout
-from stagereg.kernel.tree import ATOMS, unravel
+from stagereg.kernel.tree import ATOMS
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -46,12 +46,16 @@ class _Node:
         keys: of a dict; None for a list.
         types: of its values.
         slots: positions of the values that are tensors (None) or containers, in order.
+        tensors_only: whether every value is a tensor.
+        tuples: positions of the values that are tuples.
     """
 
     kind: Any
     keys: list[Any] | None
     types: list[type]
     slots: list[tuple[int, _Node | None]]
+    tensors_only: bool
+    tuples: list[int]
 
 
 @dataclass(slots=True)
@@ -130,7 +134,9 @@ def _note(x: Any, met: set[int]) -> _Node | None:
         return None
     met.add(id(x))
     values = list(x) if kind is list else list(x.values())
-    node = _Node(kind, None if kind is list else list(x), list(map(type, values)), [])
+    types = list(map(type, values))
+    tuples = [at for at, each in enumerate(types) if each is tuple]
+    node = _Node(kind, None if kind is list else list(x), types, [], set(types) == {torch.Tensor}, tuples)
     for at, value in enumerate(values):
         if type(value) is torch.Tensor:
             node.slots.append((at, None))
@@ -153,22 +159,37 @@ def _collect(node: _Node, x: Any, tensors: list[torch.Tensor], found: list[_Foun
         return False
     attributes = None
     if node.kind is OrderedDict and _attributes(x):  # such as the ``_metadata`` of a module's state dict
-        copied = unravel(_attributes(x))
-        if copied.tensors:
+        attributes = _plain_copy(_attributes(x))
+        if attributes is None:
             return False
-        attributes = copied.fill([])
     found.append(_Found(x, values, attributes))
-    if tuple in node.types and not all(map(_constant, values)):
-        return False
-    if len(node.slots) == len(values) and set(node.types) == {torch.Tensor}:
+    if node.tensors_only:
         tensors += values
         return True
+    if not all(_constant(values[at]) for at in node.tuples):
+        return False
     for at, child in node.slots:
         if child is None:
             tensors.append(values[at])
         elif not _collect(child, values[at], tensors, found):
             return False
     return True
+
+
+def _plain_copy(x: Any) -> Any:
+    """Return a copy of nested dicts of values that nobody can change; None if it is anything else."""
+    made = type(x)()
+    for key, value in x.items():
+        if type(value) in ATOMS:
+            made[key] = value
+        elif type(value) in (dict, OrderedDict) and (type(value) is dict or not _attributes(value)):
+            inner = _plain_copy(value)
+            if inner is None:
+                return None
+            made[key] = inner
+        else:
+            return None
+    return made
 
 
 def _fill(node: _Node, found: Iterator[_Found], staged: Iterator[torch.Tensor]) -> Any:

@@ -12,6 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,11 +52,9 @@ class WriteGuard:
 
     def owned(self) -> dict[tuple[int, int], int]:
         """Return device index and address -> bytes of each tensor that only a known optimizer writes."""
-        spans: dict[tuple[int, int], int] = {}
-        for optimizer in list(self._optimizers):
-            for x in _written_by(optimizer):
-                spans[x.get_device(), x.data_ptr()] = x.nbytes
-        return spans
+        found = [x for optimizer in list(self._optimizers) for x in _written_by(optimizer)]
+        places = zip(map(torch.Tensor.get_device, found), map(torch.Tensor.data_ptr, found), strict=True)
+        return dict(zip(places, map(attrgetter("nbytes"), found), strict=True))
 
     def close(self) -> None:
         """Call back no more. Twice is harmless."""

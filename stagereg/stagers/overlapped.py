@@ -13,10 +13,10 @@ from torch.optim.optimizer import Optimizer
 from stagereg.errors import StagingError
 from stagereg.kernel.changes import Watch
 from stagereg.kernel.copy import Draft, HostCopier, naming
-from stagereg.kernel.layout import Region
+from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.moves import Batch, Mover
-from stagereg.kernel.overlap import LateCopy
+from stagereg.kernel.moves import Mover
+from stagereg.kernel.overlap import LateCopy, Parting
 from stagereg.kernel.replay import Match
 from stagereg.kernel.tree import Skeleton, path_to
 from stagereg.kernel.writers import COPY_THREADS
@@ -81,6 +81,8 @@ class OverlappedStager(AsyncStager):
         self._guard = WriteGuard(_weakly(self._under_way))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{COPY_THREADS}-late")
         self._late_mover = Mover(1)
+        self._parting: Parting | None = None
+        self._parted: tuple[Layout, object] | None = None
         weakref.finalize(self, self._guard.close).atexit = False
 
     def watch(self, optimizer: Optimizer) -> None:
@@ -137,31 +139,31 @@ class OverlappedStager(AsyncStager):
 
     def _begin(self, draft: Draft) -> LateCopy:
         """Copy what cannot wait, and return the rest as work to be done."""
-        owned = self._guard.owned()
-        layout = draft.layout
-        late = [region for region in layout.regions if self._may_wait(region, draft, owned)]
-        remote = [region for region in layout.remote if self._may_wait(region, draft, owned)]
-        waiting = {id(region) for region in (*late, *remote)}
-        now = [region for region in layout.remote if id(region) not in waiting]
+        parting = self._part(draft)
         mover = self._copier.mover
-        for device, pairs in draft.pairs(now, layout.packed).items():
+        for device, pairs in draft.pairs(parting.now, draft.layout.packed).items():
             event = mover.fetch(device, pairs)
             if event is not None:  # whatever writes them next is queued on this stream
                 torch.accelerator.current_stream(device).wait_event(event)
-        batch = layout.batch
-        if waiting:
-            each = zip(layout.moves, layout.regions, strict=True)
-            batch = Batch([move for move, region in each if id(region) not in waiting])
-        mover.memmove(draft.loan.address, batch)
-        watch = Watch(draft.sources, [*late, *remote], draft.loan.address, self._verify)
-        return LateCopy(draft, late, remote, self._late_mover, watch)
+        mover.memmove(draft.loan.address, parting.batch)
+        watch = Watch(draft.sources, parting.places, draft.loan.address, self._verify)
+        return LateCopy(draft, parting, self._late_mover, watch)
 
-    def _may_wait(self, region: Region, draft: Draft, owned: dict[tuple[int, int], int]) -> bool:
+    def _part(self, draft: Draft) -> Parting:
+        owned = self._guard.owned()
+        inference = {i for i, x in enumerate(draft.sources) if x.is_inference()}  # these have no version counter
+        known = (owned, inference)
+        if self._parting is None or self._parted != (draft.layout, known):
+            self._parting = Parting(draft.layout, lambda region: self._may_wait(region, draft, owned, inference))
+            self._parted = (draft.layout, known)
+        return self._parting
+
+    def _may_wait(self, region: Region, draft: Draft, owned: dict[tuple[int, int], int], inference: set[int]) -> bool:
         if region.nbytes < self._worth_waiting:
             return False
         for i in region.members:
             x = draft.sources[i]
-            if x.is_inference() or owned.get((x.get_device(), x.data_ptr()), 0) < x.nbytes:
+            if i in inference or owned.get((x.get_device(), x.data_ptr()), 0) < x.nbytes:
                 return False
         return True
 
