@@ -1,24 +1,19 @@
 """A process that writes checkpoints, so that training and its interpreter have nothing to do with it.
 
-Planning, and every collective of ``torch.distributed.checkpoint``, stays where it is; only ``write_data`` crosses over.
-:class:`ProcessWriter` goes around any ``StorageWriter``: it sends the plan, the writer and a table of where the tensors
-lie in shared memory to a :class:`WriterProcess`, and gets back the results and the writer as it is after the write. No
-bytes of tensors are sent, provided that the stager shares its memory (``shared``).
+This room keeps the process: starting it, asking it something, and its end. What it is asked, and how it answers, is the
+business of :mod:`stagereg.checkpoint.remote`; here both are bytes.
 
 The process has no process group and no port: it is reached over a socket pair. It is started fresh, with a lower
 priority and without accelerators, and ends with its parent, even if that is killed. If it dies, at whatever moment,
-another one is started and the write is done again, which is safe because files of an unfinished checkpoint are opened
-anew. Nothing waits for it by the clock: a wait goes on while it lives and ends when it does not.
+another one is started and asked again. Nothing waits for it by the clock: a wait goes on while it lives and ends when
+it does not.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import io
 import logging
 import os
-import pickle
 import select
 import signal
 import socket
@@ -27,23 +22,13 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
-from stagereg.errors import CheckpointError, StagerClosedError, StagingError
-from stagereg.kernel.copy import HostCopier
-from stagereg.kernel.memory import Pool
-from stagereg.kernel.parcel import Parcel, fits, pack, unpack
-from stagereg.kernel.sharing import SharedArena
+from stagereg.errors import CheckpointError
 
-__all__ = ["ProcessWriter", "WriterProcess", "serve"]
+__all__ = ["WriterProcess", "serve"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +38,8 @@ _LOOK_S = 0.5  # how often one looks whether the other side lives, should its en
 _END_S = 5.0
 _START = (
     "import os, sys; os.nice(int(sys.argv[3])); sys.path[:] = sys.argv[4:]; "
-    "from stagereg.checkpoint.process import serve; serve(int(sys.argv[1]), int(sys.argv[2])); "
+    "from stagereg.checkpoint.process import serve; from stagereg.checkpoint.remote import answer; "
+    "serve(int(sys.argv[1]), int(sys.argv[2]), answer); "
     "sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"  # without a second of taking torch apart
 )
 
@@ -231,184 +217,16 @@ def _receive_bytes(connection: socket.socket, nbytes: int, lives: Callable[[], b
     return b"".join(parts)
 
 
-# -- what is said
-
-
-@dataclass
-class _Question:
-    """One ``write_data``: of each item of the plan, a number of a tensor in the parcel, or bytes."""
-
-    writer: StorageWriter
-    plan: SavePlan
-    parcel: Parcel
-    data: list[int | bytes]
-
-
-@dataclass
-class _Written:
-    writer: StorageWriter
-    results: list[WriteResult]
-
-
-@dataclass
-class _Failed:
-    """The error, and those it was raised from and while handling; what cannot be pickled as text."""
-
-    error: Exception
-    cause: Exception | None
-    context: Exception | None
-
-    def again(self) -> Exception:
-        self.error.__cause__, self.error.__context__ = self.cause, self.context
-        return self.error
-
-
-@dataclass
-class _Unreadable:
-    """The question could not be understood there."""
-
-    why: str
-
-
-class ProcessWriter(StorageWriter):
-    """A storage writer whose ``write_data`` runs in another process; all else is done by the writer inside, here.
-
-    The writer inside is pickled for each write, and takes over the state it had there afterwards. What cannot go
-    across (a writer whose class the process cannot import, a tensor that is no plain one on the CPU) is written here,
-    and one log line says why. Tensors that do not lie in shared memory are copied there first.
-
-    Args:
-        inner: the writer; a storage of this project or any of torch's.
-        process: where it writes; several writers may share it.
-
-    Example::
-
-        process = WriterProcess()
-        dcp.save(copy, storage_writer=ProcessWriter(FileSystemWriter(path), process))
-    """
-
-    def __init__(self, inner: StorageWriter, process: WriterProcess) -> None:
-        self.inner = inner
-        self.process = process
-        parameters = inspect.signature(inner.set_up_storage_writer).parameters.values()
-        self._takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """As the writer inside."""
-        self.inner.reset(checkpoint_id)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """As the writer inside."""
-        self.inner.set_up_storage_writer(is_coordinator, *args, **(kwargs if self._takes_more else {}))
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As the writer inside."""
-        return self.inner.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As the writer inside."""
-        return self.inner.prepare_global_plan(plans)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Have the process write the items of ``plan``; returns when it has.
-
-        Raises:
-            CheckpointError: the process died twice.
-            Exception: what the writer raised there; a type that cannot be pickled is a ``RuntimeError`` of its text.
-        """
-        with _Sending() as sending:
-            try:
-                question = sending.question(self.inner, plan, planner)
-            except _NotPortableError as error:
-                return self._write_here(str(error), plan, planner)
-            answer = pickle.loads(self.process.ask(question))
-        if isinstance(answer, _Unreadable):
-            return self._write_here(answer.why, plan, planner)
-        if isinstance(answer, _Failed):
-            raise answer.again()
-        vars(self.inner).update(vars(answer.writer))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(answer.results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """As the writer inside."""
-        self.inner.finish(metadata, results)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether any writer could take it is for the writer inside to say, which is not known yet."""
-        return True
-
-    def storage_meta(self) -> Any:
-        """As the writer inside."""
-        return self.inner.storage_meta()
-
-    def _write_here(self, why: str, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        _log.warning("stagereg: this checkpoint is written in the training process, since %s", why)
-        return self.inner.write_data(plan, planner)
-
-
-class _NotPortableError(Exception):
-    """The write cannot be put into a message."""
-
-
-class _Sending:
-    """The tensors of one question, held until it is answered."""
-
-    def __init__(self) -> None:
-        self._held: list[torch.Tensor] = []
-        self._copier: HostCopier | None = None
-
-    def __enter__(self) -> _Sending:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._held.clear()
-        if self._copier is not None:
-            self._copier.close()
-
-    def question(self, writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> bytes:
-        data: list[int | bytes] = []
-        for item in plan.items:
-            value = planner.resolve_data(item)
-            if isinstance(value, torch.Tensor):
-                if not fits(value):
-                    raise _NotPortableError(f"{item.index.fqn!r} is no plain tensor in host memory")
-                data.append(len(self._held))
-                self._held.append(value.detach())
-            else:
-                data.append(value.getvalue())
-        parcel, outside = pack(self._held)
-        if outside:
-            parcel = self._bring_in(outside)
-        try:
-            return pickle.dumps(_Question(writer, plan, parcel, data), pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            raise _NotPortableError(f"{type(writer).__name__} or its plan cannot be pickled ({error})") from error
-
-    def _bring_in(self, outside: list[int]) -> Parcel:
-        try:
-            self._copier = HostCopier(Pool(keep=False, pin=False, make=SharedArena))
-            copies = self._copier.copy([self._held[i] for i in outside])
-        except (StagingError, StagerClosedError) as error:
-            raise _NotPortableError(str(error)) from error
-        for i, copy in zip(outside, copies, strict=True):
-            self._held[i] = copy
-        parcel, still_outside = pack(self._held)
-        assert not still_outside
-        return parcel
-
-
 # -- the other side
 
 
-def serve(descriptor: int, parent: int) -> None:
+def serve(descriptor: int, parent: int, answer: Callable[[bytes], bytes]) -> None:
     """Answer what comes over the socket until it is closed. The main function of the process.
 
     Args:
         descriptor: of this side's end of the socket.
         parent: process id; when that process ends, this one does at once.
+        answer: from a question makes the answer to it; must not raise.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C it is the parent who decides
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -416,8 +234,8 @@ def serve(descriptor: int, parent: int) -> None:
     with socket.socket(fileno=descriptor) as connection:
         try:
             while True:
-                # In one expression: no variable may hold on to the tensors once the answer is on its way.
-                _send(connection, _answer(_receive(connection, _always)), _always)
+                # In one expression: no variable may hold on to a question once its answer is on its way.
+                _send(connection, answer(_receive(connection, _always)), _always)
         except (EOFError, OSError):
             return
 
@@ -439,61 +257,3 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         threading.Event().wait(1.0)
     os._exit(1)
-
-
-def _answer(message: bytes) -> bytes:
-    try:
-        question: _Question = pickle.loads(message)
-        tensors = unpack(question.parcel)
-    except Exception as error:
-        return pickle.dumps(_Unreadable(f"the writer process cannot read it ({type(error).__name__}: {error})"))
-    try:
-        values = [data if isinstance(data, bytes) else tensors[data] for data in question.data]
-        items = zip(question.plan.items, values, strict=True)
-        planner = _Resolved({_key(item): value for item, value in items})
-        results = question.writer.write_data(question.plan, planner).wait()
-    except Exception as error:
-        return pickle.dumps(_Failed(_portable(error), _related(error.__cause__), _related(error.__context__)))
-    return pickle.dumps(_Written(question.writer, results), pickle.HIGHEST_PROTOCOL)
-
-
-def _related(error: BaseException | None) -> Exception | None:
-    return _portable(error) if isinstance(error, Exception) else None
-
-
-def _portable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
-
-
-_Key = tuple[MetadataIndex, WriteItemType]
-
-
-def _key(item: WriteItem) -> _Key:
-    return item.index, item.type
-
-
-class _Resolved(SavePlanner):
-    """A planner that has everything resolved already and plans nothing."""
-
-    def __init__(self, values: Mapping[_Key, torch.Tensor | bytes]) -> None:
-        self._values = values
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        value = self._values[_key(write_item)]
-        return io.BytesIO(value) if isinstance(value, bytes) else value
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def create_local_plan(self) -> SavePlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        raise NotImplementedError
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        raise NotImplementedError

@@ -22,7 +22,8 @@ import torch
 from stagereg.checkpoint import commit, torchfiles
 from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.layout import FileMark
-from stagereg.checkpoint.process import ProcessWriter, WriterProcess
+from stagereg.checkpoint.process import WriterProcess
+from stagereg.checkpoint.remote import ProcessWriter
 from stagereg.checkpoint.storage.choice import name_of
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.structure import leaves

@@ -1,6 +1,15 @@
 """The kernel: the one place that copies a tensor for staging, and the one place that speaks the join wire.
 
-``tree`` and ``leaves`` take a state dict apart and put it together again, ``layout`` says where each tensor lies in
-host memory, ``memory`` owns that memory and lends it out, with ``writers`` telling whether to wait for its return, and
-``copy`` moves the bytes. ``shadow`` is the wire of a join. All of it knows torch, and no stager, registry or Hydra.
+A copy: ``tree`` and ``leaves`` take a state dict apart and put it together again, ``names`` says what its tensors are
+called, ``layout`` where each lies in host memory, and ``replay`` recognises a state dict that was seen before.
+``moves`` and, for many small pieces, ``vectored`` move the bytes; ``copy`` has all of that done.
+
+Its memory: ``memory`` owns it and lends it out, with ``waiting`` and ``writers`` telling how long to wait for its
+return; in ``blocks`` several copies share it, in ``sharing`` and ``parcel`` other processes read it, and ``room`` is
+what is left free around tensors for a storage.
+
+Other ways to copy: ``overlap`` later, with ``changes`` telling whether the source was written meanwhile; ``bounded`` in
+less memory than the state has; ``delta`` only what changed, with ``compare`` to find out.
+
+``shadow`` is the wire of a join. All of it knows torch, and no stager, registry or Hydra.
 """

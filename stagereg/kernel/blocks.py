@@ -5,8 +5,8 @@ copies, so the two are counted apart: a :class:`Lease` is one copy, and is what 
 free when no copy and no plan holds it. Both are known by Python's own references: every view of a block that a tensor
 is made over holds the block and the lease.
 
-Waiting for a lease follows the pool's rule: only while a writer can be seen (``writers``), for ``wait_s`` at most, and
-then memory beyond the bound is taken and a warning says so once.
+Waiting for a lease follows the pool's rule (``waiting``): where it is in vain, memory beyond the bound is taken, and a
+warning says so once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import gc
 import logging
 import queue
-import time
 import weakref
 from typing import Any
 
@@ -23,15 +22,14 @@ import torch
 
 from stagereg.errors import StagerClosedError, StagingError
 from stagereg.kernel.memory import Arena
+from stagereg.kernel.waiting import OVERDRAWN, wait_while
 from stagereg.kernel.writers import Block as Span
-from stagereg.kernel.writers import alone, writer_at_work
+from stagereg.kernel.writers import writer_at_work
 
 __all__ = ["Block", "Blocks", "Lease"]
 
 log = logging.getLogger("stagereg")
 
-_GRACE_S = 1.0
-_POLL_S = 0.02
 _SLACK = 1.25  # an arena may be so many times as large as what is asked for, and is used again rather than a new one
 
 
@@ -162,29 +160,21 @@ class Blocks:
 
     def _await_end(self) -> None:
         gc.collect()  # a copy in a dead reference cycle is nobody's copy
-        start = seen = time.monotonic()
-        patience = 0.0 if self._overdrawn or alone() else _GRACE_S
-        while self.in_flight >= self._max:
-            self.check_open()
-            now = time.monotonic()
-            if now - start >= self._wait_s:
-                break
-            if writer_at_work([span for spans in self._out.values() for span in spans]):
-                seen, patience = now, _GRACE_S  # once it is seen no more, it may be about to let go
-            elif now - seen >= patience:
-                break
-            with contextlib.suppress(queue.Empty):
-                self._out.pop(self._ended.get(timeout=_POLL_S), None)
-        else:
-            self.check_open()
+        if wait_while(self._at_work, self._ended_enough, self._wait_s, patient=not self._overdrawn):
             return
         if not self._overdrawn:
             self._overdrawn = True
-            log.warning(
-                "stagereg: %d staged copies are still held and no writer is letting go, so fresh memory is taken; "
-                "drop copies that are no longer needed, or raise max_in_flight",
-                self.in_flight,
-            )
+            log.warning(OVERDRAWN, self.in_flight)
+
+    def _at_work(self) -> bool:
+        return writer_at_work([span for spans in self._out.values() for span in spans])
+
+    def _ended_enough(self, timeout_s: float) -> bool:
+        if timeout_s:
+            with contextlib.suppress(queue.Empty):
+                self._out.pop(self._ended.get(timeout=timeout_s), None)
+        self.check_open()
+        return self.in_flight < self._max
 
 
 def _give_back(owner: weakref.ref[Blocks], arena: Arena) -> None:

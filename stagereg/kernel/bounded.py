@@ -9,10 +9,10 @@ must not change until the writer has read those: :meth:`BoundedCopier.settle` re
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import queue
 import sys
-import time
 import weakref
 from collections.abc import Sequence
 from types import FrameType
@@ -27,12 +27,10 @@ from stagereg.kernel.layout import Layout, Region, lay_out, sign
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.replay import Match
 from stagereg.kernel.tree import Skeleton
+from stagereg.kernel.waiting import wait_while
 from stagereg.kernel.writers import Block, writer_at_work
 
 __all__ = ["BoundedCopier"]
-
-_GRACE_S = 0.5
-_POLL_S = 0.02
 
 
 class BoundedCopier(HostCopier):
@@ -84,27 +82,13 @@ class BoundedCopier(HostCopier):
                 for ``wait_s`` seconds. The source must not be written while it is held.
         """
         self._collect()
-        if not self._lent:
-            return
-        gc.collect()  # a copy in a dead reference cycle is nobody's copy
-        left, since, seen = len(self._lent), time.monotonic(), time.monotonic()
-        while True:
-            self._collect()
-            if not self._lent:
-                return
-            now = time.monotonic()
-            if len(self._lent) < left:
-                left, since = len(self._lent), now
-            if writer_at_work(list(self._lent.values())):
-                seen = now
-            if now - seen >= _GRACE_S and _handed_on():
-                return
-            if now - seen >= _GRACE_S or now - since >= self._wait_s:
+        if self._lent:
+            gc.collect()  # a copy in a dead reference cycle is nobody's copy
+        while self._lent:
+            if not wait_while(self._at_work, self._released_one, self._wait_s):
                 break
-            try:
-                self._lent.pop(self._released.get(timeout=_POLL_S), None)
-            except queue.Empty:
-                continue
+        if not self._lent or (_handed_on() and not self._at_work()):
+            return
         raise StagingError(
             [],
             f"{len(self._lent)} parts of the state did not fit into host_memory_gb, and whoever has the copy still "
@@ -134,6 +118,17 @@ class BoundedCopier(HostCopier):
             empty = torch.empty(0, dtype=x.dtype, device=x.device)
             made[i] = empty.set_(storage, start, piece.shape, piece.stride)
         return made
+
+    def _at_work(self) -> bool:
+        return writer_at_work(list(self._lent.values()))
+
+    def _released_one(self, timeout_s: float) -> bool:
+        before = len(self._lent)
+        if timeout_s:
+            with contextlib.suppress(queue.Empty):
+                self._lent.pop(self._released.get(timeout=timeout_s), None)
+        self._collect()
+        return len(self._lent) < before
 
     def _collect(self) -> None:
         while not self._released.empty():

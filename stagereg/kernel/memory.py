@@ -24,14 +24,14 @@ import os
 import queue
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 
 import torch
 
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.writers import COPY_THREADS, alone, writer_at_work
+from stagereg.kernel.waiting import OVERDRAWN, wait_while
+from stagereg.kernel.writers import COPY_THREADS, writer_at_work
 
 __all__ = ["Arena", "Loan", "Pool"]
 
@@ -42,8 +42,6 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _HUGE_PAGE = 2**21
 _PAGE = 4096
 _WORTH_TOUCHING = 2**22
-_GRACE_S = 1.0
-_POLL_S = 0.02
 
 
 class Arena:
@@ -278,31 +276,24 @@ class Pool:
 
     def _await_return(self) -> None:
         gc.collect()  # a copy in a dead reference cycle is nobody's copy
-        assert self._max is not None
-        start = seen = time.monotonic()
-        patience = 0.0 if self._overdrawn or alone() else _GRACE_S
-        while True:
-            self._collect()
-            if self._closed:
-                raise StagerClosedError
-            if self._out() < self._max:
-                return
-            now = time.monotonic()
-            if now - start >= self._wait_s:
-                break
-            if not all(arena.idle for arena in self._free) or writer_at_work(list(self._lent.values())):
-                seen, patience = now, _GRACE_S  # once it is seen no more, it may be about to let go
-            elif now - seen >= patience:
-                break
-            with contextlib.suppress(queue.Empty):
-                self._take_back(*self._returned.get(timeout=_POLL_S))
+        if wait_while(self._at_work, self._returned_enough, self._wait_s, patient=not self._overdrawn):
+            return
         if not self._overdrawn:
             self._overdrawn = True
-            log.warning(
-                "stagereg: %d staged copies are still held and no writer is letting go, so fresh memory is taken; "
-                "drop copies that are no longer needed, or raise max_in_flight",
-                self._out(),
-            )
+            log.warning(OVERDRAWN, self._out())
+
+    def _at_work(self) -> bool:
+        read_elsewhere = any(not arena.idle for arena in self._free)
+        return read_elsewhere or writer_at_work(list(self._lent.values()))
+
+    def _returned_enough(self, timeout_s: float) -> bool:
+        if timeout_s:
+            with contextlib.suppress(queue.Empty):
+                self._take_back(*self._returned.get(timeout=timeout_s))
+        self._collect()
+        if self._closed:
+            raise StagerClosedError
+        return self._max is None or self._out() < self._max
 
 
 def _give_back(pool: weakref.ref[Pool], serial: int, arena: Arena) -> None:

@@ -60,9 +60,8 @@ class OverlappedStager(AsyncStager):
     """
 
     _synchronize_after_execute: bool = False
-    _worth_waiting: int = (
-        2**14
-    )  # bytes; smaller regions are copied at once, which costs less than keeping books on them
+    # Bytes; smaller regions are copied at once, which costs less than keeping books on them.
+    _worth_waiting: int = 2**14
 
     def __init__(
         self,

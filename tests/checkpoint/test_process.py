@@ -27,7 +27,8 @@ import stagereg
 from stagereg.checkpoint import process as process_room
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.layout import FileMark
-from stagereg.checkpoint.process import ProcessWriter, WriterProcess
+from stagereg.checkpoint.process import WriterProcess
+from stagereg.checkpoint.remote import ProcessWriter
 from stagereg.errors import CheckpointError
 from stagereg.kernel import parcel, sharing
 from stagereg.testing import run_ranks

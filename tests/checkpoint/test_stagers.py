@@ -12,7 +12,7 @@ import torch
 import stagereg
 from stagereg import Checkpointer
 from stagereg.errors import CheckpointError
-from stagereg.kernel import bounded
+from stagereg.kernel import waiting
 from stagereg.testing import run_ranks
 
 STORAGES = ["dcp", "direct", "safetensors"]
@@ -111,7 +111,7 @@ def save_while_one_rank_keeps_what_did_not_fit(rank: int, world_size: int, folde
             self.kept = super().stage(state_dict)
             return self.kept
 
-    bounded._GRACE_S = 0.1
+    waiting.GRACE_S = 0.1
     stager = Keeping(host_memory_gb=2**-12) if rank == 1 else stagereg.build("stager", "blocking")
     checkpointer = Checkpointer(folder, stager=stager)
     if rank == 1:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel import memory
+from stagereg.kernel import memory, waiting
 from stagereg.kernel.memory import Arena, Loan, Pool
 
 
@@ -138,7 +138,7 @@ class TestLoans:
             return bool(answer)
 
         monkeypatch.setattr(memory, "writer_at_work", ask)
-        monkeypatch.setattr(memory, "alone", lambda: True)
+        monkeypatch.setattr(waiting, "alone", lambda: True)
         pool.borrow(64)
         assert held == []
         assert not caplog.records

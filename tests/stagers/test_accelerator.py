@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import copy as copies
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
-from stagereg import AsyncStager
+import stagereg
+from stagereg import AsyncStager, Checkpointer
+from stagereg.errors import StagingError
+from stagereg.kernel import bounded
+from stagereg.stagers.overlapped import OverlappedStager
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,6 +28,13 @@ def device() -> torch.device:
     return found
 
 
+def keep_busy() -> None:
+    """Queue work on the current stream that outlasts the calls after it by far."""
+    a = torch.randn(4096, 4096, device=device())
+    for _ in range(20):
+        a = a @ a / 4096
+
+
 def test_the_source_may_be_overwritten_as_soon_as_stage_has_returned(stager: AsyncStager) -> None:
     w = torch.zeros(2**26, device=device())
     for step in range(5):
@@ -30,21 +46,17 @@ def test_the_source_may_be_overwritten_as_soon_as_stage_has_returned(stager: Asy
 
 
 def test_work_queued_before_stage_is_in_the_copy(stager: AsyncStager) -> None:
-    a = torch.randn(4096, 4096, device=device())
     w = torch.zeros(2**24, device=device())
-    for _ in range(20):
-        a = a @ a / 4096  # keeps the queue busy while stage is called
+    keep_busy()
     w.fill_(7)
     assert stager.stage({"w": w})["w"].eq(7).all()
 
 
 def test_work_on_the_callers_own_stream_is_waited_for(stager: AsyncStager) -> None:
-    a = torch.randn(4096, 4096, device=device())
     w = torch.zeros(2**24, device=device())
     torch.accelerator.synchronize()
     with torch.Stream(device()):
-        for _ in range(20):
-            a = a @ a / 4096
+        keep_busy()
         w.fill_(7)
         copy = stager.stage({"w": w})["w"]
     assert copy.eq(7).all()
@@ -56,17 +68,33 @@ def test_the_callers_stream_is_as_it_was(stager: AsyncStager) -> None:
     assert torch.accelerator.current_stream() == before
 
 
-def test_pinned_cached_hands_out_page_locked_memory_and_uses_it_again(make) -> None:
-    stager = make()
-    pinned = type(stager).__name__ == "PinnedCachedStager"
+def small_state() -> dict[str, torch.Tensor]:
     w = torch.ones(2**20, device=device())
-    copy = stager.stage({"w": w, "tied": w.view(-1, 2).t(), "c": torch.ones(3)})
-    assert all(x.is_pinned() is pinned for x in copy.values())
+    return {"w": w, "tied": w.view(-1, 2).t(), "c": torch.ones(3)}
+
+
+@pytest.mark.parametrize("kind", ["incremental", "incremental_content", "overlapped", "pinned_cached", "shared"])
+def test_memory_that_is_kept_is_page_locked(kind: str, makers: dict[str, Callable[..., AsyncStager]]) -> None:
+    stager = makers[kind]()
+    assert all(x.is_pinned() for x in stager.stage(small_state()).values())
+    stager.close()
+
+
+def test_memory_that_is_not_kept_is_not_page_locked() -> None:
+    stager = stagereg.build("stager", "blocking")
+    assert not any(x.is_pinned() for x in stager.stage(small_state()).values())
+    stager.close()
+
+
+@pytest.mark.parametrize("kind", ["pinned_cached", "shared"])
+def test_page_locked_memory_is_used_again(kind: str) -> None:
+    stager = stagereg.build("stager", kind)
+    state = small_state()
+    copy = stager.stage(state)
     address = copy["w"].data_ptr()
     del copy
-    assert (
-        stager.stage({"w": w, "tied": w.view(-1, 2).t(), "c": torch.ones(3)})["w"].data_ptr() == address
-    ) or not pinned
+    assert stager.stage(state)["w"].data_ptr() == address
+    stager.close()
 
 
 def test_ties_views_and_dtypes_from_the_accelerator(stager: AsyncStager) -> None:
@@ -104,8 +132,6 @@ def test_ties_views_and_dtypes_from_the_accelerator(stager: AsyncStager) -> None
 
 
 def test_freed_device_memory_is_named(stager: AsyncStager) -> None:
-    from stagereg.errors import StagingError
-
     w = torch.ones(1000, device=device())
     w.untyped_storage().resize_(0)
     with pytest.raises(StagingError, match=r"model\.w"):
@@ -119,3 +145,264 @@ def test_each_device_has_its_own_stream(stager: AsyncStager) -> None:
     copy = stager.stage(state)
     assert copy["0"].eq(0).all()
     assert copy["1"].eq(1).all()
+
+
+# -- overlapped
+
+
+class Net(torch.nn.Module):
+    """Parameters well above the size that is copied at once, and buffers that forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(512, 2048)
+        self.norm = torch.nn.BatchNorm1d(2048)
+        self.outer = torch.nn.Linear(2048, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.norm(self.inner(x)).relu())
+
+
+class Run:
+    """A model on the accelerator that has trained for a step."""
+
+    def __init__(self, **options: Any) -> None:
+        self.net = Net().to(device())
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01, **options)
+        self.inputs = torch.randn(64, 512, device=device())
+        self.train()
+
+    def train(self) -> None:
+        self.net(self.inputs).square().mean().backward()
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def picture(self) -> dict[str, Any]:
+        """Another copy, on the device, queued like any other work."""
+        return copies.deepcopy(self.state())
+
+
+def assert_equal(copy: Any, expected: Any) -> None:
+    assert type(copy) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert copy.device.type == "cpu"
+        assert torch.equal(copy, expected.cpu())
+    elif isinstance(expected, dict):
+        assert list(copy) == list(expected)
+        for key in expected:
+            assert_equal(copy[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(copy) == len(expected)
+        for mine, theirs in zip(copy, expected, strict=True):
+            assert_equal(mine, theirs)
+    else:
+        assert copy == expected
+
+
+@pytest.fixture
+def overlapped() -> Iterator[OverlappedStager]:
+    made = stagereg.build("stager", "overlapped")
+    yield made
+    made.close()
+
+
+def copied_late(stager: OverlappedStager) -> int:
+    assert stager._parting is not None
+    return sum(region.nbytes for region in stager._parting.remote)
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_overlapped_has_the_state_at_the_call_though_steps_follow_at_once(
+    overlapped: OverlappedStager, options: dict[str, bool]
+) -> None:
+    run = Run(**options)
+    run.train()  # the stager has seen the optimizer now
+    for _ in range(4):
+        keep_busy()
+        expected = run.picture()
+        promise = overlapped.stage(run.state())
+        for _ in range(3):
+            run.train()
+        assert copied_late(overlapped) >= 3 * 2 * 512 * 2048 * 4  # both weights, and two averages of each
+        assert_equal(promise.result(60), expected)
+
+
+def test_overlapped_has_the_state_at_the_call_though_a_step_on_another_stream_follows(
+    overlapped: OverlappedStager,
+) -> None:
+    run = Run(fused=True)
+    overlapped.watch(run.optimizer)
+    torch.accelerator.synchronize()
+    keep_busy()
+    expected = run.picture()
+    promise = overlapped.stage(run.state())
+    # It does not wait for the stream above, as an optimizer on a stream of its own may not; but for the copies.
+    with torch.Stream(device()):
+        run.optimizer.step()
+        assert copied_late(overlapped) > 0
+        torch.accelerator.current_stream().synchronize()
+    assert_equal(promise.result(60), expected)
+
+
+def test_what_forward_writes_right_after_the_call_does_not_show(overlapped: OverlappedStager) -> None:
+    run = Run()
+    run.train()
+    for _ in range(3):
+        keep_busy()
+        expected = run.picture()
+        promise = overlapped.stage(run.state())
+        for _ in range(3):
+            run.net(run.inputs + 1)
+        run.net.norm.running_mean.data.fill_(-1)
+        copy = promise.result(60)
+        assert_equal(copy, expected)
+        assert not copy["model"]["norm.running_mean"].eq(-1).any()
+
+
+def test_a_promise_is_kept_when_the_bytes_are_there_also_if_all_was_copied_at_once(
+    overlapped: OverlappedStager,
+) -> None:
+    w = torch.zeros(2**24, device=device())
+    for step in (1.0, 2.0, 3.0):
+        keep_busy()
+        w.fill_(step)
+        copy = overlapped.stage({"w": w, "column": w.view(-1, 64)[:, 5]}).result(60)
+        assert copied_late(overlapped) == 0
+        assert copy["w"].eq(step).all()
+        assert copy["column"].eq(step).all()
+        del copy
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's check for synchronizing calls")
+def test_neither_the_call_nor_the_step_after_it_waits_for_the_device(overlapped: OverlappedStager) -> None:
+    run = Run(fused=True)
+    run.train()
+    for _ in range(3):  # plans and page-locked memory are there, and the kernels are loaded
+        promise = overlapped.stage(run.state())
+        run.optimizer.step()
+        promise.result(60)
+        del promise
+    state, expected = run.state(), run.picture()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2**32)  # cycles: some seconds, of which the calls below need milliseconds
+    before = torch.cuda.current_stream().record_event()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        promise = overlapped.stage(state)
+        assert not before.query(), "stage() has waited for what was queued before it"
+        run.optimizer.step()
+        assert not before.query(), "the optimizer has waited for the copy on the host"
+        assert not promise.done()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert copied_late(overlapped) > 0
+    assert_equal(promise.result(60), expected)
+
+
+def test_a_write_on_the_device_that_nobody_announces_is_told(overlapped: OverlappedStager) -> None:
+    run = Run()
+    run.train()
+    keep_busy()
+    promise = overlapped.stage(run.state())
+    with torch.no_grad():
+        run.net.inner.weight.add_(1)
+    failure = promise.exception(60)
+    if failure is None:  # it was copied in time after all
+        assert not torch.equal(promise.result()["model"]["inner.weight"], run.net.inner.weight.cpu())
+    else:
+        assert isinstance(failure, StagingError)
+        assert "inner.weight" in str(failure)
+
+
+# -- incremental
+
+
+def test_incremental_shares_what_did_not_change_on_the_device() -> None:
+    stager = stagereg.build("stager", "incremental", detect="content")
+    state = {"w": torch.zeros(2**22, device=device()), "base": torch.randn(2**22, device=device())}
+    first = stager.stage(state)
+    keep_busy()
+    state["w"].data.fill_(1)  # moves no version counter
+    second = stager.stage(state)
+    state["w"].fill_(2)
+    assert second["base"].data_ptr() == first["base"].data_ptr()
+    assert torch.equal(second["base"], state["base"].cpu())
+    assert first["w"].eq(0).all()
+    assert second["w"].eq(1).all()
+    stager.close()
+
+
+def test_incremental_copies_what_is_declared_once_and_verifies_it_on_the_device() -> None:
+    stager = stagereg.build("stager", "incremental", frozen=["base.*"], verify=True)
+    state = {"base": {"w": torch.randn(2**20, device=device())}, "head": torch.zeros(2**20, device=device())}
+    first = stager.stage(state)
+    state["head"].fill_(1)
+    second = stager.stage(state)
+    assert second["base"]["w"].data_ptr() == first["base"]["w"].data_ptr()
+    assert first["head"].eq(0).all()
+    assert second["head"].eq(1).all()
+    keep_busy()
+    state["base"]["w"].data.add_(1)
+    with pytest.raises(StagingError, match=r"base\.w"):
+        stager.stage(state)
+    stager.close()
+
+
+# -- to the disk
+
+
+def restored(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """What the newest checkpoint has, brought back to where ``state`` is."""
+    fresh = {name: torch.zeros_like(x) for name, x in state.items()}
+    with Checkpointer(str(folder)) as reader:
+        assert reader.restore(fresh) is not None
+    return fresh
+
+
+@pytest.mark.parametrize("storage", ["dcp", "direct"])
+def test_a_process_without_accelerator_writes_what_shared_has_brought_from_one(storage: str, tmp_path: Path) -> None:
+    state = {"w": torch.zeros(2**22, device=device()), "b": torch.zeros(5, device=device()).bfloat16()}
+    stager, written = stagereg.build("stager", "shared"), stagereg.build("storage", storage)
+    with Checkpointer(str(tmp_path), stager=stager, storage=written) as checkpointer:
+        assert checkpointer.writer_pid is not None
+        for step in (1, 2, 3):
+            keep_busy()
+            for x in state.values():
+                x.fill_(step)
+            checkpointer.save(step, state)
+            for x in state.values():
+                x.fill_(-1)
+    for name, x in restored(tmp_path, state).items():
+        assert x.device == state[name].device
+        assert x.eq(3).all()
+
+
+@pytest.mark.parametrize("kind", ["blocking", "pinned_cached"])
+def test_a_state_larger_than_the_bound_on_host_memory_is_written(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    borrowed: list[int] = []
+    borrow = bounded.Pool.borrow
+
+    def counted(pool: Any, nbytes: int) -> Any:
+        borrowed.append(nbytes)
+        return borrow(pool, nbytes)
+
+    monkeypatch.setattr(bounded.Pool, "borrow", counted)
+    state = {str(i): torch.empty(2**20, device=device()) for i in range(32)}  # 128 MiB
+    bound = 2**24
+    stager = stagereg.build("stager", kind, max_in_flight=2, host_memory_gb=bound / 2**30)
+    with Checkpointer(str(tmp_path), stager=stager, storage=stagereg.build("storage", "direct")) as checkpointer:
+        for step in (1, 2):
+            keep_busy()
+            for i, x in enumerate(state.values()):
+                x.fill_(100 * step + i)
+            checkpointer.save(step, state)
+            for x in state.values():
+                x.fill_(-1)
+    assert borrowed
+    assert max(borrowed) * 2 <= bound
+    for i, x in enumerate(restored(tmp_path, state).values()):
+        assert x.eq(200 + i).all()

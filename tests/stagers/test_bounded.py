@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import stagereg
 from stagereg.errors import StagingError
-from stagereg.kernel import bounded
+from stagereg.kernel import bounded, waiting
 from stagereg.kernel.copy import HostCopier
 
 MIB_IN_GB = 2**20 / 2**30
@@ -99,7 +99,7 @@ def test_staging_is_over_when_the_writer_has_read_what_did_not_fit(
         return polls[-1]
 
     monkeypatch.setattr(bounded, "writer_at_work", counted)
-    monkeypatch.setattr(bounded, "_GRACE_S", 0.05)  # less than ten polls take: who is seen at work has more time
+    monkeypatch.setattr(waiting, "GRACE_S", 0.05)  # less than ten polls take: who is seen at work has more time
     stager = make(2)
     assert stager.should_synchronize_after_execute
     source = state_of(6)
@@ -131,7 +131,7 @@ def test_staging_is_over_when_the_writer_has_read_what_did_not_fit(
 def test_who_keeps_the_copy_hears_of_it_and_waits_for_nobody(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded, "_GRACE_S", 0.1)
+    monkeypatch.setattr(waiting, "GRACE_S", 0.1)
     stager = make(2)
     copy = stager.stage(state_of(6))
     with pytest.raises(StagingError, match="did not fit into host_memory_gb"):

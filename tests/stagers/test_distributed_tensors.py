@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,16 +20,24 @@ from stagereg.testing import run_ranks
 
 STAGERS = {
     "blocking": lambda: stagereg.build("stager", "blocking"),
+    "incremental": lambda: stagereg.build("stager", "incremental", detect="content"),
+    "overlapped": lambda: stagereg.build("stager", "overlapped"),
     "pinned_cached": lambda: stagereg.build("stager", "pinned_cached"),
+    "shared": lambda: stagereg.build("stager", "shared"),
     "torch_plain": lambda: BlockingAsyncStager(False),
     "torch_cached": lambda: BlockingAsyncStager(True),
 }
 
 
+def settled(staged: Any) -> Any:
+    """The copy, which may have been promised only."""
+    return staged.result(30) if isinstance(staged, Future) else staged
+
+
 def check_dtensor(stager: AsyncStager, source: DTensor) -> DTensor:
     """Stage ``source`` and overwrite it; return the copy, which must be what it was."""
     local = source.to_local().clone()
-    copy = stager.stage({"m": {"x": source}})["m"]["x"]
+    copy = settled(stager.stage({"m": {"x": source}}))["m"]["x"]
     with torch.no_grad():
         source.to_local().fill_(-1)
     assert type(copy) is DTensor
@@ -63,7 +74,7 @@ def stage_what_hangs_on_a_dtensor(rank: int, world_size: int) -> None:
     x.tags, x.average, x.me = ["a"], torch.zeros(3), x
     for make in STAGERS.values():
         stager = make()
-        copy = stager.stage({"x": x, "again": x, "average": x.average})
+        copy = settled(stager.stage({"x": x, "again": x, "average": x.average}))
         x.tags.append("b")
         x.average.add_(1)
         assert copy["x"] is copy["again"]
@@ -78,22 +89,26 @@ def stage_what_hangs_on_a_dtensor(rank: int, world_size: int) -> None:
 
 def stage_a_sharded_model(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+    # Shards of the first layer are large enough to be copied late; of the second, ranks have unequal ones.
+    model = torch.nn.Sequential(torch.nn.Linear(7, 1200), torch.nn.Linear(1200, 3))
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = torch.optim.Adam(model.parameters())
-    stager = stagereg.build("stager", "pinned_cached")
+    stagers = {name: make() for name, make in STAGERS.items()}
     for step in range(3):
         model(torch.randn(4, 7)).sum().backward()
         optimizer.step()
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         before = {name: p.full_tensor().clone() for name, p in model.state_dict().items()}
-        copy = stager.stage(state)
+        copies = {name: settled(stager.stage(state)) for name, stager in stagers.items()}
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(1)
-        for name, full in before.items():
-            assert torch.equal(copy["model"][name].full_tensor(), full), (step, name)
-        assert isinstance(copy["optimizer"]["state"][0]["exp_avg"], DTensor)
+        for kind, copy in copies.items():
+            for name, full in before.items():
+                assert torch.equal(copy["model"][name].full_tensor(), full), (kind, step, name)
+            assert isinstance(copy["optimizer"]["state"][0]["exp_avg"], DTensor)
+    for stager in stagers.values():
+        stager.close()
 
 
 def stage_sharded_tensors(rank: int, world_size: int) -> None:
@@ -104,7 +119,7 @@ def stage_sharded_tensors(rank: int, world_size: int) -> None:
             source = sharded_tensor.rand(spec, 5, 3)
             shard = source.local_shards()[0]
             local = shard.tensor.clone()
-            copy = stager.stage({"x": source})["x"]
+            copy = settled(stager.stage({"x": source}))["x"]
             shard.tensor.fill_(-1)
             assert type(copy) is type(source)
             assert copy.metadata() == source.metadata()
@@ -122,10 +137,12 @@ def stage_the_result_of_a_collective(rank: int, world_size: int) -> None:
     for make in STAGERS.values():
         result = all_reduce(torch.full((4,), rank + 1.0), "sum", dist.group.WORLD)
         assert isinstance(result, AsyncCollectiveTensor)
-        copy = make().stage({"x": result, "same": result})
+        stager = make()
+        copy = settled(stager.stage({"x": result, "same": result}))
         assert type(copy["x"]) is torch.Tensor
         assert copy["x"] is copy["same"]
         assert copy["x"].tolist() == [world_size * (world_size + 1) / 2] * 4
+        stager.close()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

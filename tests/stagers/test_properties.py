@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,8 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import stagereg
-from stagereg import AsyncStager, BlockingAsyncStager
+from stagereg import AsyncStager
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 DTYPES += [torch.float8_e4m3fn, torch.float16]
@@ -112,12 +112,19 @@ def overwrite(state: Any, mask: int) -> None:
             torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).bitwise_xor_(mask)
 
 
-STAGERS = {
-    "blocking": lambda: stagereg.build("stager", "blocking", max_in_flight=3),
-    "pinned_cached": lambda: stagereg.build("stager", "pinned_cached", max_in_flight=3),
-    "torch_plain": lambda: BlockingAsyncStager(False),
-    "torch_cached": lambda: BlockingAsyncStager(True),
+STAGERS: dict[str, dict[str, Any]] = {
+    "blocking": {"max_in_flight": 3},
+    "incremental_content": {"max_in_flight": 3},
+    "overlapped": {"max_in_flight": 3},
+    "overlapped_late": {"max_in_flight": 3},
+    "pinned_cached": {"max_in_flight": 3},
+    "shared": {"max_in_flight": 3},
+    "torch_plain": {},
+    "torch_cached": {},
 }
+"""Names of makers, and what they are called with."""
+
+Makers = dict[str, Callable[..., AsyncStager]]
 LIMITS = settings(
     max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
@@ -126,8 +133,8 @@ LIMITS = settings(
 @pytest.mark.parametrize("kind", STAGERS)
 @LIMITS
 @given(data=st.data())
-def test_any_state_dict_staged_again_and_again(kind: str, data: st.DataObject) -> None:
-    stager = STAGERS[kind]()
+def test_any_state_dict_staged_again_and_again(kind: str, makers: Makers, data: st.DataObject) -> None:
+    stager = makers[kind](**STAGERS[kind])
     state = data.draw(states())
     held: list[tuple[Any, Any]] = []
     for _ in range(data.draw(st.integers(1, 4))):
@@ -153,10 +160,14 @@ def test_any_state_dict_staged_again_and_again(kind: str, data: st.DataObject) -
 @pytest.mark.parametrize("kind", STAGERS)
 @LIMITS
 @given(data=st.data())
-def test_memory_is_shared_in_the_copy_exactly_where_the_source_shares_it(kind: str, data: st.DataObject) -> None:
+def test_memory_is_shared_in_the_copy_exactly_where_the_source_shares_it(
+    kind: str, makers: Makers, data: st.DataObject
+) -> None:
     pool: list[torch.Tensor] = []
     state = [data.draw(tensors(pool)) for _ in range(data.draw(st.integers(2, 6)))]
-    copies = STAGERS[kind]().stage({"all": state})["all"]
+    stager = makers[kind](**STAGERS[kind])
+    copies = stager.stage({"all": state})["all"]
+    stager.close()
     for x, mine in zip(state, copies, strict=True):
         for y, other in zip(state, copies, strict=True):
             if x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and is_dense(x) and is_dense(y):
@@ -178,9 +189,9 @@ def is_dense(x: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("kind", STAGERS)
-def test_no_checkpoint_is_torn(kind: str) -> None:
+def test_no_checkpoint_is_torn(kind: str, makers: Makers) -> None:
     """Many writers read their copies while training overwrites the source: each sees one step and no other."""
-    stager: AsyncStager = STAGERS[kind]()
+    stager = makers[kind](**STAGERS[kind])
     source = {"large": torch.zeros(2**20), "small": [torch.zeros(n) for n in range(1, 200, 3)]}
     source["column"] = torch.zeros(2000, 8)[:, 1]
     started = threading.Semaphore(0)
