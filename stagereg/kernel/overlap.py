@@ -58,9 +58,13 @@ class LateCopy:
         parting: what is to be copied later.
         mover: copies from accelerators; not used by another thread meanwhile.
         watch: what the source looks like now.
+        at_once: by device, when the copies end that the caller has queued there already; the copy is not complete
+            before.
     """
 
-    def __init__(self, draft: Draft, parting: Parting, mover: Mover, watch: Watch) -> None:
+    def __init__(
+        self, draft: Draft, parting: Parting, mover: Mover, watch: Watch, at_once: dict[torch.device, torch.Event]
+    ) -> None:
         self._draft = draft
         self._job = Job(draft.loan.address, parting.pieces)
         self._remote = parting.remote
@@ -68,6 +72,7 @@ class LateCopy:
         self._watch = watch
         self._lock = threading.Lock()
         self._queued = threading.Event()
+        self._at_once = at_once
         self._events: dict[torch.device, torch.Event] = {}
         devices = sorted({draft.sources[region.source].device for region in parting.remote}, key=str)
         self._behind = [_now(device) for device in devices]
@@ -85,7 +90,7 @@ class LateCopy:
         """
         self._queue()
         self._job.finish()
-        for event in self._events.values():
+        for event in (*self._at_once.values(), *self._events.values()):
             event.synchronize()
         self._settle()
         if self._failure is not None:
@@ -97,7 +102,7 @@ class LateCopy:
         """Return when the source may be written. Called by any thread that is about to, any number of times."""
         self._job.finish()
         self._queued.wait()
-        for device, event in self._events.items():
+        for device, event in (*self._at_once.items(), *self._events.items()):
             torch.accelerator.current_stream(device).wait_event(event)
         self._settle()
 

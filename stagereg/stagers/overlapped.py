@@ -140,13 +140,15 @@ class OverlappedStager(AsyncStager):
         """Copy what cannot wait, and return the rest as work to be done."""
         parting = self._part(draft)
         mover = self._copier.mover
+        at_once: dict[torch.device, torch.Event] = {}
         for device, pairs in draft.pairs(parting.now, draft.layout.packed).items():
             event = mover.fetch(device, pairs)
             if event is not None:  # whatever writes them next is queued on this stream
                 torch.accelerator.current_stream(device).wait_event(event)
+                at_once[device] = event
         mover.memmove(draft.loan.address, parting.batch)
         watch = Watch(draft.sources, parting.places, draft.loan.address, self._verify)
-        return LateCopy(draft, parting, self._late_mover, watch)
+        return LateCopy(draft, parting, self._late_mover, watch, at_once)
 
     def _part(self, draft: Draft) -> Parting:
         owned = self._guard.owned()

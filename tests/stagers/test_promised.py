@@ -1,0 +1,45 @@
+"""A promised copy and an accelerator's queue; a stand-in for it copies only when somebody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import stagereg
+from stagereg.kernel.moves import Mover
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Queued:
+    """An event behind some copies."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self._pairs = pairs
+
+    def synchronize(self) -> None:
+        for to, source in self._pairs:
+            to.copy_(source)
+
+
+class Stream:
+    def record_event(self) -> Queued:
+        return Queued([])
+
+    def wait_event(self, event: Queued) -> None:
+        pass
+
+
+def test_the_future_is_done_when_what_was_queued_at_once_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(mover: Any, device: torch.device, pairs: Pairs, behind: Sequence[Any] = ()) -> Queued:
+        return Queued(pairs)
+
+    monkeypatch.setattr(Mover, "fetch", fetch)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream())
+    stager = stagereg.build("stager", "overlapped")
+    column = torch.arange(40_000.0).view(200, 200)[:, 3]  # is packed, which is an accelerator's way of copying
+    assert torch.equal(stager.stage({"x": column}).result(30)["x"], column)
+    stager.close()
