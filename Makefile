@@ -16,7 +16,7 @@ test: $(VENV)/.ready  ## the tests
 	$(BIN)/python -m pytest -m "not slow" $(WORKERS)
 
 test-all: $(VENV)/.ready  ## the tests with their longer matrices
-	$(BIN)/python -m pytest $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
 
 check: $(VENV)/.ready  ## lint, format and types
 	$(BIN)/ruff check .
