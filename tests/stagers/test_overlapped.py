@@ -171,6 +171,20 @@ def test_parameters_that_need_no_gradient_are_copied_in_the_call(gate: Gate, sta
     assert future.result(WAIT_S)["codebook"].eq(0).all()
 
 
+def test_what_no_optimizer_owns_any_more_is_copied_in_the_call(gate: Gate, stager: OverlappedStager) -> None:
+    weight = torch.nn.Parameter(torch.zeros(100_000))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    stager.watch(optimizer)
+    owned = stager.stage({"w": weight.detach()})
+    del optimizer
+    gc.collect()
+    free = stager.stage({"w": weight.detach()})  # the same memory, and so the same plan
+    weight.data.add_(1)
+    gate.open()
+    assert owned.exception(WAIT_S) is not None
+    assert free.result(WAIT_S)["w"].eq(0).all()
+
+
 def test_several_optimizers_gradient_accumulation_and_two_saves_in_flight(
     gate: Gate, stager: OverlappedStager, assert_same: Callable[[Any, Any], None]
 ) -> None:
