@@ -212,3 +212,17 @@ def resident(arena: Arena) -> float:
     flags = (ctypes.c_ubyte * pages)()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(arena.address), ctypes.c_size_t(arena.nbytes), flags) == 0
     return sum(flag & 1 for flag in flags) / pages
+
+
+def test_memory_that_was_reserved_is_lent_first_and_no_more_is_made() -> None:
+    made: list[int] = []
+
+    def make(nbytes: int, pin: bool, threads: int) -> Arena:
+        made.append(nbytes)
+        return Arena(nbytes, pin, threads)
+
+    pool = Pool(reserve=3 * 4096, make=make)
+    loan = pool.borrow(2 * 4096)
+    assert made == [3 * 4096]
+    assert loan.nbytes == 3 * 4096
+    pool.close()
