@@ -18,6 +18,7 @@ __all__ = [
     "JoinError",
     "JoinableNotInitializedError",
     "LaunchError",
+    "PeerFailedError",
     "RegistryError",
     "StagerClosedError",
     "StageregError",
@@ -100,6 +101,23 @@ class UnevenInputsError(StageregError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[UnevenInputsError], tuple[str, int | None]]:
         return type(self), (str(self), self.rank)
+
+
+class PeerFailedError(JoinError, RuntimeError):
+    """Another rank of a join raised, died, froze or got stuck, so this rank cannot go on.
+
+    Attributes:
+        rank: the global rank that failed, the first of several; ``None`` where nobody could say which.
+        message: what that rank said, or how it ended.
+    """
+
+    def __init__(self, text: str, rank: int | None = None, message: str = "") -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.message = message or text
+
+    def __reduce__(self) -> tuple[type[PeerFailedError], tuple[str, int | None, str]]:
+        return type(self), (str(self), self.rank, self.message)
 
 
 class CheckpointError(StageregError, RuntimeError):

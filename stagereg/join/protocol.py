@@ -14,16 +14,18 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
 
 from stagereg.errors import JoinableNotInitializedError
+from stagereg.kernel.attendance import Attendance
 from stagereg.kernel.shadow import Wire
 
-__all__ = ["JoinConfig", "JoinHook", "Joinable", "notify"]
+__all__ = ["JoinConfig", "JoinHook", "Joinable", "NotedConfig", "notify"]
 
 
 class JoinHook:
     """What a rank without data does for one joinable.
 
     ``main_hook`` runs once for every step that the active ranks take, and takes part in the collectives of that step;
-    ``post_hook`` runs once when all ranks have joined. A subclass overrides either.
+    ``post_hook`` runs once when all ranks have joined. A subclass overrides either. If it also has a ``before_step``,
+    stagereg's ``Join`` calls that for all hooks in order, before the first ``main_hook`` of each step.
     """
 
     def main_hook(self) -> None:
@@ -44,16 +46,34 @@ class JoinConfig(NamedTuple):
         enable: whether the join is on.
         throw_on_early_termination: whether it throws when some rank runs out of data.
         is_first_joinable: whether this joinable is the one that announces its rank each step.
+        attendance: how it does so, where all ranks run stagereg's join; ``None`` on torch's wire, and outside a join.
     """
 
     enable: bool
     throw_on_early_termination: bool
     is_first_joinable: bool
+    attendance: Attendance | None = None
 
     @staticmethod
     def construct_disabled_join_config() -> JoinConfig:
         """The configuration of a joinable outside any join."""
         return JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+
+
+class NotedConfig(JoinConfig):
+    """The configuration of a first joinable; knows whether it has been asked, which is how announcing begins.
+
+    Attributes:
+        asked: whether anybody has read ``is_first_joinable``, as torch's and stagereg's ``notify_join_context`` do.
+    """
+
+    asked = False
+
+    @property
+    def is_first_joinable(self) -> bool:
+        """As in :class:`JoinConfig`."""
+        self.asked = True
+        return self[2]
 
 
 class Joinable(ABC):
@@ -99,6 +119,12 @@ def notify(joinable: Any) -> dist.Work | None:
         )
     config = joinable._join_config
     if not config.is_first_joinable or not config.enable:
+        return None
+    attendance = getattr(config, "attendance", None)
+    if attendance is not None:
+        attendance.begin()
+        if config.throw_on_early_termination:
+            attendance.read()
         return None
     wire = Wire(joinable.join_process_group, joinable.join_device)
     work = wire.announce()

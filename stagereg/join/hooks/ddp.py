@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import JoinError
 from stagereg.join.carry import CarryWatch
+from stagereg.join.pace import FLAG, Pace, reset_divisor
 from stagereg.join.protocol import JoinHook
 from stagereg.kernel.shadow import Wire
 from stagereg.registry import register
@@ -26,7 +26,6 @@ from stagereg.registry import register
 __all__ = ["DdpHook"]
 
 _DIVISOR = "_divide_by_initial_world_size"
-_FLAG = "_check_global_requires_backward_grad_sync"
 
 
 @register("join_hook", "ddp")
@@ -40,6 +39,7 @@ class DdpHook(JoinHook):
     Attributes:
         reduced: whether the last ``main_hook`` ended with reduced gradients; False in a ``no_sync`` step, after which
             no optimizer is to be stepped.
+        pace: watches where the module's steps begin, while the hook is attached.
     """
 
     def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool = True) -> None:
@@ -50,6 +50,7 @@ class DdpHook(JoinHook):
         self._divide = divide_by_initial_world_size
         self._divided_before = getattr(ddp, _DIVISOR, None)
         self._carry: CarryWatch | None = None
+        self.pace: Pace | None = None
         self._tell_ddp()
 
     def attach(self) -> None:
@@ -67,16 +68,18 @@ class DdpHook(JoinHook):
         self._tell_ddp()
         if self._carry is None:
             self._carry = CarryWatch(self.ddp)
-        if not self._divide and not self.ddp._join_config.is_first_joinable:
+        self._release()
+        self.pace = Pace(self.ddp, self._divide)
+        if getattr(self.ddp._join_config, "attendance", None) is None and not (self._divide or self.pace.first):
             # Only the first joinable's announcement would tell this module the number of active ranks.
-            setattr(self.ddp, _FLAG, self._flag)
+            setattr(self.ddp, FLAG, self._flag)
 
     def detach(self) -> None:
         """Stop watching, and leave the module as it was before this hook was made."""
         if self._carry is not None:
             self._carry.remove()
             self._carry = None
-        self.ddp.__dict__.pop(_FLAG, None)
+        self._release()
         reset_divisor(self.ddp)
         if self._divided_before is not None:
             setattr(self.ddp, _DIVISOR, self._divided_before)
@@ -86,11 +89,16 @@ class DdpHook(JoinHook):
     def main_hook(self) -> None:
         """Match one forward and backward of the active ranks."""
         ddp = self.ddp
+        if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+            raise JoinError(
+                "a DDP module with static_graph=True learns its graph in its first step, so a rank that never had a "
+                "batch cannot shadow it. Give every rank a batch, or use join.iterate, whose body runs on all ranks."
+            )
         if self._carry is not None:
             self._carry.join()
         ddp.reducer._rebuild_buckets()
         ddp._check_and_sync_module_buffers()
-        active = Wire(ddp.process_group, ddp.device).count()  # those among the active ranks that will reduce
+        active = self._reducing()
         self.reduced = active > 0
         ddp.require_forward_param_sync = self.reduced
         if not self.reduced:
@@ -102,11 +110,25 @@ class DdpHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take parameters and buffers from the last rank to join, as torch does."""
+        self._release()
         self.ddp._sync_final_model(is_last_joiner)
         reset_divisor(self.ddp)
         if not is_last_joiner:
             for param in self.ddp.parameters():
                 self._forget(param)
+
+    def _release(self) -> None:
+        if self.pace is not None:
+            self.pace.remove()
+            self.pace = None
+        self.ddp.__dict__.pop(FLAG, None)
+
+    def _reducing(self) -> int:
+        """How many active ranks will reduce their gradients in this step."""
+        attendance = getattr(self.ddp._join_config, "attendance", None)
+        if attendance is None:
+            return Wire(self.ddp.process_group, self.ddp.device).count()
+        return int(attendance.read().syncing)
 
     def _tell_ddp(self) -> None:
         if self.ddp.logger is not None:
@@ -183,13 +205,6 @@ class DdpHook(JoinHook):
             param.grad.zero_()
         elif param.grad.any():
             param.grad = None
-
-
-def reset_divisor(ddp: DistributedDataParallel) -> None:
-    """Make DDP divide by the world size again; the work it was given last would otherwise stay its divisor."""
-    done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-    done.set_result([torch.zeros(1)])
-    ddp.reducer._set_forward_pass_work_handle(_create_work_from_future(done), True)
 
 
 def _fill(bucket: Any, factor: float) -> None:

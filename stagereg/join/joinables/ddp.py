@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import JoinError
 from stagereg.join.hooks.ddp import DdpHook
+from stagereg.join.pace import Pace
 from stagereg.join.protocol import Joinable
 from stagereg.registry import register
 
@@ -29,6 +30,9 @@ class DdpJoinable(Joinable):
     Args:
         module: the DDP module.
 
+    Attributes:
+        leader: the first joinable of the join, where that is another DDP module; ``Join`` fills it in.
+
     Keyword arguments of ``Join`` that it takes:
         divide_by_initial_world_size (bool): True (default): gradients are sums over the active ranks divided by the
             world size; False: divided by the number of active ranks.
@@ -38,6 +42,7 @@ class DdpJoinable(Joinable):
         if not isinstance(module, DistributedDataParallel):
             raise JoinError(f"the ddp joinable needs a DistributedDataParallel module, not a {type(module).__name__}")
         self.module = module
+        self.leader: DdpJoinable | None = None
         self._hook: DdpHook | None = None
 
     @property
@@ -49,11 +54,28 @@ class DdpJoinable(Joinable):
         self.module._join_config = config
         if config.enable and self._hook is not None:
             self._hook.attach()
+            if self.leader is not None and self._hook.pace is not None:
+                self._hook.pace.leader = self.leader.pace
 
     def join_hook(self, **kwargs: Any) -> DdpHook:
         """Return the module's hook; it watches the module from the start of the join until :meth:`join_exit`."""
         self._hook = DdpHook(self.module, kwargs.get("divide_by_initial_world_size", True))
         return self._hook
+
+    @property
+    def pace(self) -> Pace | None:
+        """Where the module's steps begin, while it is in a join."""
+        return None if self._hook is None else self._hook.pace
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a step of this rank has begun without a backward."""
+        return self.pace is not None and self.pace.unfinished
+
+    def counts(self, divide_by_initial_world_size: bool = True) -> bool:
+        """Whether a step depends on which ranks are active: through the divisor, or through buffers that are shared."""
+        shares = self.module.forward_sync_buffers and any(True for _ in self.module.module.buffers())
+        return shares or not divide_by_initial_world_size
 
     def reduced(self) -> bool:
         """Whether the last shadowed step ended with reduced gradients, so that optimizers are to step."""

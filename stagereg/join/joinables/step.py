@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from stagereg.errors import JoinError
 from stagereg.join.hooks.step import StepHook
-from stagereg.join.joinables.ddp import DdpJoinable
 from stagereg.join.protocol import Joinable
 from stagereg.registry import register
 
@@ -28,11 +27,16 @@ class StepJoinable(Joinable):
 
     Args:
         step: the function, such as ``optimizer.step``. It may run collectives, if the active ranks run the same ones.
-        after: the DDP module's joinable whose gradients it needs; the function is then left out in ``no_sync`` steps.
-            ``Join`` fills it in with the nearest one before it in its list.
+        after: the ``ddp`` or ``fsdp2`` joinable of the model whose gradients it needs; the function is then left out in
+            steps without a reduction (``no_sync``). ``Join`` fills it in with the nearest one before it in its list.
+
+    Attributes:
+        silent: that it talks to no other rank by itself.
     """
 
-    def __init__(self, step: Callable[[], object], after: DdpJoinable | None = None) -> None:
+    silent = True
+
+    def __init__(self, step: Callable[[], object], after: Any = None) -> None:
         super().__init__()
         _takes_nothing(step)
         self.step = step

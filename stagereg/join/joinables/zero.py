@@ -13,7 +13,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from stagereg.errors import JoinError
 from stagereg.join.hooks.zero import ZeroHook
-from stagereg.join.joinables.ddp import DdpJoinable
 from stagereg.join.protocol import Joinable
 from stagereg.registry import register
 
@@ -26,11 +25,11 @@ class ZeroJoinable(Joinable):
 
     Args:
         optimizer: the optimizer, without ``overlap_with_ddp``.
-        after: the DDP module's joinable whose gradients it needs; ``no_sync`` steps are then left out. ``Join`` fills
+        after: the DDP module's joinable, whose gradients it needs; ``no_sync`` steps are then left out. ``Join`` fills
             it in with the nearest one before it in its list.
     """
 
-    def __init__(self, optimizer: ZeroRedundancyOptimizer, after: DdpJoinable | None = None) -> None:
+    def __init__(self, optimizer: ZeroRedundancyOptimizer, after: Any = None) -> None:
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             raise JoinError(f"the zero joinable needs a ZeroRedundancyOptimizer, not a {type(optimizer).__name__}")
         self.optimizer = optimizer

@@ -1,0 +1,80 @@
+"""A loop whose body runs on every rank for as long as any rank has data.
+
+A rank out of data asks, before each step, whether it begins anywhere, and if so its body gets an empty batch. The
+body's forward is no announcement then. What is announced is a forward, not a batch: a batch that the body skips is no
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from stagereg.join.empty import emptied, fetch, publish
+from stagereg.join.wiring import Wiring
+from stagereg.kernel.attendance import Attendance, appears
+
+__all__ = ["Loop"]
+
+_NOTHING = object()
+
+
+class Loop:
+    """One loop over a loader, on one rank.
+
+    Args:
+        wiring: of its join.
+        shadow: takes part in a step by hooks, for a body that has nothing to do with an empty batch.
+
+    Attributes:
+        attendance: who still has data, once it has started.
+        empty: whether the body runs on an empty batch.
+    """
+
+    attendance: Attendance
+
+    def __init__(self, wiring: Wiring, shadow: Callable[[], None]) -> None:
+        self.empty = False
+        self._wiring = wiring
+        self._shadow = shadow
+
+    def start(self, loader: Iterable[Any]) -> Attendance:
+        """Exchange what there is to be exchanged; collective."""
+        self.attendance = self._wiring.looped(loader)
+        return self.attendance
+
+    def run(self, loader: Iterable[Any], example: Any, device: torch.device) -> Iterator[Any]:
+        """Yield this rank's batches, then empty ones for as long as others have some.
+
+        Args:
+            loader: what :meth:`start` was called with.
+            example: a batch to be emptied, or ``None``.
+            device: for empty batches that come from another rank.
+        """
+        attendance = self.attendance
+        cut = _NOTHING if example is None else emptied(example)
+        key = f"example/{self._wiring.loops}"
+        batch = _NOTHING
+        for i, batch in enumerate(loader):
+            if i == 0 and self._wiring.store is not None and not attendance.even:
+                cut = emptied(batch) if cut is _NOTHING else cut
+                publish(self._wiring.store, key, cut)
+            yield batch
+        while attendance.absent() is not None:
+            if cut is _NOTHING:  # never had a batch, or did not expect to run out
+                cut = self._from_others(key, device) if batch is _NOTHING else emptied(batch)
+            batch = _NOTHING
+            attendance.cover()
+            self.empty = True
+            yield cut
+            self.empty = False
+            if attendance.covered:  # it ran no forward
+                self._shadow()
+
+    def _from_others(self, key: str, device: torch.device) -> Any:
+        """Return the empty batch of a rank that had one: it has told before its first step began."""
+        store: Any = self._wiring.store
+        self._wiring.lifeline.wait(lambda seconds: appears(store, key, seconds), "telling how a batch looks")
+        return fetch(store, key, device)

@@ -1,0 +1,192 @@
+"""``metrics``: sums and counts over all ranks, in and after a join, so that means are over samples and exact.
+
+A mean of the ranks' means is wrong where they have unequal numbers of samples, and a collective in the loop hangs where
+some have left it. Here every rank adds up by itself, and ranks that have left answer from a thread.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stagereg.errors import JoinError
+from stagereg.join.hooks.metrics import MetricsHook
+from stagereg.join.protocol import Joinable, JoinConfig
+from stagereg.kernel.desk import Desk
+from stagereg.kernel.side import side_line
+from stagereg.registry import register
+
+__all__ = ["MetricsJoinable"]
+
+Number = float | torch.Tensor
+
+
+@register("joinable", "metrics")
+class MetricsJoinable(Joinable):
+    """Adds up metrics on each rank, and over the ranks when asked to.
+
+    List it after the model, in stagereg's ``Join`` or in torch's; it announces nothing. All ranks construct their
+    metrics in the same order. Without ``torch.distributed`` it is this process's metrics alone.
+
+    Args:
+        process_group: the ranks to add over; ``None`` is the default group.
+
+    Example::
+
+        metrics = stagereg.build("joinable", "metrics")
+        with stagereg.Join([model, optimizer, metrics]):
+            for x, y in loader:
+                loss = train_one_step(x, y)                      # a sum over the batch
+                metrics.add(loss=(loss.detach(), len(x)))        # no collective, no wait for the device
+                if step % 100 == 0:
+                    log(metrics.compute(reset=True))             # all ranks that still have data
+        print(metrics.compute())                                 # all ranks
+    """
+
+    silent = True
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self._group = process_group
+        self._totals: dict[str, tuple[Number, Number]] = {}
+        self._lock = threading.Lock()
+        self._desk: Desk | None = None
+        self._hook: MetricsHook | None = None
+        self._config: Any = JoinConfig.construct_disabled_join_config()
+        self._number = _numbers["metrics"]
+        _numbers["metrics"] += 1
+        self._renewals = 0
+
+    @property
+    def _join_config(self) -> Any:
+        return self._config
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self._config = config
+
+    def add(self, **metrics: tuple[Number, Number]) -> None:
+        """Add to this rank's totals; no collective.
+
+        Args:
+            **metrics: for each name a sum and the number of samples (or of whatever the mean is over) that it is of:
+                numbers, or tensors of one element, which stay on their device and are added there in float64.
+
+        Raises:
+            JoinError: something else was given.
+        """
+        added = {name: _pair(name, given) for name, given in metrics.items()}
+        with self._lock:
+            for name, (total, count) in added.items():
+                before = self._totals.get(name, (0.0, 0.0))
+                self._totals[name] = (before[0] + total, before[1] + count)
+
+    def compute(self, reset: bool = False) -> dict[str, float]:
+        """Return the mean of every metric over the samples of all ranks; see :meth:`totals` for who calls it when.
+
+        A metric of which no rank has a sample is left out, since there is no mean of nothing.
+        """
+        return {name: total / count for name, (total, count) in self.totals(reset).items() if count}
+
+    def totals(self, reset: bool = False) -> dict[str, tuple[float, float]]:
+        """Return sum and count of every metric that some rank knows, over all ranks, sorted by name.
+
+        In a join, all ranks that still have data call it at the same place in the loop; those that have left it answer
+        by themselves, and must not call it. Before, after and in ``join.iterate``, all ranks call it. In torch's
+        ``Join`` call it after the forward of a step, since ranks do not answer before they know that the step is on.
+
+        Args:
+            reset: start anew afterwards, on all ranks; also on those that have left the loop, where a :meth:`reset` of
+                the others would not be heard.
+
+        Raises:
+            JoinError: a rank without data called it, or a rank has ended the join already.
+        """
+        given = self._call((reset, self._local()))
+        self._heard(given)
+        shares = [share for _, share in given]
+        names = sorted({name for share in shares for name in share})
+        columns = {name: [share.get(name, (0.0, 0.0)) for share in shares] for name in names}
+        return {
+            name: (math.fsum(total for total, _ in column), math.fsum(count for _, count in column))
+            for name, column in columns.items()
+        }
+
+    def reset(self) -> None:
+        """Start anew on this rank alone. In a join use ``compute(reset=True)``, which also reaches ranks that have left."""
+        with self._lock:
+            self._totals.clear()
+
+    def join_hook(self, **kwargs: Any) -> MetricsHook:
+        """Return the hook; takes no keyword arguments of its own. Collective where it is the first time."""
+        self._hook = MetricsHook(self._open(), lambda: (False, self._local()), self._heard)
+        return self._hook
+
+    def join_exit(self) -> None:
+        """Leave a desk behind that was not closed, as the join failed; some rank may still be sitting at it."""
+        if self._hook is not None and self._config.enable and not self._hook.closed:
+            self._desk = None
+            self._renewals += 1
+        self._hook = None
+
+    @property
+    def join_device(self) -> torch.device:
+        """The CPU: what is exchanged are a few numbers."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks to add over."""
+        return dist.group.WORLD if self._group is None else self._group
+
+    def _local(self) -> dict[str, tuple[float, float]]:
+        with self._lock:
+            return {name: (float(total), float(count)) for name, (total, count) in self._totals.items()}
+
+    def _heard(self, given: list[tuple[bool, Any]]) -> None:
+        if any(reset for reset, _ in given):
+            self.reset()
+
+    def _call(self, payload: Any) -> list[Any]:
+        if not (dist.is_available() and dist.is_initialized()):
+            return [payload]
+        desk = self._open()
+        if desk.serves:
+            raise JoinError(
+                "this rank has no data any more, so it gives its metrics when the others ask, and cannot ask itself. Call "
+                "compute() in the loop or after the join, not in a function that the join calls on ranks without data."
+            )
+        return desk.call(payload)
+
+    def _open(self) -> Desk:
+        if self._desk is None:
+            self._desk = Desk(side_line(self.join_process_group, f"metrics/{self._number}/{self._renewals}"))
+        return self._desk
+
+
+_numbers: Counter[str] = Counter()
+
+
+def _pair(name: str, given: Any) -> tuple[Number, Number]:
+    if isinstance(given, tuple) and len(given) == 2:
+        total, count = (_number(value) for value in given)
+        if total is not None and count is not None:
+            return total, count
+    raise JoinError(
+        f"the metric {name!r} takes a sum and a count, as in metrics.add({name}=(loss_sum, len(batch))): numbers or "
+        f"tensors of one element, not {given!r}"
+    )
+
+
+def _number(value: Any) -> Number | None:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(torch.float64).reshape(()) if value.numel() == 1 else None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,46 @@
+"""The loss whose gradients, averaged over ranks as data parallelism does it, are the mean over all samples of a step.
+
+DDP and FSDP take the mean of the ranks' gradients, as if every rank had as many samples. With N samples over all ranks
+and D ranks to divide by, ``loss_sum * D / N`` on each rank makes that mean the exact one: 1/N of the gradient of the
+sum over all samples.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+
+from stagereg.errors import JoinError
+from stagereg.join.wiring import unknown
+
+__all__ = ["Average", "known_average", "weighted"]
+
+Average = Literal["samples", "world", "active"]
+
+
+def known_average(average: str) -> str:
+    """Return ``average``. Raises: ``JoinError`` if there is none of that name."""
+    if average not in get_args(Average):
+        raise JoinError(f"there is no average over {average!r}.{unknown(str(average), get_args(Average))}")
+    return average
+
+
+def weighted(loss_sum: torch.Tensor, n: float, factor: float) -> torch.Tensor:
+    """Return ``loss_sum * factor``; exactly zero, with a gradient of zero, if ``n`` is zero.
+
+    The loss of an empty batch may be anything, such as the NaN that is the mean of nothing.
+    """
+    result: Any = _Weighted.apply(loss_sum, factor if n else 0.0)
+    return result
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return loss * factor if factor else torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.factor, None

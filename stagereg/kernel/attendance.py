@@ -1,0 +1,285 @@
+"""Who still has data, step by step: the protocol of a join in which all ranks run stagereg's.
+
+A step *begins* on a rank with data when its first joinable says so. A rank without data asks, once a step, whether it
+has begun anywhere: if so, it takes part in that step, in whatever way; if not, nobody has data any more.
+
+Two ways to know. *Counted*: every rank adds its presence into one asynchronous sum per step; a rank with data reads it
+when it has to, late in its forward pass, and need not at all if nothing depends on it. *Planned*: the lengths are known
+from the start, so there is nothing to sum; a rank with data only leaves a word in the process group's store, which
+costs it a few microseconds and waits for nobody, and ranks without data look for that word. A plan may be wrong: who
+leaves early, skips batches or goes on for longer is followed all the same, since the word counts and not the plan.
+
+It knows nothing of joinables, loaders or torch's wire (:mod:`stagereg.kernel.shadow`).
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from stagereg.errors import JoinError, UnevenInputsError
+from stagereg.kernel.side import Line, Pending
+
+__all__ = ["Attendance", "CountedAttendance", "PlannedAttendance", "Roll", "Waiting", "Words", "appears", "until"]
+
+Waiting = Callable[[Callable[[float], bool], str], None]
+"""Calls a function with seconds to wait, again and again until it returns True; the text says what is waited for."""
+
+
+@dataclass(frozen=True)
+class Roll:
+    """Who takes part in a step.
+
+    Attributes:
+        active: for each rank, whether it has data; empty where that is not known.
+        syncing: how many of them will reduce their gradients. Where that is not known, 1 if they do and 0 if not.
+    """
+
+    active: tuple[bool, ...] = ()
+    syncing: int = 1
+
+    @property
+    def known(self) -> bool:
+        """Whether it says who is active."""
+        return bool(self.active)
+
+    @property
+    def count(self) -> int:
+        """The number of ranks with data; only where it is known."""
+        return sum(self.active)
+
+    @property
+    def highest(self) -> int:
+        """The last rank with data; only where it is known."""
+        return max(rank for rank, active in enumerate(self.active) if active)
+
+
+def until(ready: Callable[[float], bool], what: str) -> None:
+    """Wait for as long as it takes: a :data:`Waiting` that trusts its peers."""
+    while not ready(60.0):
+        pass
+
+
+class Attendance(ABC):
+    """One rank's part in the protocol, for one loop over its data.
+
+    Attributes:
+        steps: how many steps have begun, here or for this rank while it had no data.
+        shadowed: how many of them came since it ran out of data.
+        over: whether no rank has data any more.
+        even: whether all ranks are known to have as many batches.
+    """
+
+    even = False
+
+    def __init__(self, rank: int, size: int, throw: bool, waiting: Waiting) -> None:
+        self.steps = 0
+        self.shadowed = 0
+        self.over = False
+        self._rank = rank
+        self._size = size
+        self._throw = throw
+        self._waiting = waiting
+        self._covered = False
+
+    def begin(self, syncing: bool = True) -> None:
+        """Rank with data: a step begins.
+
+        Args:
+            syncing: whether its gradients will be reduced among the ranks.
+        """
+        if self._covered:  # the body of a rank without data runs, in a step that others have begun
+            self._covered = False
+            return
+        self._begin(syncing)
+        self.steps += 1
+
+    def check(self) -> None:  # noqa: B027 (most have nothing against it)
+        """Any joinable but the first, in place of :meth:`begin`. Raises: ``JoinError`` if it must not be used now."""
+
+    def cover(self) -> None:
+        """Rank without data: its loop body is about to run all the same, and its next :meth:`begin` is no news."""
+        self._covered = True
+
+    @property
+    def covered(self) -> bool:
+        """Whether such a body has not begun its step yet."""
+        return self._covered
+
+    @abstractmethod
+    def read(self) -> Roll:
+        """Who takes part in the step that has begun; waits for the other ranks to begin it or to run out of data.
+
+        Raises:
+            UnevenInputsError: the join is to throw, and some rank has run out of data.
+        """
+
+    def absent(self) -> Roll | None:
+        """Rank without data, once a step: wait until the step has begun on some rank.
+
+        Returns:
+            Who takes part in it; ``None`` once no rank has data any more.
+
+        Raises:
+            UnevenInputsError: the join is to throw, and other ranks still have data.
+        """
+        self._covered = False
+        if self.over:
+            return None
+        roll = self._absent()
+        if roll is None:
+            self.over = True
+            return None
+        if self._throw:
+            raise UnevenInputsError(
+                f"Rank {self._rank} ran out of inputs after {self.steps} steps, while others have more.", self._rank
+            )
+        self.steps += 1
+        self.shadowed += 1
+        return roll
+
+    @abstractmethod
+    def _begin(self, syncing: bool) -> None: ...
+
+    @abstractmethod
+    def _absent(self) -> Roll | None: ...
+
+
+class CountedAttendance(Attendance):
+    """One asynchronous sum a step.
+
+    Args:
+        line: on which the ranks sum.
+        throw: whether a rank's running out of data is an error on all ranks.
+        waiting: how to wait.
+    """
+
+    def __init__(self, line: Line, throw: bool = False, waiting: Waiting = until) -> None:
+        super().__init__(line.rank, line.size, throw, waiting)
+        self._line = line
+        self._pending: Pending | None = None
+        self._roll = Roll((True,) * line.size, line.size)
+
+    def read(self) -> Roll:
+        """See :meth:`Attendance.read`."""
+        roll = self._read()
+        if self._throw and roll.count < self._size:
+            gone = ", ".join(str(rank) for rank, active in enumerate(roll.active) if not active)
+            raise UnevenInputsError(f"Rank {gone} ran out of inputs before step {self.steps}: all ranks stop here.")
+        return roll
+
+    def _read(self) -> Roll:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._waiting(pending.ready, "the next step")
+            *active, syncing = pending.wait()
+            self._roll = Roll(tuple(value > 0 for value in active), int(syncing))
+            if self._roll.syncing not in (0, self._roll.count):
+                raise JoinError(
+                    f"in step {self.steps}, {self._roll.syncing} of {self._roll.count} ranks reduce their gradients "
+                    "and the others do not (no_sync). Decide by the number of the step, which all ranks have alike, "
+                    "and not by what is left of a rank's own data."
+                )
+        return self._roll
+
+    def _begin(self, syncing: bool) -> None:
+        self._read()  # of the step before, which has long arrived
+        self._add(True, syncing)
+
+    def _absent(self) -> Roll | None:
+        self._read()
+        self._add(False, False)
+        roll = self._read()
+        return roll if roll.count else None
+
+    def _add(self, active: bool, syncing: bool) -> None:
+        values = [0.0] * (self._size + 1)
+        values[self._rank] = float(active)
+        values[-1] = float(active and syncing)
+        self._pending = self._line.add(values)
+
+
+class Words(Protocol):
+    """What :class:`PlannedAttendance` needs of a store: torch's stores have it."""
+
+    def set(self, key: str, value: str, /) -> Any:
+        """Leave a word; waits for nobody."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a word that is there."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of them are there."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, and return what it has become."""
+
+
+_SYNCING, _OVER = b"1", b"over"
+
+
+class PlannedAttendance(Attendance):
+    """No collective at all.
+
+    Args:
+        rank: this rank.
+        lengths: how many batches each rank announced.
+        words: where the ranks leave word, with keys that nothing else uses.
+        throw: whether uneven lengths are an error on all ranks, before the first step.
+        waiting: how to wait.
+
+    Raises:
+        UnevenInputsError: on all ranks, if it is to throw and the lengths differ.
+    """
+
+    def __init__(
+        self, rank: int, lengths: Sequence[int], words: Words, throw: bool = False, waiting: Waiting = until
+    ) -> None:
+        super().__init__(rank, len(lengths), throw, waiting)
+        self._words = words
+        self._left = False
+        self._roll = Roll()
+        self.even = len(set(lengths)) == 1
+        if throw and not self.even:
+            told = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(lengths))
+            shortest = min(lengths)
+            raise UnevenInputsError(
+                f"The inputs are uneven, so no step was taken: {told} batches.", lengths.index(shortest)
+            )
+
+    def read(self) -> Roll:
+        """See :meth:`Attendance.read`; never waits, and does not know who is active."""
+        return self._roll
+
+    def _begin(self, syncing: bool) -> None:
+        self._roll = Roll(syncing=int(syncing))
+        self._words.set(f"begun/{self.steps}", "1" if syncing else "0")
+
+    def _absent(self) -> Roll | None:
+        key = f"begun/{self.steps}"
+        if not self._left:
+            self._left = True
+            # Who leaves last has taken every step there is, so the next one is what all others wait for.
+            if self._words.add("left", 1) == self._size:
+                self._words.set(key, "over")
+        self._waiting(lambda seconds: appears(self._words, key, seconds), "the next step")
+        word = self._words.get(key)
+        self._roll = Roll(syncing=int(word == _SYNCING))
+        return None if word == _OVER else self._roll
+
+
+def appears(words: Words, key: str, seconds: float) -> bool:
+    """Wait for a key, so many seconds at most; return whether it is there.
+
+    It looks less and less often: first it is a matter of microseconds, later of a long forward pass.
+    """
+    started = time.monotonic()
+    while not words.check([key]):
+        waited = time.monotonic() - started
+        if waited > seconds:
+            return False
+        time.sleep(min(waited / 8, 0.002))
+    return True

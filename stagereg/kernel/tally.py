@@ -1,0 +1,66 @@
+"""Sums of a few numbers that only the ranks in a loop ask for, while ranks that have left it answer with zeros.
+
+Who has left cannot know when the others ask, or how often. So it has a thread that answers until all have ended.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from stagereg.kernel.attendance import Waiting, until
+from stagereg.kernel.side import Line
+
+__all__ = ["Tally"]
+
+
+class Tally:
+    """One rank's end, for one join. Every rank closes it once, unless the join has failed.
+
+    Args:
+        line: on which nothing else is summed.
+        width: how many numbers there are.
+        waiting: how to wait.
+    """
+
+    def __init__(self, line: Line, width: int, waiting: Waiting = until) -> None:
+        self._line = line
+        self._width = width
+        self._waiting = waiting
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def sum(self, *values: float) -> list[float]:
+        """Return the sums over all ranks; called by every rank that does not serve, in the same order."""
+        pending = self._line.add([*values, 0.0])
+        self._waiting(pending.ready, "join.mean")
+        return pending.wait()[:-1]
+
+    def serve(self) -> None:
+        """Answer from now on, until all ranks have closed or serve. Twice is harmless."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._answer, name="stagereg-tally", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End; returns when every rank has. Raises: what the thread failed with."""
+        if self._thread is None:
+            pending = self._line.add([*[0.0] * self._width, 1.0])
+            self._waiting(pending.ready, "the end of the join")
+            return
+        thread = self._thread
+        self._waiting(lambda seconds: _ends(thread, seconds), "the end of the join")
+        if self._failure is not None:
+            raise self._failure
+
+    def _answer(self) -> None:
+        try:
+            ended = 0.0
+            while ended < self._line.size:
+                ended = self._line.add([*[0.0] * self._width, 1.0]).wait()[-1]
+        except Exception as error:
+            self._failure = error
+
+
+def _ends(thread: threading.Thread, seconds: float) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()
