@@ -147,18 +147,22 @@ def whole_state(optimizer: Any) -> dict[int, dict[str, Any]]:
 
 
 def train(rank: int, world_size: int, case: Case, library: str = "ours") -> dict[str, Any]:
-    """Run the case on ranks, with our Join ("ours"), our joinables in torch's ("torch"), or taking turns ("mixed")."""
+    """Run the case on ranks, with our Join ("ours", or in a mode: "counted", "planned"), our joinables in torch's
+    ("torch"), or taking turns ("mixed")."""
     ddp = DistributedDataParallel(net(case), **case.ddp)
     if case.comm_hook:
         ddp.register_comm_hook(None, COMM_HOOKS[case.comm_hook])
     training = Training(case, ddp.module, case.sharded)
-    ours = library == "ours" or (library == "mixed" and rank % 2 == 0)
+    ours = library in ("ours", "counted", "planned") or (library == "mixed" and rank % 2 == 0)
     listed = training.joinables(ddp) if ours else named(training.joinables(ddp))
     kind = stagereg.Join if ours else TorchJoin
     join = None
     for epoch in range(case.epochs):
-        if join is None or not case.one_join:
-            join = kind(listed, divide_by_initial_world_size=case.divide)
+        options: dict[str, Any] = {}
+        if library in ("counted", "planned"):
+            options = {"mode": library, "loader": range(length(case, rank, epoch)) if library == "planned" else None}
+        if join is None or not case.one_join or library == "planned":
+            join = kind(listed, divide_by_initial_world_size=case.divide, **options)
         with join:
             for step in range(length(case, rank, epoch)):
                 syncs = (step + 1) % case.accumulate == 0

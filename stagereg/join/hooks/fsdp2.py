@@ -176,7 +176,9 @@ class Fsdp2Hook(JoinHook):
                 loop.inputs.append(emptied((args, kwargs)))
                 loop.tell()
             except JoinError as error:
-                raise JoinError(f"A rank without data could not go on with {type(module).__name__}: {error} {_ADVICE}") from error
+                raise JoinError(
+                    f"A rank without data could not go on with {type(module).__name__}: {error} {_ADVICE}"
+                ) from error
 
     def _leave(self, began: bool) -> None:
         """The forward of an active rank has ended: say whether its backward will reduce, and learn the divisor."""

@@ -61,9 +61,7 @@ class CheckpointJoinable(Joinable):
 
     leads = True
 
-    def __init__(
-        self, checkpointer: Saves, state: MutableMapping[str, Any], module: nn.Module | None = None
-    ) -> None:
+    def __init__(self, checkpointer: Saves, state: MutableMapping[str, Any], module: nn.Module | None = None) -> None:
         super().__init__()
         self.checkpointer = checkpointer
         self.state = state

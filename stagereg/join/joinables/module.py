@@ -33,13 +33,13 @@ class ModuleJoinable(Joinable):
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None, device: str = "cpu") -> None:
+        self._announcer: Announcer | None = None
         super().__init__()
         if not isinstance(module, nn.Module):
             raise JoinError(f"the module joinable needs a torch.nn.Module, not a {type(module).__name__}")
         self.module = module
         self._group = process_group
         self._device = torch.device(device)
-        self._announcer: Announcer | None = None
 
     @property
     def _join_config(self) -> Any:

@@ -1,0 +1,270 @@
+"""Whatever goes wrong on one rank, every other rank ends within the join's timeout, and says which rank and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+from stagereg.errors import JoinError, PeerFailedError
+from stagereg.testing import RankFailure, run_ranks
+
+from .reference import EXACT, batch, difference, mlp
+
+TIMEOUT_S = 3.0
+SLACK_S = 10.0
+"""What a rank may take beyond the timeout to say so, on a machine with more ranks than cores."""
+WAYS = ["torch's wire", "counted", "planned", "iterate"]
+SLOW_WAYS = [way if way == "iterate" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+
+
+def model() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(mlp().double())
+
+
+def join(joinables: list[Any], way: str, data: list[Any]) -> stagereg.Join:
+    mode = way if way in ("counted", "planned") else None
+    return stagereg.Join(joinables, mode=mode, loader=data if way == "planned" else None, timeout=TIMEOUT_S)
+
+
+def trains(rank: int, way: str, length: int, trouble: Callable[[int], None]) -> None:
+    """A loop over uneven inputs, with trouble between forward and backward."""
+    ddp = model()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    data = [batch(rank, 0, step) for step in range(length)]
+    joined = join([ddp, optimizer], way, data)
+    with joined:
+        for step, x in enumerate(joined.iterate(data) if way == "iterate" else data):
+            optimizer.zero_grad()
+            loss = ddp(x).sum()
+            trouble(step)
+            loss.backward()
+            optimizer.step()
+
+
+def outcome(act: Callable[[], object]) -> tuple[str, str, float]:
+    """What a rank ends with: the type of its error, its text, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", time.monotonic() - started
+
+
+LENGTHS = (2, 6, 6)
+
+
+def raising(rank: int, world_size: int, way: str) -> tuple[str, str, float]:
+    def trouble(step: int) -> None:
+        if rank == 1 and step == 3:
+            raise ValueError("loss is not finite")
+
+    return outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_exception_on_one_rank_is_told_on_all(way: str) -> None:
+    joined, failed, active = run_ranks(raising, 3, args=(way,), timeout_s=60)
+    assert failed[:2] == ("ValueError", "loss is not finite")
+    for kind, text, seconds in (joined, active):
+        assert kind == "PeerFailedError"
+        assert "rank 1" in text
+        assert "ValueError: loss is not finite" in text
+        assert seconds < TIMEOUT_S + SLACK_S
+
+
+def dying(rank: int, world_size: int, way: str, number: int, folder: str) -> None:
+    def trouble(step: int) -> None:
+        if rank == 1 and step == 3:
+            os.kill(os.getpid(), number)
+
+    told = outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
+    Path(folder, f"{rank}.part").write_text("\n".join(map(str, [told[0], told[2], told[1]])))
+    Path(folder, f"{rank}.part").rename(Path(folder, str(rank)))
+    if number == signal.SIGSTOP:
+        raise RuntimeError("this rank is done; the harness would wait for the one that is frozen")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("way", SLOW_WAYS)
+def test_a_rank_that_is_killed_or_frozen_is_named_by_all_others(way: str, number: int, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(dying, 3, args=(way, number, str(tmp_path)), timeout_s=60)
+    deadline = time.monotonic() + TIMEOUT_S + SLACK_S
+    while len(list(tmp_path.glob("[0-9]"))) < 2 and time.monotonic() < deadline:
+        threading.Event().wait(0.05)
+    for rank in (0, 2):
+        kind, seconds, *text = (tmp_path / str(rank)).read_text().splitlines()
+        assert kind == "PeerFailedError", text
+        assert "rank 1" in text[0]
+        assert float(seconds) < TIMEOUT_S + SLACK_S
+
+
+def stuck(rank: int, world_size: int, way: str) -> tuple[str, str, float]:
+    def trouble(step: int) -> None:
+        if rank == 1 and step == 3:
+            threading.Event().wait(TIMEOUT_S + 3)
+
+    return outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
+
+
+@pytest.mark.parametrize("way", SLOW_WAYS)
+def test_a_rank_that_is_alive_but_does_not_come_is_named_after_the_timeout(way: str) -> None:
+    joined, _, active = run_ranks(stuck, 3, args=(way,), timeout_s=60)
+    for kind, text, seconds in (joined, active):
+        assert kind == "PeerFailedError"
+        assert "rank 1" in text
+        assert "join.timeout" in text
+        assert TIMEOUT_S * 0.5 < seconds < TIMEOUT_S + SLACK_S
+
+
+class Silent(stagereg.Joinable):
+    """Reduces something each step, and tells nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __call__(self) -> None:
+        dist.all_reduce(torch.ones(8))
+
+    def join_hook(self, **kwargs: Any) -> stagereg.JoinHook:
+        return stagereg.JoinHook()
+
+    join_device = property(lambda self: torch.device("cpu"))
+    join_process_group = property(lambda self: dist.group.WORLD)
+
+
+def never_notifying(rank: int, world_size: int, way: str) -> tuple[str, str, float]:
+    def act() -> None:
+        silent = Silent()
+        data = list(range(2 + 2 * rank))
+        with join([silent], way, data):
+            for _ in data:
+                silent()
+
+    return outcome(act)
+
+
+@pytest.mark.parametrize("way", ["torch's wire", "counted", "planned"])
+def test_a_joinable_that_never_notifies_is_an_error_on_all_ranks(way: str) -> None:
+    for kind, text, seconds in run_ranks(never_notifying, 3, args=(way,), timeout_s=60):
+        assert kind in ("JoinError", "PeerFailedError")
+        assert "never announced" in text
+        assert seconds < TIMEOUT_S + SLACK_S
+
+
+def misused(rank: int, world_size: int, what: str) -> tuple[str, str, float]:
+    one, two = model(), model()
+    x = batch(rank, 0, 0)
+
+    def act() -> None:
+        if what == "nested, both used inside":
+            with stagereg.Join([one], timeout=TIMEOUT_S), stagereg.Join([two], timeout=TIMEOUT_S):
+                for _ in range(1 + rank):
+                    (one(x).sum() + two(x).sum()).backward()
+        elif what == "nested, the same module":
+            with stagereg.Join([one], timeout=TIMEOUT_S), stagereg.Join([one], timeout=TIMEOUT_S):
+                one(x).sum().backward()
+        elif what == "another order than listed":
+            with stagereg.Join([one, two], timeout=TIMEOUT_S):
+                for _ in range(1 + rank):
+                    two(x).sum().backward()
+                    one(x).sum().backward()
+        elif what == "a forward without a backward":
+            with stagereg.Join([one], timeout=TIMEOUT_S):
+                for _ in range(1 + rank):
+                    one(x).sum().backward()
+                if rank == 1:
+                    one(x)
+        elif what == "static graph, a rank without batches":
+            fixed = DistributedDataParallel(mlp().double(), static_graph=True)
+            with stagereg.Join([fixed], timeout=TIMEOUT_S):
+                for _ in range(2 * rank):
+                    fixed(x).sum().backward()
+        elif what == "some ranks reduce and others do not":
+            with stagereg.Join([one], mode="counted", timeout=TIMEOUT_S):
+                for step in range(4):
+                    one.require_backward_grad_sync = rank == 0 or step % 2 == 1
+                    one(x).sum().backward()
+        elif what == "a module left alone":
+            whole = nn.Linear(4, 1).double()
+            joined = stagereg.Join([stagereg.build("joinable", "module", module=whole)], timeout=TIMEOUT_S)
+            with joined:
+                for step, b in enumerate(joined.iterate([x] * 4)):
+                    loss = whole(b).sum()
+                    loss.backward()
+                    dist.all_reduce(whole.weight.grad)
+                    if rank == 1 and step == 1:
+                        break
+
+    return outcome(act)
+
+
+WORDS = {
+    "nested, both used inside": "used inside an inner one",
+    "nested, the same module": "in another join already",
+    "another order than listed": "in the order in which the loop uses them",
+    "a forward without a backward": "a forward without a backward",
+    "static graph, a rank without batches": "static_graph",
+    "some ranks reduce and others do not": "Decide by the number of the step",
+    "a module left alone": "left the loop while others go on",
+}
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_what_cannot_be_joined_is_an_error_on_all_ranks(what: str) -> None:
+    told = run_ranks(misused, 3 if "module left" in what else 2, args=(what,), timeout_s=60)
+    for kind, text, seconds in told:
+        assert kind in ("JoinError", "PeerFailedError"), told
+        assert WORDS[what] in text
+        assert seconds < TIMEOUT_S + SLACK_S
+
+
+def twice(rank: int, world_size: int, way: str) -> list[torch.Tensor]:
+    """Two forwards for one backward, and forwards that are no training at all."""
+    ddp = model()
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.05)
+    data = [batch(rank, 0, step) for step in range(1 + 2 * rank)]
+    joined = join([ddp, optimizer], way, data)
+    with joined:
+        for x in joined.iterate(data) if way == "iterate" else data:
+            with torch.no_grad():
+                ddp(x)
+            optimizer.zero_grad()
+            (ddp(x).sum() + ddp(2 * x).square().sum()).backward()
+            optimizer.step()
+    return [p.detach() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_forwards_for_one_backward_and_evaluation_between_give_the_references_numbers(way: str) -> None:
+    torch.manual_seed(0)
+    single = mlp().double()
+    optimizer = torch.optim.Adam(single.parameters(), lr=0.05)
+    for step in range(5):
+        optimizer.zero_grad()
+        for rank in range(3):
+            if step < 1 + 2 * rank:
+                x = batch(rank, 0, step)
+                ((single(x).sum() + single(2 * x).square().sum()) / 3).backward()
+        optimizer.step()
+    for params in run_ranks(twice, 3, args=(way,), timeout_s=60):
+        assert difference(params, [p.detach() for p in single.parameters()]) < EXACT
+
+
+def test_the_errors_are_the_projects_and_torchs_kind() -> None:
+    assert issubclass(PeerFailedError, (JoinError, RuntimeError))
+    assert issubclass(PeerFailedError, stagereg.StageregError)
