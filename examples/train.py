@@ -4,7 +4,7 @@ Everything this needs is on every machine: the text is the library of the runnin
 ranks train on the CPU in about a minute. Copy it, and put your model and your data where these are.
 
     python train.py stager=pinned_cached join.throw=true
-    python train.py data=uneven parallel=zero
+    python train.py data=uneven parallel=fsdp2
 """
 
 import math
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +31,7 @@ import stagereg
 
 
 class Model(nn.Module):
-    """A causal transformer over bytes: indices of shape [batch, time] in, logits of shape [batch, time, 256] out."""
+    """A causal transformer over bytes: indices of shape [batch, time] in, logits of shape [batch * time, 256] out."""
 
     mask: Tensor
 
@@ -46,7 +47,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         time = x.shape[1]
         hidden = self.token(x) + self.place.weight[:time]
-        return self.head(self.body(hidden, mask=self.mask[:time, :time], is_causal=True))
+        return self.head(self.body(hidden, mask=self.mask[:time, :time], is_causal=True).flatten(0, 1))
 
 
 def samples(files: list[Path], context: int) -> Tensor:
@@ -75,48 +76,46 @@ def batches(data: Tensor, size: int, epochs: int, seed: int) -> Iterator[Tensor]
             yield data[order[at : at + size]].long()
 
 
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return the mean loss in nats per byte."""
-    return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+def loss_of(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+    """Return the loss in nats, summed over the bytes that were to be predicted, and how many these were."""
+    targets = batch[:, 1:].flatten()
+    return cross_entropy(model(batch[:, :-1]), targets, reduction="sum"), len(targets)
+
+
+def distributed(model: Model, cfg: DictConfig) -> tuple[nn.Module, Any]:
+    """Return the model as the ranks train it together, and its optimizer."""
+    if cfg.parallel == "fsdp2":
+        for part in (*model.body.layers, model):
+            fully_shard(part)
+    together = model if cfg.parallel == "fsdp2" else DistributedDataParallel(model)
+    if cfg.parallel == "zero":
+        return together, ZeroRedundancyOptimizer(together.parameters(), torch.optim.AdamW, lr=cfg.train.lr)
+    return together, torch.optim.AdamW(together.parameters(), lr=cfg.train.lr)
 
 
 @stagereg.main(config_path="conf", config_name="train")
 def train(cfg: DictConfig) -> float:
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if cfg.parallel not in ("ddp", "zero") or cfg.data.shard not in ("samples", "files"):
-        raise stagereg.StageregError("parallel is one of ddp, zero; data.shard is one of samples, files")
+    if cfg.parallel not in ("ddp", "zero", "fsdp2") or cfg.data.shard not in ("samples", "files"):
+        raise stagereg.StageregError("parallel is one of ddp, zero, fsdp2; data.shard is one of samples, files")
     torch.manual_seed(cfg.seed)
     text, held_out = load(cfg.data, rank, world)
     held_out = held_out[: 8 * cfg.data.batch][rank::world].long().to(device)
 
-    model = DistributedDataParallel(Model(**cfg.model, context=cfg.data.context).to(device))
-    parameters = list(model.parameters())
-    if cfg.parallel == "zero":
-        optimizer: Any = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=cfg.train.lr)
-    else:
-        optimizer = torch.optim.AdamW(parameters, lr=cfg.train.lr)
+    model, optimizer = distributed(Model(**cfg.model, context=cfg.data.context).to(device), cfg)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, cfg.train.steps)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # the step and random numbers come along
     losses: list[Tensor] = []  # one a batch of this rank
-    step = 0
 
     def evaluate() -> float:
         with torch.no_grad():
-            count = torch.tensor(float(len(held_out)), device=device)
-            total = torch.stack([loss_of(model.module, held_out) * count, count])
+            loss, count = loss_of(getattr(model, "module", model), held_out)
+        total = torch.stack([loss, torch.tensor(float(count), device=device)])
         dist.all_reduce(total)
         return (total[0] / total[1]).item()
 
-    def advance() -> None:
-        """All that follows backward(). Ranks without data run it too, so that all stay equal and save together."""
-        nonlocal step
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        step += 1
-        checkpointer.maybe_save(step, state)
+    def report(step: int) -> None:
         note = f"  held-out {evaluate():.3f}" if step % cfg.train.eval_every == 0 else ""
         if rank == 0 and (note or sys.stdout.isatty()):
             bar, loss = "=" * (30 * step // cfg.train.steps), losses[-1].item() if losses else math.nan
@@ -124,18 +123,26 @@ def train(cfg: DictConfig) -> float:
                 f"\r[{bar:30}] step {step}/{cfg.train.steps}  loss {loss:.3f}{note}", end="\n" * bool(note), flush=True
             )
 
-    join = stagereg.instantiate(cfg.join, [model, advance])
+    join = stagereg.instantiate(cfg.join, [model, optimizer])
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
         step = start = checkpointer.restore(state) or 0
         began = time.perf_counter()
+        mine = batches(text, cfg.data.batch, cfg.data.epochs, cfg.seed + rank)
         try:
             with join:
-                mine = batches(text, cfg.data.batch, cfg.data.epochs, cfg.seed + rank)
-                for batch in islice(mine, start, cfg.train.steps):
-                    loss = loss_of(model, batch.to(device))
-                    loss.backward()
-                    losses.append(loss.detach())
-                    advance()
+                # All ranks run this for as long as one has data, on an empty batch once they have none themselves.
+                for batch in join.iterate(islice(mine, start, cfg.train.steps)):
+                    loss, count = loss_of(model, batch.to(device))
+                    join.mean(loss, count).backward()
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    if count:
+                        losses.append(loss.detach() / count)
+                    step += 1
+                    checkpointer.maybe_save(step, state)
+                    report(step)
         except stagereg.UnevenInputsError:  # told to throw: all ranks are here, at the same step
             checkpointer.save(step, state)
             raise

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from stagereg.errors import StageregError, UnevenInputsError
+from stagereg.errors import PeerFailedError, StageregError, UnevenInputsError
 from stagereg.registry import build, names, register
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = [
     "Join",
     "JoinHook",
     "Joinable",
+    "PeerFailedError",
     "StageregError",
     "UnevenInputsError",
     "build",

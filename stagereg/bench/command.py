@@ -28,34 +28,44 @@ __all__ = ["add_to", "run"]
 
 _STATES = {"staging": "large,gpt,small,lora", "write": "gpt"}
 _SCALES = {"staging": 1.0, "write": 1 / 3, "stall": 1.0}
-_ROUNDS = {"staging": 11, "write": 9, "stall": 11}
+_ROUNDS = {"staging": 11, "write": 9, "stall": 11, "join": 120}
 _WORDS = {
     "staging": "how long a loop waits for a copy, against the memory's speed",
     "write": "how long a copy takes to be on the disk, against the disk's speed",
     "stall": "what a checkpoint costs the training it interrupts",
+    "join": "what a join costs a training step, with all ranks having data",
 }
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``bench`` to the commands of ``stagereg``."""
-    bench = commands.add_parser("bench", help="measure stagers, storages and checkpoints beside torch's own")
-    kinds = bench.add_subparsers(dest="kind", required=True, metavar="staging|write|stall")
+    bench = commands.add_parser("bench", help="measure stagers, storages, checkpoints and joins beside torch's own")
+    kinds = bench.add_subparsers(dest="kind", required=True, metavar="|".join(_WORDS))
     for kind, words in _WORDS.items():
         parser = kinds.add_parser(kind, help=words, description=words[0].upper() + words[1:] + ".")
         parser.set_defaults(run=run, as_a_rank=True)
         parser.add_argument("--rounds", type=int, default=_ROUNDS[kind], help="rounds that count, %(default)s")
-        parser.add_argument("--scale", type=float, default=_SCALES[kind], help="of the bytes, %(default).3g")
         parser.add_argument("--rows", default="", help="names of rows, with commas; all if not given")
-        parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the state is, %(default)s")
         parser.add_argument("--json", metavar="FILE", default="", help="write every sample there too")
-        if kind in _STATES:
-            parser.add_argument("--states", default=_STATES[kind], help="state dicts, with commas, %(default)s")
-        if kind == "staging":
-            parser.add_argument("--no-trim", action="store_true", help="leave freed memory in the heap between samples")
+        if kind == "join":
+            parser.set_defaults(device="cpu")
+            parser.add_argument("--models", default="small,medium", help="models, with commas, %(default)s")
+            parser.add_argument("--ranks", default="2,4", help="numbers of local ranks, with commas, %(default)s")
         else:
-            parser.add_argument("--dir", default=".", help="a directory on the disk to write to, the current one")
-        if kind == "stall":
-            parser.add_argument("--torch-threads", default="1,2", help="each in a process of its own, %(default)s")
+            _add_checkpoint(parser, kind)
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser, kind: str) -> None:
+    parser.add_argument("--scale", type=float, default=_SCALES[kind], help="of the bytes, %(default).3g")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the state is, %(default)s")
+    if kind in _STATES:
+        parser.add_argument("--states", default=_STATES[kind], help="state dicts, with commas, %(default)s")
+    if kind == "staging":
+        parser.add_argument("--no-trim", action="store_true", help="leave freed memory in the heap between samples")
+    else:
+        parser.add_argument("--dir", default=".", help="a directory on the disk to write to, the current one")
+    if kind == "stall":
+        parser.add_argument("--torch-threads", default="1,2", help="each in a process of its own, %(default)s")
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -74,7 +84,7 @@ def run(asked: argparse.Namespace) -> int:
         notes.append(busy)
     with _quiet():
         groups = _MEASURE[asked.kind](asked, rows, notes)
-    if asked.scale != _SCALES[asked.kind]:
+    if asked.kind in _SCALES and asked.scale != _SCALES[asked.kind]:
         notes.append("The targets are for full size: at this --scale the marks say nothing.")
     verdicts = _verdicts(asked.kind, groups)
     print(report.tables(groups, verdicts, notes))
@@ -106,17 +116,17 @@ def _check(asked: argparse.Namespace) -> list[str]:
     """Return the rows to be measured."""
     if asked.rounds < 1:
         raise ConfigError(f"--rounds must be at least 1, not {asked.rounds}.")
-    if not 0 < asked.scale <= 1:
+    if asked.kind in _SCALES and not 0 < asked.scale <= 1:
         raise ConfigError(f"--scale must be above 0 and at most 1, not {asked.scale:g}.")
     if asked.json:
         target = Path(asked.json).absolute()
         if target.is_dir():
             raise ConfigError(f"--json {asked.json} is a directory; name a file.")
         _writable("--json", target.parent)
-    if asked.kind != "staging":
+    if asked.kind in ("write", "stall"):
         _writable("--dir", Path(asked.dir))
     if asked.kind == "stall":
-        asked.torch_threads = [_a_number(word) for word in _words(asked.torch_threads)]
+        asked.torch_threads = [_a_number("--torch-threads", word) for word in _words(asked.torch_threads)]
     if asked.device == "cuda":
         import torch
 
@@ -126,6 +136,11 @@ def _check(asked: argparse.Namespace) -> list[str]:
         from stagereg.bench.states import STATES
 
         asked.states = _known("state", _words(asked.states), list(STATES))
+    if asked.kind == "join":
+        from stagereg.bench.joinrank import MODELS
+
+        asked.ranks = [_a_number("--ranks", word) for word in _words(asked.ranks)]
+        asked.models = _known("model", _words(asked.models), list(MODELS))
     there = _rows(asked)
     return _known("row", _words(asked.rows), there) if asked.rows else there
 
@@ -138,9 +153,9 @@ def _writable(option: str, folder: Path) -> None:
         raise ConfigError(f"{option}: cannot write in {folder}: {error.strerror}.") from error
 
 
-def _a_number(word: str) -> int:
+def _a_number(option: str, word: str) -> int:
     if not word.isdecimal() or not int(word):
-        raise ConfigError(f"--torch-threads takes whole numbers from 1 on, not {word!r}.")
+        raise ConfigError(f"{option} takes whole numbers from 1 on, not {word!r}.")
     return int(word)
 
 
@@ -159,11 +174,11 @@ def _known(what: str, given: Sequence[str], there: Sequence[str]) -> list[str]:
 
 
 def _rows(asked: argparse.Namespace) -> list[str]:
-    from stagereg.bench import staging, stall, write
+    from stagereg.bench import join, staging, stall, write
 
     if asked.kind == "staging":
         return staging.row_names(asked.device)
-    return write.row_names() if asked.kind == "write" else stall.row_names()
+    return {"write": write, "stall": stall, "join": join}[asked.kind].row_names()
 
 
 # -- measuring
@@ -210,7 +225,14 @@ def _stall(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> 
     return groups
 
 
-_MEASURE = {"staging": _staging, "write": _write, "stall": _stall}
+def _join(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
+    from stagereg.bench import join
+
+    pairs = [(model, ranks) for model in asked.models for ranks in asked.ranks]
+    return [join.group(*pair, join.measured(*pair, rows, asked.rounds)) for pair in pairs]
+
+
+_MEASURE = {"staging": _staging, "write": _write, "stall": _stall, "join": _join}
 
 
 def _interleaved(
@@ -257,13 +279,23 @@ def _folder(root: str, notes: list[str]) -> Iterator[Path]:
 
 
 def _verdicts(kind: str, groups: Sequence[Group]) -> list[Verdict]:
-    from stagereg.bench import report, stall
-    from stagereg.bench.measure import spread
+    from stagereg.bench import report
     from stagereg.bench.targets import TARGETS, judge
 
     figures = report.figures(groups)
-    again = {g.name: line for g in groups for line in g.lines if line.row == f"again:{stall.BASE}" and line.samples}
-    noise = {name: max(abs(edge) for edge in spread(line.samples["lost"])) * 1e3 for name, line in again.items()}
+    noise = _noise(kind, groups)
     measured = {group.name for group in groups}
     asked = [target for target in TARGETS if target.kind == kind and target.group in measured]
     return [judge(target, figures, noise.get(target.group, 0.0)) for target in asked]
+
+
+def _noise(kind: str, groups: Sequence[Group]) -> dict[str, float]:
+    """What the run cannot tell from nothing, by group, in the unit of that kind's targets."""
+    from stagereg.bench import join, stall
+    from stagereg.bench.measure import spread
+
+    row = {"stall": f"again:{stall.BASE}", "join": join.AGAIN}.get(kind)
+    again = {g.name: line.samples for g in groups for line in g.lines if line.row == row and line.samples}
+    if kind == "join":
+        return {name: join.noise(samples["x"]) for name, samples in again.items()}
+    return {name: max(abs(edge) for edge in spread(samples["lost"])) * 1e3 for name, samples in again.items()}

@@ -8,12 +8,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
 from stagereg.bench.measure import Series, spread
-from stagereg.bench.targets import Noise, Target, Verdict
+from stagereg.bench.targets import Noise, Verdict
 
 __all__ = ["Group", "Line", "figures", "of_series", "plain", "tables", "teller"]
 
 _WIDTH = 120
 _ROW_WIDTH = 27
+_HEADS = {
+    "seconds": f"{'median ms':>12} {'IQR ms':>21} {'x ceiling':>11}",
+    "lost": f"{'blocked ms':>12} {'lost ms':>10} {'IQR ms':>21} {'lost steps':>12}",
+    "x": f"{'step ms':>12} {'x off':>9} {'IQR':>15} {'x, p20':>9} {'+ collectives':>14} {'+ blocking':>10}",
+}
+"""The columns of a table, by a figure that only its rows have."""
+_JOIN_TARGETS = "Targets (x of the step without a join, or collectives a step beyond its own)"
+_TARGETS = "Targets (x of the ceiling, or ms)"
 
 
 @dataclass(frozen=True)
@@ -25,8 +33,9 @@ class Line:
         samples: seconds of each round by figure, the most important figure first; empty where there are none.
         missing: why it could not be measured here.
         failure: what went wrong.
-        ratio: to the ceiling of the same group.
+        ratio: to the ceiling of the same group, or of a join to the row without one.
         step_seconds: of a training step beside which it was measured.
+        figures: what else is told of it, by name.
     """
 
     row: str
@@ -35,6 +44,7 @@ class Line:
     failure: str = ""
     ratio: float | None = None
     step_seconds: float | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def median(self, figure: str) -> float:
         """Seconds."""
@@ -69,6 +79,7 @@ def figures(groups: Sequence[Group]) -> dict[tuple[str, str, str], float]:
         for line in group.lines:
             if line.ratio is not None:
                 found[group.name, line.row, "x"] = line.ratio
+            found.update({(group.name, line.row, name): value for name, value in line.figures.items()})
             for name in ("blocked", "lost"):
                 if name in line.samples:
                     found[group.name, line.row, f"ms {name}"] = line.median(name) * 1e3
@@ -93,7 +104,14 @@ def plain(groups: Sequence[Group], verdicts: Sequence[Verdict], notes: Sequence[
             for group in groups
         ],
         "targets": [
-            {**asdict(v.target), "aim": _aim(v.target), "torch": v.torchs, "measured": v.measured, "mark": v.mark}
+            {
+                **asdict(v.target),
+                "reach": "noise" if isinstance(v.target.reach, Noise) else v.target.reach,
+                "aim": _wanted(v.target.aim),
+                "torch": v.torchs,
+                "measured": v.measured,
+                "mark": v.mark,
+            }
             for v in verdicts
         ],
         "notes": list(notes),
@@ -117,15 +135,11 @@ def _plain_line(line: Line) -> dict[str, Any]:
         first, third = spread(samples)
         told[name] = {"samples": list(samples), "median": line.median(name), "q1": first, "q3": third}
     extras = {"ratio": line.ratio, "step": line.step_seconds, "missing": line.missing, "failure": line.failure}
-    return told | {name: value for name, value in extras.items() if value not in (None, "")}
+    return told | {name: value for name, value in extras.items() if value not in (None, "")} | dict(line.figures)
 
 
 def _body(group: Group) -> list[str]:
-    stalls = any("lost" in line.samples for line in group.lines)
-    if stalls:
-        head = f"{'blocked ms':>12} {'lost ms':>10} {'IQR ms':>21} {'lost steps':>12}"
-    else:
-        head = f"{'median ms':>12} {'IQR ms':>21} {'x ceiling':>11}"
+    head = next((_HEADS[name] for line in group.lines for name in line.samples if name in _HEADS), _HEADS["seconds"])
     return [f"  {'row':{_ROW_WIDTH}} {head}", *(f"  {line.row:{_ROW_WIDTH}} {_cells(line)}" for line in group.lines)]
 
 
@@ -140,25 +154,33 @@ def _cells(line: Line) -> str:
         lost = line.median("lost")
         steps = f"{lost / line.step_seconds:.2f}"
         return f"{_ms(line.median('blocked')):>12} {_ms(lost):>10} {_iqr(line.samples['lost']):>21} {steps:>12}"
+    if "x" in line.samples:
+        low, high = (f"{edge:.2f}" for edge in spread(line.samples["x"]))
+        told = line.figures
+        numbers = f"{told['collectives']:>14g} {told['blocking']:>10g}"
+        return (
+            f"{_ms(line.median('step')):>12} {line.ratio:>9.3f} {f'{low} - {high}':>15} {told['p20']:>9.3f} {numbers}"
+        )
     ratio = "-" if line.ratio is None else f"{line.ratio:.2f}"
     return f"{_ms(line.median('seconds')):>12} {_iqr(line.samples['seconds']):>21} {ratio:>11}"
 
 
 def _targets(verdicts: Sequence[Verdict]) -> list[str]:
-    head = f"  {'target':31} {'group':6} {'torch then':>22} {'torch here':>10} {'reach':>6} {'aim':>6} {'here':>8}"
+    wide = max(len("target"), *(len(v.target.group) for v in verdicts))
+    head = f"  {'target':31} {'group':{wide}} {'torch then':>22} {'torch here':>10} {'reach':>6} {'aim':>6} {'here':>8}"
     lines = [head + "  mark"]
     for v in verdicts:
         t = v.target
-        what = t.what if t.unit == "x" else f"{t.what}, ms"
+        what = f"{t.what}, ms" if t.unit.startswith("ms ") else t.what
         lines.append(
-            f"  {what:31} {t.group:6} {t.today:>22} {_number(v.torchs):>10} {t.reach:>6g} {_aim(t):>6} "
-            f"{_number(v.measured):>8}  {v.mark}"
+            f"  {what:31} {t.group:{wide}} {t.today:>22} {_number(v.torchs):>10} {_wanted(t.reach):>6} "
+            f"{_wanted(t.aim):>6} {_number(v.measured):>8}  {v.mark}"
         )
-    return ["Targets (x of the ceiling, or ms)", *lines]
+    return [_JOIN_TARGETS if verdicts[0].target.kind == "join" else _TARGETS, *lines]
 
 
-def _aim(target: Target) -> str:
-    return "noise" if isinstance(target.aim, Noise) else f"{target.aim:g}"
+def _wanted(figure: float | Noise) -> str:
+    return "noise" if isinstance(figure, Noise) else f"{figure:g}"
 
 
 def _number(value: float | None) -> str:

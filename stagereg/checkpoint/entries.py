@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.checkpoint import rng
@@ -77,6 +78,8 @@ def assign(state: MutableMapping[str, Any], name: str, loaded: Any) -> None:
     if isinstance(value, ZeroRedundancyOptimizer):
         _load_zero_shard(value, loaded)
     elif _is_stateful(inner):
+        if isinstance(inner, torch.optim.Optimizer):
+            _shard(inner, loaded)
         inner.load_state_dict(loaded)
     else:
         state[name] = _merged(value, loaded)
@@ -106,6 +109,17 @@ def _load_zero_shard(optimizer: ZeroRedundancyOptimizer, shard: dict[str, Any]) 
     optimizer.optim.load_state_dict(shard)
     for group, local in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):
         group.update(_hyperparameters(local))
+
+
+def _shard(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
+    """Cut what was read of an optimizer's state as its parameters are; it had none yet to be read into."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, param in enumerate(params):
+        parts = loaded["state"].get(index, {})
+        for name, whole in parts.items():
+            if isinstance(param, DTensor) and type(whole) is torch.Tensor and whole.shape == param.shape:
+                whole = whole.to(param.device)
+                parts[name] = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
 
 
 def _merged(value: Any, loaded: Any) -> Any:

@@ -257,7 +257,9 @@ class Join:
 
     def _refuse_a_second_join(self) -> None:
         for joinable in self._joinables:
-            if self._enable and getattr(getattr(joinable, "_join_config", None), "enable", False):
+            config = getattr(joinable, "_join_config", None)
+            # torch's Join leaves its own configuration behind.
+            if self._enable and isinstance(config, JoinConfig) and config.enable:
                 raise JoinError(
                     f"a {type(joinable).__name__} is in another join already, which is still on; leave that one "
                     "first, or put all that the loop uses in one join"

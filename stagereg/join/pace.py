@@ -99,11 +99,14 @@ class Pace:
 
     def _inner_done(self, *_: Any) -> None:
         # The sum has had the whole forward to arrive, and nothing of the step has been prepared yet.
-        if not self._in_step or self._attendance is None or not (self._throw or not self._divide):
+        if not self._in_step or self._attendance is None:
             return
-        roll = self._attendance.read()
-        if not self._divide and roll.known and roll.syncing:
-            set_divisor(self._ddp, roll.syncing)
+        if self._throw:
+            self._attendance.heed()
+        if not self._divide:
+            roll = self._attendance.read()
+            if roll.known and roll.syncing:
+                set_divisor(self._ddp, roll.syncing)
 
 
 def set_divisor(ddp: DistributedDataParallel, count: int) -> None:

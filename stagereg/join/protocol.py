@@ -124,7 +124,7 @@ def notify(joinable: Any) -> dist.Work | None:
     if attendance is not None:
         attendance.begin()
         if config.throw_on_early_termination:
-            attendance.read()
+            attendance.heed()
         return None
     wire = Wire(joinable.join_process_group, joinable.join_device)
     work = wire.announce()

@@ -14,7 +14,7 @@ from stagereg.errors import JoinError, nearest
 from stagereg.join.protocol import Joinable
 from stagereg.kernel.alarm import Lifeline
 from stagereg.kernel.attendance import Attendance, CountedAttendance, PlannedAttendance
-from stagereg.kernel.side import side_line
+from stagereg.kernel.side import Line, side_line
 from stagereg.kernel.tally import Tally
 
 __all__ = ["Mode", "Wiring", "common_group", "known_mode", "length_of", "unknown"]
@@ -121,15 +121,25 @@ class Wiring:
         line = side_line(self._group, "attendance")
         number = self.loops
         self.loops += 1
+        length = length_of(loader)
         if self._mode != "counted" and (loader is not None or self._mode == "planned"):
-            lengths = self._lengths(line.gather(length_of(loader)))
+            lengths = self._lengths(self._told_lengths(line, length))
             if lengths is not None:
                 planned = PlannedAttendance(
                     self._group.rank(), lengths, self._words(number), self._throw, self.lifeline.wait
                 )
                 if not self._counts:
                     return planned
-        return CountedAttendance(line, self._throw, self.lifeline.wait)
+        return CountedAttendance(line, self._throw, self.lifeline.wait, length)
+
+    def _told_lengths(self, line: Line, length: int | None) -> list[int | None]:
+        """Every rank's length; waits for as long as it takes, since a rank may still prepare its data."""
+        mine = [0.0] * line.size
+        mine[line.rank] = 0.0 if length is None else length + 1.0
+        pending = line.add(mine)
+        while not pending.ready(0.5):
+            self.lifeline.check()
+        return [int(told) - 1 if told else None for told in pending.wait()]
 
     def _lengths(self, told: list[int | None]) -> list[int] | None:
         known = [length for length in told if length is not None]

@@ -4,10 +4,12 @@ A step *begins* on a rank with data when its first joinable says so. A rank with
 has begun anywhere: if so, it takes part in that step, in whatever way; if not, nobody has data any more.
 
 Two ways to know. *Counted*: every rank adds its presence into one asynchronous sum per step; a rank with data reads it
-when it has to, late in its forward pass, and need not at all if nothing depends on it. *Planned*: the lengths are known
-from the start, so there is nothing to sum; a rank with data only leaves a word in the process group's store, which
-costs it a few microseconds and waits for nobody, and ranks without data look for that word. A plan may be wrong: who
-leaves early, skips batches or goes on for longer is followed all the same, since the word counts and not the plan.
+when it has to, late in its forward pass, and need not at all if nothing depends on it. Ranks that know how many batches
+they have say with each step whether it is their last, so that a throw is known before it is due, and costs no waiting.
+*Planned*: the lengths are known from the start, so there is nothing to sum; a rank with data only leaves a word in the
+process group's store, which costs it a few microseconds and waits for nobody, and ranks without data look for that
+word. A plan may be wrong: who leaves early, skips batches or goes on for longer is followed all the same, since the
+word counts and not the plan.
 
 It knows nothing of joinables, loaders or torch's wire (:mod:`stagereg.kernel.shadow`).
 """
@@ -117,6 +119,15 @@ class Attendance(ABC):
             UnevenInputsError: the join is to throw, and some rank has run out of data.
         """
 
+    def heed(self) -> None:  # noqa: B027 (a plan has been heeded before the first step)
+        """Rank with data, in a join that throws, after :meth:`begin` and before the step changes anything.
+
+        Waits for the other ranks only if some of them did not know whether they would take this step.
+
+        Raises:
+            UnevenInputsError: some rank has run out of data.
+        """
+
     def absent(self) -> Roll | None:
         """Rank without data, once a step: wait until the step has begun on some rank.
 
@@ -133,19 +144,24 @@ class Attendance(ABC):
         if roll is None:
             self.over = True
             return None
-        if self._throw:
-            raise UnevenInputsError(
-                f"Rank {self._rank} ran out of inputs after {self.steps} steps, while others have more.", self._rank
-            )
         self.steps += 1
         self.shadowed += 1
         return roll
+
+    def _ran_out(self) -> UnevenInputsError:
+        return UnevenInputsError(
+            f"Rank {self._rank} ran out of inputs after {self.steps} steps, while others have more.", self._rank
+        )
 
     @abstractmethod
     def _begin(self, syncing: bool) -> None: ...
 
     @abstractmethod
     def _absent(self) -> Roll | None: ...
+
+
+_ABSENT, _UNSURE, _MORE, _LAST = 0.0, 1.0, 2.0, 3.0
+"""What a rank adds in its place: no data, a step, a step with another to come, the last step."""
 
 
 class CountedAttendance(Attendance):
@@ -155,27 +171,40 @@ class CountedAttendance(Attendance):
         line: on which the ranks sum.
         throw: whether a rank's running out of data is an error on all ranks.
         waiting: how to wait.
+        length: how many steps this rank expects to begin, if it knows. A rank that runs out before is thrown for one
+            step later, which it still takes part in.
     """
 
-    def __init__(self, line: Line, throw: bool = False, waiting: Waiting = until) -> None:
+    def __init__(self, line: Line, throw: bool = False, waiting: Waiting = until, length: int | None = None) -> None:
         super().__init__(line.rank, line.size, throw, waiting)
         self._line = line
+        self._length = length
         self._pending: Pending | None = None
+        self._values = [_UNSURE] * line.size + [float(line.size)]
         self._roll = Roll((True,) * line.size, line.size)
+        self._sure = False  # whether the step that has begun is one that all ranks had said they would take
 
     def read(self) -> Roll:
         """See :meth:`Attendance.read`."""
         roll = self._read()
-        if self._throw and roll.count < self._size:
-            gone = ", ".join(str(rank) for rank, active in enumerate(roll.active) if not active)
-            raise UnevenInputsError(f"Rank {gone} ran out of inputs before step {self.steps}: all ranks stop here.")
+        if self._throw and not self._sure:
+            self._stop_if_absent()
         return roll
+
+    def heed(self) -> None:
+        """See :meth:`Attendance.heed`."""
+        if not self._sure:
+            self.read()
 
     def _read(self) -> Roll:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._waiting(pending.ready, "the next step")
-            *active, syncing = pending.wait()
+            values = pending.wait()
+            if values == self._values:
+                return self._roll
+            self._values = values
+            *active, syncing = values
             self._roll = Roll(tuple(value > 0 for value in active), int(syncing))
             if self._roll.syncing not in (0, self._roll.count):
                 raise JoinError(
@@ -186,20 +215,47 @@ class CountedAttendance(Attendance):
         return self._roll
 
     def _begin(self, syncing: bool) -> None:
-        self._read()  # of the step before, which has long arrived
-        self._add(True, syncing)
+        self._look_back()
+        presence = _UNSURE if self._length is None else _MORE if self.steps + 1 < self._length else _LAST
+        self._add(presence, syncing)
 
     def _absent(self) -> Roll | None:
-        self._read()
-        self._add(False, False)
+        self._look_back()
+        self._add(_ABSENT, False)
         roll = self._read()
-        return roll if roll.count else None
+        if not roll.count:
+            return None
+        if self._throw and not self._sure:
+            raise self._ran_out()
+        return roll
 
-    def _add(self, active: bool, syncing: bool) -> None:
+    def _add(self, presence: float, syncing: bool) -> None:
         values = [0.0] * (self._size + 1)
-        values[self._rank] = float(active)
-        values[-1] = float(active and syncing)
+        values[self._rank] = presence
+        values[-1] = float(syncing)
         self._pending = self._line.add(values)
+
+    def _look_back(self) -> None:
+        """Read the sum of the step before, which has long arrived, and stop where it says that this one is uneven."""
+        self._read()
+        if not self._throw:
+            return
+        self._stop_if_absent()
+        presences = self._values[:-1]
+        last = [rank for rank, presence in enumerate(presences) if presence == _LAST]
+        if last and len(last) < self._size:
+            raise self._stop(last)
+        self._sure = all(presence == _MORE for presence in presences)
+
+    def _stop_if_absent(self) -> None:
+        if self._roll.count < self._size:
+            raise self._stop([rank for rank, active in enumerate(self._roll.active) if not active])
+
+    def _stop(self, gone: Sequence[int]) -> UnevenInputsError:
+        if self._rank in gone:
+            return self._ran_out()
+        ranks = ", ".join(map(str, gone))
+        return UnevenInputsError(f"Rank {ranks} ran out of inputs, so all ranks stop after step {self.steps}.")
 
 
 class Words(Protocol):
@@ -268,7 +324,11 @@ class PlannedAttendance(Attendance):
         self._waiting(lambda seconds: appears(self._words, key, seconds), "the next step")
         word = self._words.get(key)
         self._roll = Roll(syncing=int(word == _SYNCING))
-        return None if word == _OVER else self._roll
+        if word == _OVER:
+            return None
+        if self._throw:
+            raise self._ran_out()
+        return self._roll
 
 
 def appears(words: Words, key: str, seconds: float) -> bool:

@@ -30,7 +30,6 @@ class Desk:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._thread: threading.Thread | None = None
-        self._closing = threading.Event()
         self._failure: Exception | None = None
 
     @property
@@ -47,7 +46,9 @@ class Desk:
             JoinError: this rank serves, or another one has closed already.
         """
         if self.serves:
-            raise JoinError("a rank that has left the loop answers calls by itself, and can make none until the join ends")
+            raise JoinError(
+                "a rank that has left the loop answers calls by itself, and can make none until the join ends"
+            )
         things = self._round(_CALL, payload)
         gone = [rank for rank, (kind, _) in enumerate(things) if kind == _END]
         if gone:
@@ -76,10 +77,8 @@ class Desk:
         if thread is None:
             self._end()
             return
-        self._closing.set()
         thread.join()
         self._thread = None
-        self._closing.clear()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -94,7 +93,6 @@ class Desk:
                 if called:
                     heard([thing for _, thing in things])
             # Nobody can call any more: that takes all ranks which do not serve, and they have ended, or there are none.
-            self._closing.wait()
             self._end()
         except Exception as error:
             self._failure = error

@@ -9,6 +9,7 @@ within one process.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -85,24 +86,25 @@ class _Alone:
 
 
 class _Sum:
-    def __init__(self, values: torch.Tensor, work: Any) -> None:
+    def __init__(self, values: array[float], work: Any) -> None:
         self._values = values
         self._work = work
+        self._there = False
 
     def ready(self, seconds: float) -> bool:
-        if self._work.is_completed():
-            self._work.wait()  # raises what it failed with
-            return True
-        try:
-            self._work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
-            if self._work.is_completed():
-                self._work.wait()
-            return False  # it goes on, whoever waits
+        if not self._there:
+            try:
+                self._work.wait(timedelta(seconds=seconds))
+            except RuntimeError:
+                if self._work.is_completed():
+                    self._work.wait()  # raises what it failed with
+                return False  # it goes on, whoever waits
+            self._there = True
         return True
 
     def wait(self) -> list[float]:
-        self._work.wait()
+        if not self._there:
+            self._work.wait()
         return self._values.tolist()
 
 
@@ -112,10 +114,13 @@ class _GlooLine:
         self.of = group
         self.rank, self.size = group.rank(), group.size()
         self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        # Past what torch does around a collective for users: a sum a step is to be lost beside the step.
+        self._gloo = self._group._get_backend(torch.device("cpu"))
+        self._options = dist.AllreduceOptions()
 
     def add(self, values: Sequence[float]) -> Pending:
-        mine = torch.tensor(values, dtype=torch.float64)
-        return _Sum(mine, dist.all_reduce(mine, group=self._group, async_op=True))
+        mine = array("d", values)
+        return _Sum(mine, self._gloo.allreduce([torch.frombuffer(mine, dtype=torch.float64)], self._options))
 
     def gather(self, thing: Any) -> list[Any]:
         things: list[Any] = [None] * self.size

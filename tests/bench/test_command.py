@@ -107,6 +107,10 @@ def test_the_machine_is_told(tmp_path: Path) -> None:
         (["staging", "--json", "/"], "is a directory"),
         (["write", "--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
         (["stall", "--dir", "/proc"], "cannot write in /proc"),
+        (["join", "--rows", "plannd"], "Did you mean 'planned'"),
+        (["join", "--models", "medum"], "Did you mean 'medium'"),
+        (["join", "--ranks", "2,none"], "--ranks takes whole numbers from 1 on, not 'none'"),
+        (["join", "--rounds", "0"], "--rounds must be at least 1, not 0"),
     ],
 )
 def test_what_cannot_be_had_is_refused_on_one_screen(
@@ -168,8 +172,11 @@ def test_tables_fit_120_columns_whatever_is_in_them() -> None:
         Line("pinned_cached+direct", failure="RuntimeError: " + "y\n" * 300),
         Line("torch:async_save", {"lost": [-1234.5, 1e4], "blocked": [100.0, 1e4]}, step_seconds=1e-3),
     ]
+    figures = {"p20": 1234.5, "collectives": 3.125, "blocking": 1.125}
+    joins = [Line("iterate+mean:planned", {"x": [12.3, 1234.5], "step": [99.9]}, ratio=1234.5, figures=figures), *lines]
     verdicts = [Verdict(target, 12345.67, 12345.67, "reached, aim missed") for target in TARGETS]
-    text = tables([Group("g", "title", lines), Group("h", "title", lines[:3])], verdicts, [])
+    groups = [Group("g", "title", lines), Group("h", "title", lines[:3]), Group("j", "title", joins[:1])]
+    text = tables(groups, verdicts, [])
     assert max(map(len, text.splitlines())) <= 120
     assert "not there: xxx" in text
     assert "failed: RuntimeError: y y" in text

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stagereg.bench import staging, stall, write
+from stagereg.bench import join, staging, stall, write
+from stagereg.bench.joinrank import MODELS
 from stagereg.bench.report import Group, Line, figures
 from stagereg.bench.states import STATES
 from stagereg.bench.targets import TARGETS, Noise, Target, judge
@@ -43,6 +44,12 @@ def test_nothing_lost_means_no_more_than_the_noise(lost: float, noise: float, ma
     assert judge(LOST, {("1", "mine", "ms lost"): lost}, noise).mark == mark
 
 
+@pytest.mark.parametrize(("ratio", "mark"), [(1.0, "aim reached"), (1.03, "aim reached"), (1.04, "missed")])
+def test_within_noise_means_no_more_than_the_run_cannot_tell_from_nothing(ratio: float, mark: str) -> None:
+    target = Target("join", "step", "medium/2", "mine", "torch", "1.01", reach=Noise(), aim=Noise())
+    assert judge(target, {("medium/2", "mine", "x"): ratio}, noise=1.034).mark == mark
+
+
 def test_a_row_of_another_group_or_unit_is_no_measurement() -> None:
     assert judge(RATIO, {("gpt", "mine", "x"): 1.0, ("large", "mine", "ms lost"): 1.0}).mark == "not measured"
 
@@ -50,17 +57,26 @@ def test_a_row_of_another_group_or_unit_is_no_measurement() -> None:
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t.kind}-{t.group}-{t.row}-{t.unit}")
 def test_each_target_speaks_of_a_row_and_a_group_that_there_are(target: Target) -> None:
     rows = {"staging": staging.row_names("cpu"), "write": write.row_names(), "stall": stall.row_names()}
+    rows["join"] = join.row_names()
+    groups = {"stall": ["1", "2"], "join": [join.group_name(model, ranks) for model in MODELS for ranks in (2, 4)]}
     assert {target.row, target.torchs} <= set(rows[target.kind])
-    assert target.group in STATES or (target.kind == "stall" and target.group.isdecimal())
-    assert isinstance(target.aim, Noise) or target.aim <= target.reach
+    assert target.group in groups.get(target.kind, STATES)
+    assert isinstance(target.aim, Noise) or isinstance(target.reach, Noise) or target.aim <= target.reach
 
 
 def test_the_figures_of_targets_are_ratios_and_milliseconds() -> None:
     lines = [
         Line("copy", {"seconds": [1.0]}, ratio=2.0),
         Line("loop", {"lost": [0.01, 0.03], "blocked": [0.002]}, step_seconds=1.0),
+        Line("join", {"x": [1.5]}, ratio=1.5, figures={"collectives": 1.0}),
     ]
     found = figures([Group("g", "", lines)])
     assert found == pytest.approx(
-        {("g", "copy", "x"): 2.0, ("g", "loop", "ms lost"): 20.0, ("g", "loop", "ms blocked"): 2.0}
+        {
+            ("g", "copy", "x"): 2.0,
+            ("g", "loop", "ms lost"): 20.0,
+            ("g", "loop", "ms blocked"): 2.0,
+            ("g", "join", "x"): 1.5,
+            ("g", "join", "collectives"): 1.0,
+        }
     )

@@ -46,6 +46,14 @@ def differing(a: object, b: object, path: str = "") -> list[str]:
     return [] if same else [path]
 
 
+def uneven(done: subprocess.CompletedProcess[str]) -> tuple[int, list[int]]:
+    """How many steps a run took, and how many of them the ranks had no data for, by number."""
+    assert done.returncode == 0, done.stderr
+    steps = re.search(r"^  steps +(\d+) in", done.stdout, re.M)
+    shadowed = re.search(r"^  shadowed steps per rank +(.*)", done.stdout, re.M)
+    return int(steps[1]), sorted(map(int, shadowed[1].split(", ")))
+
+
 def test_readme_command_trains_from_its_folder_and_plain_torch_loads_the_checkpoint(tmp_path: Path) -> None:
     overrides = ["stager=pinned_cached", "join.throw=true", "train.steps=8", "checkpoint.every=4"]
     done = run(*overrides, f"hydra.run.dir={tmp_path}/run", cwd=SCRIPT.parent, script=Path("train.py"))
@@ -87,18 +95,33 @@ def test_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> No
 def test_uneven_ranks_train_to_the_last_batch_of_the_longest(tmp_path: Path, parallel: str) -> None:
     overrides = ["data=uneven", f"parallel={parallel}", "data.files=8", "train.steps=60", "checkpoint.every=20"]
     done = run(*overrides, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    steps = int(re.search(r"^  steps +(\d+) in", done.stdout, re.M)[1])
-    shadowed = sorted(map(int, re.search(r"^  shadowed steps per rank +(.*)", done.stdout, re.M)[1].split(", ")))
+    steps, shadowed = uneven(done)
     assert shadowed[0] == 0 < shadowed[1] < steps
     assert (tmp_path / "run/checkpoints/latest").resolve().name == f"step-{steps:08d}"
+
+
+def test_uneven_fsdp2_resumes_to_the_same_end_where_a_rank_has_no_batch_left(tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    overrides = ["data=uneven", "parallel=fsdp2", "data.files=4", "train.steps=24", "checkpoint.every=16"]
+    overrides.append(f"hydra.run.dir={tmp_path}/run")
+    done = run(*overrides, f"checkpoint.dir={whole}", cwd=tmp_path)
+    steps, shadowed = uneven(done)
+    assert shadowed[0] == 0 < steps - 16 < shadowed[1] < steps
+    assert "Warning" not in done.stderr
+    shutil.copytree(whole / "step-00000016", resumed / "step-00000016")
+    (resumed / "latest").symlink_to("step-00000016")
+    assert uneven(run(*overrides, f"checkpoint.dir={resumed}", cwd=tmp_path)) == (steps - 16, [0, steps - 16])
+    ends = [saved(folder / f"step-{steps:08d}", tmp_path) for folder in (whole, resumed)]
+    assert differing(*ends) == []
 
 
 def test_throw_stops_all_ranks_at_one_step_saves_it_and_names_the_exhausted_rank(tmp_path: Path) -> None:
     overrides = ["data=uneven", "join.throw=true", "data.files=8", "train.steps=60", "checkpoint.every=1000"]
     done = run(*overrides, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
     assert done.returncode == 1
-    assert re.findall(r".*exhausted.*", done.stderr + done.stdout) == ["rank 1: Rank 1 exhausted all inputs."]
+    told = re.findall(r".*ran out of inputs.*", done.stderr + done.stdout)
+    assert len(told) == 1, done.stderr
+    assert re.match(r"rank \d: Rank 1 ran out of inputs", told[0])
     assert "Traceback" not in done.stderr
     latest = (tmp_path / "run/checkpoints/latest").resolve()
     step = int(latest.name.removeprefix("step-"))

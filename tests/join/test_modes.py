@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
@@ -99,60 +100,54 @@ def test_what_ranks_do_counts_and_not_what_they_announced(name: str, divide: boo
         assert difference(list(outcome[name, divide]), list(single(PLANS[name][1], divide))) < EXACT
 
 
-class Calls:
-    """Counts the collectives that Python asks for, by whether they block; buckets are DDP's own, in C++."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[str, bool]] = []
-
-    def __enter__(self) -> Calls:
-        self._before = {
-            name: getattr(dist, name) for name in ("all_reduce", "broadcast", "all_gather_object", "barrier")
-        }
-        for name, function in self._before.items():
-            setattr(dist, name, self._noting(name, function))
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        for name, function in self._before.items():
-            setattr(dist, name, function)
-
-    def _noting(self, name: str, function: Any) -> Any:
-        @functools.wraps(function)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self.made.append((name, bool(kwargs.get("async_op"))))
-            return function(*args, **kwargs)
-
-        return noted
+def sent() -> int:
+    """How many collectives this rank has asked of its process groups, all together."""
+    return sum(group._get_sequence_number_for_group() for group in _world.pg_map)
 
 
-def counted(rank: int, world_size: int, mode: str, throw: bool, way: str) -> list[tuple[str, bool]]:
+def steps(rank: int, world_size: int, mode: str | None, throw: bool, way: str) -> list[int]:
+    """The collectives of each step."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(mlp().double())
-    data = [batch(rank, 0, step) for step in range(9)]
-    made: list[tuple[str, bool]] = []
-    join = stagereg.Join([ddp], throw_on_early_termination=throw, mode=mode, loader=data)
+    data = [batch(rank, 0, step) for step in range(7)]
+    seen = []
+    join = stagereg.Join([ddp], enable=mode is not None, throw_on_early_termination=throw, mode=mode, loader=data)
     with join:
-        for step, x in enumerate(join.iterate(data) if way == "iterate" else data):
-            with Calls() as calls:
-                loss = ddp(x).sum()
-                if way == "iterate":
-                    loss = join.mean(loss, len(x), over="world")
-                loss.backward()
-            if step >= 3:  # DDP has rebuilt its buckets
-                made += calls.made
-    return made
+        for x in join.iterate(data) if way == "iterate" else data:
+            before = sent()
+            loss = join.mean(ddp(x).sum(), len(x), over="world") if way == "iterate" else ddp(x).sum()
+            loss.backward()
+            seen.append(sent() - before)
+    return seen
 
 
 @pytest.mark.parametrize("way", ["plain", "iterate"])
 @pytest.mark.parametrize("throw", [False, True])
-def test_a_planned_step_has_no_collective_and_a_counted_one_has_one_that_nobody_waits_for(
-    throw: bool, way: str
-) -> None:
-    for made in run_ranks(counted, 2, args=("planned", throw, way), timeout_s=30):
-        assert made == []
-    for made in run_ranks(counted, 2, args=("counted", throw, way), timeout_s=30):
-        assert made == [("all_reduce", True)] * 6
+def test_a_planned_step_sends_nothing_of_its_own_and_a_counted_one_a_single_sum(throw: bool, way: str) -> None:
+    without = run_ranks(steps, 2, args=(None, False, way), timeout_s=30)
+    assert run_ranks(steps, 2, args=("planned", throw, way), timeout_s=30) == without
+    counted = run_ranks(steps, 2, args=("counted", throw, way), timeout_s=30)
+    assert counted == [[each + 1 for each in rank] for rank in without]
+
+
+def ahead(rank: int, world_size: int, mode: str) -> int:
+    """Rank 1 begins no step before rank 0 is in the forward of that step."""
+    store = dist.distributed_c10d._get_default_store()
+    ddp = DistributedDataParallel(mlp().double())
+    step = 0
+    # DDP's own forward waits for others, in the second step, so this looks just before it.
+    ddp.register_forward_pre_hook(lambda *_: store.set(f"in forward/{step}", "1") if rank == 0 else None)
+    with stagereg.Join([ddp], throw_on_early_termination=True, mode=mode, loader=range(4), timeout=20):
+        for step in range(4):
+            if rank == 1:
+                store.get(f"in forward/{step}")
+            ddp(batch(rank, 0, step)).sum().backward()
+    return step
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_rank_waits_for_another_before_its_forward(mode: str) -> None:
+    assert run_ranks(ahead, 2, args=(mode,), timeout_s=30) == [3, 3]
 
 
 def lengthless(rank: int, world_size: int, mode: str | None, way: str) -> str:
@@ -205,3 +200,88 @@ def test_a_wrong_option_is_refused_with_the_nearest_name(options: dict[str, Any]
     tally = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
     with pytest.raises(JoinError, match=words):
         stagereg.Join([tally], **options)
+
+
+def thrown(
+    rank: int, world_size: int, mode: str, sized: bool, way: str, lengths: tuple[int, ...], announced: int
+) -> Any:
+    """How many steps this rank has trained when it is thrown out, with which parameters, and what it is told."""
+    ddp = DistributedDataParallel(net(Case()))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    data = [batch(rank, 0, step) for step in range(lengths[rank])]
+    length = range(max(announced, lengths[rank]))
+    loader: Any = data if way == "iterate" and sized else iter(data) if way == "iterate" else length if sized else None
+    steps = 0
+    join = stagereg.Join(
+        [ddp, optimizer], throw_on_early_termination=True, mode=mode, loader=None if way == "iterate" else loader
+    )
+    try:
+        with join:
+            for x in join.iterate(loader) if way == "iterate" else data:
+                optimizer.zero_grad()
+                ddp(x).sum().backward()
+                optimizer.step()
+                steps += 1
+    except stagereg.UnevenInputsError as error:
+        after = ddp(batch(rank, 1, 0)).sum()  # the module is as good as before
+        after.backward()
+        return steps, [p.detach() for p in ddp.parameters()], str(error), error.rank
+    return steps, [p.detach() for p in ddp.parameters()], "", None
+
+
+THROWS = [
+    (sized, way, lengths)
+    for sized in (True, False)
+    for way in ("plain", "iterate")
+    for lengths in ((4, 2, 3), (3, 3, 3), (0, 1, 1))
+]
+
+
+def all_thrown(rank: int, world_size: int) -> list[Any]:
+    return [thrown(rank, world_size, "counted", *each, 0) for each in THROWS]
+
+
+def after_steps(lengths: tuple[int, ...], steps: int) -> list[torch.Tensor]:
+    module = net(Case())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank, length in enumerate(lengths):
+            if step < length:
+                (module(batch(rank, 0, step)).sum() / len(lengths)).backward()
+        optimizer.step()
+    return [p.detach() for p in module.parameters()]
+
+
+def test_a_counted_throw_stops_all_ranks_after_the_shortest_length_with_equal_models() -> None:
+    for rank, outcomes in enumerate(run_ranks(all_thrown, 3, timeout_s=60)):
+        for (_, _, lengths), (steps, params, text, who) in zip(THROWS, outcomes, strict=True):
+            assert steps == min(lengths)
+            assert difference(params, after_steps(lengths, min(lengths))) < EXACT
+            uneven = len(set(lengths)) > 1
+            assert ("ran out of inputs" in text) == uneven
+            assert who == (rank if uneven and lengths[rank] == min(lengths) else None)
+
+
+def test_a_rank_that_leaves_before_its_announced_length_is_thrown_for_with_equal_models() -> None:
+    for steps, params, text, _ in run_ranks(thrown, 3, args=("counted", True, "plain", (4, 2, 4), 4), timeout_s=30):
+        assert "ran out of inputs" in text
+        assert steps in (2, 3)  # it takes part in the step that the others had begun
+        assert difference(params, after_steps((4, 2, 4), 3)) < EXACT
+
+
+def planned_throw(rank: int, world_size: int) -> Any:
+    return [
+        thrown(rank, world_size, "planned", True, way, lengths, 0)
+        for way in ("plain", "iterate")
+        for lengths in ((4, 2, 3), (2, 2, 2))
+    ]
+
+
+def test_a_planned_throw_comes_before_the_first_step_and_names_every_length() -> None:
+    for outcomes in run_ranks(planned_throw, 3, timeout_s=30):
+        for uneven, even in (outcomes[:2], outcomes[2:]):
+            assert uneven[0] == 0
+            assert "rank 0 has 4, rank 1 has 2, rank 2 has 3 batches" in uneven[2]
+            assert even[0] == 2
+            assert even[2] == ""

@@ -1,0 +1,73 @@
+"""The page about joins: what its snippets do is what it says, on ranks with different numbers of batches."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from stagereg.testing import run_ranks
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def snippets() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (DOCS / "join.md").read_text(), re.M | re.S)
+
+
+def run_page(rank: int, world: int, blocks: list[str]) -> dict[str, Any]:
+    """Run the blocks one after another and tell what they have left behind."""
+    torch.manual_seed(0)
+    space: dict[str, Any] = {}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"join.md, snippet {number}", "exec"), space)
+    shards = [param.full_tensor() for param in space["sharded"].parameters()]
+    return {
+        "batches": len(space["loader"]),
+        "parameters": torch.cat([param.detach().flatten() for param in (*space["model"].parameters(), *shards)]),
+        "moments": space["optimizer"].state_dict()["state"],
+        "rates": space["scheduler"].get_last_lr(),
+        "step": space["step"],
+        "saved": (space["saved"], space["checkpointer"].latest.name),
+        "kept": space["keeper"].latest.name,
+        "done": space["done"],
+        "thrown": str(space["thrown"]),
+        "metrics": space["everywhere"],
+    }
+
+
+def test_every_snippet_runs_and_leaves_all_ranks_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = snippets()
+    assert len(blocks) >= 8
+    monkeypatch.chdir(tmp_path)
+    first, second = run_ranks(run_page, 2, args=(blocks,))
+    assert (first["batches"], second["batches"]) == (3, 5)
+    for one in (first, second):
+        assert one["parameters"].isfinite().all()
+        assert one["step"] == 5
+        assert one["saved"] == (5, "step-00000004")
+        assert one["kept"] == "step-00000004"
+        assert one["done"] == 3
+        assert "ran out of inputs" in one["thrown"]
+        assert one["rates"] == [pytest.approx(1e-3 * 0.9**5)]
+    assert torch.equal(first["parameters"], second["parameters"])
+    assert first["metrics"] == second["metrics"]
+    for mine, other in zip(first["moments"].values(), second["moments"].values(), strict=True):
+        assert all(torch.equal(mine[name], other[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+        assert mine["step"] == 5 * 5 + 3  # of the six loops with this optimizer, the last is thrown out of
+
+
+def test_the_drawing_is_the_one_that_the_page_shows() -> None:
+    (drawing,) = re.findall(r"!\[.*\]\((.*)\)", (DOCS / "join.md").read_text())
+    assert ElementTree.parse(DOCS / drawing).getroot().tag.endswith("svg")
+
+
+def test_what_the_page_links_to_is_there() -> None:
+    for page, anchor in re.findall(r"\]\(([\w-]+\.md)#?([\w-]*)\)", (DOCS / "join.md").read_text()):
+        headings = re.findall(r"^#+ (.*)$", (DOCS / page).read_text(), re.M)
+        there = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in there

@@ -1,0 +1,438 @@
+"""When one rank fails, the others end in time with an error that names it; when none does, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
+
+from stagereg.errors import JoinError, PeerFailedError
+from stagereg.kernel.abort import is_broken_operation, is_timeout
+from stagereg.kernel.alarm import Lifeline
+from stagereg.kernel.board import Board, Failure, Word, connection, place
+from stagereg.kernel.watch import Watch
+from stagereg.testing import RankFailure, run_ranks
+
+SOON_S = 5.0
+"""Within which a rank's error is to reach the others: a quarter of a second, and much patience with a busy machine."""
+INQUIRY_S = 5.0
+"""Seconds beyond the timeout for asking around, likewise."""
+
+
+def outcome(lifeline: Lifeline, step: Callable[[], Any]) -> tuple[float, int | None, str, str]:
+    """Seconds that ``step`` took to fail, and the rank, message and text of the error that a join would raise."""
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        step()
+    error = raised.value
+    known = error if isinstance(error, PeerFailedError) else lifeline.explain(error)
+    assert known is not None, f"not explained: {error}"
+    return time.monotonic() - start, known.rank, known.message, str(known)
+
+
+def sit_in(kind: str, group: dist.ProcessGroup, lifeline: Lifeline) -> Callable[[], Any]:
+    """A step that the other ranks are to take part in, and that cannot end without them."""
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(torch.ones(1), group=group)
+    if kind == "backward":
+        ddp = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
+        ddp(torch.ones(1, 4)).sum().backward()
+        return lambda: ddp(torch.ones(1, 4)).sum().backward()
+    never = threading.Event()
+    return lambda: lifeline.wait(never.wait, "the end")
+
+
+def raising(rank: int, world_size: int) -> Any:
+    seen = []
+    for kind in ("all_reduce", "backward", "wait"):
+        group = dist.new_group()
+        lifeline = Lifeline(group, 60, f"raising {kind}")
+        lifeline.start()
+        step = sit_in(kind, group, lifeline)
+        lifeline.check()
+        if rank == 1:
+            lifeline.report(ValueError(f"loss is not finite\nin {kind}"))
+        else:
+            seen.append(outcome(lifeline, step))
+            with pytest.raises(PeerFailedError):
+                lifeline.check()
+            lifeline.report(RuntimeError("a consequence, not told"))
+        lifeline.stop()
+        dist.barrier()
+    return seen
+
+
+def test_an_exception_of_one_rank_reaches_all_wherever_they_sit() -> None:
+    seen, silent, others = run_ranks(raising, 3, timeout_s=60)
+    assert silent == []
+    assert len(seen) == len(others) == 3
+    for kind, *both in zip(("all_reduce", "backward", "wait"), seen, others, strict=True):
+        for seconds, rank, message, text in both:
+            assert seconds < SOON_S
+            assert rank == 1
+            assert message == f"ValueError: loss is not finite\nin {kind}"
+            assert text == f"rank 1 failed: {message}\nThe cause is there: read the output of rank 1."
+
+
+def await_words(group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], step: int) -> None:
+    """Return when all ``ranks`` have said which step they are in, for who has said nothing yet is no suspect."""
+    board = Board(connection(group), name)
+    deadline = time.monotonic() + 20
+    for rank in ranks:
+        while (word := board.read(rank)) is None or word.notes.get("step") != str(step):
+            assert time.monotonic() < deadline, f"rank {rank} says nothing"
+    dist.barrier(group)
+
+
+def unreachable(rank: int, world_size: int, timeout_s: float) -> Any:
+    """Rank 1 is frozen, then twice busy with something else."""
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    seen: dict[str, Any] = {}
+    for kind in ("frozen", "all_reduce", "wait"):
+        group = dist.new_group()
+        lifeline = Lifeline(group, timeout_s, kind)
+        lifeline.start()
+        lifeline.note(step=40)
+        lifeline.note(where="exit")
+        await_words(group, kind, (0, 1, 2), 40)
+        if rank != 1:
+            seen[kind] = outcome(lifeline, sit_in("all_reduce" if kind == "frozen" else kind, group, lifeline))
+            os.kill(pids[1], signal.SIGCONT)
+        elif kind == "frozen":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()  # where it is busy
+        if rank == 1:
+            seen[kind] = outcome(lifeline, sit_in("wait", group, lifeline))
+        lifeline.stop()
+        dist.barrier()
+    return seen
+
+
+def test_a_rank_that_is_frozen_or_stuck_is_named_within_the_timeout() -> None:
+    timeout_s = 3.0
+    others = run_ranks(unreachable, 3, args=(timeout_s,), timeout_s=90)
+    suspect = others.pop(1)
+    for seen in others:
+        for kind in seen:
+            seconds, rank, _, _ = seen[kind]
+            assert seconds < timeout_s + INQUIRY_S
+            assert rank == 1, kind
+        assert seen["frozen"][2].startswith("not heard of for at least ")
+        assert seen["frozen"][3].endswith(
+            " s; it was last in step 40, exit. Its process was killed or frozen, or the machine is gone: "
+            "look at the end of its output."
+        )
+        what = {"all_reduce": "the collective that this rank was in", "wait": "the end"}
+        for kind in what:
+            assert seen[kind][2] == f"alive, but did not come to {what[kind]} within 3 s"
+            assert seen[kind][3] == (
+                f"rank 1 is {seen[kind][2]}; it was last in step 40, exit. "
+                "Raise join.timeout if that is how long a step takes."
+            )
+    for kind in suspect:
+        seconds, rank, _, text = suspect[kind]
+        assert seconds < SOON_S
+        assert rank == 1
+        assert text.startswith("the other ranks have given this one up, and went on without it: rank 1 "), kind
+
+
+def killed(rank: int, world_size: int, folder: Path, timeout_s: float, own_store: bool) -> None:
+    """Rank 0 is killed, and with it the store of the process group if it is its ``own``."""
+    if own_store:
+        ports: list[Any] = [None]
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            ports = [store.port]
+        dist.broadcast_object_list(ports, 0)
+        if rank != 0:
+            store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    group = dist.group.WORLD
+    assert group is not None
+    lifeline = Lifeline(group, timeout_s, "killed")
+    lifeline.start()
+    lifeline.note(step=7)
+    await_words(group, "killed", tuple(range(world_size)), 7)
+    assert lifeline.explain(RuntimeError("DataLoader timed out after 5 seconds")) is None
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen = outcome(lifeline, sit_in("all_reduce", group, lifeline))
+    start = time.monotonic()
+    lifeline.stop()
+    (folder / f"{rank}.json").write_text(json.dumps([*seen, time.monotonic() - start]))
+
+
+@pytest.mark.parametrize("own_store", [False, True])
+def test_a_killed_rank_is_named_and_so_is_a_store_that_dies_with_it(tmp_path: Path, own_store: bool) -> None:
+    timeout_s = 4.0
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(killed, 3, args=(tmp_path, timeout_s, own_store), timeout_s=60)
+    assert set(failure.value.failed) == {0}, failure.value
+    for rank in (1, 2):
+        seconds, whose, message, text, stopping = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert seconds < SOON_S
+        assert stopping < 2.0
+        if own_store:
+            assert whose is None
+            assert message.startswith("the job's store is gone (it says ")
+            assert "The process that hosts it, rank 0 or the launcher, was killed or frozen" in text
+        else:
+            assert whose == 0
+            assert message.startswith("not heard of for at least ")
+            assert "rank 0 has not been heard of" in text
+            assert "it was last in step 7" in text
+
+
+def many(rank: int, world_size: int) -> Any:
+    group = dist.group.WORLD
+    assert group is not None
+    backend = group._get_backend(torch.device("cpu"))
+    store = connection(group)
+    before = backend.options._timeout, threading.active_count()
+    dist.barrier()
+    keys = store.num_keys()
+    dist.barrier()
+    limits = set()
+    for epoch in range(60):
+        lifeline = Lifeline(group, 30, f"epoch {epoch}")
+        lifeline.start()
+        lifeline.start()
+        limits.add(backend.options._timeout)
+        lifeline.note(step=epoch)
+        dist.all_reduce(torch.ones(1))
+        lifeline.check()
+        if epoch % 2 == rank:
+            dist.barrier()
+        lifeline.stop()
+        lifeline.stop()
+        if epoch % 2 != rank:
+            dist.barrier()
+        lifeline.check()
+        lifeline.report(ValueError("after its end"))
+        assert lifeline.explain(RuntimeError("after its end")) is None
+    dist.barrier()
+    keys = store.num_keys() - keys
+    dist.barrier()
+    return limits, before == (backend.options._timeout, threading.active_count()), keys
+
+
+def test_joins_in_a_row_leave_no_thread_no_key_and_the_timeout_that_was_there() -> None:
+    assert run_ranks(many, 2, timeout_s=60) == [({timedelta(seconds=30)}, True, 0)] * 2
+
+
+def unexplained(rank: int, world_size: int) -> Any:
+    """All ranks are well but rank 2 has no lifeline, then has left, then all wait for each other."""
+    texts = []
+    for kind in ("none", "left", "crossed"):
+        group = dist.new_group()
+        lifeline = Lifeline(group, 2.0, kind)
+        if rank != 2 or kind != "none":
+            lifeline.start()
+            lifeline.note(step=3)
+            await_words(group, kind, (0, 1) if kind == "none" else (0, 1, 2), 3)
+        else:
+            dist.barrier(group)
+        if rank == 2 and kind == "left":
+            lifeline.stop()
+        if kind == "none" and rank == 0:
+            texts.append(lifeline.explain(RuntimeError("[gloo/pair.cc] sizes do not match")))
+        if rank != 2 or kind == "crossed":
+            never = threading.Event()
+            with pytest.raises(PeerFailedError) as error:
+                lifeline.wait(never.wait, f"the end of {rank}" if kind == "crossed" else "the end")
+            texts.append((error.value.rank, str(error.value)))
+        dist.barrier()
+        lifeline.stop()
+        dist.barrier()
+    return texts
+
+
+def test_a_rank_that_is_not_in_the_join_is_named_only_when_it_is_waited_for() -> None:
+    first, second, third = run_ranks(unexplained, 3, timeout_s=60)
+    assert first.pop(0) is None
+    absent = (
+        "rank 2 is not in this join, or no more, and did not come to the end within 2 s. "
+        "All ranks have to enter the same joins in the same order, and none may leave by itself."
+    )
+    assert first[:2] == second[:2] == [(2, absent)] * 2
+    crossed = {text for _, text in (first[2], second[2], third[0])}
+    for text in crossed:
+        assert text.startswith("all ranks are alive and wait for each other, this one for the end of ")
+        assert text.endswith(", in step 3. They do not make the same calls in the same order.")
+
+
+def alone(rank: int, world_size: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    lifeline = Lifeline(group, 0.5, "alone")
+    threads = threading.active_count()
+    lifeline.start()
+    assert threading.active_count() == threads
+    lifeline.wait(lambda seconds: True, "nothing")
+    with pytest.raises(PeerFailedError, match=r"did not come to the end within 0\.5 s"):
+        lifeline.wait(threading.Event().wait, "the end")
+    lifeline.report(ValueError("x"))
+    assert lifeline.explain(RuntimeError("x")) is None
+    lifeline.stop()
+
+
+def test_a_rank_that_is_alone_needs_no_thread() -> None:
+    run_ranks(alone, 1, timeout_s=30)
+
+
+class OneStore:
+    """As much of a process group as the threads need, for ranks in one process."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+
+    def get_group_store(self) -> Any:
+        return self.store
+
+
+FATES = st.lists(st.sampled_from(["well", "well", "dead", "absent"]), min_size=2, max_size=8)
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.lists(FATES, min_size=1, max_size=5))
+def test_those_who_fall_silent_are_named_and_nobody_else(joins: list[list[str]]) -> None:
+    group: Any = OneStore()
+    timeout_s = 1.2
+    alive: list[tuple[Watch, threading.Event, tuple[int, ...]]] = []
+    for i, fates in enumerate(joins):
+        dead = tuple(rank for rank, fate in enumerate(fates) if fate == "dead")
+        for rank in dead:
+            Board(connection(group), f"join {i}").write(rank, Word(1, {}))
+        for rank, fate in enumerate(fates):
+            if fate == "well":
+                acted = threading.Event()
+                alive.append((Watch(group, f"join {i}", rank, range(len(fates)), timeout_s, acted.set), acted, dead))
+    try:
+        for watch, _, _ in alive:
+            watch.start()
+        for _, acted, dead in alive:
+            assert not dead or acted.wait(20)
+        deadline = time.monotonic() + 1.5 * timeout_s
+        for watch, acted, dead in alive:
+            assert acted.wait(max(0.0, deadline - time.monotonic())) == bool(dead)
+            assert watch.lost == ""
+            assert (() if watch.failure is None else watch.failure.ranks) == dead
+    finally:
+        for watch, _, _ in alive:
+            watch.leave(5)
+
+
+def await_true(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline
+
+
+def test_a_ring_is_answered_at_once_and_a_rank_that_comes_meanwhile_is_no_suspect() -> None:
+    group: Any = OneStore()
+    board = Board(connection(group), "join")
+    watch = Watch(group, "join", 0, range(2), 60, lambda: None)
+    watch.start()
+
+    def beat() -> int:
+        word = board.read(0)
+        return 0 if word is None else word.beat
+
+    await_true(lambda: beat() > 0)
+    start = time.monotonic()
+    for _ in range(6):  # by itself it says as many words in 12 seconds
+        before = beat()
+        board.ring()
+        await_true(lambda before=before: beat() > before)
+    assert time.monotonic() - start < 10
+    rung = board.rung()
+    call = watch.call_roll()
+    await_true(lambda: board.rung() > rung)
+    board.write(1, Word(1, {}))
+    await_true(lambda: watch.roll.call == call)
+    assert set(watch.roll.words) == {1}
+    assert watch.failure is None
+    watch.leave(10)
+
+
+def test_news_reaches_64_ranks() -> None:
+    group: Any = OneStore()
+    ranks = range(64)
+    acted = [threading.Event() for _ in ranks]
+    watches = [Watch(group, "join", rank, ranks, 60, acted[rank].set) for rank in ranks]
+    for watch in watches:
+        watch.start()
+    failure = Failure((17,), "KeyError: 'x'", "rank 17 failed: KeyError: 'x'")
+    watches[17].tell(failure, 10)
+    watches[17].leave(10)
+    assert all(event.wait(20) for event in acted)
+    assert all(watch.failure == failure for watch in watches)
+    for watch in watches:
+        watch.leave(10)
+    assert not any(watch.is_alive() for watch in watches)
+
+
+class Broken:
+    def get_group_store(self) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_store_that_is_gone_ends_the_thread_and_keeps_nobody_waiting() -> None:
+    group: Any = Broken()
+    acted = threading.Event()
+    watch = Watch(group, "join", 0, range(2), 60, acted.set)
+    watch.start()
+    watch.join(20)
+    assert watch.lost == "RuntimeError: Connection reset by peer"
+    watch.tell(Failure((0,), "m", "t"), 20)
+    assert acted.is_set()
+    watch.leave(20)
+
+
+def test_what_a_rank_says_arrives_as_it_was() -> None:
+    word = Word(3, {"step": "4", "where": "exit", "epoch": "1"}, "the end", Failure((2, 3), "m", "t"))
+    assert Word.unpack(word.pack().encode()) == word
+    assert place(word, "in ") == "in step 4, exit, epoch 1"
+    assert place(Word(1, {}), "in ") == ""
+
+
+def test_the_error_is_what_joins_and_collectives_raise_and_survives_a_process_border() -> None:
+    error = pickle.loads(pickle.dumps(PeerFailedError("rank 1 failed: x", 1, "x")))
+    assert isinstance(error, JoinError)
+    assert isinstance(error, RuntimeError)
+    assert (str(error), error.rank, error.message) == ("rank 1 failed: x", 1, "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "broken", "timeout"),
+    [
+        ("[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2345", True, False),
+        ("[/x/gloo/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete", True, True),
+        ("Application timeout caused pair closure", True, True),
+        ("DataLoader timed out after 5 seconds", False, False),
+        ("mat1 and mat2 shapes cannot be multiplied", False, False),
+    ],
+)
+def test_the_error_of_a_collective_is_told_from_others(text: str, broken: bool, timeout: bool) -> None:
+    cause = RuntimeError(text)
+    outer = ValueError("in my loop")
+    outer.__cause__ = cause
+    for error in (cause, outer):
+        assert (is_broken_operation(error), is_timeout(error)) == (broken, timeout)
