@@ -32,29 +32,33 @@ _METHODS = ("join_hook", "join_device", "join_process_group")
 
 
 def adapt(objects: Sequence[Any]) -> list[Any]:
-    """Return joinables for ``objects``, in their order; each is told of the model it follows, and of the first one.
+    """Return joinables for ``objects``, in their order, but those that lead first; each is told of what it follows.
 
     Raises:
         JoinError: an object cannot take part, or the first one cannot announce its rank.
     """
-    joinables = [_joinable(thing) for thing in objects]
-    first = joinables[0]
-    model: Any = None
-    for i, joinable in enumerate(joinables):
-        if isinstance(joinable, (DdpJoinable, Fsdp2Joinable)):
-            model = joinable
-            if isinstance(joinable, DdpJoinable) and isinstance(first, DdpJoinable):
-                joinable.leader = None if joinable is first else first
-        elif hasattr(joinable, "after") and joinable.after is None:
-            joinables[i] = joinable = copy.copy(joinable)  # the user's may be in other joins, after other modules
-            joinable.after = model
-        if hasattr(joinable, "module") and joinable.module is None:
-            joinable.module = getattr(first, "module", None)
-    if getattr(first, "silent", False):
+    listed = [_joinable(thing) for thing in objects]
+    ahead = [joinable for joinable in listed if getattr(joinable, "leads", False)]
+    joinables = [*ahead, *(joinable for joinable in listed if joinable not in ahead)]
+    if all(getattr(joinable, "silent", False) for joinable in joinables[: len(ahead) + 1]):
         raise JoinError(
             f"the first joinable must announce its rank before each step, and a {type(objects[0]).__name__} does not; "
             "put the DDP module first: Join([model, optimizer])"
         )
+    first: DdpJoinable | None = None
+    model: Any = None
+    for i, joinable in enumerate(joinables):
+        if isinstance(joinable, DdpJoinable):
+            joinable.leader, first = first, first or joinable
+        if isinstance(joinable, (DdpJoinable, Fsdp2Joinable)):
+            model = joinable
+        elif hasattr(joinable, "after") and joinable.after is None:
+            joinables[i] = joinable = copy.copy(joinable)  # the user's may be in other joins, after other modules
+            joinable.after = model
+    modules = [joinable.module for joinable in joinables if getattr(joinable, "module", None) is not None]
+    for joinable in ahead:
+        if joinable.module is None and modules:
+            joinable.module = modules[0]
     return joinables
 
 

@@ -2,7 +2,8 @@
 
 Where all ranks run stagereg's join, announcing is no business of the module itself, so it can be done for any: DDP,
 FSDP, or a plain one. A step begins with the first forward that builds a graph, and ends when a backward through one of
-its outputs begins. So a second forward before that backward is no second step, and a forward under ``no_grad`` is none.
+its outputs begins. So a second forward before that backward is no second step, and a forward under ``no_grad`` is none:
+unless the loop runs its body on all ranks, where the first forward on each batch is a step, whatever it is for.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Announcer:
         begins: called where a step begins, before the forward does anything.
         enters: called before every forward, with whether it begins a step.
         leaves: called after every forward, with whether it began a step; also where the forward raised.
+        expects: tells whether the first forward on a batch is due.
     """
 
     def __init__(
@@ -33,8 +35,9 @@ class Announcer:
         begins: Callable[[], None],
         enters: Callable[[bool], None] = lambda began: None,
         leaves: Callable[[bool], None] = lambda began: None,
+        expects: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._begins, self._enters, self._leaves = begins, enters, leaves
+        self._begins, self._enters, self._leaves, self._expects = begins, enters, leaves, expects
         self._open = False
         self._began = False
         self._handles: list[Any] = [
@@ -57,13 +60,19 @@ class Announcer:
             handle.remove()
 
     def _before(self, *_: Any) -> None:
-        self._began = torch.is_grad_enabled() and not self._open
+        training = torch.is_grad_enabled()
+        if torch._C._current_graph_task_id() != -1:  # a backward computes again what was not kept for it
+            self._began = False
+            return
+        self._began = not self._open and (training or self._expects())
         if self._began:
             self._begins()
-            self._open = True
+            self._open = training
         self._enters(self._began)
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return
         self._leaves(self._began)
         if torch.is_grad_enabled():
             leaves = [

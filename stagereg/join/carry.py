@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["CarryWatch"]
+__all__ = ["CarryWatch", "Memory"]
 
 Habit = Literal["drops", "zeroes", "carries"]
 
@@ -36,7 +36,7 @@ class CarryWatch:
         watched = params if ddp.find_unused_parameters or ddp.static_graph else params[:1]
         self._params = [weakref.ref(param) for param in watched]
         if ddp not in _memories:
-            _memories[ddp] = _Memory(ddp.process_group)
+            _memories[ddp] = Memory(ddp.process_group)
         self._memory = _memories[ddp]
         self._steps = 0
         self._ran = False
@@ -96,7 +96,7 @@ class CarryWatch:
             handle.remove()
 
 
-class _Memory:
+class Memory:
     """What is known of one module's loop, here and through the store. All ranks make these in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -139,5 +139,5 @@ class _Memory:
         self._in_doubt = False
 
 
-_memories: weakref.WeakKeyDictionary[DistributedDataParallel, _Memory] = weakref.WeakKeyDictionary()
+_memories: weakref.WeakKeyDictionary[DistributedDataParallel, Memory] = weakref.WeakKeyDictionary()
 _numbers: Counter[str] = Counter()

@@ -346,6 +346,9 @@ class Join:
     def _shadow(self) -> Warning | None:
         """Stay until no rank is active any more; return a warning that the user's filters make an error."""
         assert self._hooks is not None
+        for hook in self._hooks:
+            if (out_of_data := getattr(hook, "out_of_data", None)) is not None:
+                out_of_data()
         last = self._leave_loop()
         steps = 0
         objection: Warning | None = None
@@ -356,7 +359,7 @@ class Join:
                 objection = self._warn_of_skew()
         for hook in self._hooks:
             hook.post_hook(steps == 0 and last)
-        if self._wiring is not None and self._wiring.tally is not None:
+        if self._plain is not None and self._wiring is not None and self._wiring.tally is not None:
             self._wiring.tally.close()
         return objection
 
@@ -384,6 +387,7 @@ class Join:
         while not loop.attendance.over and loop.attendance.absent() is not None:
             self._served()
             self._shadow_step()
+        loop.close()
         return loop.attendance.shadowed == 0
 
     def _served(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from stagereg.join.empty import emptied, fetch, publish
 from stagereg.join.wiring import Wiring
 from stagereg.kernel.attendance import Attendance, appears
+from stagereg.kernel.tally import Tally
 
 __all__ = ["Loop"]
 
@@ -37,6 +38,7 @@ class Loop:
 
     def __init__(self, wiring: Wiring, shadow: Callable[[], None]) -> None:
         self.empty = False
+        self._closed = False
         self._wiring = wiring
         self._shadow = shadow
 
@@ -61,7 +63,9 @@ class Loop:
             if i == 0 and self._wiring.store is not None and not attendance.even:
                 cut = emptied(batch) if cut is _NOTHING else cut
                 publish(self._wiring.store, key, cut)
+            attendance.expected = True
             yield batch
+        attendance.expected = False
         while attendance.absent() is not None:
             if cut is _NOTHING:  # never had a batch, or did not expect to run out
                 cut = self._from_others(key, device) if batch is _NOTHING else emptied(batch)
@@ -70,8 +74,21 @@ class Loop:
             self.empty = True
             yield cut
             self.empty = False
-            if attendance.covered:  # it ran no forward
+            if attendance.covered:  # the body passed over it, so it also calls no join.mean
+                self._tally.serve()
                 self._shadow()
+        self.close()
+
+    def close(self) -> None:
+        """The loop is over on all ranks; twice is harmless."""
+        if not self._closed:
+            self._closed = True
+            self._tally.close()
+
+    @property
+    def _tally(self) -> Tally:
+        assert self._wiring.tally is not None
+        return self._wiring.tally
 
     def _from_others(self, key: str, device: torch.device) -> Any:
         """Return the empty batch of a rank that had one: it has told before its first step began."""

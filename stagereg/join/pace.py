@@ -50,7 +50,7 @@ class Pace:
         self._attendance = getattr(config, "attendance", None)
         self._in_step = False
         self._before: tuple[Any, bool] | None = None
-        self._announcer = Announcer(ddp, self._begin, self._enter, self._leave)
+        self._announcer = Announcer(ddp, self._begin, self._enter, self._leave, self._expects)
         self._inner: Any = None
         if self._attendance is not None:
             ddp._join_config = config._replace(is_first_joinable=False)  # DDP's forward itself says nothing
@@ -71,6 +71,9 @@ class Pace:
             self._ddp.__dict__.pop(FLAG, None)
             self._ddp.__dict__.pop(_AUTHORITY, None)
 
+    def _expects(self) -> bool:
+        return self.first and self._attendance is not None and bool(self._attendance.expected)
+
     def _begin(self) -> None:
         if self.leader is not None and self.leader.begun <= self.begun:
             raise JoinError(
@@ -79,7 +82,7 @@ class Pace:
             )
         if self._attendance is not None:
             if self.first:
-                self._attendance.begin(bool(self._ddp.require_backward_grad_sync))
+                self._attendance.begin(torch.is_grad_enabled() and bool(self._ddp.require_backward_grad_sync))
             else:
                 self._attendance.check()
         self.begun += 1

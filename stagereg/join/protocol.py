@@ -25,7 +25,8 @@ class JoinHook:
 
     ``main_hook`` runs once for every step that the active ranks take, and takes part in the collectives of that step;
     ``post_hook`` runs once when all ranks have joined. A subclass overrides either. If it also has a ``before_step``,
-    stagereg's ``Join`` calls that for all hooks in order, before the first ``main_hook`` of each step.
+    stagereg's ``Join`` calls that for all hooks in order, before the first ``main_hook`` of each step; and an
+    ``out_of_data`` once this rank has left its loop, before it waits for the others.
     """
 
     def main_hook(self) -> None:

@@ -186,7 +186,9 @@ class _Alone:
         self._words: dict[str, bytes] = {}
 
     def set(self, key: str, value: str, /) -> None:
-        self._words = {key: value.encode()}
+        self._words[key] = value.encode()
+        if len(self._words) > 8:
+            del self._words[next(iter(self._words))]
 
     def get(self, key: str, /) -> bytes:
         return self._words[key]

@@ -73,9 +73,11 @@ class Attendance(ABC):
         shadowed: how many of them came since it ran out of data.
         over: whether no rank has data any more.
         even: whether all ranks are known to have as many batches.
+        expected: whether the loop has given its body a batch of which no step has begun.
     """
 
     even = False
+    expected = False
 
     def __init__(self, rank: int, size: int, throw: bool, waiting: Waiting) -> None:
         self.steps = 0
@@ -93,6 +95,7 @@ class Attendance(ABC):
         Args:
             syncing: whether its gradients will be reduced among the ranks.
         """
+        self.expected = False
         if self._covered:  # the body of a rank without data runs, in a step that others have begun
             self._covered = False
             return
@@ -104,7 +107,7 @@ class Attendance(ABC):
 
     def cover(self) -> None:
         """Rank without data: its loop body is about to run all the same, and its next :meth:`begin` is no news."""
-        self._covered = True
+        self._covered = self.expected = True
 
     @property
     def covered(self) -> bool:
@@ -315,12 +318,10 @@ class PlannedAttendance(Attendance):
         self._words.set(f"begun/{self.steps}", "1" if syncing else "0")
 
     def _absent(self) -> Roll | None:
-        key = f"begun/{self.steps}"
         if not self._left:
             self._left = True
-            # Who leaves last has taken every step there is, so the next one is what all others wait for.
-            if self._words.add("left", 1) == self._size:
-                self._words.set(key, "over")
+            self._leave()
+        key = f"begun/{self.steps}"
         self._waiting(lambda seconds: appears(self._words, key, seconds), "the next step")
         word = self._words.get(key)
         self._roll = Roll(syncing=int(word == _SYNCING))
@@ -329,6 +330,13 @@ class PlannedAttendance(Attendance):
         if self._throw:
             raise self._ran_out()
         return self._roll
+
+    def _leave(self) -> None:
+        """Tell how many steps this rank has taken; who is last to do so knows what all ranks come to wait for."""
+        self._words.set(f"taken/{self._rank}", str(self.steps))
+        if self._words.add("left", 1) == self._size:
+            taken = max(int(self._words.get(f"taken/{rank}")) for rank in range(self._size))
+            self._words.set(f"begun/{taken}", "over")
 
 
 def appears(words: Words, key: str, seconds: float) -> bool:

@@ -1,12 +1,14 @@
 """Sums of a few numbers that only the ranks in a loop ask for, while ranks that have left it answer with zeros.
 
-Who has left cannot know when the others ask, or how often. So it has a thread that answers until all have ended.
+Who has left cannot know when the others ask, or how often. So it has a thread that answers until all have ended. Then
+it can begin anew, as for another loop.
 """
 
 from __future__ import annotations
 
 import threading
 
+from stagereg.errors import JoinError
 from stagereg.kernel.attendance import Waiting, until
 from stagereg.kernel.side import Line
 
@@ -14,7 +16,7 @@ __all__ = ["Tally"]
 
 
 class Tally:
-    """One rank's end, for one join. Every rank closes it once, unless the join has failed.
+    """One rank's end. Every rank closes it once a loop, unless the join has failed.
 
     Args:
         line: on which nothing else is summed.
@@ -30,7 +32,17 @@ class Tally:
         self._failure: Exception | None = None
 
     def sum(self, *values: float) -> list[float]:
-        """Return the sums over all ranks; called by every rank that does not serve, in the same order."""
+        """Return the sums over all ranks; called by every rank that does not serve, in the same order.
+
+        Raises:
+            JoinError: this rank serves.
+        """
+        if self._thread is not None:
+            raise JoinError(
+                "the loop body passed over an empty batch, and now calls join.mean on another one; it must do the "
+                "same on every empty batch, best of all nothing special: remove what looks at whether there are "
+                "samples"
+            )
         pending = self._line.add([*values, 0.0])
         self._waiting(pending.ready, "join.mean")
         return pending.wait()[:-1]
@@ -47,10 +59,11 @@ class Tally:
             pending = self._line.add([*[0.0] * self._width, 1.0])
             self._waiting(pending.ready, "the end of the join")
             return
-        thread = self._thread
+        thread, self._thread = self._thread, None
         self._waiting(lambda seconds: _ends(thread, seconds), "the end of the join")
-        if self._failure is not None:
-            raise self._failure
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _answer(self) -> None:
         try:

@@ -232,7 +232,7 @@ def difference(one: Any, other: Any) -> float:
     """The largest difference between two outcomes, relative above 1; infinite where they have not the same parts."""
     if isinstance(one, torch.Tensor):
         apart = (one.double() - other.double()).abs() / other.double().abs().clamp(min=1.0)
-        return float(apart.max()) if one.shape == other.shape else float("inf")
+        return float(apart.nan_to_num(nan=float("inf")).max()) if one.shape == other.shape else float("inf")
     if len(one) != len(other) or (isinstance(one, dict) and one.keys() != other.keys()):
         return float("inf")
     keys = one.keys() if isinstance(one, dict) else range(len(one))

@@ -136,7 +136,8 @@ def is_empty_form(empty: Any, batch: Any) -> bool:
         return False
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         shape = (0, *batch.shape[1:]) if batch.ndim else ()
-        return tuple(empty.shape) == shape and empty.dtype == batch.dtype
+        alike = getattr(empty, "requires_grad", None) == getattr(batch, "requires_grad", None)
+        return tuple(empty.shape) == shape and empty.dtype == batch.dtype and alike
     if isinstance(batch, Mapping):
         return list(empty) == list(batch) and all(is_empty_form(empty[key], batch[key]) for key in batch)
     if dataclasses.is_dataclass(batch):
@@ -298,7 +299,7 @@ def test_samples_in_a_list_are_dropped_whatever_they_are() -> None:
         ([], None),
         (3, r"a int cannot.*no tensor or array"),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
 def test_what_cannot_be_emptied_is_named_with_its_place_and_a_way_out(batch: Any, says: str | None) -> None:
     if says is None:

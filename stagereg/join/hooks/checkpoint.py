@@ -1,7 +1,7 @@
 """``checkpoint``: have all ranks take part in a save that any of them asked for, whether they still have data or not.
 
-Once a step, before anything of it happens, the ranks exchange what was asked for: one small sum on a line of its own. All
-of them have ended the same step then, so what they save together is the state after it.
+Once a step, before anything of it happens, the ranks exchange what was asked for: one small sum on a line of its own.
+All of them have ended the same step then, so what they save together is the state after it.
 
 A rank that has left the loop holds the current state only if the join steps its optimizers and schedules for it. So
 before a save the ranks compare how often each was stepped, and refuse if they differ, rather than write stale values.
@@ -118,8 +118,8 @@ class CheckpointHook(JoinHook):
         if len(steps) > 1:
             told = ", ".join(f"rank {rank} for step {step}" for rank, step in requests.items())
             raise JoinError(
-                f"ranks asked for checkpoints of different steps at the same time: {told}. Count the steps that the ranks "
-                "take together, not a rank's own batches."
+                f"ranks asked for checkpoints of different steps at the same time: {told}. Count the steps that the "
+                "ranks take together, not a rank's own batches."
             )
         posts = self._line.gather((self._progress(), _plain(self._state)))
         self._refuse_stale(steps[0], [progress for progress, _ in posts])
@@ -139,9 +139,9 @@ class CheckpointHook(JoinHook):
             if len(set(taken)) > 1:
                 told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(taken))
                 raise JoinError(
-                    f"step {step} was not saved, since {name!r} is not the same on all ranks: it has taken {told} steps. "
-                    "Ranks that have left the loop step only what the join is told of: list the optimizer, the schedule "
-                    "or the function that steps them, as in Join([model, optimizer, saver])."
+                    f"step {step} was not saved, since {name!r} is not the same on all ranks: it has taken {told} "
+                    "steps. Ranks that have left the loop step only what the join is told of: list the optimizer, the "
+                    "schedule or the function that steps them, as in Join([model, optimizer, saver])."
                 )
 
     def _counts(self, name: str) -> Any:

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from stagereg.errors import JoinError
 from stagereg.join.announce import Announcer
-from stagereg.join.carry import _Memory as Habits
+from stagereg.join.carry import Memory as Habits
 from stagereg.join.empty import emptied, fetch, publish
 from stagereg.join.protocol import JoinHook, notify
 from stagereg.kernel.shadow import Wire
@@ -39,8 +39,8 @@ __all__ = ["Fsdp2Hook", "device_of", "group_of", "reduces"]
 _EXAMPLE_S = 60.0
 """Seconds in which a rank that has begun a step makes known what its inputs look like."""
 _ADVICE = (
-    "Give the joinable a batch that can be emptied: stagereg.build('joinable', 'fsdp2', module=..., example=...). Or use "
-    "join.iterate, whose loop body runs on all ranks."
+    "Give the joinable a batch that can be emptied, stagereg.build('joinable', 'fsdp2', module=..., example=...), or "
+    "use join.iterate, whose loop body runs on all ranks."
 )
 
 
@@ -99,7 +99,9 @@ class Fsdp2Hook(JoinHook):
             self._root.register_forward_pre_hook(self._look_at_inputs, prepend=True, with_kwargs=True),
             self._root.register_forward_hook(self._look_at_outputs),
         ]
-        self._announcer = Announcer(self._root, self._begin, leaves=self._leave)  # runs before the look at the inputs
+        self._announcer = Announcer(
+            self._root, self._begin, leaves=self._leave, expects=self._expects
+        )  # runs before the look at the inputs
         if self._watched() is not None:
             self._loop.habits.enter()
 
@@ -124,16 +126,18 @@ class Fsdp2Hook(JoinHook):
         loop = self._loop
         if self._joinable is None or loop is None:
             raise JoinError(
-                "an fsdp2 joinable has left its join, but ranks still take steps. torch's Join cannot be entered a second "
-                "time with it: make a new one for every epoch, or use stagereg.Join."
+                "an fsdp2 joinable has left its join, but ranks still take steps. torch's Join cannot be entered a "
+                "second time with it: make a new one for every epoch, or use stagereg.Join."
             )
         loop.habits.leave()
         as_left = [(group, group.reduce_grads, group.all_reduce_grads) for group in _groups(self.module)]
         self._shadowing = True
         try:
             with torch.enable_grad():
-                tensors = [tensor for inputs in self._inputs(loop) for tensor in self._forward(inputs)]
-                reducing = self._reducing()
+                first, *others = self._inputs(loop)
+                tensors = self._forward(first)
+                reducing = self._reducing()  # active ranks tell after their first forward
+                tensors += [tensor for inputs in others for tensor in self._forward(inputs)]
                 self.reduced = reducing > 0
                 self.module.set_requires_gradient_sync(self.reduced)
                 if self.reduced and not self._divide:
@@ -153,17 +157,24 @@ class Fsdp2Hook(JoinHook):
         if not is_last_joiner and self._loop is not None:
             self._forget(self._loop.habits)  # the others have done so after their last step, if that is their habit
 
+    def _expects(self) -> bool:
+        config = self._joinable._join_config
+        attendance = getattr(config, "attendance", None)
+        return attendance is not None and config.is_first_joinable and bool(attendance.expected)
+
     def _begin(self) -> None:
         if self._shadowing:
             return
         self._fresh = True
-        self._reduces = reduces(self.module)
+        self._reduces = torch.is_grad_enabled() and reduces(self.module)
         config = self._joinable._join_config
         attendance = getattr(config, "attendance", None)
         if attendance is None:
             notify(self._joinable)
         elif config.is_first_joinable:
             attendance.begin(self._reduces)
+            if config.throw_on_early_termination:
+                attendance.heed()  # ranks that are out of data would not take part in the forward
         if self._given is None and self._loop is not None:
             self._loop.inputs = []
 
@@ -173,12 +184,10 @@ class Fsdp2Hook(JoinHook):
             return
         if torch.is_grad_enabled():
             try:
+                loop.tell((args, kwargs))
                 loop.inputs.append(emptied((args, kwargs)))
-                loop.tell()
             except JoinError as error:
-                raise JoinError(
-                    f"A rank without data could not go on with {type(module).__name__}: {error} {_ADVICE}"
-                ) from error
+                raise JoinError(f"The inputs of {type(module).__name__}: {error} {_ADVICE}") from error
 
     def _leave(self, began: bool) -> None:
         """The forward of an active rank has ended: say whether its backward will reduce, and learn the divisor."""
@@ -191,9 +200,9 @@ class Fsdp2Hook(JoinHook):
             if not self._divide:
                 work.wait()
                 self._divide_by(int(work.get_future().value()[0].item()))
-        elif config.throw_on_early_termination or not self._divide:
+        elif not self._divide:
             roll = attendance.read()
-            if not self._divide and roll.known:
+            if roll.known:
                 self._divide_by(roll.syncing)
 
     def _look_at_outputs(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -216,8 +225,8 @@ class Fsdp2Hook(JoinHook):
             return
         if reduces(self.module) != self._reduces:
             raise JoinError(
-                "set_requires_gradient_sync() was called between a forward and its backward, when ranks without data had "
-                "been told already. In a join, call it before the forward."
+                "set_requires_gradient_sync() was called between a forward and its backward, when ranks without data "
+                "had been told already. In a join, call it before the forward."
             )
         watched = self._watched()
         if watched is not None:
@@ -234,7 +243,7 @@ class Fsdp2Hook(JoinHook):
         return int(attendance.read().syncing)
 
     def _divide_by(self, count: int) -> None:
-        """Have the backward of this step divide as if ``count`` ranks trained the module; 0 where it does not reduce."""
+        """Have this step's backward divide as if ``count`` ranks trained the module; 0 where it does not reduce."""
         share = (count or self._group.size()) / self._group.size()
         for group, before, _ in self._settings:
             info = group.mesh_info
@@ -288,23 +297,26 @@ class _Loop:
         _numbers[group.group_name] += 1
         self._told = False
 
-    def tell(self) -> None:
-        """Make known what inputs look like, once."""
+    def tell(self, inputs: Any) -> None:
+        """Make known once what inputs look like, or why they cannot be emptied; raises ``JoinError`` then."""
         if not self._told:
             self._told = True
-            publish(self._store, "inputs", self.inputs[0])
+            publish(self._store, "inputs", inputs)
 
     def hear(self, device: torch.device) -> Any:
         """Wait for what another rank tells; a rank that has begun a step does so first of all."""
         until = time.monotonic() + _EXAMPLE_S
-        while (told := fetch(self._store, "inputs", device)) is None:
-            if time.monotonic() > until:
-                raise JoinError(
-                    f"this rank never had a batch, and within {_EXAMPLE_S:g} s no other rank has told what one looks "
-                    f"like. {_ADVICE}"
-                )
+        while time.monotonic() < until:
+            try:
+                told = fetch(self._store, "inputs", device)
+            except JoinError as error:
+                raise JoinError(f"This rank never had a batch, and no other's will do: {error} {_ADVICE}") from error
+            if told is not None:
+                return told
             time.sleep(0.001)
-        return told
+        raise JoinError(
+            f"This rank never had a batch, and within {_EXAMPLE_S:g} s no other has told what one looks like. {_ADVICE}"
+        )
 
 
 _loops: weakref.WeakKeyDictionary[nn.Module, _Loop] = weakref.WeakKeyDictionary()
@@ -345,8 +357,8 @@ def group_of(module: FSDPModule) -> Any:
     if mesh.size() == dist.get_world_size():
         return dist.group.WORLD
     raise JoinError(
-        f"an FSDP2 module on a mesh of {mesh.ndim} dimensions can be joined if the mesh has all {dist.get_world_size()} "
-        f"ranks, not {mesh.size()} of them. Build it on a mesh of one dimension, or start these ranks as a job of their own."
+        f"an FSDP2 module on a mesh of {mesh.ndim} dimensions can be joined if it has all ranks, not {mesh.size()} of "
+        f"{dist.get_world_size()}. Build it on a mesh of one dimension, or start these ranks as a job of their own."
     )
 
 
@@ -368,7 +380,7 @@ def _shards(module: FSDPModule) -> Iterator[torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _differentiable(output: Any) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from stagereg.errors import JoinError
 from stagereg.join.announce import Announcer
 from stagereg.join.hooks.checkpoint import CheckpointHook, Saves
 from stagereg.join.hooks.fsdp2 import device_of, group_of, reduces
-from stagereg.join.protocol import Joinable, JoinConfig, notify
+from stagereg.join.protocol import Joinable, notify
 from stagereg.kernel.side import side_line
 from stagereg.registry import register
 
@@ -37,8 +37,8 @@ class CheckpointJoinable(Joinable):
     costs what the checkpointer's ``save`` costs; without one, each step has one small blocking exchange.
 
     It comes first in the list and announces the rank for the model, so that the exchange comes before the model's own
-    collectives on every rank. All ranks construct theirs in the same order. In torch's ``Join``, make a new ``Join`` for
-    each epoch.
+    collectives on every rank. All ranks construct theirs in the same order. In torch's ``Join``, make a new ``Join``
+    for each epoch.
 
     Args:
         checkpointer: the :class:`stagereg.Checkpointer`; in a join nobody calls its ``save`` directly.
@@ -83,7 +83,7 @@ class CheckpointJoinable(Joinable):
         if not config.is_first_joinable:
             raise JoinError("the checkpoint joinable comes first in a join: Join([saver, model, optimizer])")
         if self._announcer is None:
-            self._announcer = Announcer(self._model(), self._begin)
+            self._announcer = Announcer(self._model(), self._begin, expects=self._expects)
 
     def ask(self, step: int) -> None:
         """Ask for a checkpoint of the step that has just ended; any rank that has data, after its optimizer's step.
@@ -152,6 +152,10 @@ class CheckpointJoinable(Joinable):
             )
         return self.module
 
+    def _expects(self) -> bool:
+        attendance = getattr(self._config, "attendance", None)
+        return attendance is not None and bool(attendance.expected)
+
     def _begin(self) -> None:
         """A step begins on this rank: announce it, and exchange requests before anything else happens."""
         hook, config = self._hook, self._config
@@ -164,9 +168,9 @@ class CheckpointJoinable(Joinable):
         if attendance is None:
             notify(self)
         else:
-            attendance.begin(_reduces(self._model()))
+            attendance.begin(torch.is_grad_enabled() and _reduces(self._model()))
             if config.throw_on_early_termination:
-                attendance.read()
+                attendance.heed()
         hook.exchange(active=True)
 
     def _stop(self) -> None:

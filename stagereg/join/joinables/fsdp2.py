@@ -1,6 +1,6 @@
 """``fsdp2``: a module sharded by ``fully_shard`` in a join, in stagereg's ``Join`` or in torch's.
 
-``Join`` wraps a bare one in this by itself; name it where torch's ``Join`` is used, to pass it to ``step``, or where its
+``Join`` wraps a bare one in this by itself; name it where torch's ``Join`` is used, to pass it to ``step``, or where
 ranks need an example of a batch.
 """
 

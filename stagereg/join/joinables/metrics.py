@@ -118,7 +118,7 @@ class MetricsJoinable(Joinable):
         }
 
     def reset(self) -> None:
-        """Start anew on this rank alone. In a join use ``compute(reset=True)``, which also reaches ranks that have left."""
+        """Start anew on this rank alone. In a join use ``compute(reset=True)``, which reaches all ranks."""
         with self._lock:
             self._totals.clear()
 
@@ -158,8 +158,9 @@ class MetricsJoinable(Joinable):
         desk = self._open()
         if desk.serves:
             raise JoinError(
-                "this rank has no data any more, so it gives its metrics when the others ask, and cannot ask itself. Call "
-                "compute() in the loop or after the join, not in a function that the join calls on ranks without data."
+                "this rank has no data any more, so it gives its metrics when the others ask, and cannot ask itself. "
+                "Call compute() in the loop or after the join, not in a function that the join calls on ranks without "
+                "data."
             )
         return desk.call(payload)
 

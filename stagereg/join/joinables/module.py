@@ -50,10 +50,15 @@ class ModuleJoinable(Joinable):
         self._config = config
         self.join_exit()
         if config.enable:
-            self._announcer = Announcer(self.module, self._begin)
+            self._announcer = Announcer(self.module, self._begin, expects=self._expects)
 
     def join_hook(self, **kwargs: Any) -> ModuleHook:
-        """Return the hook; takes no keyword arguments of its own."""
+        """Return the hook. Raises: ``JoinError`` if gradients are not to be divided by the world size."""
+        if not kwargs.get("divide_by_initial_world_size", True):
+            raise JoinError(
+                f"a {type(self.module).__name__} divides its gradients by the world size itself, so "
+                "divide_by_initial_world_size=False cannot be had; use join.mean(loss_sum, n, over='active')."
+            )
         return ModuleHook(self.module)
 
     def join_exit(self) -> None:
@@ -78,6 +83,10 @@ class ModuleJoinable(Joinable):
         if self._group is not None:
             return self._group
         return getattr(self.module, "process_group", None) or dist.group.WORLD
+
+    def _expects(self) -> bool:
+        attendance = getattr(self._join_config, "attendance", None)
+        return attendance is not None and bool(attendance.expected)
 
     def _begin(self) -> None:
         notify(self)

@@ -1,0 +1,817 @@
+"""The table of cases: training loops on uneven inputs, in each way to train on several ranks, against one process.
+
+A case is a loop body with ``join.iterate``; the columns are in ``parallel``. All cases of a column run one after
+another in the same ranks, so none may leave anything behind. The single process has no join and no collective: at each
+step it has the batches of all ranks that have one, and adds up their losses as the average asks for.
+
+``python -m tests.join.table`` prints the largest difference of each case in each column. With ``--join none`` there is
+no join, and the inputs are made even: that holds the columns and the reference to each other. With ``--join torch`` the
+same loops run in torch's own ``Join``, each in processes of its own, as they may abort.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import stagereg
+from stagereg.errors import UnevenInputsError
+from stagereg.testing import RankFailure, run_ranks
+
+from .parallel import COLUMNS, Ddp, place
+from .reference import EXACT, difference
+
+HOOKED = ("ddp", "zero", "fsdp2")
+ALL = ("ddp", "zero", "fsdp1", "fsdp2")
+MODES = ("planned", "counted")
+RANKS = 3
+PATIENCE_S = 5.0
+"""Seconds until a rank that does not come is an error on the others."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training loop, how many batches each rank has, and where it runs.
+
+    Attributes:
+        lengths: batches of each rank, epoch by epoch.
+        announced: what ``len`` of each rank's loader says, if it is wrong.
+        loader: "list" has a length, "stream" has none, "torch" is a ``DataLoader`` whose last batch is smaller.
+        one_join: whether one context is around all epochs.
+        net: names of :data:`NETS`, applied one after the other; each has an optimizer of its own.
+        listed_backwards: whether the join is told of the nets in the other order.
+        sizes: the batches of a rank have 3 samples, or ("mixed") from 1 to 5.
+        batch: what a batch is: a "tensor", "nested" dicts and lists, or something "opaque" that cannot be emptied.
+        example: whether the join is given an empty batch to use.
+        average: of the join.
+        divide: the joinables' ``divide_by_initial_world_size``.
+        enable: of the join.
+        accumulate: steps whose gradients are reduced together.
+        sync_last: whether a rank also reduces at what its own loader says is the last batch.
+        forwards: in each step, before the backward.
+        separate: each net has the batch, a loss and a backward of its own.
+        means: the body takes the mean of a batch's losses, which of an empty one is NaN.
+        extras: what else is in the body: "clip", "schedule", "average" (an EMA), "loss" (all-reduced, by its sum and by
+            the join's mean), "evaluate" (under ``no_grad`` in every second step), "evaluate uneven" (after each epoch,
+            in a loop of its own over as many batches as the rank has), "scaler" (takes no optimizer step on gradients
+            that are not finite).
+        skips: (rank, batch) pairs that the body continues over before it does anything.
+        skips_empty: the body does so with every empty batch.
+        stop: the step after which all ranks break.
+        breaks: (rank, step) pairs: that rank alone breaks after that step.
+        poisoned: the last batch of the first rank makes infinite gradients.
+        throw: whether the join is to throw.
+        after: forwards of rank r once the join is over: r of them.
+        wrap: further arguments for the wrapper of a column.
+        fails: the case has no numbers, but an error on every rank, in whose type and message this pattern is found.
+        columns: where it runs.
+        modes: of the join.
+    """
+
+    lengths: tuple[tuple[int, ...], ...] = ((2, 4, 6),)
+    announced: tuple[int, ...] | None = None
+    loader: str = "list"
+    one_join: bool = False
+    net: tuple[str, ...] = ("mlp",)
+    listed_backwards: bool = False
+    optimizer: str = "adam"
+    sizes: str = "equal"
+    batch: str = "tensor"
+    example: bool = False
+    average: str = "samples"
+    divide: bool = True
+    enable: bool = True
+    accumulate: int = 1
+    sync_last: bool = False
+    forwards: int = 1
+    separate: bool = False
+    means: bool = False
+    extras: frozenset[str] = frozenset()
+    skips: tuple[tuple[int, int], ...] = ()
+    skips_empty: bool = False
+    stop: int | None = None
+    breaks: tuple[tuple[int, int], ...] = ()
+    poisoned: bool = False
+    throw: bool = False
+    after: bool = False
+    wrap: dict[str, Any] = field(default_factory=dict, hash=False)
+    fails: str = ""
+    columns: tuple[str, ...] = ALL
+    modes: tuple[str, ...] = MODES
+
+    @property
+    def world(self) -> int:
+        """Ranks that have data of their own."""
+        return len(self.lengths[0])
+
+
+BODY = frozenset({"clip", "schedule", "average", "loss"})
+UNEVEN = Case()
+CASES = {
+    "even": Case(lengths=((3, 3, 3),)),
+    "uneven": UNEVEN,
+    "a rank without batches": Case(lengths=((0, 3, 5),)),
+    "the last rank without batches": Case(lengths=((3, 5, 0),)),
+    "one rank alone has batches": Case(lengths=((0, 0, 4),)),
+    "nobody has batches": Case(lengths=((0, 0, 0),)),
+    "two epochs, places changed": Case(lengths=((2, 4, 6), (6, 4, 2))),
+    "two epochs, a rank without batches": Case(lengths=((0, 3, 5), (4, 0, 2)), one_join=True),
+    "two epochs in one join": Case(lengths=((2, 4, 6), (6, 4, 2)), one_join=True),
+    "batches of different sizes": Case(sizes="mixed"),
+    "... averaged over the world": Case(sizes="mixed", average="world"),
+    "... averaged over active ranks": Case(sizes="mixed", average="active"),
+    "... a rank without batches, active": Case(lengths=((0, 3, 5),), sizes="mixed", average="active"),
+    "... divided by active ranks": Case(sizes="mixed", divide=False, columns=("ddp", "zero", "fsdp2")),
+    "... all of that, over active ranks": Case(
+        sizes="mixed", divide=False, average="active", lengths=((0, 3, 5),), columns=("ddp", "zero", "fsdp2")
+    ),
+    "divided by active ranks, which it cannot": Case(
+        divide=False, columns=("fsdp1",), fails="JoinError.*divides its gradients by the world size itself"
+    ),
+    "means of empty batches": Case(means=True, lengths=((0, 3, 5),), extras=frozenset({"loss"})),
+    "another optimizer": Case(optimizer="sgd", lengths=((2, 4, 6), (6, 4, 2))),
+    "disabled, even": Case(enable=False, lengths=((3, 3, 3),)),
+    "a DataLoader": Case(loader="torch", batch="nested"),
+    "a stream without a length": Case(loader="stream", modes=("auto",)),
+    "a stream, a rank without batches": Case(loader="stream", lengths=((0, 3, 5),), modes=("auto",)),
+    "lengths, mode auto": Case(modes=("auto",)),
+    "nested batches": Case(batch="nested", lengths=((0, 3, 5),)),
+    "an example of an opaque batch": Case(batch="opaque", example=True, lengths=((0, 3, 5),)),
+    "an opaque batch": Case(batch="opaque", fails=r"JoinError.*example=|PeerFailedError.*example="),
+    "skipped batches": Case(skips=((0, 1), (2, 0), (2, 5), (1, 3))),
+    "all batches of a rank skipped": Case(skips=((0, 0), (0, 1))),
+    "empty batches skipped": Case(skips_empty=True, columns=HOOKED),
+    "empty batches skipped, none of its own": Case(skips_empty=True, columns=HOOKED, lengths=((3, 0, 5),)),
+    "empty batches skipped, over the world": Case(skips_empty=True, columns=HOOKED, average="world", sizes="mixed"),
+    "all ranks break": Case(stop=3),
+    "one rank breaks alone": Case(breaks=((2, 3),), columns=HOOKED),
+    "the shortest breaks alone": Case(breaks=((0, 1),), columns=HOOKED, sizes="mixed"),
+    "two ranks break": Case(breaks=((2, 2), (0, 1)), columns=HOOKED),
+    "one rank breaks alone, no hook for it": Case(
+        breaks=((2, 3),), columns=("fsdp1",), fails="JoinError.*iterate|PeerFailedError.*iterate"
+    ),
+    "past the announced length": Case(announced=(1, 2, 3), modes=("planned",)),
+    "short of the announced length": Case(announced=(5, 7, 9), modes=("planned",)),
+    "announced even, is uneven": Case(announced=(4, 4, 4), modes=("planned",)),
+    "accumulation, last group cut off": Case(accumulate=2, lengths=((1, 3, 5),), columns=("ddp", "zero", "fsdp2")),
+    "accumulation over three": Case(
+        accumulate=3, lengths=((2, 4, 6),), sizes="mixed", columns=("ddp", "zero", "fsdp2")
+    ),
+    "accumulation, each rank's last batch reduced": Case(
+        accumulate=2, sync_last=True, lengths=((3, 4, 6),), columns=("ddp", "fsdp2"), fails="JoinError|PeerFailedError"
+    ),
+    "statistics over all ranks": Case(net=("shared_norm",), sizes="mixed"),
+    "... a rank without batches": Case(net=("shared_norm",), lengths=((0, 3, 5),)),
+    "a collective in the forward": Case(net=("collective",), sizes="mixed"),
+    "clipped gradients": Case(extras=frozenset({"clip"})),
+    "schedule and EMA": Case(extras=frozenset({"schedule", "average"}), lengths=((2, 4, 6), (6, 4, 2))),
+    "all-reduced loss": Case(extras=frozenset({"loss"}), sizes="mixed"),
+    "all of these": Case(extras=BODY, net=("shared_norm",), sizes="mixed", lengths=((0, 3, 5), (4, 2, 0))),
+    "two forwards, one backward": Case(forwards=2),
+    "two models": Case(net=("mlp", "head")),
+    "two models, listed in the other order": Case(
+        net=("mlp", "head"),
+        listed_backwards=True,
+        fails="JoinError.*order in which the loop|PeerFailedError",
+    ),
+    "two models, one after the other": Case(net=("mlp", "mlp"), separate=True, sizes="mixed"),
+    "evaluation inside": Case(extras=frozenset({"evaluate", "loss"})),
+    "evaluation inside, statistics": Case(extras=frozenset({"evaluate"}), net=("shared_norm",)),
+    "uneven evaluation inside": Case(extras=frozenset({"evaluate uneven"}), sizes="mixed"),
+    "uneven evaluation after": Case(after=True, columns=("ddp", "zero")),
+    "infinite gradients, then no data": Case(poisoned=True, extras=frozenset({"scaler", "loss"})),
+    "buffers": Case(net=("norm",), lengths=((2, 4, 6), (6, 4, 2)), columns=("ddp", "zero"), average="world"),
+    "buffers, a rank without batches": Case(net=("norm",), lengths=((0, 3, 5),), columns=("ddp", "zero")),
+    "static graph": Case(lengths=((0, 3, 5),), wrap={"static_graph": True}, columns=("ddp", "zero")),
+    "many buckets": Case(lengths=((0, 3, 5),), wrap={"bucket_cap_mb": 1e-5}, columns=("ddp", "zero")),
+    "gradients are bucket views": Case(wrap={"gradient_as_bucket_view": True}, columns=("ddp", "zero")),
+    "parameters sought": Case(wrap={"find_unused_parameters": True}, columns=("ddp", "zero")),
+    "weights kept after the forward": Case(wrap={"reshard_after_forward": False}, columns=("fsdp2",)),
+    "throw": Case(throw=True),
+    "throw, statistics over all ranks": Case(throw=True, net=("shared_norm",)),
+    "throw, a collective in the forward": Case(throw=True, net=("collective",), lengths=((3, 2, 5),)),
+    "throw, all-reduced loss": Case(throw=True, extras=frozenset({"loss"}), lengths=((0, 2, 2),)),
+    "throw, even": Case(throw=True, lengths=((3, 3, 3),)),
+    "pairs of ranks, uneven": Case(lengths=((2, 4),), columns=("tp",)),
+    "pairs of ranks, one pair without batches": Case(lengths=((0, 3),), columns=("tp",), sizes="mixed"),
+    "pairs of ranks, clipped, schedule, EMA, loss": Case(lengths=((3, 1), (2, 4)), columns=("tp",), extras=BODY),
+}
+
+
+class SharedNorm(nn.Module):
+    """Normalizes by mean and variance over the samples of all ranks, as SyncBatchNorm does, forwards and backwards."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = _sum_over_ranks(torch.tensor(float(len(x)), dtype=x.dtype))
+        mean = _sum_over_ranks(x.sum(0)) / count
+        variance = _sum_over_ranks((x - mean).square().sum(0)) / count
+        return (x - mean) / (variance + 1e-3).sqrt()
+
+
+class Scaled(nn.Module):
+    """Has a collective in the forward that no backward knows of: divides by the size of the samples of all ranks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sums = torch.stack([x.detach().square().sum(), torch.tensor(float(x.numel()), dtype=x.dtype)])
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        return x / (sums[0] / sums[1]).sqrt()
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total
+
+
+def _sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    return _Sum.apply(x) if dist.is_initialized() else x
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)),
+    "head": lambda: nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)),
+    # No bias before a normalization: its gradient is rounding error only, which Adam would make steps of.
+    "shared_norm": lambda: nn.Sequential(nn.Linear(4, 5, bias=False), SharedNorm(), nn.Tanh(), nn.Linear(5, 1)),
+    "collective": lambda: nn.Sequential(nn.Linear(4, 5), Scaled(), nn.Tanh(), nn.Linear(5, 1)),
+    "norm": lambda: nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)),
+}
+_OVER_ALL = {"shared_norm", "collective"}
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adam": (torch.optim.Adam, {"lr": 0.05}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+}
+
+
+def nets(case: Case) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [NETS[name]().double() for name in case.net]
+
+
+def samples(case: Case, rank: int, epoch: int, index: int) -> torch.Tensor:
+    """A batch of a rank."""
+    count = 1 + (3 * rank + 2 * index + epoch) % 5 if case.sizes == "mixed" else 3
+    if case.net == ("norm",):
+        count = max(count, 2)
+    if case.loader == "torch" and index + 1 == case.lengths[epoch][rank]:
+        count = 2
+    seed = torch.Generator().manual_seed(997 * rank + 31 * epoch + index)
+    x = torch.randn(count, 4, generator=seed, dtype=torch.float64)
+    if case.poisoned and rank == 0 and index + 1 == case.lengths[epoch][rank]:
+        x[0, 0] = float("inf")
+    return x
+
+
+class Batches:
+    """What a rank's loader gives in an epoch; its length may be wrong."""
+
+    def __init__(self, batches: Sequence[Any], announced: int | None) -> None:
+        self.batches, self.announced = batches, announced
+
+    def __len__(self) -> int:
+        return len(self.batches) if self.announced is None else self.announced
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class Stream(IterableDataset[Any]):
+    """Samples of which nobody knows how many there are."""
+
+    def __init__(self, batches: Sequence[torch.Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.batches)
+
+
+def loader(case: Case, rank: int, epoch: int) -> Any:
+    """A rank's loader."""
+    batches = [samples(case, rank, epoch, index) for index in range(case.lengths[epoch][rank])]
+    if case.loader == "stream":
+        return DataLoader(Stream(batches), batch_size=None)
+    if case.loader == "torch":
+        return DataLoader(TensorDataset(torch.cat(batches)), batch_size=3, collate_fn=_collate)
+    return Batches([pack(case, x) for x in batches], None if case.announced is None else case.announced[rank])
+
+
+def _collate(rows: list[tuple[torch.Tensor]]) -> Any:
+    return pack(Case(batch="nested"), torch.stack([row[0] for row in rows]))
+
+
+class Opaque:
+    """A batch of which nothing is known from outside."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+def pack(case: Case, x: torch.Tensor) -> Any:
+    """A batch of these samples."""
+    if case.batch == "nested":
+        return {"inputs": [{"x": x}, ["name"] * len(x)], "scale": 1.0}
+    return Opaque(x) if case.batch == "opaque" else x
+
+
+def unpack(case: Case, batch: Any) -> torch.Tensor:
+    """The samples of a batch."""
+    if case.batch == "nested":
+        (parts, names), scale = batch["inputs"], batch["scale"]
+        assert len(names) == len(parts["x"])
+        return parts["x"] * scale
+    return batch.x if case.batch == "opaque" else batch
+
+
+FIXED = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(2, 4)
+"""What is evaluated on."""
+
+
+class Training:
+    """The models, optimizers, schedules and averages of a loop, and the lines of it that are the same in any column."""
+
+    def __init__(self, case: Case, column: Ddp, models: list[nn.Module]) -> None:
+        self.case, self.column, self.models = case, column, models
+        kind, options = OPTIMIZERS[case.optimizer]
+        self.optimizers = [column.optimizer(model, kind, options) for model in models]
+        self.schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in self.optimizers]
+        self.parameters = [param for model in models for param in model.parameters()]
+        self.averages = [torch.zeros_like(param.detach()) for param in self.parameters]
+        self.log: list[torch.Tensor] = []
+
+    def joinables(self) -> list[Any]:
+        listed = self.models[::-1] if self.case.listed_backwards else self.models
+        return [*listed, *self.optimizers]
+
+    def chains(self) -> list[list[nn.Module]]:
+        """The models that are applied one after another, before a backward of their own."""
+        return [[model] for model in self.models] if self.case.separate else [self.models]
+
+    def losses(self, x: torch.Tensor, chain: list[nn.Module] | None = None) -> torch.Tensor:
+        """The loss of each sample."""
+        total = torch.zeros(len(x), dtype=x.dtype)
+        for models in self.chains() if chain is None else [chain]:
+            for again in range(self.case.forwards):
+                total = total + through(models, x / (again + 1)).square().sum(-1)
+        return total
+
+    def zero(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def finish(self) -> None:
+        """All that follows the last backward of a step, but logging."""
+        if "scaler" in self.case.extras and not self._finite():
+            return
+        for model, optimizer, schedule in zip(self.models, self.optimizers, self.schedules, strict=True):
+            if "clip" in self.case.extras:
+                self.column.clip(model, 0.3)
+            optimizer.step()
+            if "schedule" in self.case.extras:
+                schedule.step()
+        if "average" in self.case.extras:
+            for mean, param in zip(self.averages, self.parameters, strict=True):
+                mean.lerp_(param.detach(), 0.1)
+
+    def evaluate(self) -> None:
+        """Log the sum of what the models make of :data:`FIXED`."""
+        for model in self.models:
+            model.eval()
+        with torch.no_grad():
+            self.log.append(self.losses(FIXED).sum())
+        for model in self.models:
+            model.train()
+
+    def outcome(self) -> dict[str, Any]:
+        """All that must be equal on every rank and in the single process."""
+        result: dict[str, Any] = {"log": self.log, "lr": [torch.tensor(s.get_last_lr()) for s in self.schedules]}
+        for i, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            result[f"params {i}"] = self.column.params(model)
+            result[f"buffers {i}"] = self.column.buffers(model)
+            result[f"state {i}"] = self.column.state(model, optimizer)
+        if "average" in self.case.extras:
+            place(self.parameters, self.averages)  # only a model's parameters can be put together from all ranks
+            result["averages"] = [self.column.params(model) for model in self.models]
+        return result
+
+    def _finite(self) -> bool:
+        grads = [param.grad for param in self.parameters if param.grad is not None]
+        local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+        finite = torch.tensor(float(all(bool(grad.isfinite().all()) for grad in local)))
+        if dist.is_initialized():
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return bool(finite)
+
+
+def through(models: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    """Apply models."""
+    for model in models:
+        x = model(x)
+    return x
+
+
+class NoJoin:
+    """Stands for a join where there is none: for the columns' own sake, on even inputs."""
+
+    def __enter__(self) -> NoJoin:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def iterate(self, batches: Any, example: Any = None) -> Any:
+        return batches
+
+    def mean(self, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
+        return loss_sum / count
+
+
+def train(rank: int, world_size: int, case: Case, column: Ddp, mode: str, library: str = "ours") -> dict[str, Any]:
+    """Run a case on ranks; a rank's place in ``case.lengths`` is that of its data."""
+    place_of_data = rank // (world_size // case.world)
+    training = Training(case, column, [column.wrap(net, **case.wrap) for net in nets(case)])
+    outcome: dict[str, Any] = {"raised": torch.tensor(0.0)}
+    try:
+        if case.one_join:
+            with joined(training, mode, library, loader(case, place_of_data, 0)) as join:
+                for epoch in range(len(case.lengths)):
+                    run_epoch(training, join, place_of_data, epoch)
+        else:
+            for epoch in range(len(case.lengths)):
+                with joined(training, mode, library, loader(case, place_of_data, epoch)) as join:
+                    run_epoch(training, join, place_of_data, epoch)
+    except UnevenInputsError:
+        outcome["raised"] = torch.tensor(1.0)
+    if case.after:
+        with torch.no_grad():
+            for _ in range(rank):
+                training.losses(FIXED)
+    return training.outcome() | outcome
+
+
+def joined(training: Training, mode: str, library: str, batches: Any) -> Any:
+    """The context of a loop."""
+    if library == "none":
+        return NoJoin()
+    if library == "torch":
+        return _InTorchsJoin(training.joinables(), training.case.throw)
+    case = training.case
+    return stagereg.Join(
+        training.joinables(),
+        enable=case.enable,
+        throw_on_early_termination=case.throw,
+        mode=mode,
+        average=case.average,
+        timeout=PATIENCE_S,
+        divide_by_initial_world_size=case.divide,
+    )
+
+
+def run_epoch(training: Training, join: Any, rank: int, epoch: int) -> None:
+    """The loop."""
+    case, column = training.case, training.column
+    step = 0
+    seen = 0
+    example = pack(case, torch.zeros(0, 4, dtype=torch.float64)) if case.example else None
+    for batch in join.iterate(loader(case, rank, epoch), example=example):
+        x = unpack(case, batch)
+        if len(x):
+            seen += 1
+            if (rank, seen - 1) in case.skips:
+                continue
+        elif case.skips_empty:
+            continue
+        if step % case.accumulate == 0:
+            training.zero()
+        step += 1
+        sync = step % case.accumulate == 0 or (case.sync_last and step == case.lengths[epoch][rank])
+        loss_sum, value = torch.zeros(2, dtype=x.dtype)
+        for chain in training.chains():
+            with contextlib.ExitStack() as gates:
+                for model in training.models:
+                    gates.enter_context(column.gate(model, sync))
+                losses = training.losses(x, chain)
+                loss = join.mean(losses.mean() * len(x) if case.means else losses.sum(), len(x))
+                loss.backward()
+            loss_sum += losses.detach().sum()
+            value += loss.detach()
+        if "loss" in case.extras:
+            training.log += [mean_over_ranks(loss_sum, len(x)), mean_over_ranks(value, 1.0)]
+        if sync:
+            training.finish()
+        if "evaluate" in case.extras and step % 2:
+            training.evaluate()
+        if step == case.stop or (rank, step) in case.breaks:
+            break
+    if "evaluate uneven" in case.extras:
+        totals = torch.zeros(2, dtype=torch.float64)
+        for batch in join.iterate(loader(case, rank, epoch)):
+            with torch.no_grad():
+                totals += torch.stack([training.losses(batch).sum(), torch.tensor(float(len(batch)))])
+        training.log.append(mean_over_ranks(totals[0], float(totals[1])))
+
+
+def mean_over_ranks(total: torch.Tensor, count: float) -> torch.Tensor:
+    """The mean over the samples of all ranks, of which this one has ``count``."""
+    sums = torch.stack([total, torch.tensor(float(count), dtype=total.dtype)])
+    dist.all_reduce(sums)
+    return sums[0] / sums[1]
+
+
+@functools.cache
+def expected(case: Case, mode: str) -> dict[str, Any]:
+    """Run a case in this process."""
+    if case.throw and len(set(case.lengths[0])) > 1:
+        # Planned, no step is taken; counted, all those that every rank has data for.
+        stop = 0 if mode == "planned" else min(case.lengths[0])
+        before = replace(case, throw=False, stop=stop) if stop else replace(case, throw=False, lengths=((0, 0, 0),))
+        return expected(before, mode) | {"raised": torch.tensor(1.0)}
+    training = Training(case, Ddp(), nets(case))
+    buffers = [_buffers(training) for _ in range(case.world)]
+    for epoch in range(len(case.lengths)):
+        queues = [_queue(case, rank, epoch) for rank in range(case.world)]
+        step = 0
+        while active := [rank for rank, queue in enumerate(queues) if len(queue) > step]:
+            if step % case.accumulate == 0:
+                training.zero()
+            batches = {rank: queues[rank][step] for rank in active}
+            loss_sum, mean = _backward(training, batches, buffers)
+            step += 1
+            if "loss" in case.extras:
+                training.log += [loss_sum / sum(map(len, batches.values())), mean]
+            if step % case.accumulate == 0:
+                training.finish()
+            if "evaluate" in case.extras and step % 2:
+                training.evaluate()
+        if "evaluate uneven" in case.extras:
+            with torch.no_grad():
+                training.log.append(training.losses(torch.cat([x for queue in queues for x in queue])).mean())
+        longest = max(map(len, queues))
+        last = max(rank for rank, queue in enumerate(queues) if len(queue) == longest)
+        buffers = [buffers[last]] * case.world
+    _load(training, buffers[0])
+    return training.outcome() | {"raised": torch.tensor(0.0)}
+
+
+def _queue(case: Case, rank: int, epoch: int) -> list[torch.Tensor]:
+    """The batches that a rank trains on."""
+    indices = [i for i in range(case.lengths[epoch][rank]) if (rank, i) not in case.skips]
+    ends = [case.stop, *(step for breaker, step in case.breaks if breaker == rank)]
+    for end in ends:
+        indices = indices[:end]
+    return [samples(case, rank, epoch, index) for index in indices]
+
+
+def _backward(
+    training: Training, batches: dict[int, torch.Tensor], buffers: list[list[torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add a step's gradients up, from the batches of all ranks that have one; return the losses' sum, and their mean.
+
+    All of them begin with the last one's buffers, and each makes its own of them.
+    """
+    counts = [len(x) for x in batches.values()]
+    weights = _weights(training.case, counts)
+    if not _OVER_ALL.isdisjoint(training.case.net):
+        sums = [losses.sum() for losses in training.losses(torch.cat(list(batches.values()))).split(counts)]
+        mean = torch.stack([weight * each for weight, each in zip(weights, sums, strict=True)]).sum()
+        mean.backward()
+        return torch.stack(sums).sum().detach(), mean.detach()
+    total, mean = torch.zeros(2, dtype=torch.float64)
+    shared = buffers[max(batches)]
+    for weight, (rank, x) in zip(weights, batches.items(), strict=True):
+        _load(training, shared)
+        loss_sum = training.losses(x).sum()
+        (weight * loss_sum).backward()
+        total += loss_sum.detach()
+        mean += weight * loss_sum.detach()
+        buffers[rank] = _buffers(training)
+    return total, mean
+
+
+def _weights(case: Case, counts: list[int]) -> list[float]:
+    if case.average == "samples":
+        return [1 / sum(counts)] * len(counts)
+    return [1 / count / (case.world if case.average == "world" else len(counts)) for count in counts]
+
+
+def _buffers(training: Training) -> list[torch.Tensor]:
+    return [buffer.clone() for model in training.models for buffer in model.buffers()]
+
+
+def _load(training: Training, values: list[torch.Tensor]) -> None:
+    place([buffer for model in training.models for buffer in model.buffers()], values)
+
+
+def in_column(column: str) -> list[str]:
+    """The cases of a column."""
+    return [name for name, case in CASES.items() if column in case.columns]
+
+
+def has(mode: str, name: str) -> bool:
+    """Whether a case is run when ``mode`` is asked for; those that choose theirs are run once, with the first."""
+    return mode in CASES[name].modes or (mode == MODES[0] and not set(MODES) & set(CASES[name].modes))
+
+
+def chosen(case: Case, mode: str) -> str:
+    """The mode in which a case runs where ``mode`` is asked for."""
+    return mode if mode in case.modes else case.modes[0]
+
+
+def evened(case: Case) -> Case:
+    """The same body on inputs that need no join."""
+    longest = tuple((max(lengths),) * len(lengths) for lengths in case.lengths)
+    full = -(-max(map(max, longest)) // case.accumulate) * case.accumulate
+    lengths = tuple((full,) * len(each) for each in longest) if case.accumulate > 1 else longest
+    return replace(case, lengths=lengths, sizes="equal", skips=(), breaks=(), poisoned=False, loader="list")
+
+
+def run_column(column: str, cases: Mapping[str, Case], mode: str, library: str = "ours") -> dict[str, float]:
+    """Run cases one after another in the same ranks; return their largest differences from the single process."""
+    ranks = 4 if column == "tp" else RANKS
+    limit = 20 + 2 * len(cases) if library == "ours" else 8 + len(cases)
+    outcomes = run_ranks(run_cases, ranks, args=(column, cases, mode, library), timeout_s=limit)
+    return {
+        name: max(distance(outcome[name], expected(case, chosen(case, mode))) for outcome in outcomes)
+        for name, case in cases.items()
+    }
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference between two outcomes; infinite if there is anything in the first that is not finite."""
+    leaves = [leaf for leaf in pytree.tree_leaves(one) if isinstance(leaf, torch.Tensor)]
+    return difference(one, other) if all(bool(leaf.isfinite().all()) for leaf in leaves) else float("inf")
+
+
+def run_cases(
+    rank: int, world_size: int, column: str, cases: Mapping[str, Case], mode: str, library: str
+) -> dict[str, dict[str, Any]]:
+    """One rank's share of :func:`run_column`."""
+    warnings.simplefilter("ignore", FutureWarning)  # FSDP1's state dicts
+    ways = COLUMNS[column]()
+    outcomes = {}
+    for number, (name, case) in enumerate(cases.items()):
+        print(f"case {number} of this column: {name}")  # the last words of a rank that dies
+        try:
+            outcomes[name] = train(rank, world_size, case, ways, chosen(case, mode), library)
+        except Exception as error:
+            error.add_note(f"in case {number} of this column: {name}")
+            raise
+    return outcomes
+
+
+def run_failing(column: str, name: str, mode: str) -> list[tuple[str, float]]:
+    """Run a case that has an error; return each rank's, and the seconds from the beginning of the case to it."""
+    case = CASES[name]
+    ranks = 4 if column == "tp" else RANKS
+    return run_ranks(fail, ranks, args=(column, case, chosen(case, mode)), timeout_s=6 * PATIENCE_S)
+
+
+def fail(rank: int, world_size: int, column: str, case: Case, mode: str) -> tuple[str, float]:
+    """One rank's share of :func:`run_failing`."""
+    started = time.monotonic()
+    try:
+        train(rank, world_size, case, COLUMNS[column](), mode)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "no error", time.monotonic() - started
+
+
+class _InTorchsJoin:
+    """torch's ``Join`` around the same loop: it takes what is a joinable of its own, and knows no samples."""
+
+    def __init__(self, joinables: Sequence[Any], throw: bool) -> None:
+        listed = [thing for thing in joinables if hasattr(thing, "join_hook") or isinstance(thing, nn.Module)]
+        self._join = TorchJoin(listed, throw_on_early_termination=throw, divide_by_initial_world_size=False)
+
+    def __enter__(self) -> _InTorchsJoin:
+        self._join.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._join.__exit__(*error)
+
+    def iterate(self, batches: Any, example: Any = None) -> Any:
+        return batches
+
+    def mean(self, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
+        return loss_sum / count
+
+
+def measured(column: str, cases: Mapping[str, Case], mode: str, library: str = "ours") -> dict[str, float | str]:
+    """The difference of each case, or what went wrong in it; the others then run again without it, or by themselves."""
+    found: dict[str, float | str] = {}
+    if library == "ours":
+        failing = [name for name, case in cases.items() if case.fails]
+        found |= {name: in_words(run_failing(column, name, mode), cases[name].fails) for name in failing}
+        cases = {name: case for name, case in cases.items() if name not in failing}
+    while cases and library != "torch":
+        try:
+            return found | run_column(column, cases, mode, library)
+        except RankFailure as failure:
+            culprit = re.findall(r"case (\d+) of this column", str(failure))
+            if not culprit:
+                break
+            name = list(cases)[int(culprit[-1])]
+            found[name] = in_short(failure)
+            cases = {other: case for other, case in cases.items() if other != name}
+    for name, case in cases.items():
+        try:
+            found |= run_column(column, {name: case}, mode, library)
+        except RankFailure as failure:
+            found[name] = in_short(failure)
+    return found
+
+
+def in_short(failure: RankFailure) -> str:
+    """The first rank's last words."""
+    if failure.hung:
+        return "hangs"
+    told = next(iter(failure.failed.values()))
+    if any("PeerFailedError" not in told for told in failure.failed.values()):
+        told = next(told for told in failure.failed.values() if "PeerFailedError" not in told)
+    if died := re.search(r"died of (\w+)", "\n".join(failure.failed.values())):
+        return died.group(1)
+    lines = [line for line in told.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return lines[-1][:160] if lines else told[:160]
+
+
+def holds(value: float | str) -> bool:
+    """Whether a figure is that of rounding."""
+    return isinstance(value, float) and value < EXACT
+
+
+def in_words(errors: list[tuple[str, float]], pattern: str) -> str:
+    """What every rank raised, where it is what it should be, and after how long at the most."""
+    kinds = sorted({error.split(":")[0] for error, _ in errors})
+    wrong = [error for error, _ in errors if not re.search(pattern, error)]
+    return (
+        f"not as it should be: {wrong[0][:160]}"
+        if wrong
+        else f"{', '.join(kinds)} in {max(s for _, s in errors):.1f} s"
+    )
+
+
+def shown(value: float | str | None) -> str:
+    """A figure as the table has it."""
+    if value == float("inf"):
+        return "NaN, or parts missing"
+    return f"{value:.1e}" if isinstance(value, float) else value or ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; returns 1 if a difference in it is not that of rounding."""
+    parser = argparse.ArgumentParser(prog="python -m tests.join.table", description=main.__doc__)
+    parser.add_argument("--join", choices=["ours", "torch", "none"], default="ours")
+    parser.add_argument("--column", action="append", choices=list(COLUMNS), help="only these columns")
+    parser.add_argument("--mode", action="append", choices=MODES, help="only these modes")
+    parser.add_argument("--case", action="append", default=[], help="only cases with this in their name")
+    options = parser.parse_args(argv)
+    columns = options.column or list(COLUMNS)
+    wrong = False
+    for mode in (options.mode or MODES) if options.join == "ours" else ["-"]:
+        found = {}
+        for column in columns:
+            cases = {name: CASES[name] for name in in_column(column)}
+            if options.join == "ours":
+                cases = {name: case for name, case in cases.items() if has(mode, name)}
+            if options.case:
+                cases = {name: case for name, case in cases.items() if any(part in name for part in options.case)}
+            if options.join == "none":
+                # Without a join there is nothing at the end that makes the ranks' buffers equal.
+                cases = {name: evened(case) for name, case in cases.items() if case.net != ("norm",)}
+            found[column] = measured(column, cases, mode, options.join) if cases else {}
+        print(f"\n| case ({options.join}, {mode}) | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+        for name in CASES:
+            row = [found[column].get(name) for column in columns]
+            wrong = wrong or not all(CASES[name].fails or not value or holds(value) for value in row)
+            if any(value is not None for value in row):
+                print(f"| {name} | {' | '.join(map(shown, row))} |", flush=True)
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,279 @@
+"""A save that any rank of a join asks for is of the current state, taken part in by all, also by those without data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+from stagereg.errors import JoinError
+from stagereg.testing import run_ranks
+
+from .reference import EXACT, Case, Training, batch, difference, expected, length, net
+from .test_fsdp2 import join_of, sharded, whole
+
+PLAIN = Case(lengths=(2, 4, 6), last="scheduler")
+ASKED = {2: (0,), 3: (1, 2), 5: (2,), 6: (2,)}
+"""By step, the ranks that ask for a checkpoint of it: rank 0 after its last batch, rank 2 alone, and at the end."""
+
+
+def model_of(kind: str, case: Case) -> tuple[Any, Any]:
+    """The model that the loop calls, and its joinable."""
+    if kind == "fsdp2":
+        module: Any = sharded(case)
+        return module, stagereg.build("joinable", "fsdp2", module=module)
+    module = DistributedDataParallel(net(case))
+    return module, stagereg.build("joinable", "ddp", module=module)
+
+
+class Run:
+    """A training run on ranks, with all that is saved of it."""
+
+    def __init__(self, case: Case, kind: str, root: str, **options: Any) -> None:
+        self.model, self.joinable = model_of(kind, case)
+        self.training = Training(case, getattr(self.model, "module", self.model), sharded=False)
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.training.optimizer,
+            "scheduler": self.training.scheduler,
+            "taken": 0,
+        }
+        self.checkpointer = stagereg.Checkpointer(root, keep=9, **options)
+        self.saver = stagereg.build(
+            "joinable", "checkpoint", checkpointer=self.checkpointer, state=self.state, module=self.model
+        )
+        steps = (self.training.optimizer.step, self.training.scheduler.step)
+        followers = [stagereg.build("joinable", "step", step=step, after=self.joinable) for step in steps]
+        self.joinables = [self.saver, self.joinable, *followers]
+
+
+def trained(rank: int, parallel: str, library: str | None, root: str, waits: bool) -> Any:
+    run = Run(PLAIN, parallel, root)
+    batches = [batch(rank, 0, step) for step in range(length(PLAIN, rank, 0))]
+    kind, options = join_of(None if library == "iterate" else library)
+    if library == "planned":
+        options["loader"] = batches
+    with run.checkpointer:
+        with kind(run.joinables, **options) as join:
+            for step, x in enumerate(join.iterate(batches) if library == "iterate" else batches, 1):
+                run.training.zero("start")
+                run.model(x).sum().backward()
+                run.training.finish()
+                run.state["taken"] = step
+                if rank in ASKED.get(step, ()):
+                    run.saver.ask(step)
+                if waits:
+                    run.checkpointer.wait()
+        return whole(run.training.outcome())
+
+
+def many(rank: int, world_size: int, root: str, runs: list[tuple[str, str | None, bool]]) -> list[Any]:
+    return [trained(rank, kind, library, f"{root}/{i}", waits) for i, (kind, library, waits) in enumerate(runs)]
+
+
+RUNS = [("ddp", None, False), ("fsdp2", "torch", True), ("ddp", "counted", True), ("fsdp2", "iterate", False)]
+MORE = [
+    (kind, library, waits)
+    for kind in ("ddp", "fsdp2")
+    for library in (None, "torch", "counted", "planned", "iterate")
+    for waits in (False, True)
+]
+
+
+def restored(root: Path, step: int) -> Any:
+    """What one process without any ranks reads from a checkpoint."""
+    training = Training(PLAIN, net(PLAIN), sharded=False)
+    state = {
+        "model": training.module,
+        "optimizer": training.optimizer,
+        "scheduler": training.scheduler,
+        "taken": -1,
+    }
+    path = next(path for path in root.iterdir() if path.name.endswith(f"{step}") and not path.is_symlink())
+    with stagereg.Checkpointer(str(root), resume=str(path)) as checkpointer:
+        assert checkpointer.restore(state) == step
+    assert state["taken"] == step
+    return training.outcome()
+
+
+def at(step: int) -> Any:
+    """What a single process has after a step."""
+    return expected(replace(PLAIN, lengths=tuple(min(length, step) for length in PLAIN.lengths)))
+
+
+@pytest.mark.parametrize("runs", [RUNS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some ways", "all ways"])
+def test_a_save_asked_for_by_any_rank_holds_the_state_of_that_step(tmp_path: Path, runs: Any) -> None:
+    outcomes = run_ranks(many, 3, args=(str(tmp_path), runs), timeout_s=30 + 5 * len(runs))
+    for i, run in enumerate(runs):
+        for rank, results in enumerate(outcomes):
+            assert difference(results[i], expected(PLAIN)) < EXACT, f"{run}, rank {rank}"
+        for step in ASKED:
+            assert difference(restored(tmp_path / str(i), step), at(step)) < EXACT, f"{run}, step {step}"
+
+
+def test_plain_torch_reads_it(tmp_path: Path) -> None:
+    run_ranks(many, 3, args=(str(tmp_path), [("fsdp2", None, False)]), timeout_s=60)
+    dcp_to_torch_save(tmp_path / "0" / "latest", tmp_path / "whole.pt")
+    read = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert read["taken"] == 6
+    assert difference(list(read["model"].values()), at(6)["params"]) < EXACT
+
+
+def resumed(rank: int, world_size: int, root: str, kind: str) -> Any:
+    """Go on from step 5, on other ranks, with what would have been the batches of rank 2."""
+    run = Run(PLAIN, kind, root, resume=f"{root}/step-00000005")
+    for param in run.training.module.parameters():  # moments that are sharded as the parameters are
+        param.grad = torch.zeros_like(param)
+    run.training.optimizer.step()
+    with run.checkpointer:
+        step = run.checkpointer.restore(run.state)
+        run.training.zero("start")
+        # The mean over three ranks of which two have no data.
+        (run.model(batch(2, 0, 5)).sum() / 3).backward()
+        run.training.finish()
+        return step, run.state["taken"], whole(run.training.outcome())
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_another_number_of_ranks_goes_on_from_it(tmp_path: Path, kind: str) -> None:
+    run_ranks(many, 3, args=(str(tmp_path), [(kind, None, False)]), timeout_s=60)
+    for step, taken, outcome in run_ranks(resumed, 2, args=(str(tmp_path / "0"), kind), timeout_s=60):
+        assert (step, taken) == (5, 5)
+        assert difference(outcome, expected(PLAIN)) < EXACT
+
+
+class Counts:
+    """Stands for a checkpointer, and remembers what it was told to save."""
+
+    every = 2
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, dict[str, Any]]] = []
+
+    def save(self, step: int, state: Any) -> None:
+        self.saved.append((step, {name: value for name, value in state.items() if isinstance(value, (int, list))}))
+
+
+def counted(rank: int, world_size: int, lengths: tuple[int, ...], library: str | None) -> Any:
+    exchanges = 0
+    model, joinable = model_of("ddp", PLAIN)
+    counts = Counts()
+    state = {"taken": 0, f"own.{rank}": [rank], "shared": [-1]}
+    saver = stagereg.build("joinable", "checkpoint", checkpointer=counts, state=state, module=model)
+    saver.maybe(3)
+    saver.maybe(4)  # not in a join yet
+    kind, options = join_of(library)
+    with kind([saver, joinable], **options):
+        plain = saver._hook.exchange
+
+        def exchange(active: bool) -> None:
+            nonlocal exchanges
+            exchanges += 1
+            plain(active)
+
+        saver._hook.exchange = exchange
+        for step in range(1, lengths[rank] + 1):
+            with torch.no_grad():
+                model.module(batch(rank, 0, step))
+                model(batch(rank, 0, step))
+            (model(batch(rank, 0, step)).sum() + model(batch(rank, 0, step + 1)).sum()).backward()
+            state["taken"], state["shared"] = step, [step]
+            saver.maybe(step)
+    hooks = len(model._forward_pre_hooks) + len(model._forward_hooks) if library != "torch" else 0
+    saver.ask(9)
+    return exchanges, counts.saved, hooks
+
+
+@pytest.mark.parametrize("library", [None, "torch", "counted"])
+def test_ranks_exchange_once_a_step_and_at_the_end(library: str | None) -> None:
+    lengths = (1, 4)
+    outcomes = run_ranks(counted, 2, args=(lengths, library), timeout_s=30)
+    for rank, (exchanges, saved, hooks) in enumerate(outcomes):
+        assert exchanges == max(lengths) + 1
+        assert [step for step, _ in saved] == [4, 2, 4, 9]
+        # What rank 0 holds of its own is kept, and what it has missed comes from rank 1.
+        assert [state["taken"] for _, state in saved] == [0, 2, 4, lengths[rank]]
+        assert [state["shared"] for _, state in saved] == [[-1], [2], [4], [lengths[rank]]]
+        assert all(state[f"own.{rank}"] == [rank] for _, state in saved)
+        assert hooks == 0
+
+
+def failing(rank: int, world_size: int, why: str) -> str:
+    model, joinable = model_of("ddp", PLAIN)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    counts = Counts()
+    saver = stagereg.build("joinable", "checkpoint", checkpointer=counts, state=state, module=model)
+    try:
+        with stagereg.Join([saver, joinable]):
+            for step in range(1, 2 + 2 * rank):
+                model(batch(rank, 0, step)).sum().backward()
+                optimizer.step()
+                if why == "steps":
+                    saver.ask(step + rank)
+                elif step == 2:
+                    saver.ask(step)
+    except stagereg.StageregError as error:
+        return f"{type(error).__name__}, {len(counts.saved)} saved: {error}"
+    return ""
+
+
+def test_stale_state_is_refused_on_all_ranks() -> None:
+    for text in run_ranks(failing, 2, args=("stale",), timeout_s=30):
+        assert ", 0 saved: " in text
+        assert "'optimizer' is not the same on all ranks: it has taken 1 on rank 0, 2 on rank 1 steps" in text
+
+
+def test_different_steps_are_refused_on_all_ranks() -> None:
+    for text in run_ranks(failing, 2, args=("steps",), timeout_s=30):
+        assert ", 0 saved: " in text
+        assert "rank 0 for step 1, rank 1 for step 2" in text
+
+
+def throwing(rank: int, world_size: int, mode: str | None) -> Any:
+    model, joinable = model_of("fsdp2", PLAIN)
+    counts = Counts()
+    saver = stagereg.build("joinable", "checkpoint", checkpointer=counts, state={}, module=model)
+    steps = 0
+    error = None
+    try:
+        with stagereg.Join([saver, joinable], True, True, mode=mode):
+            for step in range(1, 3 + 2 * rank):
+                model(batch(rank, 0, step)).sum().backward()
+                saver.maybe(step + 1)
+                steps += 1
+    except stagereg.UnevenInputsError as caught:
+        error = caught
+    return steps, [step for step, _ in counts.saved], error is not None
+
+
+@pytest.mark.parametrize("mode", [None, "counted"])
+def test_a_join_that_throws_does_so_before_the_exchange(mode: str | None) -> None:
+    assert run_ranks(throwing, 2, args=(mode,), timeout_s=30) == [(2, [2], True)] * 2
+
+
+def misplaced(rank: int, world_size: int) -> list[str]:
+    model, joinable = model_of("ddp", PLAIN)
+    texts = []
+    for module, order in ((None, 1), (model, -1)):
+        saver = stagereg.build("joinable", "checkpoint", checkpointer=Counts(), state={}, module=module)
+        with pytest.raises(JoinError) as caught:
+            TorchJoin([saver, joinable][::order])
+        texts.append(str(caught.value))
+    with pytest.raises(JoinError) as caught:
+        saver.ask(-1)
+    return [*texts, str(caught.value)]
+
+
+def test_what_it_needs_is_asked_for_before_any_step() -> None:
+    for nameless, misordered, negative in run_ranks(misplaced, 2, timeout_s=30):
+        assert "module=model" in nameless
+        assert "comes first" in misordered
+        assert "from 0 on" in negative

@@ -1,0 +1,176 @@
+"""Metrics in and after a join are sums over all ranks, whoever has left the loop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+from stagereg.errors import JoinError, UnevenInputsError
+from stagereg.join.protocol import JoinConfig
+from stagereg.testing import run_ranks
+
+from .reference import Case, batch, net
+
+LENGTHS = (2, 0, 5)
+
+
+def part(rank: int, step: int) -> tuple[float, int]:
+    """Sum and number of samples of a batch; they differ from rank to rank."""
+    return 0.1 * (rank + 1) * (step + 1), 3 * rank + step + 1
+
+
+def expected(first: int, last: int, lengths: tuple[int, ...] = LENGTHS) -> dict[str, float]:
+    parts = [part(r, step) for r, length in enumerate(lengths) for step in range(first, min(last, length))]
+    return {"loss": math.fsum(total for total, _ in parts) / sum(count for _, count in parts)}
+
+
+def loop(rank: int, library: str | None, reset: bool) -> tuple[list[Any], Any]:
+    """Two epochs of a loop; what each step's ``compute`` gave, and what it gave after each epoch."""
+    ddp = stagereg.build("joinable", "ddp", module=DistributedDataParallel(net(Case())))
+    metrics = stagereg.build("joinable", "metrics")
+    kind: Any = TorchJoin if library == "torch" else stagereg.Join
+    options = {} if library == "torch" else {"mode": library}
+    inside, after = [], []
+    for _ in range(2):
+        seen = []
+        with kind([ddp, metrics], **options):
+            for step in range(LENGTHS[rank]):
+                ddp.module(batch(rank, 0, step)).sum().backward()
+                total, count = part(rank, step)
+                as_tensor = step % 2 == 1  # a float32 tensor would lose digits before it is added
+                metrics.add(loss=(torch.tensor(total, dtype=torch.float64) if as_tensor else total, count))
+                seen.append(metrics.compute(reset=reset))
+        inside.append(seen)
+        after.append(metrics.compute())
+        metrics.reset()
+    return inside, after
+
+
+def loops(rank: int, world_size: int) -> list[Any]:
+    return [loop(rank, library, reset) for library in (None, "torch", "counted") for reset in (False, True)]
+
+
+def test_means_are_exact_and_over_the_samples_of_all_ranks() -> None:
+    outcomes = run_ranks(loops, 3, timeout_s=60)
+    for rank, runs in enumerate(outcomes):
+        for i, (inside, after) in enumerate(runs):
+            reset = i % 2 == 1
+            wanted = [expected(step if reset else 0, step + 1) for step in range(LENGTHS[rank])]
+            assert inside == [[pytest.approx(each, rel=1e-15) for each in wanted]] * 2, (rank, i)
+            end: Any = {} if reset else pytest.approx(expected(0, max(LENGTHS)), rel=1e-15)
+            assert after == [end, end], (rank, i)
+
+
+def iterated(rank: int, world_size: int) -> list[Any]:
+    ddp = DistributedDataParallel(net(Case()))
+    metrics = stagereg.build("joinable", "metrics")
+    seen = []
+    with stagereg.Join([ddp, metrics]) as join:
+        for step, x in enumerate(join.iterate([batch(rank, 0, step) for step in range(LENGTHS[rank])])):
+            ddp(x).sum().backward()
+            metrics.add(loss=part(rank, step) if len(x) else (0.0, 0))
+            seen.append(metrics.compute())
+    return [*seen, metrics.compute()]
+
+
+def test_ranks_that_run_the_body_without_data_compute_like_all() -> None:
+    wanted = [pytest.approx(expected(0, step + 1), rel=1e-15) for step in range(max(LENGTHS))]
+    assert run_ranks(iterated, 3, timeout_s=30) == [[*wanted, wanted[-1]]] * 3
+
+
+def odd(rank: int, world_size: int) -> list[Any]:
+    metrics = stagereg.build("joinable", "metrics")
+    results = [metrics.compute()]
+    metrics.add(**({"only rank 1": (3.0, 2)} if rank == 1 else {}), none=(0.0, 0))
+    metrics.add(large=(1e16 if rank == 0 else 1.0, 1))
+    metrics.add(large=(-1e16 if rank == 2 else 0.0, 0), each=(torch.tensor([2.0], requires_grad=True), torch.tensor(4)))
+    results += [metrics.compute(), metrics.totals(reset=True), metrics.compute()]
+    return results
+
+
+def test_names_that_only_some_ranks_know_count_and_empty_ones_are_left_out() -> None:
+    means = {"only rank 1": 1.5, "large": 1 / 3, "each": 0.5}
+    totals = {"each": (6.0, 12.0), "large": (1.0, 3.0), "none": (0.0, 0.0), "only rank 1": (3.0, 2.0)}
+    assert run_ranks(odd, 3, timeout_s=30) == [[{}, means, totals, {}]] * 3
+
+
+def thrown(rank: int, world_size: int) -> tuple[bool, dict[str, float]]:
+    ddp = stagereg.build("joinable", "ddp", module=DistributedDataParallel(net(Case())))
+    metrics = stagereg.build("joinable", "metrics")
+    raised = False
+    try:
+        with stagereg.Join([ddp, metrics], throw_on_early_termination=True):
+            for step in range(LENGTHS[rank]):
+                ddp.module(batch(rank, 0, step)).sum().backward()
+                metrics.add(loss=part(rank, step))
+    except UnevenInputsError:
+        raised = True
+        metrics.add(loss=(1.0, 1))
+    return raised, metrics.compute()
+
+
+def test_metrics_work_after_a_join_that_threw() -> None:
+    assert run_ranks(thrown, 3, timeout_s=30) == [(True, {"loss": 1.0})] * 3
+
+
+def abandoned(rank: int, world_size: int) -> dict[str, float]:
+    metrics = stagereg.build("joinable", "metrics")
+    metrics._join_config = JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=False)
+    hook = metrics.join_hook()
+    metrics.add(loss=(5.0, 1))
+    if rank == 0:
+        hook.out_of_data()
+    metrics.join_exit()  # without a post hook: the join has failed, and rank 0 still answers
+    metrics.reset()
+    metrics.add(loss=(2.0, 4))
+    result: dict[str, float] = metrics.compute()
+    return result
+
+
+def test_a_rank_that_still_answers_in_a_failed_join_disturbs_nobody() -> None:
+    assert run_ranks(abandoned, 2, timeout_s=20) == [{"loss": 0.5}] * 2
+
+
+def refused(rank: int, world_size: int) -> str:
+    ddp = DistributedDataParallel(net(Case()))
+    metrics = stagereg.build("joinable", "metrics")
+    text = ""
+
+    def finish() -> None:
+        nonlocal text
+        try:
+            if rank == 0:
+                metrics.compute()
+        except JoinError as error:
+            text = str(error)
+
+    with stagereg.Join([ddp, metrics, finish]):
+        for step in range(rank):
+            ddp(batch(rank, 0, step)).sum().backward()
+    return text
+
+
+def test_a_rank_without_data_is_told_not_to_ask() -> None:
+    text, other = run_ranks(refused, 2, timeout_s=30)
+    assert "in the loop or after the join" in text
+    assert not other
+
+
+def test_a_process_alone_has_its_own_metrics() -> None:
+    metrics = stagereg.build("joinable", "metrics")
+    metrics.add(loss=(1.0, 4))
+    assert metrics.compute() == {"loss": 0.25}
+
+
+@pytest.mark.parametrize("given", [1.0, (1.0,), (torch.zeros(2), 2), ("a", 1), (1.0, 2, 3)])
+def test_what_is_no_sum_and_count_is_refused(given: Any) -> None:
+    metrics = stagereg.build("joinable", "metrics")
+    with pytest.raises(JoinError, match="takes a sum and a count"):
+        metrics.add(loss=given)
+    assert metrics.compute() == {}
