@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
+from stagereg.kernel.abort import limit_of
+from stagereg.kernel.attendance import appears
+
 __all__ = ["CarryWatch", "Memory"]
 
 Habit = Literal["drops", "zeroes", "carries"]
@@ -134,7 +137,10 @@ class Memory:
         ranks = [f"active/{rank}" for rank in range(self._group.size())]
         others = (self._store.check([key]) and self._store.get(key) == b"yes" for key in ranks)
         if self._store.check(["habit"]) or any(others):
-            habit = self._store.get("habit").decode()  # waits for it
+            limit = limit_of(self._group)
+            if not appears(self._store, "habit", limit):
+                raise RuntimeError(f"Operation timed out! No rank told within {limit:g} s what it does with gradients.")
+            habit = self._store.get("habit").decode()
             self._nonzero = None if habit == "drops" else torch.tensor(habit == "carries")
         self._in_doubt = False
 

@@ -279,8 +279,7 @@ class Join:
             self._must_have_announced()
             objection = self._shadow()
         except UnevenInputsError as error:
-            if self._plan_failed():
-                self._lifeline.report(error)
+            self._thrown(error)
             raise
         except BaseException as error:
             told = self._told(error)
@@ -295,6 +294,7 @@ class Join:
         if type(error) is RuntimeError and str(error) == PEER_EXHAUSTED:
             raise UnevenInputsError(PEER_EXHAUSTED) from error  # raised by torch's notify, inside a torch joinable
         if isinstance(error, UnevenInputsError):
+            self._thrown(error)
             return
         told = self._told(error)
         if told is not error:
@@ -317,9 +317,17 @@ class Join:
         self._lifeline.report(error)
         return error
 
+    def _thrown(self, error: BaseException) -> None:
+        """The join has thrown, here only or on all ranks; those go on, with nobody left answering."""
+        assert self._wiring is not None
+        if self._plan_failed():
+            self._lifeline.report(error)
+        elif self._wiring.tally is not None:
+            self._wiring.tally.close()
+
     def _plan_failed(self) -> bool:
         """Whether only this rank can know that it ran out of data too early."""
-        attendance = self._plain if self._loop is None else self._loop.attendance
+        attendance = self._plain if self._loop is None else getattr(self._loop, "attendance", None)
         return isinstance(attendance, PlannedAttendance)
 
     @property
@@ -383,6 +391,7 @@ class Join:
         if loop is None:
             return True
         if loop.attendance.covered:  # left before it ran a step that others have begun
+            self._served()
             self._shadow_step()
         while not loop.attendance.over and loop.attendance.absent() is not None:
             self._served()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from stagereg.errors import JoinError
 from stagereg.join.empty import emptied, fetch, publish
 from stagereg.join.wiring import Wiring
 from stagereg.kernel.attendance import Attendance, appears
@@ -60,14 +61,17 @@ class Loop:
         key = f"example/{self._wiring.loops}"
         batch = _NOTHING
         for i, batch in enumerate(loader):
-            if i == 0 and self._wiring.store is not None and not attendance.even:
-                cut = emptied(batch) if cut is _NOTHING else cut
-                publish(self._wiring.store, key, cut)
+            if i == 0 and self._wiring.store is not None:
+                try:
+                    publish(self._wiring.store, key, batch if cut is _NOTHING else cut)
+                except JoinError:  # told to those who may ask for it
+                    if not attendance.even:
+                        raise
             attendance.expected = True
             yield batch
         attendance.expected = False
         while attendance.absent() is not None:
-            if cut is _NOTHING:  # never had a batch, or did not expect to run out
+            if cut is _NOTHING:
                 cut = self._from_others(key, device) if batch is _NOTHING else emptied(batch)
             batch = _NOTHING
             attendance.cover()

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["abort", "is_broken_operation", "is_timeout", "limit_operations"]
+__all__ = ["abort", "is_broken_operation", "is_timeout", "limit_of", "limit_operations"]
 
 _TAG = 0x57A6E
 """Of the receive that nobody sends for; a tag that no program uses."""
 _AT_ONCE = timedelta(milliseconds=5)
+_TORCHS_LIMIT_S = 1800.0
 _TIMEOUT = r"Timed out waiting \d+ ?ms|pair closure|operation timeout|Operation timed out!|wait timeout|Socket Timeout"
 _BROKEN = rf"gloo|nccl|c10d|{_TIMEOUT}"
 
@@ -66,6 +67,15 @@ def limit_operations(group: dist.ProcessGroup, timeout_s: float) -> Callable[[],
                 backend._set_default_timeout(limit)
 
     return restore
+
+
+def limit_of(group: dist.ProcessGroup) -> float:
+    """How long an operation on ``group`` may take, in seconds; half an hour where its backends do not tell."""
+    limits = []
+    for backend in _backends(group):
+        with contextlib.suppress(Exception):
+            limits.append(backend.options._timeout.total_seconds())
+    return min(limits, default=_TORCHS_LIMIT_S)
 
 
 def is_broken_operation(error: BaseException) -> bool:

@@ -127,14 +127,13 @@ class Lifeline:
     def explain(self, error: BaseException) -> PeerFailedError | None:
         """Find out why a collective has failed here with ``error``; takes about three seconds, and four at most.
 
-        An error that does not look like a collective's is not inquired into, and returns at once.
-
         Returns:
-            What to raise from ``error``; ``None`` if all ranks are well and none knows a reason, so it stands alone.
+            What to raise from ``error``; ``None`` if it does not look like a collective's, which is told at once, or if
+            all ranks are well and none knows a reason. It then stands alone.
         """
         watch = self._watch
         if watch is None or not is_broken_operation(error):
-            return self._known()
+            return None
         watch.waits = _IN_COLLECTIVE
         call = watch.call_roll() if watch.failure is None else 0
         ran_out = is_timeout(error)

@@ -185,13 +185,14 @@ class CountedAttendance(Attendance):
         self._pending: Pending | None = None
         self._values = [_UNSURE] * line.size + [float(line.size)]
         self._roll = Roll((True,) * line.size, line.size)
+        self._number = 0
         self._sure = False  # whether the step that has begun is one that all ranks had said they would take
 
     def read(self) -> Roll:
         """See :meth:`Attendance.read`."""
         roll = self._read()
         if self._throw and not self._sure:
-            self._stop_if_absent()
+            self._stop_if_absent(self.steps - 1)
         return roll
 
     def heed(self) -> None:
@@ -211,7 +212,7 @@ class CountedAttendance(Attendance):
             self._roll = Roll(tuple(value > 0 for value in active), int(syncing))
             if self._roll.syncing not in (0, self._roll.count):
                 raise JoinError(
-                    f"in step {self.steps}, {self._roll.syncing} of {self._roll.count} ranks reduce their gradients "
+                    f"in step {self._number}, {self._roll.syncing} of {self._roll.count} ranks reduce their gradients "
                     "and the others do not (no_sync). Decide by the number of the step, which all ranks have alike, "
                     "and not by what is left of a rank's own data."
                 )
@@ -236,6 +237,7 @@ class CountedAttendance(Attendance):
         values = [0.0] * (self._size + 1)
         values[self._rank] = presence
         values[-1] = float(syncing)
+        self._number = self.steps + 1
         self._pending = self._line.add(values)
 
     def _look_back(self) -> None:
@@ -243,22 +245,22 @@ class CountedAttendance(Attendance):
         self._read()
         if not self._throw:
             return
-        self._stop_if_absent()
+        self._stop_if_absent(self.steps)
         presences = self._values[:-1]
         last = [rank for rank, presence in enumerate(presences) if presence == _LAST]
-        if last and len(last) < self._size:
-            raise self._stop(last)
+        if last and _MORE in presences:  # who does not know may come to its end in the same step
+            raise self._stop(last, self.steps)
         self._sure = all(presence == _MORE for presence in presences)
 
-    def _stop_if_absent(self) -> None:
+    def _stop_if_absent(self, taken: int) -> None:
         if self._roll.count < self._size:
-            raise self._stop([rank for rank, active in enumerate(self._roll.active) if not active])
+            raise self._stop([rank for rank, active in enumerate(self._roll.active) if not active], taken)
 
-    def _stop(self, gone: Sequence[int]) -> UnevenInputsError:
+    def _stop(self, gone: Sequence[int], taken: int) -> UnevenInputsError:
         if self._rank in gone:
             return self._ran_out()
         ranks = ", ".join(map(str, gone))
-        return UnevenInputsError(f"Rank {ranks} ran out of inputs, so all ranks stop after step {self.steps}.")
+        return UnevenInputsError(f"Rank {ranks} ran out of inputs, so all ranks stop after step {taken}.")
 
 
 class Words(Protocol):

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import json
 import time
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch.distributed as dist
-from torch.distributed import DistNetworkError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-__all__ = ["Board", "Failure", "Word", "connection", "forget", "place"]
+__all__ = ["Board", "Failure", "Word", "place"]
 
 _NOTHING = "-"
 
@@ -84,7 +81,9 @@ class Board:
     """The keys of one join in the store. A call waits for the store's answer, however long that takes.
 
     Args:
-        store: a connection that no other thread is kept waiting by.
+        store: of the process group. Its calls take turns with those of other threads, so nobody may wait in one for
+            long. A connection of its own would spare that, but each new one may cost the store's server the seconds of
+            a reverse name lookup.
         name: of the join.
     """
 
@@ -116,27 +115,3 @@ class Board:
         """A value, without waiting for a key that is not there, as ``get`` does after ``check`` said it was."""
         value: bytes = self._store.compare_set(key, _NOTHING, _NOTHING)
         return None if value == _NOTHING.encode() else value
-
-
-_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Store] = weakref.WeakKeyDictionary()
-"""One per group, as opening and closing many in a row makes the store's server slow."""
-
-
-def connection(group: dist.ProcessGroup) -> Store:
-    """The store of ``group``, over a connection of its own, so that no other thread waits for calls of this one."""
-    store = _connections.get(group)
-    if store is None:
-        shared: Any = group.get_group_store()
-        try:
-            store = shared.clone()
-        except DistNetworkError:
-            raise
-        except RuntimeError:  # a kind of store that cannot
-            store = shared
-        _connections[group] = store
-    return store
-
-
-def forget(group: dist.ProcessGroup) -> None:
-    """Let the next :func:`connection` be a fresh one."""
-    _connections.pop(group, None)

@@ -94,7 +94,7 @@ class _Sum:
     def ready(self, seconds: float) -> bool:
         if not self._there:
             try:
-                self._work.wait(timedelta(seconds=seconds))
+                self._work.wait(timedelta(seconds=max(seconds, 0.001)))
             except RuntimeError:
                 if self._work.is_completed():
                     self._work.wait()  # raises what it failed with

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from stagereg.kernel.board import Board, Failure, Word, connection, forget, place
+from stagereg.kernel.board import Board, Failure, Word, place
 
 __all__ = ["Roll", "Watch"]
 
@@ -52,7 +52,7 @@ class Watch(threading.Thread):
     """The thread of one rank in one join.
 
     Args:
-        group: whose store is used, over a connection of its own.
+        group: whose store is used.
         name: the same on all ranks, and of no other join of the job.
         rank: this one.
         ranks: all, in the same order everywhere.
@@ -143,7 +143,7 @@ class Watch(threading.Thread):
     def run(self) -> None:
         """What the thread does."""
         try:
-            board = Board(connection(self._group), self._name)
+            board = Board(self._group.get_group_store(), self._name)
             last = time.monotonic()
             while not self._leaving:
                 now = time.monotonic()
@@ -155,7 +155,6 @@ class Watch(threading.Thread):
             self._say_goodbye(board)
         except Exception as error:
             self.lost = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            forget(self._group)
         self._act()
         self._told.set()
         self.news.set()

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stagereg.errors import JoinError, PeerFailedError
 from stagereg.kernel.abort import is_broken_operation, is_timeout
 from stagereg.kernel.alarm import Lifeline
-from stagereg.kernel.board import Board, Failure, Word, connection, place
+from stagereg.kernel.board import Board, Failure, Word, place
 from stagereg.kernel.watch import Watch
 from stagereg.testing import RankFailure, run_ranks
 
@@ -90,7 +90,7 @@ def test_an_exception_of_one_rank_reaches_all_wherever_they_sit() -> None:
 
 def await_words(group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], step: int) -> None:
     """Return when all ``ranks`` have said which step they are in, for who has said nothing yet is no suspect."""
-    board = Board(connection(group), name)
+    board = Board(group.get_group_store(), name)
     deadline = time.monotonic() + 20
     for rank in ranks:
         while (word := board.read(rank)) is None or word.notes.get("step") != str(step):
@@ -204,7 +204,7 @@ def many(rank: int, world_size: int) -> Any:
     group = dist.group.WORLD
     assert group is not None
     backend = group._get_backend(torch.device("cpu"))
-    store = connection(group)
+    store = group.get_group_store()
     before = backend.options._timeout, threading.active_count()
     dist.barrier()
     keys = store.num_keys()
@@ -319,7 +319,7 @@ def test_those_who_fall_silent_are_named_and_nobody_else(joins: list[list[str]])
     for i, fates in enumerate(joins):
         dead = tuple(rank for rank, fate in enumerate(fates) if fate == "dead")
         for rank in dead:
-            Board(connection(group), f"join {i}").write(rank, Word(1, {}))
+            Board(group.get_group_store(), f"join {i}").write(rank, Word(1, {}))
         for rank, fate in enumerate(fates):
             if fate == "well":
                 acted = threading.Event()
@@ -347,7 +347,7 @@ def await_true(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
 
 def test_a_ring_is_answered_at_once_and_a_rank_that_comes_meanwhile_is_no_suspect() -> None:
     group: Any = OneStore()
-    board = Board(connection(group), "join")
+    board = Board(group.get_group_store(), "join")
     watch = Watch(group, "join", 0, range(2), 60, lambda: None)
     watch.start()
 

@@ -1,0 +1,426 @@
+"""Joins of many ranks: the real one, over lines and a store within one process, and over process groups."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+from stagereg.errors import PeerFailedError, UnevenInputsError
+from stagereg.testing import run_ranks
+
+from ..kernel.simulated import SimulatedLine, Simulation, answering
+from .reference import EXACT, Case, batch, difference, net
+
+SEVERAL = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+_names = itertools.count()
+
+
+class Group:
+    """A rank's process group, as far as a join knows it."""
+
+    def __init__(self, simulation: Simulation, rank: int) -> None:
+        self.simulation = simulation
+        self.group_name = f"simulated {next(_names)}"
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self.simulation.size
+
+    def get_group_store(self) -> Any:
+        return self.simulation.store
+
+
+def line_of(group: Group, purpose: str) -> SimulatedLine:
+    return group.simulation.line(group.rank(), purpose)
+
+
+class Lifeline:
+    """By which an error of one rank is one of all."""
+
+    def __init__(self, group: Group, timeout_s: float, name: str) -> None:
+        self._group = group
+        self.wait = group.simulation.waiting
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def explain(self, error: BaseException) -> None: ...
+
+    def report(self, error: BaseException) -> None:
+        rank = self._group.rank()
+        self._group.simulation.abort(lambda: PeerFailedError(f"rank {rank} failed: {error}", rank, str(error)))
+
+
+@contextlib.contextmanager
+def in_threads() -> Iterator[None]:
+    """What a join takes of its process is per rank while this is on."""
+    each = {
+        "stagereg.join.wiring.Lifeline": Lifeline,
+        "stagereg.join.wiring.side_line": line_of,
+        "stagereg.join.context.nesting": SimpleNamespace(enter=lambda borrow: None, leave=lambda borrow: None),
+    }
+    with contextlib.ExitStack() as all_of_them:
+        all_of_them.enter_context(answering())
+        for where, what in each.items():
+            all_of_them.enter_context(mock.patch(where, what))
+        yield
+
+
+@dataclass(frozen=True)
+class Script:
+    """What one rank does in one loop: of its batches, which it takes and which it skips, and when it breaks out."""
+
+    batches: tuple[bool, ...] = ()
+    quits: bool = False  # it has one batch more, and breaks when it gets it
+    stays: int = 99  # for so many empty batches, and then it breaks
+    passes: bool = False  # over every empty batch
+    announced: int | None = 0  # how many batches more, or fewer, than that its loader says it has; or it does not know
+
+    @property
+    def steps(self) -> int:
+        return sum(self.batches)
+
+    @property
+    def length(self) -> int:
+        own = len(self.batches) + self.quits
+        return max(0, own + (self.announced or 0)) if own else 0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """All ranks' scripts, for each loop, and what they have alike."""
+
+    loops: tuple[tuple[Script, ...], ...]
+    mode: str = "auto"
+    way: str = "iterate"
+    cycle: int = 1
+    averages: bool = True
+    throw: bool = False
+    divide: bool = True
+    seed: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.loops[0])
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether no rank has to be told what a batch looks like although all had announced as many batches."""
+        return all(
+            len({script.length for script in scripts}) > 1 or all(script.batches or script.quits for script in scripts)
+            for scripts in self.loops
+        )
+
+    def syncs(self, step: int) -> bool:
+        return step % self.cycle == self.cycle - 1
+
+    def totals(self) -> list[float | None]:
+        """What the gradients of each step are, if they are reduced."""
+        totals: list[float | None] = []
+        for scripts in self.loops:
+            for step in range(max(script.steps for script in scripts)):
+                active = [rank for rank, script in enumerate(scripts) if script.steps > step]
+                total = float(sum(rank + 1 for rank in active))
+                if self.averages:
+                    ranks = self.size if self.divide else len(active)
+                    total = ranks * sum((rank + 1) * samples(rank) for rank in active) / sum(map(samples, active))
+                totals.append(total if self.syncs(step) else None)
+        return totals
+
+
+def about(totals: list[float | None]) -> list[Any]:
+    return [None if total is None else pytest.approx(total) for total in totals]
+
+
+def samples(rank: int) -> int:
+    return 1 + rank % 3
+
+
+class Loader:
+    """A rank's batches, for all of which the loss of a sample is the rank's number plus one."""
+
+    def __init__(self, rank: int, script: Script) -> None:
+        self._batch = torch.full((samples(rank),), rank + 1.0, dtype=torch.float64)
+        self._script = script
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(len(self._script.batches) + self._script.quits):
+            yield self._batch.clone()
+
+    def __len__(self) -> int:
+        if self._script.announced is None:
+            raise TypeError
+        return self._script.length
+
+
+class Gradients(stagereg.Joinable):
+    """One sum a step over all ranks, which goes by the number of the loop and the step."""
+
+    def __init__(self, group: Group, scenario: Scenario) -> None:
+        super().__init__()
+        self.totals: list[float | None] = []
+        self.was_last: bool | None = None
+        self._group, self._scenario = group, scenario
+        self._line = line_of(group, "gradients")
+        self._loop: Any = None
+        self._loops = 0
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        return Shadow(self)
+
+    def counts(self, divide: bool) -> bool:
+        return not divide
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._group
+
+    def begin(self) -> None:
+        attendance = self._join_config.attendance
+        attendance.begin(self._scenario.syncs(attendance.steps - attendance.covered))
+        if self._scenario.throw:
+            attendance.heed()
+
+    def reduce(self, mine: float) -> None:
+        attendance = self._join_config.attendance
+        if attendance is not self._loop:
+            self._loop = attendance
+            self._loops += 1
+        step = attendance.steps - 1
+        reducing = attendance.read().syncing
+        assert bool(reducing) == self._scenario.syncs(step)
+        self.totals.append(self._line.meet((self._loops, step), mine) if reducing else None)
+
+
+class Shadow(stagereg.JoinHook):
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+
+    def main_hook(self) -> None:
+        self._gradients.reduce(0.0)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._gradients.was_last = is_last_joiner
+
+
+def train(scenario: Scenario, group: Group) -> tuple[list[float | None], Any]:
+    """What a training script does, on one rank; returns its totals and whether it was last, or what it raised."""
+    rank = group.rank()
+    gradients = Gradients(group, scenario)
+    loaders = [Loader(rank, scripts[rank]) for scripts in scenario.loops]
+    join = stagereg.Join(
+        [gradients],
+        throw_on_early_termination=scenario.throw,
+        mode=scenario.mode,
+        loader=loaders[0] if scenario.way == "plain" else None,
+        divide_by_initial_world_size=scenario.divide,
+    )
+    try:
+        with join:
+            for scripts, loader in zip(scenario.loops, loaders, strict=True):
+                loop(scenario, join, gradients, scripts[rank], loader)
+    except (UnevenInputsError, PeerFailedError) as error:
+        return gradients.totals, error
+    return gradients.totals, gradients.was_last
+
+
+def loop(scenario: Scenario, join: Any, gradients: Gradients, script: Script, loader: Loader) -> None:
+    own = len(script.batches)
+    for i, x in enumerate(join.iterate(loader) if scenario.way == "iterate" else loader):
+        if (len(x) and i == own) or i - own - script.quits == script.stays:
+            break
+        if not script.batches[i] if len(x) else script.passes:
+            continue
+        gradients.begin()
+        if scenario.averages:
+            gradients.reduce(join.mean(x.sum(), len(x)).item())
+        else:
+            gradients.reduce(x.mean().item() if len(x) else 0.0)
+
+
+def play(*scenarios: Scenario) -> list[list[tuple[list[float | None], Any]]]:
+    """Return what comes of a job that goes through the scenarios, for each of them and rank."""
+
+    def act(rank: int) -> list[tuple[list[float | None], Any]]:
+        group = Group(simulation, rank)
+        return [train(scenario, group) for scenario in scenarios]
+
+    simulation = Simulation(scenarios[0].size, scenarios[0].seed)
+    with in_threads():
+        results = simulation.run(act)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return [list(each) for each in zip(*results, strict=True)]
+
+
+scripts = st.builds(
+    Script,
+    batches=st.lists(st.sampled_from([True, True, True, False]), max_size=6).map(tuple),
+    quits=st.booleans(),
+    stays=st.one_of(st.just(99), st.integers(0, 3)),
+    passes=st.booleans(),
+    announced=st.one_of(st.just(0), st.none(), st.integers(-2, 2)),
+)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
+    """Up to 70 ranks, of at most five kinds."""
+    way = draw(st.sampled_from(["iterate", "plain"]))
+    loops = draw(st.lists(st.lists(scripts, min_size=1, max_size=5), min_size=1, max_size=1 if way == "plain" else 3))
+    size = draw(st.one_of(st.integers(1, 5), st.integers(1, 70)))
+    seed = draw(st.integers(0, 2**16))
+    options = {
+        "mode": draw(st.sampled_from(["auto", "planned", "counted"])),
+        "cycle": draw(st.integers(1, 3)),
+        "averages": draw(st.booleans()),
+        "divide": draw(st.booleans()),
+        "way": way,
+        **fixed,
+    }
+    scenario = crowd(loops, size, seed, **options)
+    assume(scenario.can_be_followed or way == "plain")
+    return scenario
+
+
+def crowd(loops: list[list[Script]], size: int, seed: int = 0, **options: Any) -> Scenario:
+    drawn = random.Random(seed)
+    everyone = [tuple(drawn.choice(kinds) for _ in range(size)) for kinds in loops]
+    if options.get("mode") == "planned":  # it needs all lengths
+        everyone = [tuple(replace(each, announced=each.announced or 0) for each in ranks) for ranks in everyone]
+    return Scenario(tuple(everyone), seed=seed, **options)
+
+
+def steps(count: int, **more: Any) -> Script:
+    return Script((True,) * count, **more)
+
+
+MANY = [
+    [steps(4, announced=1), steps(0), steps(6, announced=-1), steps(2, stays=2), steps(1, quits=True)],
+    [steps(2), steps(3, stays=0), Script((False, True, False)), steps(1, passes=True)],
+]
+
+
+@SEVERAL
+@given(scenario=scenarios())
+@example(scenario=crowd(MANY, 64))
+@example(scenario=crowd(MANY[:1], 64, way="plain", mode="planned"))
+@example(scenario=crowd(MANY, 128, mode="counted", cycle=2, divide=False))
+def test_every_rank_has_the_gradients_of_every_step_whichever_way_it_takes_part(scenario: Scenario) -> None:
+    longest = max(script.steps for script in scenario.loops[-1])
+    (results,) = play(scenario)
+    for rank, (totals, was_last) in enumerate(results):
+        assert totals == about(scenario.totals())
+        assert was_last == (scenario.loops[-1][rank].steps == longest)
+
+
+@SEVERAL
+@given(scenario=scenarios(throw=True))
+@example(scenario=crowd([[steps(3), steps(2)]], 64, throw=True, way="plain", mode="counted"))
+@example(scenario=crowd([[steps(2), steps(3, announced=-1)]], 64, throw=True, mode="planned"))
+def test_a_throw_lets_no_rank_pass_that_has_not_taken_every_step(scenario: Scenario) -> None:
+    """Of ranks whose plans were wrong, one may hear first and tell the others by its lifeline."""
+    lengths = [[script.steps for script in scripts] for scripts in scenario.loops]
+    honest = all(
+        script.announced == 0 and not script.quits and all(script.batches)
+        for scripts in scenario.loops
+        for script in scripts
+    )
+    (results,) = play(scenario)
+    raised = [result for _, result in results if isinstance(result, Exception)]
+    if any(len(set(each)) > 1 for each in lengths):
+        assert len(raised) == scenario.size
+        assert any(isinstance(error, UnevenInputsError) for error in raised)
+        for totals, _ in results:
+            assert totals == about(scenario.totals())[: len(totals)]
+        if honest:
+            assert all(isinstance(error, UnevenInputsError) for error in raised)
+            assert len({len(totals) for totals, _ in results}) == 1
+    elif honest:
+        assert not raised
+        assert all(len(totals) == len(scenario.totals()) for totals, _ in results)
+
+
+@SEVERAL
+@given(scenario=scenarios(throw=True, mode="counted"))
+@example(scenario=crowd([[Script((True, True, True, False)), steps(5)]], 64, throw=True, mode="counted"))
+def test_after_a_throw_that_all_ranks_caught_they_go_on_as_if_nothing_had_been(scenario: Scenario) -> None:
+    calm = replace(scenario, throw=False, averages=True)
+    thrown, results = play(scenario, calm)
+    assert len({len(totals) for totals, _ in thrown}) == 1
+    assert not any(isinstance(result, PeerFailedError) for _, result in thrown)
+    for totals, _ in results:
+        assert totals == about(calm.totals())
+
+
+LENGTHS = (3, 0, 5, 1, 4, 2, 5, 3)
+
+
+def eight(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
+    """A rank of a plain loop and of one over ``iterate``, in each mode."""
+    outcomes = {}
+    data = [batch(rank, 0, step) for step in range(LENGTHS[rank])]
+    for mode in ("planned", "counted"):
+        for way in ("plain", "iterate"):
+            ddp = DistributedDataParallel(net(Case()))
+            optimizer = torch.optim.Adam(ddp.parameters(), lr=0.05)
+            join = stagereg.Join([ddp, optimizer], mode=mode, loader=data if way == "plain" else None)
+            with join:
+                for x in join.iterate(data) if way == "iterate" else data:
+                    optimizer.zero_grad()
+                    join.mean(ddp(x).sum(), len(x)).backward()
+                    optimizer.step()
+            outcomes[mode, way] = trained(ddp, optimizer)
+    return outcomes
+
+
+def trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    state = optimizer.state_dict()["state"]
+    moments = {(i, key): value for i, each in state.items() for key, value in each.items()}
+    return [[param.detach() for param in module.parameters()], moments]
+
+
+def one_process() -> list[Any]:
+    module = net(Case())
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
+    for step in range(max(LENGTHS)):
+        batches = [batch(rank, 0, step) for rank, length in enumerate(LENGTHS) if length > step]
+        optimizer.zero_grad()
+        (sum(module(x).sum() for x in batches) / sum(map(len, batches))).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return trained(module, optimizer)
+
+
+@pytest.mark.slow
+def test_eight_ranks_end_with_the_numbers_of_one_process() -> None:
+    wanted = one_process()
+    for outcomes in run_ranks(eight, len(LENGTHS), timeout_s=100):
+        for outcome in outcomes.values():
+            assert difference(outcome, wanted) < EXACT

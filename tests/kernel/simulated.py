@@ -1,0 +1,307 @@
+"""Many ranks in one process: threads that take turns, over lines and a store that are lists and dicts.
+
+One thread runs at a time, and who is next is drawn from a seed, so a failing run fails again. Nothing waits for time to
+pass: when nobody can go on, that is a deadlock at once, and the error says where each rank is. The calls of the ranks
+on a line are matched by their order, and any two that do not match end the run.
+
+Only what is drawn is left to the tests: what the ranks do, and what is to come of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+__all__ = ["SimulatedLine", "Simulation", "Stuck", "answering"]
+
+PATIENCE_S = 30.0
+"""Seconds that a run may take, in case a rank never gives up its turn."""
+_TURNS = 50_000
+"""Turns a rank may have on average: more than that is going round in circles."""
+
+
+class Stuck(AssertionError):
+    """The ranks did not match, or nobody could go on."""
+
+
+class _Actor:
+    """A thread of one rank, and what it waits for."""
+
+    def __init__(self, simulation: Simulation, name: str) -> None:
+        self.simulation, self.name = simulation, name
+        self.ready: Callable[[], bool] = lambda: True
+        self.waits = "its start"
+        self.ended = False
+        self.turn = threading.Semaphore(0)
+
+
+class Simulation:
+    """One run of some ranks.
+
+    Args:
+        size: how many ranks.
+        seed: decides whose turn it is.
+
+    Attributes:
+        store: one for all ranks; ``torch.distributed.PrefixStore`` may be put before it.
+    """
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        self.size = size
+        self.store = _Store(self)
+        self._random = random.Random(seed)
+        self._favours = self._random.random() < 0.5  # some ranks are far ahead of the others, as far as they may be
+        self._actors: list[_Actor] = []
+        self._failure: Callable[[], Exception] | None = None
+        self._stuck: Stuck | None = None
+        self._turns = 0
+        self._finished = threading.Event()
+        self._rooms: dict[str, _Room] = {}
+
+    def run(self, act: Callable[[int], Any]) -> list[Any]:
+        """Run ``act(rank)`` on all ranks; return what each returned or, as an object, raised.
+
+        Raises:
+            Stuck: see there. Also if some ranks made more calls on a line than others, and all ended well.
+        """
+        results: list[Any] = [None] * self.size
+
+        def attempt(rank: int) -> None:
+            try:
+                results[rank] = act(rank)
+            except Exception as error:
+                results[rank] = error
+
+        for rank in range(self.size):
+            self.enlist(f"rank {rank}", lambda rank=rank: attempt(rank))  # type: ignore[misc]
+        self._random.shuffle(self._actors)
+        self._pass_on()
+        if not self._finished.wait(PATIENCE_S):
+            raise Stuck(f"still running after {PATIENCE_S:g} s:\n{self._stacks()}")
+        if self._stuck is not None:
+            raise self._stuck
+        if self._failure is None and not any(isinstance(result, Exception) for result in results):
+            for room in self._rooms.values():
+                room.must_be_empty()
+        return results
+
+    def line(self, rank: int, purpose: str) -> SimulatedLine:
+        """Return the end of a rank of a line; the first one for this purpose makes the line."""
+        room = self._rooms.setdefault(purpose, _Room(self, purpose))
+        return SimulatedLine(room, rank)
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Give the turn to others until ``ready``, which any thread may ask and which does not wait."""
+        actor: _Actor = _here.actor
+        actor.ready, actor.waits = ready, what
+        self._pass_on()
+        actor.turn.acquire()
+        if self._failure is not None:
+            raise self._failure()
+
+    def waiting(self, ready: Callable[[float], bool], what: str) -> None:
+        """A ``stagereg.kernel.attendance.Waiting``."""
+        self.wait(lambda: ready(0.0), what)
+
+    def pause(self) -> None:
+        """Perhaps let others go first."""
+        if self._random.random() < 0.5:
+            self.wait(lambda: True, "its turn")
+
+    def abort(self, failure: Callable[[], Exception]) -> None:
+        """Have every rank raise this where it waits next; only the first such failure counts."""
+        self._failure = self._failure or failure
+
+    def stick(self, why: str) -> Stuck:
+        """End the run; return what to raise."""
+        if self._stuck is None:
+            where = [f"{actor.name} waits for {actor.waits}" for actor in self._actors]
+            self._stuck = Stuck("\n".join([why, *where]))
+        stuck = self._stuck
+        self._failure = lambda: Stuck(str(stuck))
+        return stuck
+
+    def enlist(self, name: str, target: Callable[[], None]) -> Callable[[], bool]:
+        """Start a thread that takes turns with the others; return what tells whether it is still alive."""
+        actor = _Actor(self, name)
+
+        def live() -> None:
+            _here.actor = actor
+            actor.turn.acquire()
+            try:
+                target()
+            finally:
+                actor.ended = True
+                self._actors.remove(actor)
+                self._pass_on()
+
+        self._actors.append(actor)
+        threading.Thread(target=live, name=name, daemon=True).start()
+        return lambda: not actor.ended
+
+    def _pass_on(self) -> None:
+        """Give the turn to a thread that can go on, be it the caller's."""
+        actors = self._actors
+        if not actors:
+            self._finished.set()
+            return
+        self._turns += 1
+        if self._turns > _TURNS * self.size:
+            self.stick("going round in circles")
+        if self._random.random() < 0.02:
+            self._random.shuffle(actors)
+        first = 0 if self._favours else self._random.randrange(len(actors))
+        for i in range(len(actors)):
+            actor = actors[first + i - len(actors)]
+            if self._failure is not None or actor.ready():
+                actor.turn.release()
+                return
+        self.stick("nobody can go on")
+        actors[0].turn.release()
+
+    def _stacks(self) -> str:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        frames = sys._current_frames().items()
+        return "\n".join(f"{names.get(ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)
+
+
+_here = threading.local()
+
+
+class _Thread:
+    """In place of a ``threading.Thread``, for code that a rank runs; as much of it as is needed."""
+
+    def __init__(self, target: Callable[[], None], name: str = "", daemon: bool = False) -> None:
+        self._target, self._name = target, name
+
+    def start(self) -> None:
+        rank: _Actor = _here.actor
+        self.is_alive = rank.simulation.enlist(f"{self._name} of {rank.name}", self._target)
+
+    def join(self, seconds: float) -> None:
+        assert seconds == 0.0, "only Simulation.waiting waits"
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """While this is on, the threads in which tallies answer take turns too."""
+    with mock.patch("stagereg.kernel.tally.threading", SimpleNamespace(Thread=_Thread)):
+        yield
+
+
+class _Round:
+    """One call of all ranks on a line."""
+
+    def __init__(self, kind: tuple[Any, ...], caller: int, size: int) -> None:
+        self.kind, self.caller, self.size = kind, caller, size
+        self.things: dict[int, Any] = {}
+        self._sums: list[float] = []
+
+    @property
+    def full(self) -> bool:
+        return len(self.things) == self.size
+
+    def sums(self) -> list[float]:
+        self._sums = self._sums or [sum(column) for column in zip(*self.things.values(), strict=True)]
+        return list(self._sums)
+
+
+class _Room:
+    """What the ends of a line share."""
+
+    def __init__(self, simulation: Simulation, purpose: str) -> None:
+        self.simulation, self.purpose = simulation, purpose
+        self.calls = [0] * simulation.size
+        self._rounds: list[_Round] = []
+
+    def enter(self, rank: int, kind: tuple[Any, ...], thing: Any) -> _Round:
+        self.simulation.pause()
+        number = self.calls[rank]
+        self.calls[rank] += 1
+        if number == len(self._rounds):
+            self._rounds.append(_Round(kind, rank, self.simulation.size))
+        found = self._rounds[number]
+        if found.kind != kind:
+            raise self.simulation.stick(
+                f"call {number} on the line for {self.purpose} is {kind} on rank {rank} and {found.kind} on rank "
+                f"{found.caller}"
+            )
+        found.things[rank] = thing
+        return found
+
+    def must_be_empty(self) -> None:
+        if len(set(self.calls)) > 1:
+            raise Stuck(f"calls of each rank on the line for {self.purpose}: {self.calls}")
+
+
+class SimulatedLine:
+    """A ``stagereg.kernel.side.Line``."""
+
+    def __init__(self, room: _Room, rank: int) -> None:
+        self.rank, self.size = rank, room.simulation.size
+        self._room = room
+
+    def add(self, values: Sequence[float]) -> SimulatedSum:
+        return SimulatedSum(self._room, self._room.enter(self.rank, ("sum", len(values)), list(values)))
+
+    def gather(self, thing: Any) -> list[Any]:
+        call = self._room.enter(self.rank, ("gather",), thing)
+        self._room.simulation.wait(lambda: call.full, f"a gather for {self._room.purpose}")
+        return [call.things[rank] for rank in range(self.size)]
+
+    def meet(self, label: object, value: float) -> float:
+        """Sum one number that goes by a label: a collective of the training step, which the label tells."""
+        call = self._room.enter(self.rank, ("sum", label), [value])
+        return SimulatedSum(self._room, call).wait()[0]
+
+
+class SimulatedSum:
+    """A ``stagereg.kernel.side.Pending``."""
+
+    def __init__(self, room: _Room, call: _Round) -> None:
+        self._room, self._call = room, call
+
+    def ready(self, seconds: float) -> bool:
+        if seconds and not self._call.full:
+            self._wait()  # if it takes longer, it takes forever
+        return self._call.full
+
+    def wait(self) -> list[float]:
+        if not self._call.full:
+            self._wait()
+        return self._call.sums()
+
+    def _wait(self) -> None:
+        self._room.simulation.wait(lambda: self._call.full, f"{self._call.kind} for {self._room.purpose}")
+
+
+class _Store(dist.Store):
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__()
+        self._simulation = simulation
+        self._words: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._simulation.pause()
+        self._words[key] = value if isinstance(value, bytes) else value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._words[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._words for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self._simulation.pause()
+        total = int(self._words.get(key, b"0")) + amount
+        self._words[key] = str(total).encode()
+        return total
