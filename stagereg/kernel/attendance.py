@@ -153,7 +153,7 @@ class Attendance(ABC):
 
     def _ran_out(self) -> UnevenInputsError:
         return UnevenInputsError(
-            f"Rank {self._rank} ran out of inputs after {self.steps} steps, while others have more.", self._rank
+            f"Rank {self._rank} exhausted all inputs after {self.steps} steps, while others have more.", self._rank
         )
 
     @abstractmethod
@@ -260,7 +260,7 @@ class CountedAttendance(Attendance):
         if self._rank in gone:
             return self._ran_out()
         ranks = ", ".join(map(str, gone))
-        return UnevenInputsError(f"Rank {ranks} ran out of inputs, so all ranks stop after step {taken}.")
+        return UnevenInputsError(f"Rank {ranks} exhausted all inputs, so all ranks stop after step {taken}.")
 
 
 class Words(Protocol):

@@ -52,7 +52,7 @@ def test_every_snippet_runs_and_leaves_all_ranks_equal(tmp_path: Path, monkeypat
         assert one["saved"] == (5, "step-00000004")
         assert one["kept"] == "step-00000004"
         assert one["done"] == 3
-        assert "ran out of inputs" in one["thrown"]
+        assert "exhausted all inputs" in one["thrown"]
         assert one["rates"] == [pytest.approx(1e-3 * 0.9**5)]
     assert torch.equal(first["parameters"], second["parameters"])
     assert first["metrics"] == second["metrics"]

@@ -251,13 +251,13 @@ def test_a_counted_throw_stops_all_ranks_after_the_shortest_length_with_equal_mo
             assert steps == min(lengths)
             assert difference(params, after_steps(lengths, min(lengths))) < EXACT
             uneven = len(set(lengths)) > 1
-            assert ("ran out of inputs" in text) == uneven
+            assert ("exhausted all inputs" in text) == uneven
             assert who == (rank if uneven and lengths[rank] == min(lengths) else None)
 
 
 def test_a_rank_that_leaves_before_its_announced_length_is_thrown_for_with_equal_models() -> None:
     for steps, params, text, _ in run_ranks(thrown, 3, args=("counted", True, "plain", (4, 2, 4), 4), timeout_s=30):
-        assert "ran out of inputs" in text
+        assert "exhausted all inputs" in text
         assert steps in (2, 3)  # it takes part in the step that the others had begun
         assert difference(params, after_steps((4, 2, 4), 3)) < EXACT
 

@@ -251,7 +251,7 @@ def test_a_counted_throw_reaches_all_ranks_in_the_same_step(scenario: Scenario) 
             assert rank.raised.rank == number
             assert f"after {taken} steps" in str(rank.raised)
         else:
-            assert str(rank.raised).startswith(f"Rank {', '.join(map(str, gone))} ran out of inputs")
+            assert str(rank.raised).startswith(f"Rank {', '.join(map(str, gone))} exhausted all inputs")
             assert f"after step {taken}." in str(rank.raised)
             assert rank.attendance.steps == begun
 
