@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.kernel.abort import limit_of
-from stagereg.kernel.attendance import appears
+from stagereg.kernel.side import appears
 
 __all__ = ["CarryWatch", "Memory"]
 

@@ -30,6 +30,7 @@ from stagereg.join.iterate import Loop
 from stagereg.join.mean import Average, known_average, weighted
 from stagereg.join.protocol import Joinable, JoinConfig, JoinHook, NotedConfig, notify
 from stagereg.join.wiring import Mode, Wiring, common_group, known_mode
+from stagereg.kernel.abort import was_aborted
 from stagereg.kernel.attendance import Attendance, PlannedAttendance
 from stagereg.kernel.shadow import PEER_EXHAUSTED, Wire
 from stagereg.registry import register
@@ -66,9 +67,9 @@ class Join:
     Raises:
         JoinError: (a ``ValueError``) no joinables, or joinables with different process groups, or a first one that
             cannot announce, or a step that cannot be shadowed.
-        UnevenInputsError: (a ``RuntimeError``) on leaving, or at the step, if told to throw. PeerFailedError: (a
-        ``RuntimeError``) another rank failed, was killed or does not answer. The process group cannot
-            be used any more; end the process.
+        UnevenInputsError: (a ``RuntimeError``) on leaving, or at the step, if told to throw.
+        PeerFailedError: (a ``RuntimeError``) another rank failed, was killed or does not answer. The process group
+            cannot be used any more; end the process.
 
     Example::
 
@@ -124,6 +125,11 @@ class Join:
 
     def __enter__(self) -> Join:
         self._refuse_a_second_join()
+        if self._enable and was_aborted(self._group):
+            raise JoinError(
+                "the process group was aborted when a join over it failed, so nothing can be sent over it any more; "
+                "end this process, or make a new process group"
+            )
         self._before = [getattr(joinable, "_join_config", None) for joinable in self._joinables]
         if self._hooks is None:  # entered again, as once an epoch
             self._hooks = self._make_hooks()
@@ -180,19 +186,24 @@ class Join:
 
         Args:
             loader: this rank's batches; with a length on all ranks, they are exchanged once and no step counts.
-            example: for a rank that may never have a batch, or batches that cannot be cut to none by themselves: a
-            batch
-                as the loader would give, or an empty one. Not needed where another rank's can be emptied.
+            example: on all ranks, where batches cannot be cut to none by themselves: an empty one, or a batch as the
+                loader would give that can be. Not needed where a rank has no batch, if another's can be emptied.
 
         Raises:
             JoinError: the join was not entered; or a batch cannot be emptied.
             UnevenInputsError: told to throw, with planned lengths before the first step.
         """
-        if not self._enable or self._mode == "torch":
+        if not self._enable or self._mode == "torch":  # torch's wire is for loops that ranks leave
             yield from loader
             return
         if self._wiring is None:
             raise JoinError("join.iterate works inside the join: with stagereg.Join(...) as join: ...")
+        if self._loop is not None and self._loop.running:
+            raise JoinError(
+                "another join.iterate of this join has not come to its end, and only one runs at a time. Evaluate "
+                "after it, or loop over the loader itself under torch.no_grad(), with the metrics joinable for what "
+                "is told"
+            )
         self._leave_loop()
         self._loop = loop = Loop(self._wiring, self._shadow_step)
         self._configure(loop.start(loader))
@@ -223,7 +234,7 @@ class Join:
         if self._wiring is None or self._wiring.tally is None:
             raise JoinError(
                 "join.mean works inside the join, with join.iterate, or in a plain loop with join.mode=counted or "
-                "planned"
+                "planned; on torch's wire (join.mode=torch) there is no room for it"
             )
         world = self._group.size()
         if over == "world" and self._kwargs.get("divide_by_initial_world_size", True):
@@ -390,7 +401,7 @@ class Join:
         loop = self._loop
         if loop is None:
             return True
-        if loop.attendance.covered:  # left before it ran a step that others have begun
+        if loop.leave():
             self._served()
             self._shadow_step()
         while not loop.attendance.over and loop.attendance.absent() is not None:

@@ -15,7 +15,8 @@ import torch
 from stagereg.errors import JoinError
 from stagereg.join.empty import emptied, fetch, publish
 from stagereg.join.wiring import Wiring
-from stagereg.kernel.attendance import Attendance, appears
+from stagereg.kernel.attendance import Attendance
+from stagereg.kernel.side import appears
 from stagereg.kernel.tally import Tally
 
 __all__ = ["Loop"]
@@ -32,13 +33,14 @@ class Loop:
 
     Attributes:
         attendance: who still has data, once it has started.
-        empty: whether the body runs on an empty batch.
+        running: whether its generator has begun, and has neither ended nor been closed.
     """
 
     attendance: Attendance
 
     def __init__(self, wiring: Wiring, shadow: Callable[[], None]) -> None:
-        self.empty = False
+        self.running = False
+        self._started = False
         self._closed = False
         self._wiring = wiring
         self._shadow = shadow
@@ -46,6 +48,7 @@ class Loop:
     def start(self, loader: Iterable[Any]) -> Attendance:
         """Exchange what there is to be exchanged; collective."""
         self.attendance = self._wiring.looped(loader)
+        self._started = True
         return self.attendance
 
     def run(self, loader: Iterable[Any], example: Any, device: torch.device) -> Iterator[Any]:
@@ -56,8 +59,20 @@ class Loop:
             example: a batch to be emptied, or ``None``.
             device: for empty batches that come from another rank.
         """
+        self.running = True
+        try:
+            yield from self._run(loader, example, device)
+        finally:
+            self.running = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether the body runs on an empty batch."""
+        return self._started and self.attendance.empty
+
+    def _run(self, loader: Iterable[Any], example: Any, device: torch.device) -> Iterator[Any]:
         attendance = self.attendance
-        cut = _NOTHING if example is None else emptied(example)
+        cut = _NOTHING if example is None else _emptied(example)
         key = f"example/{self._wiring.loops}"
         batch = _NOTHING
         for i, batch in enumerate(loader):
@@ -65,7 +80,7 @@ class Loop:
                 try:
                     publish(self._wiring.store, key, batch if cut is _NOTHING else cut)
                 except JoinError:  # told to those who may ask for it
-                    if not attendance.even:
+                    if cut is _NOTHING and not attendance.even:
                         raise
             attendance.expected = True
             yield batch
@@ -75,9 +90,9 @@ class Loop:
                 cut = self._from_others(key, device) if batch is _NOTHING else emptied(batch)
             batch = _NOTHING
             attendance.cover()
-            self.empty = True
+            attendance.empty = True
             yield cut
-            self.empty = False
+            attendance.empty = False
             if attendance.covered:  # the body passed over it, so it also calls no join.mean
                 self._tally.serve()
                 self._shadow()
@@ -94,8 +109,20 @@ class Loop:
         assert self._wiring.tally is not None
         return self._wiring.tally
 
+    def leave(self) -> bool:
+        """Whether this rank left before it ran a step that others have begun; it has no body any more."""
+        self.attendance.empty = False
+        return self.attendance.covered
+
     def _from_others(self, key: str, device: torch.device) -> Any:
         """Return the empty batch of a rank that had one: it has told before its first step began."""
         store: Any = self._wiring.store
         self._wiring.lifeline.wait(lambda seconds: appears(store, key, seconds), "telling how a batch looks")
         return fetch(store, key, device)
+
+
+def _emptied(example: Any) -> Any:
+    try:
+        return emptied(example)
+    except JoinError:
+        return example  # an empty one, as the user has said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from stagereg.errors import JoinError, nearest
 from stagereg.join.protocol import Joinable
 from stagereg.kernel.alarm import Lifeline
 from stagereg.kernel.attendance import Attendance, CountedAttendance, PlannedAttendance
-from stagereg.kernel.side import Line, side_line
+from stagereg.kernel.side import Line, side_groups, side_line
 from stagereg.kernel.tally import Tally
 
 __all__ = ["Mode", "Wiring", "common_group", "known_mode", "length_of", "unknown"]
@@ -22,6 +22,8 @@ __all__ = ["Mode", "Wiring", "common_group", "known_mode", "length_of", "unknown
 Mode = Literal["planned", "counted", "torch", "auto"]
 
 _numbers: Counter[str] = Counter()
+_POLLED = ("attendance", "tally")
+"""Lines on which nobody waits without looking up, however long a rank takes to come."""
 
 
 def known_mode(mode: str | None) -> str | None:
@@ -87,7 +89,7 @@ class Wiring:
         self._counts = counts
         self._foreign = _speaks_torch(joinables[0])
         self.loops = 0
-        self.lifeline = Lifeline(group, timeout, name)
+        self.lifeline = Lifeline(group, timeout, name, also=side_groups(group, but=_POLLED))
         self.store = PrefixStore(name, group.get_group_store()) if group.size() > 1 else None
         self.tally: Tally | None = None
 
@@ -117,11 +119,16 @@ class Wiring:
 
     def _attendance(self, loader: Any) -> Attendance:
         if self.tally is None:
-            self.tally = Tally(side_line(self._group, "tally"), 2, self.lifeline.wait)
-        line = side_line(self._group, "attendance")
+            self.tally = Tally(side_line(self._group, "tally", self._patiently), 2, self.lifeline.wait)
+        line = side_line(self._group, "attendance", self._patiently)
         number = self.loops
         self.loops += 1
         length = length_of(loader)
+        made = self._made(line, loader, length, number)
+        self.lifeline.note(step=_Steps(made))
+        return made
+
+    def _made(self, line: Line, loader: Any, length: int | None, number: int) -> Attendance:
         if self._mode != "counted" and (loader is not None or self._mode == "planned"):
             lengths = self._lengths(self._told_lengths(line, length))
             if lengths is not None:
@@ -133,13 +140,17 @@ class Wiring:
         return CountedAttendance(line, self._throw, self.lifeline.wait, length)
 
     def _told_lengths(self, line: Line, length: int | None) -> list[int | None]:
-        """Every rank's length; waits for as long as it takes, since a rank may still prepare its data."""
+        """Return every rank's length."""
         mine = [0.0] * line.size
         mine[line.rank] = 0.0 if length is None else length + 1.0
         pending = line.add(mine)
-        while not pending.ready(0.5):
-            self.lifeline.check()
+        self._patiently(pending.ready, "the join")
         return [int(told) - 1 if told else None for told in pending.wait()]
+
+    def _patiently(self, ready: Callable[[float], bool], what: str) -> None:
+        """Wait for as long as it takes, but not for a rank that has failed: others may still prepare their data."""
+        while not ready(0.5):
+            self.lifeline.check()
 
     def _lengths(self, told: list[int | None]) -> list[int] | None:
         known = [length for length in told if length is not None]
@@ -204,3 +215,13 @@ def _speaks_torch(joinable: Any) -> str:
     """Return the name of a joinable's type if it notifies through torch's ``Join``; empty if not."""
     kind = type(joinable)
     return "" if Joinable in kind.__mro__ and TorchJoinable not in kind.__mro__ else kind.__name__
+
+
+class _Steps:
+    """How many steps a rank has begun, whenever it is asked; for what is said of it if it fails."""
+
+    def __init__(self, attendance: Attendance) -> None:
+        self._attendance = attendance
+
+    def __str__(self) -> str:
+        return str(self._attendance.steps)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -19,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["abort", "is_broken_operation", "is_timeout", "limit_of", "limit_operations"]
+__all__ = ["abort", "is_broken_operation", "is_timeout", "limit_of", "limit_operations", "was_aborted"]
 
 _TAG = 0x57A6E
 """Of the receive that nobody sends for; a tag that no program uses."""
 _AT_ONCE = timedelta(milliseconds=5)
+_aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _TORCHS_LIMIT_S = 1800.0
 _TIMEOUT = r"Timed out waiting \d+ ?ms|pair closure|operation timeout|Operation timed out!|wait timeout|Socket Timeout"
 _BROKEN = rf"gloo|nccl|c10d|{_TIMEOUT}"
@@ -35,6 +37,7 @@ def abort(group: dist.ProcessGroup) -> None:
     Ranks that are connected to this one fail too, but in a ring not every two are: each rank has to call it.
     Never raises. Backends other than gloo are told by ``group.abort()``, which was not tried on an accelerator.
     """
+    _aborted.add(group)
     others = False
     for backend in _backends(group):
         if _is_gloo(backend):
@@ -46,6 +49,11 @@ def abort(group: dist.ProcessGroup) -> None:
     if others:
         with contextlib.suppress(Exception):
             group.abort()
+
+
+def was_aborted(group: dist.ProcessGroup) -> bool:
+    """Whether :func:`abort` has ended this group on this rank."""
+    return group in _aborted
 
 
 def limit_operations(group: dist.ProcessGroup, timeout_s: float) -> Callable[[], None]:

@@ -112,7 +112,10 @@ class Lifeline:
             raise error
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks that this one leaves with ``error``, and abort the groups. Never raises, never hangs.
+        """Tell the other ranks that this one leaves with ``error``. Never raises, never hangs.
+
+        They abort their groups if they do not leave by themselves within a second, as they do where all ranks raise the
+        same on purpose and go on.
 
         A :class:`PeerFailedError`, and any error once a failure is known, is a consequence and not told. Let
         :meth:`explain` see the error of a collective first: it may be a consequence of what is not known here yet.
@@ -122,7 +125,7 @@ class Lifeline:
         self._reported = True
         said = _summary(error)
         text = f"rank {self._rank} failed: {said}\nThe cause is there: read the output of rank {self._rank}."
-        self._watch.tell(Failure((self._rank,), said, text), _LEAVE_S)
+        self._watch.leaves_with(Failure((self._rank,), said, text), _LEAVE_S)
 
     def explain(self, error: BaseException) -> PeerFailedError | None:
         """Find out why a collective has failed here with ``error``; takes about three seconds, and four at most.

@@ -16,19 +16,14 @@ It knows nothing of joinables, loaders or torch's wire (:mod:`stagereg.kernel.sh
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from stagereg.errors import JoinError, UnevenInputsError
-from stagereg.kernel.side import Line, Pending
+from stagereg.kernel.side import Line, Pending, Waiting, Words, appears
 
-__all__ = ["Attendance", "CountedAttendance", "PlannedAttendance", "Roll", "Waiting", "Words", "appears", "until"]
-
-Waiting = Callable[[Callable[[float], bool], str], None]
-"""Calls a function with seconds to wait, again and again until it returns True; the text says what is waited for."""
+__all__ = ["Attendance", "CountedAttendance", "PlannedAttendance", "Roll", "until"]
 
 
 @dataclass(frozen=True)
@@ -74,10 +69,12 @@ class Attendance(ABC):
         over: whether no rank has data any more.
         even: whether all ranks are known to have as many batches.
         expected: whether the loop has given its body a batch of which no step has begun.
+        empty: whether the loop's body runs on an empty batch.
     """
 
     even = False
     expected = False
+    empty = False
 
     def __init__(self, rank: int, size: int, throw: bool, waiting: Waiting) -> None:
         self.steps = 0
@@ -98,6 +95,9 @@ class Attendance(ABC):
         self.expected = False
         if self._covered:  # the body of a rank without data runs, in a step that others have begun
             self._covered = False
+            return
+        if self.empty:  # ... and takes another step on the same empty batch, as the others do on theirs
+            self.absent()
             return
         self._begin(syncing)
         self.steps += 1
@@ -263,22 +263,6 @@ class CountedAttendance(Attendance):
         return UnevenInputsError(f"Rank {ranks} exhausted all inputs, so all ranks stop after step {taken}.")
 
 
-class Words(Protocol):
-    """What :class:`PlannedAttendance` needs of a store: torch's stores have it."""
-
-    def set(self, key: str, value: str, /) -> Any:
-        """Leave a word; waits for nobody."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return a word that is there."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all of them are there."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, and return what it has become."""
-
-
 _SYNCING, _OVER = b"1", b"over"
 
 
@@ -339,17 +323,3 @@ class PlannedAttendance(Attendance):
         if self._words.add("left", 1) == self._size:
             taken = max(int(self._words.get(f"taken/{rank}")) for rank in range(self._size))
             self._words.set(f"begun/{taken}", "over")
-
-
-def appears(words: Words, key: str, seconds: float) -> bool:
-    """Wait for a key, so many seconds at most; return whether it is there.
-
-    It looks less and less often: first it is a matter of microseconds, later of a long forward pass.
-    """
-    started = time.monotonic()
-    while not words.check([key]):
-        waited = time.monotonic() - started
-        if waited > seconds:
-            return False
-        time.sleep(min(waited / 8, 0.002))
-    return True

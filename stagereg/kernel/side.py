@@ -9,15 +9,21 @@ within one process.
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-__all__ = ["Line", "Pending", "side_line"]
+__all__ = ["Line", "Pending", "Waiting", "Words", "appears", "side_groups", "side_line"]
+
+Waiting = Callable[[Callable[[float], bool], str], None]
+"""Calls a function with seconds to wait, again and again until it returns True; the text says what is waited for."""
 
 
 class Pending(Protocol):
@@ -48,17 +54,27 @@ class Line(Protocol):
         """Return what all ranks gave, in rank order; it is pickled. Waits for all of them."""
 
 
-def side_line(group: dist.ProcessGroup, purpose: str) -> Line:
+def side_line(group: dist.ProcessGroup, purpose: str, waiting: Waiting | None = None) -> Line:
     """Return the line of ``group``'s ranks for ``purpose``; collective where it is the first time, which makes a group.
 
     Lines are kept for as long as their group: another join over the same ranks has the same one.
+
+    Args:
+        group: the ranks.
+        purpose: what is exchanged; a line for one never meets another's.
+        waiting: how to wait for the other ranks to make the group too; ``None``: for as long as torch does.
     """
     if group.size() == 1:
         return _Alone()
     line = _lines.get((group.group_name, purpose))
     if line is None or line.of is not group:  # a group that came after one of the same name was destroyed
-        line = _lines[group.group_name, purpose] = _GlooLine(group)
+        line = _lines[group.group_name, purpose] = _GlooLine(group, _made(group, purpose, waiting))
     return line
+
+
+def side_groups(group: dist.ProcessGroup, but: Sequence[str]) -> list[dist.ProcessGroup]:
+    """The process groups that have been made for lines of ``group``'s ranks, for other purposes than these."""
+    return [line.group for (_, purpose), line in _lines.items() if line.of is group and purpose not in but]
 
 
 class _Done:
@@ -109,13 +125,11 @@ class _Sum:
 
 
 class _GlooLine:
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        self.of = group
-        self.rank, self.size = group.rank(), group.size()
-        self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    def __init__(self, of: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+        self.of, self.group = of, group
+        self.rank, self.size = of.rank(), of.size()
         # Past what torch does around a collective for users: a sum a step is to be lost beside the step.
-        self._gloo = self._group._get_backend(torch.device("cpu"))
+        self._gloo: Any = group._get_backend(torch.device("cpu"))
         self._options = dist.AllreduceOptions()
 
     def add(self, values: Sequence[float]) -> Pending:
@@ -124,8 +138,56 @@ class _GlooLine:
 
     def gather(self, thing: Any) -> list[Any]:
         things: list[Any] = [None] * self.size
-        dist.all_gather_object(things, thing, group=self._group)
+        dist.all_gather_object(things, thing, group=self.group)
         return things
 
 
+def _made(of: dist.ProcessGroup, purpose: str, waiting: Waiting | None) -> dist.ProcessGroup:
+    """Make a group of the same ranks, once all of them are about to.
+
+    Torch waits for the others in the store, where nothing reaches this thread, and where it keeps the store's
+    connection from the process's other threads.
+    """
+    if waiting is not None:
+        number = _made_before[of.group_name, purpose]
+        _made_before[of.group_name, purpose] += 1
+        store: Any = PrefixStore(f"stagereg/side/{of.group_name}/{purpose}/{number}", of.get_group_store())
+        store.set(str(of.rank()), "here")
+        ranks = [str(rank) for rank in range(of.size())]
+        waiting(lambda seconds: appears(store, ranks, seconds), "the join")
+    return dist.new_group(dist.get_process_group_ranks(of), backend="gloo", use_local_synchronization=True)
+
+
+class Words(Protocol):
+    """What a join needs of a store: torch's stores have it."""
+
+    def set(self, key: str, value: str, /) -> Any:
+        """Leave a word; waits for nobody."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a word that is there."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of them are there."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, and return what it has become."""
+
+
+def appears(words: Words, key: str | Sequence[str], seconds: float) -> bool:
+    """Wait for a key, or several, so many seconds at most; return whether they are there.
+
+    It looks less and less often: first it is a matter of microseconds, later of a long forward pass.
+    """
+    keys = [key] if isinstance(key, str) else list(key)
+    started = time.monotonic()
+    while not words.check(keys):
+        waited = time.monotonic() - started
+        if waited > seconds:
+            return False
+        time.sleep(min(waited / 8, 0.002))
+    return True
+
+
+_made_before: Counter[tuple[str, str]] = Counter()
 _lines: dict[tuple[str, str], _GlooLine] = {}

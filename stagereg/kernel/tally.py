@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 
 from stagereg.errors import JoinError
-from stagereg.kernel.attendance import Waiting, until
-from stagereg.kernel.side import Line
+from stagereg.kernel.attendance import until
+from stagereg.kernel.side import Line, Waiting
 
 __all__ = ["Tally"]
 

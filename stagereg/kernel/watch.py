@@ -31,6 +31,8 @@ _PULSE_S = 2.0
 """Seconds between two words of a rank that has nothing to say, at most."""
 _GRACE_S = 2.0
 """Seconds that ranks have to answer a ring, at most."""
+_MERCY_S = 0.6
+"""Seconds in which a rank may leave by itself after another has failed: all may have raised the same, and go on."""
 _SLEPT_S = 0.8
 """Seconds between two looks that count at most; what is more, this process did not run."""
 
@@ -57,7 +59,7 @@ class Watch(threading.Thread):
         rank: this one.
         ranks: all, in the same order everywhere.
         timeout_s: seconds within which a rank that has gone silent is to be found.
-        on_failure: called in this thread, once, when a failure is known, whoever found it.
+        on_failure: called in this thread, once, if the program does not leave soon after a failure is known.
 
     Attributes:
         failure: the first one that is known, or ``None``.
@@ -96,6 +98,7 @@ class Watch(threading.Thread):
         self._wake = threading.Event()
         self._calls = 0
         self._to_tell: Failure | None = None
+        self._mercy_s = _MERCY_S
         self._told = threading.Event()
         self._leaving = False
         # From here on the thread's own.
@@ -108,6 +111,7 @@ class Watch(threading.Thread):
         self._since = 0.0
         self._now = 0.0  # seconds in which this process ran
         self._acted = False
+        self._due: float | None = None
 
     def call_roll(self) -> int:
         """Ask the other ranks to say a word; returns the number that ``roll.call`` reaches when their time is over."""
@@ -127,12 +131,19 @@ class Watch(threading.Thread):
     def tell(self, failure: Failure, wait_s: float) -> None:
         """Tell all ranks of a failure, unless one is known. It waits ``wait_s`` at most until that is done."""
         if self.failure is None:
+            self._mercy_s = 0.0
             self.failure = self._to_tell = failure
             self._wake.set()
             if self.is_alive():
                 self._told.wait(wait_s)
             else:
                 self._act()
+
+    def leaves_with(self, failure: Failure, wait_s: float) -> None:
+        """As :meth:`tell`, for a program that is about to leave with a failure of its own: nothing is aborted here."""
+        if self.failure is None:
+            self._acted = True
+            self.tell(failure, wait_s)
 
     def leave(self, wait_s: float) -> None:
         """Say goodbye, unless there is a failure to be read, and end this thread; wait so long for it at most."""
@@ -201,6 +212,7 @@ class Watch(threading.Thread):
         told = [word.failure for word in words.values() if word.failure is not None]
         if told and self.failure is None:
             self.failure = min(told, key=lambda failure: failure.when)
+            self.news.set()
 
     def _open_roll(self, board: Board) -> None:
         before = self._read_all(board)  # before the ring, or an answer could be taken for an old word
@@ -216,6 +228,7 @@ class Watch(threading.Thread):
         self._hear(words)
         silent = [rank for rank, word in words.items() if rank in before and word.beat == before[rank].beat]
         if silent and self.failure is None:
+            self._mercy_s = 0.0
             self._give_up({rank: words[rank] for rank in sorted(silent)})
             self._publish(board)
         self._answered = call
@@ -243,7 +256,11 @@ class Watch(threading.Thread):
         return same and found is not None
 
     def _act(self) -> None:
-        if self.failure is not None and not self._acted:
+        if self.failure is None or self._acted or self._leaving:
+            return
+        if self._due is None:
+            self._due = self._now + self._mercy_s
+        if self._now >= self._due:
             self._acted = True
             self._on_failure()
             self.news.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -84,6 +85,46 @@ def test_an_exception_on_one_rank_is_told_on_all(way: str) -> None:
         assert "rank 1" in text
         assert "ValueError: loss is not finite" in text
         assert seconds < TIMEOUT_S + SLACK_S
+
+
+def never_looping(rank: int, world_size: int) -> tuple[str, str, float]:
+    """One rank fails before the loop that the others begin."""
+    ddp = model()
+
+    def act() -> None:
+        join = stagereg.Join([ddp], timeout=TIMEOUT_S)
+        with join:
+            if rank == 1:
+                raise ValueError("no such data set")
+            for x in join.iterate([batch(rank, 0, 0)]):
+                ddp(x).sum().backward()
+
+    return outcome(act)
+
+
+def test_a_rank_that_fails_before_its_first_loop_is_named() -> None:
+    one, _, other = run_ranks(never_looping, 3, timeout_s=60)
+    for kind, text, seconds in (one, other):
+        assert kind == "PeerFailedError"
+        assert "rank 1 failed: ValueError: no such data set" in text
+        assert seconds < TIMEOUT_S + SLACK_S
+
+
+def going_on(rank: int, world_size: int, way: str) -> list[float]:
+    """All ranks leave three joins by the same exception, and use the process group afterwards."""
+    sums = []
+    for _ in range(3):
+        with contextlib.suppress(KeyError):
+            trains(rank, way, 3, lambda step: {0: None}[step])
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        sums.append(total.item())
+    return sums
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_all_leave_by_the_same_exception_can_go_on(way: str) -> None:
+    assert run_ranks(going_on, 3, args=(way,), timeout_s=60) == [[3.0] * 3] * 3
 
 
 def dying(rank: int, world_size: int, way: str, number: int, folder: str) -> None:
@@ -199,6 +240,18 @@ def misused(rank: int, world_size: int, what: str) -> tuple[str, str, float]:
                 for step in range(4):
                     one.require_backward_grad_sync = rank == 0 or step % 2 == 1
                     one(x).sum().backward()
+        elif what == "a loop inside a loop":
+            joined = stagereg.Join([one], timeout=TIMEOUT_S)
+            with joined:
+                for b in joined.iterate([x] * 3):
+                    one(b).sum().backward()
+                    for again in joined.iterate([x]):
+                        one(again)
+        elif what == "two loops in turns":
+            joined = stagereg.Join([one], timeout=TIMEOUT_S)
+            with joined:
+                for b, _ in zip(joined.iterate([x] * 3), joined.iterate([x]), strict=False):
+                    one(b).sum().backward()
         elif what == "a module left alone":
             whole = nn.Linear(4, 1).double()
             joined = stagereg.Join([stagereg.build("joinable", "module", module=whole)], timeout=TIMEOUT_S)
@@ -214,6 +267,8 @@ def misused(rank: int, world_size: int, what: str) -> tuple[str, str, float]:
 
 
 WORDS = {
+    "a loop inside a loop": "only one runs at a time",
+    "two loops in turns": "only one runs at a time",
     "nested, both used inside": "used inside an inner one",
     "nested, the same module": "in another join already",
     "another order than listed": "in the order in which the loop uses them",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.distributed_c10d import _world
 from torch.nn.parallel import DistributedDataParallel
 
@@ -140,6 +141,82 @@ def ahead(rank: int, world_size: int, mode: str) -> int:
 @pytest.mark.parametrize("mode", MODES)
 def test_no_rank_waits_for_another_before_its_forward(mode: str) -> None:
     assert run_ranks(ahead, 2, args=(mode,), timeout_s=30) == [3, 3]
+
+
+def two_steps_a_batch(rank: int, world_size: int, mode: str) -> list[torch.Tensor]:
+    """As with SAM, or an optimizer's closure; rank 0 has no batch from the second one on."""
+    ddp = DistributedDataParallel(net(Case()))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    join = stagereg.Join([ddp, optimizer], mode=mode, divide_by_initial_world_size=False)
+    with join:
+        for x in join.iterate([batch(rank, 0, step) for step in range(1 + rank)]):
+            for _ in range(2):
+                optimizer.zero_grad()
+                join.mean(ddp(x).sum(), len(x), over="samples").backward()
+                optimizer.step()
+    return [p.detach() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_steps_on_one_batch_count_ranks_without_data_in_neither(mode: str) -> None:
+    module = net(Case())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for step in range(3):
+        batches = [batch(rank, 0, step) for rank in range(3) if step < 1 + rank]
+        for _ in range(2):
+            optimizer.zero_grad()
+            (sum(module(x).sum() for x in batches) / sum(map(len, batches))).backward()
+            optimizer.step()
+    for params in run_ranks(two_steps_a_batch, 3, args=(mode,), timeout_s=30):
+        assert difference(params, [p.detach() for p in module.parameters()]) < EXACT
+
+
+class Sealed:
+    """A batch that nobody can cut, and that does not tell how long it is."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+def sealed(rank: int, world_size: int) -> list[int]:
+    ddp = DistributedDataParallel(net(Case()))
+    join = stagereg.Join([ddp])
+    lengths = []
+    with join:
+        data = [Sealed(batch(rank, 0, step)) for step in range(2 * rank)]
+        for b in join.iterate(data, example=Sealed(torch.zeros(0, 4, dtype=torch.float64))):
+            ddp(b.x).sum().backward()
+            lengths.append(len(b.x))
+    return lengths
+
+
+def test_an_empty_example_of_any_kind_is_taken_as_it_is() -> None:
+    assert run_ranks(sealed, 2, timeout_s=30) == [[0, 0], [3, 3]]
+
+
+def among_torchs(rank: int, world_size: int) -> list[torch.Tensor]:
+    """``mode="torch"`` with ``iterate`` on some ranks, torch's ``Join`` on the others."""
+    ddp = DistributedDataParallel(net(Case()))
+    data = [batch(rank, 0, step) for step in range(1 + 2 * rank)]
+    if rank == 1:
+        with TorchJoin([ddp]):
+            for x in data:
+                ddp.zero_grad()
+                ddp(x).sum().backward()
+    else:
+        join = stagereg.Join([ddp], mode="torch")
+        with join:
+            for x in join.iterate(data):
+                ddp.zero_grad()
+                ddp(x).sum().backward()
+    return [p.grad.clone() for p in ddp.parameters()] if rank == 2 else []
+
+
+def test_iterate_on_torchs_wire_is_a_plain_loop_among_ranks_that_run_torchs_join() -> None:
+    module = net(Case())
+    (module(batch(2, 0, 4)).sum() / 3).backward()
+    *_, last = run_ranks(among_torchs, 3, timeout_s=30)
+    assert difference(last, [p.grad for p in module.parameters()]) < EXACT
 
 
 def lengthless(rank: int, world_size: int, mode: str | None, way: str) -> str:

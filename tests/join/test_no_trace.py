@@ -30,7 +30,7 @@ def marks(ddp: DistributedDataParallel) -> dict[str, Any]:
     }
 
 
-def leaving(rank: int, world_size: int, way: str) -> Any:
+def leaving(rank: int, world_size: int, way: str, mode: str | None) -> Any:
     ddp = DistributedDataParallel(net(Case()))
     ddp(batch(rank, 0, 0)).sum().backward()  # sets up what DDP sets up once
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -42,14 +42,16 @@ def leaving(rank: int, world_size: int, way: str) -> Any:
         enable=way != "disabled",
         throw_on_early_termination=way == "throw",
         divide_by_initial_world_size=False,
+        mode=mode,
     )
     stopped = False
     inside = None
     try:
         with join:
             inside = marks(ddp)
-            for step in range(length):
-                ddp(batch(rank, 0, step)).sum().backward()
+            data = [batch(rank, 0, step) for step in range(length)]
+            for x in join.iterate(data) if mode == "auto" else data:
+                ddp(x).sum().backward()
             if way == "error":
                 raise KeyError(way)
     except (KeyError, stagereg.UnevenInputsError):
@@ -57,9 +59,10 @@ def leaving(rank: int, world_size: int, way: str) -> Any:
     return before, inside, marks(ddp), filters == list(warnings.filters), stopped
 
 
+@pytest.mark.parametrize("mode", [None, "counted", "auto"])
 @pytest.mark.parametrize("way", WAYS_OUT)
-def test_every_way_out_leaves_the_module_and_the_filters_as_they_were(way: str) -> None:
-    for before, inside, after, same_filters, stopped in run_ranks(leaving, 2, args=(way,), timeout_s=30):
+def test_every_way_out_leaves_the_module_and_the_filters_as_they_were(way: str, mode: str | None) -> None:
+    for before, inside, after, same_filters, stopped in run_ranks(leaving, 2, args=(way, mode), timeout_s=30):
         assert inside["config"][0] == (way != "disabled")
         assert after == before
         assert same_filters

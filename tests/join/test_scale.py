@@ -56,7 +56,7 @@ def line_of(group: Group, purpose: str) -> SimulatedLine:
 class Lifeline:
     """By which an error of one rank is one of all."""
 
-    def __init__(self, group: Group, timeout_s: float, name: str) -> None:
+    def __init__(self, group: Group, timeout_s: float, name: str, also: Any = ()) -> None:
         self._group = group
         self.wait = group.simulation.waiting
 
@@ -65,6 +65,8 @@ class Lifeline:
     def stop(self) -> None: ...
 
     def check(self) -> None: ...
+
+    def note(self, **progress: object) -> None: ...
 
     def explain(self, error: BaseException) -> None: ...
 
@@ -78,7 +80,9 @@ def in_threads() -> Iterator[None]:
     """What a join takes of its process is per rank while this is on."""
     each = {
         "stagereg.join.wiring.Lifeline": Lifeline,
-        "stagereg.join.wiring.side_line": line_of,
+        "stagereg.join.wiring.side_line": lambda group, purpose, waiting: line_of(group, purpose),
+        "stagereg.join.wiring.side_groups": lambda group, but: [],
+        "stagereg.join.context.was_aborted": lambda group: False,
         "stagereg.join.context.nesting": SimpleNamespace(enter=lambda borrow: None, leave=lambda borrow: None),
     }
     with contextlib.ExitStack() as all_of_them:
