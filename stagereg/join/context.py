@@ -348,8 +348,9 @@ class Join:
 
     def _must_have_announced(self) -> None:
         """Refuse a first joinable that ran collectives and never said so; the others would wait for it, or worse."""
+        assert self._wiring is not None
         first = self._joinables[0]
-        announced = self._announced or (self._attendance is not None and self._attendance.steps > 0)
+        announced = self._announced or self._wiring.steps > 0
         if announced or hasattr(first, "unfinished") or _collectives(self._group) == self._sequence:
             return
         raise JoinError(

@@ -89,6 +89,7 @@ class Wiring:
         self._counts = counts
         self._foreign = _speaks_torch(joinables[0])
         self.loops = 0
+        self._attendances: list[Attendance] = []
         self.lifeline = Lifeline(group, timeout, name, also=side_groups(group, but=_POLLED))
         self.store = PrefixStore(name, group.get_group_store()) if group.size() > 1 else None
         self.tally: Tally | None = None
@@ -125,8 +126,14 @@ class Wiring:
         self.loops += 1
         length = length_of(loader)
         made = self._made(line, loader, length, number)
+        self._attendances.append(made)
         self.lifeline.note(step=_Steps(made))
         return made
+
+    @property
+    def steps(self) -> int:
+        """How many steps have begun beside torch's wire, in all loops so far."""
+        return sum(attendance.steps for attendance in self._attendances)
 
     def _made(self, line: Line, loader: Any, length: int | None, number: int) -> Attendance:
         if self._mode != "counted" and (loader is not None or self._mode == "planned"):

@@ -157,3 +157,20 @@ def test_what_was_not_declared_is_refused_before_anything_is_sent() -> None:
     assert "got torch.float64 of shape (2,)" in dtype
     assert number == "1 collectives are declared but 2 tensors were given"
     assert [total] == other == ["[2.0, 2.0]"]
+
+
+def iterating(rank: int, world_size: int, mode: str | None) -> list[float]:
+    """A join whose only joinable is no model: its call is the step, on an empty batch too."""
+    tally = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "shape": [1]}])
+    join = stagereg.Join([tally], mode=mode)
+    with join:
+        sums = [tally(x.sum().reshape(1))[0].item() for x in join.iterate([torch.ones(2)] * (1 + rank))]
+    with join:
+        for _ in range(1 + rank):
+            tally(torch.ones(1))
+    return sums
+
+
+@pytest.mark.parametrize("mode", [None, "counted", "auto"])
+def test_it_announces_the_steps_of_iterate_too(mode: str | None) -> None:
+    assert run_ranks(iterating, 3, args=(mode,), timeout_s=30) == [[6.0, 4.0, 2.0]] * 3
