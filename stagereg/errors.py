@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "BrokenPromiseError",
     "CheckpointError",
     "ConfigError",
     "JoinError",
@@ -126,6 +127,10 @@ class CheckpointError(StageregError, RuntimeError):
 
 class LaunchError(StageregError, RuntimeError):
     """Local ranks could not be started, or one of them failed."""
+
+
+class BrokenPromiseError(StageregError, AssertionError):
+    """A component does not keep a promise of its kind's contract; the message tells what was seen."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
