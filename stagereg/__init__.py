@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stagereg.config.main import main
     from stagereg.join.context import Join
     from stagereg.join.protocol import Joinable, JoinHook
+    from stagereg.sizes import ByteSize
     from stagereg.stagers.blocking import BlockingAsyncStager
     from stagereg.stagers.protocol import AsyncStager
 
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncStager",
     "BlockingAsyncStager",
+    "ByteSize",
     "Checkpointer",
     "Join",
     "JoinHook",
@@ -46,6 +48,7 @@ __all__ = [
 _LAZY = {
     "AsyncStager": "stagereg.stagers.protocol",
     "BlockingAsyncStager": "stagereg.stagers.blocking",
+    "ByteSize": "stagereg.sizes",
     "Checkpointer": "stagereg.checkpoint.checkpointer",
     "Join": "stagereg.join.context",
     "JoinHook": "stagereg.join.protocol",

@@ -2,12 +2,13 @@
 
 Hydra and OmegaConf report such a name without the names near it, and Hydra's advice to append it with ``+`` only moves
 the error. This reads the names there are off the error itself, so it holds for typed components, for the keys of an
-app's own config and for its config groups alike.
+app's own config and for its config groups alike. For a value that is no member of an enum it does the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from hydra.errors import MissingConfigException
@@ -18,6 +19,8 @@ from stagereg.errors import nearest
 
 __all__ = ["explain"]
 
+_ENUM = re.compile(r"Invalid value '(.*)', expected one of \[(.*)\]")
+
 
 def explain(error: BaseException | None) -> str:
     """Return one line with the nearest name and all there are, or an empty string for an error about something else.
@@ -26,7 +29,7 @@ def explain(error: BaseException | None) -> str:
     """
     while error is not None:
         if isinstance(error, OmegaConfBaseException):
-            told = _unknown_key(error)
+            told = _unknown_key(error) or _unknown_member(error)
         elif isinstance(error, MissingConfigException):
             told = _unknown_option(error)
         else:
@@ -53,7 +56,14 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     if error.key in takes:
         return ""
     takes = [name for name in takes if not name.startswith("_") and (what != "the config" or name != "hydra")]
-    return f"{what} takes no {str(error.key)!r}.{nearest(str(error.key), takes)} It takes: {', '.join(takes)}{more}"
+    near = nearest(str(error.key), takes)
+    return f"{what} takes no {str(error.key)!r}.{near} It takes: {', '.join(takes) or 'nothing'}{more}"
+
+
+def _unknown_member(error: OmegaConfBaseException) -> str:
+    found = _ENUM.match(str(error))
+    near = nearest(found[1], found[2].split(", ")) if found else ""
+    return f"{error.full_key} is {found[1]!r}.{near} It is one of: {found[2]}" if found and near else ""
 
 
 def _unknown_option(error: MissingConfigException) -> str:

@@ -35,7 +35,13 @@ class Opaque: ...
 
 
 class Component:
-    """One parameter of each sort."""
+    """One parameter of each sort.
+
+    Args:
+        number: how many,
+            at most.
+        opaque: what only the program has.
+    """
 
     def __init__(
         self,
@@ -122,6 +128,24 @@ def test_what_no_config_can_hold_is_left_to_the_program() -> None:
     assert list(schema.options(registry.find("join", "joined"))) == ["throw"]
 
 
+def test_what_is_left_to_the_program_is_listed() -> None:
+    assert schema.runtime(registry.find("checkpoint", "sorts")) == ["opaque", "group", "sentinel", "nothing"]
+    assert schema.runtime(registry.find("join", "joined")) == ["joinables", "parts", "enable"]
+
+
+def test_an_option_and_its_field_carry_the_docstrings_words() -> None:
+    entry = registry.find("checkpoint", "sorts")
+    options = schema.options(entry)
+    assert (options["number"].help, options["text"].help) == ("how many, at most.", "")
+    fields = {field.name: field.metadata.get("help") for field in dataclasses.fields(schema.schema(entry))}
+    assert (fields["number"], fields["text"]) == ("how many, at most.", "")
+
+
+@pytest.mark.parametrize("name", ["pinned_cached", "incremental", "overlapped", "shared", "blocking", "torch_default"])
+def test_every_option_of_a_built_in_stager_is_explained(name: str) -> None:
+    assert [o.name for o in schema.options(registry.find("stager", name)).values() if not o.help] == []
+
+
 def test_the_config_names_its_component() -> None:
     assert config()._target_ == f"{Component.__module__}.Component"
 
@@ -163,36 +187,3 @@ def test_a_component_inside_a_function_is_refused_with_what_to_do() -> None:
 
     with pytest.raises(ConfigError, match="join/local is defined inside a function"):
         schema.schema(registry.find("join", "local"))
-
-
-@pytest.mark.parametrize(
-    ("value", "hint"),
-    [
-        ("fast", Literal["fast", "slow"]),
-        (None, Literal["fast"] | None),
-        (3, Literal["auto"] | int),
-        ("auto", Literal["auto"] | int),
-        ("free", Literal["auto"] | str),
-        (["fast", "slow"], list[Literal["fast", "slow"]]),
-        ({"a": "fast"}, dict[str, Literal["fast"]]),
-        ("anything", Any),
-    ],
-)
-def test_a_choice_is_accepted(value: Any, hint: Any) -> None:
-    schema.refuse_choice("x", value, hint)
-
-
-@pytest.mark.parametrize(
-    ("value", "hint", "where"),
-    [
-        ("fsat", Literal["fast", "slow"], "x"),
-        ("fsat", Literal["fast", "slow"] | None, "x"),
-        ("fsat", Literal["fast"] | int, "x"),
-        (["slow", "fsat"], list[Literal["fast", "slow"]] | None, r"x\[1\]"),
-        ({"a": "fsat"}, dict[str, Literal["fast"]], r"x\.a"),
-        ({"a": ["fsat"]}, dict[str, list[Literal["fast"]]], r"x\.a\[0\]"),
-    ],
-)
-def test_another_choice_is_refused_with_its_place_and_the_nearest(value: Any, hint: Any, where: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{where} is 'fsat'\. Did you mean 'fast'\? It is one of: 'fast'"):
-        schema.refuse_choice("x", value, hint)

@@ -1,0 +1,67 @@
+"""Sizes in bytes that are written as people write them: ``ByteSize("4GiB")``.
+
+A size is an ``int``, so it goes wherever a number of bytes goes; only its text has a unit. As the annotation of an
+option it makes a config hold that text (``config``). This module needs nothing heavy and imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Final
+
+from stagereg.errors import ConfigError, nearest
+
+__all__ = ["ByteSize"]
+
+_BINARY = {unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB", "PiB"), 1)}
+_DECIMAL = {unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB", "PB"), 1)}
+_UNITS: Final = {"B": 1, **_BINARY, **_DECIMAL}
+_FOLDED = {unit.lower(): size for unit, size in _UNITS.items()}
+_TEXT = re.compile(r"\s*\+?(\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})(e[+-]?\d\d?)?\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_EXAMPLES = "Write a size as 4GiB, 512MB, 1.5KiB, 100B or a plain number of bytes."
+
+
+class ByteSize(int):
+    """A number of bytes, made from text with a unit or from a number.
+
+    ``ByteSize("4GiB") == 2**32``, ``ByteSize("1.5KB") == 1500``, ``ByteSize(512) == 512``. Units are B; KiB, MiB, GiB,
+    TiB, PiB, powers of 1024; KB, MB, GB, TB, PB, powers of 1000; in any case. ``str()`` gives the shortest text that
+    means exactly the same again: ``"4GiB"``. Sums and products are plain ``int``.
+
+    Args:
+        value: the text or the number. A fraction of a unit is cut down to whole bytes.
+
+    Raises:
+        ConfigError: it is no size, is negative, or is a fraction of a byte; the message has examples.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, value: str | int | float = 0) -> ByteSize:
+        return super().__new__(cls, _bytes(value))
+
+    def __str__(self) -> str:
+        fitting = [f"{self // size}{unit}" for unit, size in _UNITS.items() if self % size == 0 and self >= size]
+        return min(fitting, key=len, default="0B")
+
+    def __repr__(self) -> str:
+        return f"ByteSize({str(self)!r})"
+
+
+def _bytes(value: str | int | float) -> int:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ConfigError(f"{value!r} is not a size in bytes. {_EXAMPLES}")
+    if isinstance(value, int) and value >= 0:
+        return int(value)
+    text = str(value)
+    found = _TEXT.fullmatch(text.replace("_", ""))
+    if found is None:
+        raise ConfigError(f"{text!r} is not a size in bytes. {_EXAMPLES}")
+    number, exponent, unit = found.groups()
+    if unit and unit.lower() not in _FOLDED:
+        raise ConfigError(f"{text!r} has no unit of bytes.{nearest(unit, _UNITS)} {_EXAMPLES}")
+    size = Fraction(number + (exponent or "")) * _FOLDED[unit.lower() or "b"]
+    if _FOLDED[unit.lower() or "b"] == 1 and size.denominator != 1:
+        raise ConfigError(f"{text!r} is a fraction of a byte. {_EXAMPLES}")
+    return int(size)

@@ -1,0 +1,145 @@
+"""What a docstring says about a parameter is found, in each of the usual styles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagereg.config.docstring import parameters
+
+
+def google(one: int, two: str, three: float) -> None:
+    """Do it.
+
+    Args:
+        one: the first,
+            with more: of it.
+
+            And more.
+        two (str, optional): the second.
+        three, four: both of them.
+        *args: the rest.
+        **kwargs: the named rest.
+
+    Returns:
+        nothing: at all.
+    """
+
+
+def numpy(one: int, two: str, three: float) -> None:
+    """Do it.
+
+    Parameters
+    ----------
+    one : int
+        the first,
+        with more: of it.
+
+        And more.
+    two
+        the second.
+    three, four : float, default 1.0
+        both of them.
+    *args, **kwargs
+        the rest.
+
+    Returns
+    -------
+    nothing
+        at all.
+    """
+
+
+def rest(one: int, two: str, three: float) -> None:
+    """Do it.
+
+    :param one: the first,
+        with more: of it.
+
+        And more.
+    :param str two: the second.
+    :arg float three: both of them.
+    :param four: both of them.
+    :returns: nothing at all.
+    """
+
+
+@pytest.mark.parametrize("function", [google, numpy, rest], ids=lambda f: f.__name__)
+def test_each_style_is_read(function: Callable[..., None]) -> None:
+    told = parameters(function)
+    told = {name: words for name, words in told.items() if name not in ("args", "kwargs")}
+    assert told == {
+        "one": "the first, with more: of it. And more.",
+        "two": "the second.",
+        "three": "both of them.",
+        "four": "both of them.",
+    }
+
+
+class Base:
+    """Args of the class are read.
+
+    Args:
+        kept: by the base.
+        told: by the base.
+    """
+
+    def __init__(self, kept: int, told: int) -> None: ...
+
+
+class Child(Base):
+    """No words about parameters."""
+
+    def __init__(self, kept: int, told: int, own: int) -> None:
+        """Make it.
+
+        Args:
+            told: by the child.
+            own: of the child.
+        """
+
+
+def test_words_of_a_class_its_init_and_its_bases_are_read_the_nearest_first() -> None:
+    assert parameters(Child) == {"kept": "by the base.", "told": "by the child.", "own": "of the child."}
+
+
+def test_the_attributes_of_a_dataclass_are_its_parameters() -> None:
+    @dataclass
+    class Net:
+        """A net.
+
+        Attributes:
+            port: where it listens.
+        """
+
+        port: int = 1
+
+    assert parameters(Net) == {"port": "where it listens."}
+
+
+def test_a_docstring_without_a_word_about_parameters_says_nothing() -> None:
+    def plain() -> None:
+        """Note: this is prose.
+
+        Example:
+            one: not a parameter.
+        """
+
+    @dataclass
+    class Bare:
+        port: int = 1
+
+    assert parameters(plain) == parameters(Bare) == parameters(lambda: None) == {}
+
+
+@given(st.text(alphabet="Args: \n-_x*,():param\tParameters"))
+def test_no_docstring_is_too_odd(text: str) -> None:
+    def odd() -> Any: ...
+
+    odd.__doc__ = text
+    assert all(name and words for name, words in parameters(odd).items())

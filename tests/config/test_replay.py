@@ -1,0 +1,112 @@
+"""A run is repeated from the config it left in ``.hydra``: the component gets the same objects of the same types."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import enum
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import stagereg
+from stagereg import ByteSize
+
+
+class Codec(enum.Enum):
+    ZSTD = 1
+    NONE = 2
+
+
+@dataclass(frozen=True)
+class Net:
+    host: str
+    wait: timedelta = timedelta(seconds=3)
+
+
+@dataclass
+class Plain:
+    sizes: tuple[int, ...] = (1,)
+
+
+@stagereg.register("join", "mine")
+def mine(
+    number: int,
+    room: ByteSize = ByteSize("4GiB"),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    wait: timedelta = timedelta(hours=1.5),
+    codec: Codec = Codec.NONE,
+    codecs: dict[str, Codec] = {},
+    folder: Path = Path("x"),
+    mode: Literal["fast", "slow"] = "fast",
+    ratio: float = 0.5,
+    old: int | None = None,
+    either: int | str = "auto",
+    pair: tuple[int, torch.dtype] = (1, torch.int8),
+    rooms: list[ByteSize] = [ByteSize("1KB")],
+    net: Net = Net("here"),
+    nets: list[Net] = [],
+    plain: Plain = Plain(),
+):
+    return dict(locals())
+
+
+@stagereg.main(config_path="conf", config_name="app")
+def train(cfg):
+    print("MADE", stagereg.instantiate(cfg.join))
+
+
+if __name__ == "__main__":
+    train()
+"""
+
+OVERRIDES = """
+number=7 room=512MB dtype=bfloat16 device=cuda:1 wait=00:05:00 codec=ZSTD codecs={a:ZSTD} folder=/tmp/y mode=slow
+ratio=1 old=3 either=4 pair=[2,half] rooms=[1KiB,3] net.host=there net.wait=1m nets=[{host:a},{host:b,wait:2}]
+plain.sizes=[4,5]
+"""
+
+MADE = (
+    "MADE {'number': 7, 'room': ByteSize('512MB'), 'dtype': torch.bfloat16, 'device': device(type='cuda', index=1), "
+    "'wait': datetime.timedelta(seconds=300), 'codec': <Codec.ZSTD: 1>, 'codecs': {'a': <Codec.ZSTD: 1>}, "
+    "'folder': PosixPath('/tmp/y'), 'mode': 'slow', 'ratio': 1.0, 'old': 3, 'either': 4, 'pair': (2, torch.float16), "
+    "'rooms': [ByteSize('1KiB'), ByteSize('3B')], 'net': Net(host='there', wait=datetime.timedelta(seconds=60)), "
+    "'nets': [Net(host='a', wait=datetime.timedelta(seconds=3)), Net(host='b', wait=datetime.timedelta(seconds=2))], "
+    "'plain': Plain(sizes=(4, 5))}\n"
+)
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Path:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "app.yaml").write_text("defaults: [{join: mine}, _self_]\nhydra: {run: {dir: run}}\n")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def started(app: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "train.py", *arguments]
+    return subprocess.Popen(command, cwd=app, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_a_replayed_run_gets_the_same_objects_and_wrong_ones_are_refused(app: Path) -> None:
+    first = started(app, *(f"join.{override}" for override in OVERRIDES.split()))
+    out, err = first.communicate(timeout=60)
+    assert out == MADE, err
+
+    replay = ["--config-path", "run/.hydra", "--config-name", "config", "hydra.output_subdir=null"]
+    again = started(app, *replay)
+    wrong = started(app, *replay, "join.net.wait=3 dayz", "join.room=1")
+    assert again.communicate(timeout=60)[0] == MADE
+    _, told = wrong.communicate(timeout=60)
+    assert told.startswith("rank 0: join.net.wait: '3 dayz' has no unit of time after 3. Did you mean 'day")
+    assert wrong.returncode == 1

@@ -1,0 +1,411 @@
+"""Options of every type: a config shows text, the component gets the object, and a replayed config gives it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import hydra.utils
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError
+
+import stagereg
+from stagereg import ByteSize, registry
+from stagereg.config import schema, values
+from stagereg.errors import ConfigError
+
+
+class Codec(enum.Enum):
+    ZSTD = 1
+    NONE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Net:
+    """Where to.
+
+    Attributes:
+        host: its name.
+        wait: how long it may take.
+    """
+
+    host: str
+    wait: timedelta = timedelta(seconds=3)
+    kinds: tuple[torch.dtype, ...] = (torch.float32,)
+    mode: Literal["fast", "slow"] = dataclasses.field(default="fast", metadata={"help": "its own words", "unit": "-"})
+    group: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class Route:
+    nets: list[Net] = dataclasses.field(default_factory=lambda: [Net("here")])
+    room: ByteSize = ByteSize("1MiB")  # noqa: RUF009
+
+
+@dataclasses.dataclass
+class Plain:
+    sizes: tuple[int, ...] = (1,)
+    port: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    port: int = 1
+
+
+class Opaque: ...
+
+
+def everything(
+    room: ByteSize = ByteSize("4GiB"),  # noqa: B008
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+    wait: timedelta = timedelta(hours=1.5),
+    maybe: torch.dtype | None = None,
+    old: Optional[ByteSize] = None,  # noqa: UP045
+    auto: Literal["auto"] | ByteSize = "auto",
+    seconds: float | timedelta = 1.5,
+    text: str | timedelta = "later",
+    waits: list[timedelta] = [timedelta(1)],  # noqa: B006
+    pair: tuple[int, torch.dtype, Codec] = (1, torch.half, Codec.NONE),
+    rooms: Mapping[str, ByteSize | None] = {"a": ByteSize(3)},
+    rates: dict[torch.dtype, float] = {torch.float32: 0.5},  # noqa: B006
+    deep: dict[str, list[tuple[timedelta, ...]]] = {"a": [(timedelta(1),)]},  # noqa: B006
+    mixed: ByteSize | list[ByteSize] = ByteSize(1),  # noqa: B008
+    net: Net = Net("h"),
+    nets: Sequence[Net] = (),
+    route: Route | None = None,
+    plain: Plain = Plain(),  # noqa: B008
+    frozen: Frozen = Frozen(),
+    either: str | Net = "here",
+    parts: str | Sequence[Opaque] = "all",
+) -> dict[str, Any]:
+    return dict(locals())
+
+
+DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(everything).parameters.items()}
+DEFAULTS |= {"nets": []}
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    before = dict(registry._decorated)
+    registry.register("join", "everything")(everything)
+    yield
+    registry._decorated.clear()
+    registry._decorated.update(before)
+
+
+def config(**given: Any) -> Any:
+    return OmegaConf.merge(OmegaConf.structured(schema.schema(registry.find("join", "everything"))), given)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Equal and of the same types all the way down, as a ``ByteSize`` equals an ``int``."""
+    return one == other and repr(one) == repr(other)
+
+
+SHOWN = {
+    "room": "4GiB",
+    "dtype": "bfloat16",
+    "device": "cpu",
+    "wait": "1h30m",
+    "maybe": None,
+    "waits": ["1d"],
+    "pair": [1, "float16", Codec.NONE],
+    "rooms": {"a": "3B"},
+    "rates": {"float32": 0.5},
+    "deep": {"a": [["1d"]]},
+    "mixed": "1B",
+    "net": {"host": "h", "wait": "3s", "kinds": ["float32"], "mode": "fast"},
+    "frozen": {"port": 1},
+}
+
+
+def test_a_config_shows_text_for_what_it_cannot_hold() -> None:
+    shown = OmegaConf.to_container(config())
+    assert {name: shown[name] for name in SHOWN} == SHOWN
+
+
+def test_everything_is_an_option_and_the_component_gets_its_defaults() -> None:
+    assert schema.runtime(registry.find("join", "everything")) == []
+    assert alike(stagereg.instantiate(config()), DEFAULTS)
+
+
+GIVEN = {
+    "room": ("512MB", ByteSize(512 * 10**6)),
+    "dtype": ("torch.float8_e4m3fn", torch.float8_e4m3fn),
+    "device": ("cuda:1", torch.device("cuda:1")),
+    "wait": (30, timedelta(seconds=30)),
+    "maybe": ("half", torch.float16),
+    "old": (4096, ByteSize("4KiB")),
+    "auto": ("1KB", ByteSize(1000)),
+    "seconds": (3, 3.0),
+    "text": ("2 days", timedelta(2)),
+    "waits": (["1s", 2], [timedelta(seconds=1), timedelta(seconds=2)]),
+    "pair": (["7", "int8", "ZSTD"], (7, torch.int8, Codec.ZSTD)),
+    "rooms": ({"b": "1KiB", "c": None}, {"a": ByteSize(3), "b": ByteSize(1024), "c": None}),
+    "rates": ({"half": 1}, {torch.float32: 0.5, torch.float16: 1.0}),
+    "deep": ({"a": [["1s"], []]}, {"a": [(timedelta(seconds=1),), ()]}),
+    "mixed": (["1KB", 2], [ByteSize(1000), ByteSize(2)]),
+    "net": ({"wait": "1m", "kinds": []}, Net("h", timedelta(minutes=1), ())),
+    "nets": ([{"host": "x", "mode": "slow"}], [Net("x", mode="slow")]),
+    "route": ({"nets": [{"host": "x"}]}, Route([Net("x")])),
+    "plain": ({"sizes": [2, 3]}, Plain((2, 3))),
+    "frozen": ({"port": 2}, Frozen(2)),
+    "either": ({"host": "x", "wait": "1s"}, Net("x", timedelta(seconds=1))),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_the_component_gets_the_object_from_a_composed_and_from_a_replayed_config(name: str) -> None:
+    text, expected = GIVEN[name]
+    composed = config(**{name: text})
+    replayed = OmegaConf.create(OmegaConf.to_yaml(composed))
+    assert alike(stagereg.instantiate(composed)[name], expected)
+    assert alike(stagereg.instantiate(replayed)[name], expected)
+
+
+def test_a_key_taken_out_of_a_default_stays_out() -> None:
+    composed = config(rooms={"b": "1KB"})
+    del composed.rooms["a"]
+    assert stagereg.instantiate(composed)["rooms"] == {"b": 1000}
+
+
+def test_a_mapping_takes_new_keys_in_a_config_that_is_closed_to_others() -> None:
+    composed = OmegaConf.create({"join": config()}, flags={"struct": True})
+    composed.join.rooms.b = "1KB"
+    assert stagereg.instantiate(composed.join)["rooms"] == {"a": 3, "b": 1000}
+    with pytest.raises(ConfigAttributeError):
+        composed.join.other = 1
+
+
+def test_a_component_in_place_of_a_value_is_built() -> None:
+    inner = {"_target_": f"{__name__}.everything", "room": "1KB"}
+    assert stagereg.instantiate(config(either=inner))["either"]["room"] == ByteSize(1000)
+
+
+def test_texts_with_dollars_are_taken_as_they_are() -> None:
+    cfg = OmegaConf.create({"_target_": f"{__name__}.everything", "either": {"host": r"\${oc.env:HOME}"}})
+    assert stagereg.instantiate(cfg)["either"] == Net("${oc.env:HOME}")
+    cfg.pair = [r"\${oc.env:HOME}", "int8", "ZSTD"]
+    with pytest.raises(ConfigError, match=r"^pair\[0\]: '\$\{oc\.env:HOME\}' is not a int"):
+        stagereg.instantiate(cfg)
+
+
+OBJECTS = {
+    "room": ByteSize("1KB"),
+    "dtype": torch.int8,
+    "device": torch.device("meta"),
+    "wait": timedelta(days=-1, microseconds=1),
+    "auto": ByteSize(7),
+    "text": timedelta(3),
+    "waits": [timedelta(3), timedelta(microseconds=1)],
+    "deep": {"a": [(timedelta(3),)]},
+    "net": Net("x", group=torch.ones(1)),
+    "nets": [Net("x")],
+    "frozen": Frozen(4),
+    "parts": [Opaque()],
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_given_by_the_program_arrive(name: str) -> None:
+    assert stagereg.instantiate(config(), **{name: OBJECTS[name]})[name] == OBJECTS[name]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"room": "4GiBB"}, r"^room: '4GiBB' has no unit of bytes\. Did you mean 'GiB'\? Write a size as 4GiB"),
+        ({"room": True}, "^room: 'True' is not a size"),
+        ({"dtype": "flaot16"}, r"^dtype: 'flaot16' is not a dtype\. Did you mean 'float16'\? It is one of: bfloat16"),
+        ({"device": "cuad"}, r"^device: 'cuad' is not a device\. Did you mean 'cuda'\?"),
+        ({"wait": "3 dayz"}, r"^wait: '3 dayz' has no unit of time after 3\. Did you mean 'day"),
+        (
+            {"auto": "atuo"},
+            r"^auto is 'atuo'\. Did you mean 'auto'\? It is one of: 'auto'\nOr as text: 'atuo' is not a",
+        ),
+        ({"seconds": "soon"}, r"^seconds: 'soon' is not a duration"),
+        ({"waits": ["1s", "soon"]}, r"^waits\[1\]: 'soon' is not a duration"),
+        ({"pair": [1, "int8"]}, r"^pair has 2 items, where 3 are needed"),
+        ({"pair": ["x", "int8", "ZSTD"]}, r"^pair\[0\]: Value 'x' .* could not be converted to Integer"),
+        ({"pair": [1, "int8", "ZSDT"]}, r"^pair\[2\]: .*ZSTD"),
+        ({"rooms": {"b": "x"}}, r"^rooms\.b: 'x' is not a size"),
+        ({"rates": {"flaot16": 1}}, r"^rates: 'flaot16' is not a dtype\. Did you mean 'float16'"),
+        ({"deep": {"a": [["soon"]]}}, r"^deep\.a\[0\]\[0\]: 'soon'"),
+        ({"mixed": ["1X"]}, r"^mixed.*'1X'"),
+        ({"net": {"mode": "fsat"}}, r"^net\.mode is 'fsat'\. Did you mean 'fast'\? It is one of: 'fast', 'slow'"),
+        ({"net": {"wait": "soon"}}, r"^net\.wait: 'soon' is not a duration"),
+        ({"nets": [{"host": "x", "wait": "soon"}]}, r"^nets\[0\]\.wait: 'soon'"),
+        (
+            {"nets": [{"wait": "1s"}]},
+            r"^nets\[0\]\.host needs a value: add nets\[0\]\.host=\.\.\. to the command line\.",
+        ),
+        ({"route": {"nets": [{"host": "x", "mode": "fsat"}]}}, r"^route\.nets\[0\]\.mode is 'fsat'"),
+        ({"either": {"hots": "x"}}, r"^either\.hots: Net takes no 'hots'\. Did you mean 'host'\? It takes: host, wait"),
+        ({"either": {}}, r"^either\.host needs a value: add either\.host=\.\.\."),
+    ],
+)
+def test_a_wrong_text_is_refused_with_its_key_and_what_would_be_right(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        stagereg.instantiate(config(**given))
+
+
+def test_a_wrong_key_of_a_mirrored_dataclass_names_the_nearest() -> None:
+    cfg = OmegaConf.create({"_target_": f"{__name__}.everything", "net": {"hots": "x"}})
+    with pytest.raises(ConfigError, match=r"^net\.hots: Net takes no 'hots'\. Did you mean 'host'\?"):
+        stagereg.instantiate(cfg)
+
+
+def test_hydra_builds_the_same_config_with_the_texts_as_they_stand() -> None:
+    built = hydra.utils.instantiate(config())
+    assert (built["room"], built["dtype"], built["waits"]) == ("4GiB", "bfloat16", ["1d"])
+    assert (built["net"].wait, type(built["plain"]), list(built["plain"].sizes)) == ("3s", Plain, [1])
+
+
+def test_a_mirror_has_the_fields_their_help_and_its_dataclasses_name() -> None:
+    mirror = schema.options(registry.find("join", "everything"))["net"].type
+    help_ = {field.name: field.metadata.get("help") for field in dataclasses.fields(mirror)}
+    assert help_ == {"host": "its name.", "wait": "how long it may take.", "kinds": "", "mode": "its own words"}
+    assert mirror.__name__ == "Net"
+
+
+def test_a_dataclass_that_omegaconf_holds_is_its_own_mirror() -> None:
+    assert schema.options(registry.find("join", "everything"))["plain"].type is Plain
+
+
+def test_a_config_with_mirrors_pickles() -> None:
+    composed = config(route={"nets": [{"host": "x"}]})
+    assert pickle.loads(pickle.dumps(composed)) == composed
+    with pytest.raises(AttributeError):
+        getattr(values, f"{__name__}:Opaque".replace(".", "/"))
+
+
+def test_a_dataclass_that_would_lose_something_is_left_to_the_program() -> None:
+    def lossy(net: Net = Net("h", group=torch.ones(1)), needs: Opaque | None = None) -> None: ...  # noqa: B008
+
+    registry.register("join", "lossy")(lossy)
+    assert schema.runtime(registry.find("join", "lossy")) == ["net", "needs"]
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("fast", Literal["fast", "slow"]),
+        (None, Literal["fast"] | None),
+        (3, Literal["auto"] | int),
+        ("auto", Literal["auto"] | int),
+        ("free", Literal["auto"] | str),
+        (["fast", "slow"], list[Literal["fast", "slow"]]),
+        ({"a": "fast"}, dict[str, Literal["fast"]]),
+        ("anything", Any),
+        (True, Literal[True, "auto"]),
+    ],
+)
+def test_a_choice_is_accepted(value: Any, hint: Any) -> None:
+    assert values.made("x", value, hint) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "where"),
+    [
+        ("fsat", Literal["fast", "slow"], "x"),
+        ("fsat", Literal["fast", "slow"] | None, "x"),
+        ("fsat", Literal["fast"] | int, "x"),
+        (["slow", "fsat"], list[Literal["fast", "slow"]] | None, r"x\[1\]"),
+        ({"a": "fsat"}, dict[str, Literal["fast"]], r"x\.a"),
+        ({"a": ["fsat"]}, dict[str, list[Literal["fast"]]], r"x\.a\[0\]"),
+    ],
+)
+def test_another_choice_is_refused_with_its_place_and_the_nearest(value: Any, hint: Any, where: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{where} is 'fsat'\. Did you mean 'fast'\? It is one of: 'fast'"):
+        values.made("x", value, hint)
+
+
+@pytest.mark.parametrize("value", [1, 1.0])
+def test_a_number_is_no_choice_for_the_true_it_equals(value: Any) -> None:
+    with pytest.raises(ConfigError):
+        values.made("x", value, Literal[True, "auto"])
+
+
+LEAVES: list[tuple[Any, st.SearchStrategy[Any]]] = [
+    (ByteSize, st.integers(0, 2**60).map(ByteSize)),
+    (timedelta, st.timedeltas()),
+    (torch.dtype, st.sampled_from([torch.bfloat16, torch.int8, torch.bool, torch.complex64])),
+    (torch.device, st.sampled_from(["cpu", "cuda:3", "meta"]).map(torch.device)),
+    (int, st.integers(-(2**70), 2**70)),
+    (float, st.floats(allow_nan=False)),
+    (bool, st.booleans()),
+    (str, st.text("abcxyz0123 -_.:,'\"\\#!&*[]{}", max_size=8)),
+    (Codec, st.sampled_from(Codec)),
+    (Path, st.sampled_from(["a", "/b/c", "."]).map(Path)),
+    (Literal["auto", 3], st.sampled_from(["auto", 3])),
+    (Literal["auto"] | ByteSize, st.just("auto") | st.integers(0, 2**60).map(ByteSize)),
+    (float | timedelta, st.floats(allow_nan=False) | st.timedeltas()),
+    (Net, st.builds(Net, st.text("abc"), st.timedeltas(), st.just((torch.int8,)), st.sampled_from(["fast", "slow"]))),
+]
+
+
+def _deeper(hints: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def listed(inner: Any) -> Any:
+        return list[inner[0]], st.lists(inner[1], max_size=3)
+
+    def tupled(inner: Any) -> Any:
+        return tuple[inner[0], ...], st.lists(inner[1], max_size=3).map(tuple)
+
+    def fixed(inner: Any) -> Any:
+        one, other = inner
+        return tuple[one[0], other[0]], st.tuples(one[1], other[1])
+
+    def named(inner: Any) -> Any:
+        return dict[str, inner[0]], st.dictionaries(st.text("abc", min_size=1), inner[1], max_size=3)
+
+    def maybe(inner: Any) -> Any:
+        return inner[0] | None, st.none() | inner[1]
+
+    def both(inner: Any) -> Any:
+        return inner[0] | list[inner[0]], inner[1] | st.lists(inner[1], max_size=3)
+
+    singles = st.sampled_from(LEAVES)
+    return st.one_of(
+        hints.map(listed), hints.map(tupled), hints.map(named), hints.map(maybe), singles.map(both),
+        st.tuples(hints, hints).map(fixed),
+    )  # fmt: skip
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],  # shrinking a failure takes minutes
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(data=st.data(), hinted=st.recursive(st.sampled_from(LEAVES), _deeper, max_leaves=4))
+def test_a_value_of_any_type_survives_a_config_and_its_replay(data: st.DataObject, hinted: Any) -> None:
+    hint, strategy = hinted
+    value = data.draw(strategy)
+
+    def component(**given: Any) -> Any:
+        return given["x"]
+
+    component.__qualname__ = "component"
+    component.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=value)]
+    )
+    registry._decorated.pop(("join", "component"), None)
+    registry.register("join", "component")(component)
+    composed = OmegaConf.structured(schema.schema(registry.find("join", "component")))
+    replayed = OmegaConf.create(OmegaConf.to_yaml(composed))
+    assert "x" in composed
+    assert alike(stagereg.instantiate(composed), value)
+    assert alike(stagereg.instantiate(replayed), value)
