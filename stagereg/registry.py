@@ -5,27 +5,43 @@ because an installed package announces it under the entry-point group ``stagereg
 "package.module:Name"``), or because a module that has run decorated it with :func:`register`.
 
 What this room promises: listing imports nothing; a component is checked against the protocol of its kind when it is
-registered or first loaded, so its author sees the mistake, not its user; a package that cannot be imported fails only
-when its component is chosen; a name never silently changes its meaning. What it leaves to others: the protocols'
-contracts (``stagers``, ``join``), options and their types (``config``).
+registered or first loaded, so its author sees the mistake, not its user; a package that cannot be imported, or needs
+another version of stagereg, fails only when its component is chosen; a name never silently changes its meaning. Where
+several installed packages announce one name, each component goes by ``name@distribution``, and the bare name is an
+error. What it leaves to others: reading metadata (``installed``), the protocols' contracts (``stagers``, ``join``),
+options and their types (``config``).
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, TypeVar
 
 from stagereg.errors import RegistryError, UnknownNameError, nearest
+from stagereg.installed import announcements, normalized, unmet
 from stagereg.spec import SPECS, check, check_component, refuse_unknown
 
-__all__ = ["ENTRY_POINTS", "Entry", "build", "find", "find_target", "kinds", "names", "register"]
+__all__ = [
+    "ENTRY_POINTS",
+    "Entry",
+    "build",
+    "entries",
+    "find",
+    "find_target",
+    "imported",
+    "kinds",
+    "names",
+    "register",
+    "unreadable",
+]
 
 ENTRY_POINTS = "stagereg.plugins"
 
@@ -62,6 +78,11 @@ _BUILT_IN = {
 # A name is an option on Hydra's command line and a file name there: no dot, slash, comma, equals sign or at sign.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
+_TARGET = re.compile(r"[\w.]+:[\w.]+")
+
+_OURS = "stagereg"
+_CAUSE_LINES = 6
+
 T = TypeVar("T", bound=Callable[..., Any])
 
 
@@ -72,7 +93,7 @@ class Entry:
     Attributes:
         kind: ``"stager"``, ``"storage"``, ``"join_hook"``, ``"joinable"``, or the project's own ``"join"`` or
             ``"checkpoint"``.
-        name: the name a user chooses.
+        name: what a user writes: the name, or ``name@distribution`` where several packages announce that name.
         target: where the class or factory is, ``"package.module:Name"``.
         distribution: the installed package that announces it; empty when only a decorator did.
         version: of that package.
@@ -94,30 +115,53 @@ class Entry:
         """Who provides it, for messages: the package and version, or the place of the decorator."""
         if self.distribution:
             return f"{self.target} of {self.distribution} {self.version}"
-        decorated = _decorated.get((self.kind, self.name))
-        return f"{self.target} at {decorated.place}" if decorated else self.target
+        return f"{self.target} at {self.file}" if self.file else self.target
+
+    @property
+    def file(self) -> str:
+        """``file:line`` of the decorator that has registered it; empty before its module has run, or without one."""
+        decorated = self._record()
+        return decorated.place if decorated else ""
 
     def load(self) -> Callable[..., Any]:
         """Import the component, check it against its kind's protocol and return it.
 
         Raises:
-            RegistryError: its module cannot be imported, lacks the name, or holds something else than the kind asks.
+            RegistryError: its package needs another stagereg (nothing was imported then), its module cannot be
+                imported, lacks the name, or holds something else than the kind asks.
         """
-        decorated = _decorated.get((self.kind, self.name))
+        if self.distribution != _OURS and (needs := unmet(self.distribution, tuple(sys.path))):
+            raise RegistryError(
+                f"{self.kind}/{self.name} of {self.distribution} {self.version} needs {needs}; "
+                f"this is stagereg {_version()}. It was not imported.\n"
+                f"Install one that fits: pip install '{needs}', or another version of {self.distribution}."
+            )
+        decorated = self._record()
         if decorated is not None and decorated.target == self.target:
             return decorated.component
+        if not _TARGET.fullmatch(self.target):
+            raise RegistryError(
+                f"{self.kind}/{self.name} of {self.distribution} {self.version} is announced as {self.target!r}, "
+                f"which names no component.\n"
+                f'Its entry point has to be: {self.kind}.{_bare(self.name)} = "package.module:Name"'
+            )
         module, _, qualname = self.target.partition(":")
         try:
-            component: Any = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
-        except Exception as cause:
+            component: Any = functools.reduce(getattr, qualname.split("."), imported(module))
+        except Exception as error:
             raise RegistryError(
                 f"{self.kind} {self.name!r} cannot be loaded from {self.origin}.\n"
-                f"{type(cause).__name__}: {cause}\n"
+                f"{error if isinstance(error, RegistryError) else _told(error)}\n"
                 f"Repair or uninstall that package, or choose another {self.kind}: "
                 f"{', '.join(n for n in names(self.kind) if n != self.name)}"
-            ) from cause
+            ) from (error.__cause__ or error)
         check_component(self.kind, self.name, component)
         return component
+
+    def _record(self) -> _Decorated | None:
+        """What the decorator has noted of this component, if its module has run."""
+        name = (self.kind, _bare(self.name))
+        return next((d for key, d in _decorated.items() if key[:2] == name and _is_same(self, d)), None)
 
 
 @dataclass(frozen=True)
@@ -137,7 +181,8 @@ class _Decorated:
         return name == other_name and (module == other_module or self.file == other.file)
 
 
-_decorated: dict[tuple[str, str], _Decorated] = {}
+_decorated: dict[tuple[str, str, str], _Decorated] = {}
+"""By kind, name and target."""
 
 
 def register(kind: str, name: str) -> Callable[[T], T]:
@@ -166,14 +211,19 @@ def register(kind: str, name: str) -> Callable[[T], T]:
             raise RegistryError(f"{kind}/{name} is {component!r}: register a class or a function that returns one.")
         target = f"{component.__module__}:{component.__qualname__}"
         new = _Decorated(target, component, file, line)
-        old = _decorated.get((kind, name))
-        if old is not None and not old.same_definition(new):
-            raise RegistryError(_taken(kind, name, f"{old.target} at {old.place}", f"{target} at {new.place}"))
-        built_in = _BUILT_IN.get((kind, name))
-        if built_in is not None and built_in != target:
-            raise RegistryError(_taken(kind, name, f"{built_in}, built in", f"{target} at {new.place}"))
+        others = {key: old for key, old in _decorated.items() if key[:2] == (kind, name)}
+        again = [key for key, old in others.items() if old.same_definition(new)]
+        if not _announced(kind, name, target):
+            for key, old in others.items():
+                if key not in again and not _announced(*key):
+                    raise RegistryError(_taken(kind, name, f"{old.target} at {old.place}", f"{target} at {new.place}"))
+            built_in = _BUILT_IN.get((kind, name))
+            if built_in is not None:
+                raise RegistryError(_taken(kind, name, f"{built_in}, built in", f"{target} at {new.place}"))
         check_component(kind, name, component)
-        _decorated[kind, name] = new
+        for key in again:
+            del _decorated[key]
+        _decorated[kind, name, target] = new
         return component
 
     return decorate
@@ -187,34 +237,91 @@ def kinds() -> list[str]:
 def names(kind: str) -> list[str]:
     """Return the sorted names of all components of ``kind``; imports none of them.
 
+    Where several packages announce one name, each of theirs is listed as ``name@distribution``, the bare one is not.
+
     Raises:
         UnknownNameError: there is no such kind.
     """
     _known_kind(kind)
-    return sorted({entry.name for entry in _entries() if entry.kind == kind})
+    return sorted({entry.name for entry in entries() if entry.kind == kind})
+
+
+def entries() -> tuple[Entry, ...]:
+    """Return every component there is, sorted by kind and name; imports none of them.
+
+    A component that an installed package announces and a decorator registers as well is one entry, the package's.
+    """
+    return tuple(sorted(_entries(), key=lambda entry: (entry.kind, entry.name, entry.target)))
+
+
+def unreadable() -> list[tuple[str, str]]:
+    """Return what installed packages announce and cannot be listed: a distribution or its folder, and the reason."""
+    return list(_installed(tuple(sys.path))[1])
 
 
 def find(kind: str, name: str) -> Entry:
     """Return the entry of one component; imports nothing.
 
+    ``name`` may be ``name@distribution``, also where nothing is ambiguous; spelling of the distribution does not
+    matter beyond what pip distinguishes.
+
     Raises:
         UnknownNameError: there is no such kind or name; the message has the nearest one and the list.
-        RegistryError: two packages announce that name for different components.
+        RegistryError: several packages announce that name, or one does and a decorator registers another component.
     """
     _known_kind(kind)
-    found = [entry for entry in _entries() if (entry.kind, entry.name) == (kind, name)]
+    bare, at, distribution = str(name).partition("@")
+    found = [entry for entry in _entries() if entry.kind == kind and _bare(entry.name) == bare]
+    if at:
+        asked = normalized(distribution)
+        packages = [e for e in _installed(tuple(sys.path))[0] if (e.kind, e.name) == (kind, bare)]
+        target = next((e.target for e in packages if normalized(e.distribution) == asked), None)
+        found = [entry for entry in found if entry.distribution and entry.target == target]
     if not found:
         known = names(kind)
         raise UnknownNameError(f"No {kind} named {name!r}.{nearest(name, known)}\nThere is: {', '.join(known) or '-'}")
-    for entry in found[1:]:
-        if entry.target != found[0].target and not _same_definition(found[0], entry):
-            raise RegistryError(_taken(kind, name, found[0].origin, entry.origin))
+    qualified = sorted(entry.name for entry in found if "@" in entry.name)
+    if qualified and not at:
+        raise RegistryError(
+            f"{len(qualified)} installed packages provide {kind}/{bare}; say which: {' or '.join(qualified)}"
+        )
+    if len(found) > 1:
+        raise RegistryError(_taken(kind, bare, found[0].origin, found[1].origin))
     return found[0]
 
 
+def imported(module: str) -> ModuleType:
+    """Import a module, and with it what it registers.
+
+    Raises:
+        RegistryError: it cannot be imported, whatever ended that, ``sys.exit`` included; the message is the cause and
+            its place in a few lines. Nothing that the module had registered before stays.
+    """
+    before = set(_decorated)
+    try:
+        return importlib.import_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as cause:
+        _forget_unfinished(before)
+        raise RegistryError(_told(cause)) from cause
+
+
 def find_target(path: str) -> Entry | None:
-    """Return the entry whose component is at the dotted ``path`` (``"package.module.Name"``), if it is registered."""
-    return next((entry for entry in _entries() if entry.path == path), None)
+    """Return the entry whose component is at the dotted ``path`` (``"package.module.Name"``), if it is registered.
+
+    A component may be at several: where its package announces it, and where its class is defined.
+    """
+    listed = list(_entries())
+    for entry in listed:
+        if entry.path == path:
+            return entry
+    for key, decorated in _decorated.items():
+        if decorated.target.replace(":", ".") == path:
+            for entry in listed:
+                if (entry.kind, _bare(entry.name)) == key[:2] and _is_same(entry, decorated):
+                    return replace(entry, target=decorated.target)
+    return None
 
 
 def build(kind: str, name: str, /, **kwargs: Any) -> Any:
@@ -250,35 +357,105 @@ def _taken(kind: str, name: str, one: str, other: str) -> str:
 
 
 def _entries() -> Iterator[Entry]:
-    """All entries, installed ones before decorated ones, so that the first of a name tells who provides it."""
-    yield from _installed(tuple(sys.path))
-    for (kind, name), decorated in _decorated.items():
-        yield Entry(kind, name, decorated.target)
+    """All entries, installed ones first, named so that each can be told from the others."""
+    packages = _distinct(_installed(tuple(sys.path))[0])
+    for rivals in packages.values():
+        for entry in rivals:
+            qualified = f"{entry.name}@{normalized(entry.distribution)}"
+            yield replace(entry, name=qualified) if len(rivals) > 1 else entry
+    for (kind, name, target), decorated in _decorated.items():
+        if not any(_is_same(entry, decorated) for entry in packages.get((kind, name), ())):
+            yield Entry(kind, name, target)
+
+
+def _distinct(installed: Iterable[Entry]) -> dict[tuple[str, str], list[Entry]]:
+    """What packages announce under each kind and name; the same component announced twice is there once."""
+    found: dict[tuple[str, str], list[Entry]] = {}
+    for entry in installed:
+        rivals = found.setdefault((entry.kind, entry.name), [])
+        if all(entry.target != rival.target for rival in rivals):
+            rivals.append(entry)
+    return found
 
 
 # Reading the metadata of every installed package takes milliseconds, and Hydra asks dozens of times while composing.
 @functools.lru_cache(maxsize=4)
-def _installed(path: tuple[str, ...]) -> tuple[Entry, ...]:
-    """The built-in components and those that packages on ``path`` (``sys.path``) announce."""
+def _installed(path: tuple[str, ...]) -> tuple[tuple[Entry, ...], tuple[tuple[str, str], ...]]:
+    """The built-in components and those that packages on ``path`` (``sys.path``) announce; and what has to be left out.
+
+    All have their bare names here.
+    """
+    found = [Entry(kind, name, target, _OURS, _version()) for (kind, name), target in _BUILT_IN.items()]
+    announced, broken = announcements(ENTRY_POINTS)
+    seen: dict[tuple[str, str, str], str] = {}
+    for each in announced:
+        kind, _, name = each.name.partition(".")
+        first = seen.setdefault((each.distribution, kind, name), each.value)
+        # A kind or name that this version does not know must not break the listing of the others.
+        if kind not in SPECS:
+            reason = f"it announces {each.name!r}, and there is no kind {kind!r} here.{nearest(kind, SPECS)}"
+        elif not _NAME.fullmatch(name):
+            reason = f"it announces {each.name!r}, and {name!r} is not a name: use letters, digits, '_' and '-'."
+        elif first != each.value:
+            reason = f"it announces {each.name!r} twice, as {first} and as {each.value}: the first counts."
+        else:
+            found.append(Entry(kind, name, each.value, each.distribution, each.version))
+            continue
+        broken.append((f"{each.distribution} {each.version}", reason))
+    return tuple(found), tuple(broken)
+
+
+def _announced(kind: str, name: str, target: str) -> bool:
+    """Whether ``target`` is, or may yet turn out to be, what an installed package announces under that name.
+
+    A class can be announced from where its package re-exports it; while it is being decorated, only the package tells.
+    """
+    top = target.partition(":")[0].partition(".")[0]
+    rivals = _distinct(_installed(tuple(sys.path))[0]).get((kind, name), ())
+    return any(
+        entry.target == target
+        or (entry.distribution != _OURS and entry.target.partition(":")[0].partition(".")[0] == top)
+        for entry in rivals
+    )
+
+
+def _is_same(entry: Entry, decorated: _Decorated) -> bool:
+    """Whether a decorated component is the entry's, be it under another path: re-exported, or run as ``__main__``."""
+    if decorated.target == entry.target:
+        return True
+    module, _, qualname = entry.target.partition(":")
+    try:
+        if getattr(sys.modules.get(module), qualname, None) is decorated.component:
+            return True
+    except Exception:  # a module may make its attributes when they are asked for, and fail
+        return False
+    source = module.replace(".", os.sep) + ".py"
+    return decorated.target == f"__main__:{qualname}" and os.path.abspath(decorated.file).endswith(os.sep + source)
+
+
+def _forget_unfinished(before: set[tuple[str, str, str]]) -> None:
+    """Forget what modules have registered that then failed to import."""
+    for key in set(_decorated) - before:
+        if key[2].partition(":")[0] not in sys.modules:
+            del _decorated[key]
+
+
+def _told(cause: BaseException) -> str:
+    """What went wrong in an import, and where, in a few lines."""
+    lines = f"{type(cause).__name__}: {cause}".rstrip(": ").splitlines()
+    machinery = (__file__, importlib.__file__)
+    frames = [f for f in traceback.extract_tb(cause.__traceback__) if f.filename not in machinery]
+    frames = [f for f in frames if not f.filename.startswith("<")]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    shown = lines[:_CAUSE_LINES] + (["..."] if len(lines) > _CAUSE_LINES else [])
+    return "\n".join(shown) + where
+
+
+def _bare(name: str) -> str:
+    return name.partition("@")[0]
+
+
+def _version() -> str:
     from stagereg import __version__
 
-    entries = [Entry(kind, name, target, "stagereg", __version__) for (kind, name), target in _BUILT_IN.items()]
-    for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS)):
-        kind, _, name = point.name.partition(".")
-        # A kind or name that this version does not know must not break the listing of the others.
-        if kind in SPECS and _NAME.fullmatch(name):
-            dist = point.dist
-            entries.append(Entry(kind, name, point.value, dist.name if dist else "", dist.version if dist else ""))
-    return tuple(entries)
-
-
-def _same_definition(installed: Entry, other: Entry) -> bool:
-    """Whether a decorated component is the installed one under another path: re-exported, or run as ``__main__``."""
-    decorated = _decorated.get((other.kind, other.name))
-    if decorated is None or decorated.target != other.target:
-        return False
-    module, _, qualname = installed.target.partition(":")
-    if getattr(sys.modules.get(module), qualname, None) is decorated.component:
-        return True
-    source = module.replace(".", os.sep) + ".py"
-    return other.target == f"__main__:{qualname}" and os.path.abspath(decorated.file).endswith(os.sep + source)
+    return __version__

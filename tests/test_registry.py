@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import stagereg
 from stagereg import registry
@@ -47,28 +51,46 @@ GOOD = {"stager": Stager, "join_hook": Hook, "joinable": Joinable}
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    before = dict(registry._decorated)
+    before = set(registry._decorated)
     yield
-    registry._decorated.clear()
-    registry._decorated.update(before)
+    built_in = {(kind, name, target) for (kind, name), target in registry._BUILT_IN.items()}
+    for key in set(registry._decorated) - before - built_in:
+        del registry._decorated[key]
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Install a package made of one module; its entry points are given as ``"kind.name"`` to the object's name."""
 
-    def install(name: str, source: str, **points: str) -> None:
+    def install(name: str, source: str, requires: str = "torch", **points: str) -> None:
         (tmp_path / f"{name}.py").write_text(source)
         info = tmp_path / f"{name}-1.2.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\nRequires-Dist: {requires}\n"
+        (info / "METADATA").write_text(text)
         lines = "".join(f"{point} = {name}:{target}\n" for point, target in points.items())
         (info / "entry_points.txt").write_text(f"[stagereg.plugins]\n{lines}")
         registry._installed.cache_clear()
 
+    install.folder = tmp_path
     monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
     yield install
+    for module in set(sys.modules) - before:
+        if getattr(sys.modules[module], "__file__", None) and Path(sys.modules[module].__file__).parent == tmp_path:
+            del sys.modules[module]
     registry._installed.cache_clear()
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    registry._installed.cache_clear()
+
+
+def _make() -> int:
+    return 7
 
 
 @pytest.mark.parametrize("kind", GOOD)
@@ -269,20 +291,253 @@ def test_a_component_may_be_announced_and_decorated(package: Any) -> None:
     assert registry.find("join", "both").distribution == "both"
 
 
-def test_two_packages_with_one_name_are_refused_by_name_and_listed_once(package: Any) -> None:
-    for name in ("one", "two"):
-        package(name, "def make(): ...", **{"join.shared": "make"})
-    assert stagereg.names("join").count("shared") == 1
-    with pytest.raises(RegistryError, match=r"one:make of one 1\.2\n  two:make of two 1\.2"):
-        registry.find("join", "shared")
+def test_one_name_of_two_packages_is_two_qualified_names_and_an_error_that_lists_them(package: Any) -> None:
+    package("one", "def make(): return 1", **{"join.shared": "make"})
+    package("two", "def make(): return 2", **{"join.shared": "make"})
+    assert stagereg.names("join") == ["default", "shared@one", "shared@two"]
+    with pytest.raises(
+        RegistryError, match=r"^2 installed packages provide join/shared; say which: shared@one or shared@two$"
+    ):
+        stagereg.build("join", "shared")
+    assert [stagereg.build("join", f"shared@{name}") for name in ("one", "two")] == [1, 2]
+    found = registry.find_target("two.make")
+    assert found == registry.find("join", "shared@two")
+    assert (found.name, found.distribution) == ("shared@two", "two")
+    with pytest.raises(UnknownNameError, match=r"No join named 'shared@tow'\. Did you mean 'shared@two'\?"):
+        registry.find("join", "shared@tow")
+
+
+def test_a_qualified_name_is_taken_where_nothing_is_ambiguous_and_compared_as_pip_compares(package: Any) -> None:
+    package("Zope_Inter.Face", "", **{"join.theirs": "make"})
+    plain = registry.find("join", "theirs")
+    assert plain.name == "theirs"
+    assert registry.find("join", "theirs@zope-inter-face") == registry.find("join", "theirs@Zope.Inter_Face") == plain
+    assert registry.find("stager", "blocking@stagereg") == registry.find("stager", "blocking")
+    for name in ("theirs@other", "theirs@", "theirs@a@b", "default@zope-inter-face"):
+        with pytest.raises(UnknownNameError):
+            registry.find("join", name)
+
+
+def test_a_name_of_the_built_in_ones_is_qualified_like_any_other(package: Any) -> None:
+    package("theirs", SELF_REGISTERED.replace("both", "default"), **{"join.default": "make"})
+    assert stagereg.names("join") == ["default@stagereg", "default@theirs"]
+    with pytest.raises(RegistryError, match=r"provide join/default; say which: default@stagereg or default@theirs"):
+        registry.find("join", "default")
+    assert stagereg.build("join", "default@theirs") == 7
+    assert registry.find("join", "default@stagereg").load() is not registry.find("join", "default@theirs").load()
+    assert registry.find_target("stagereg.join.context.configured").name == "default@stagereg"
+    assert stagereg.names("join") == ["default@stagereg", "default@theirs"]
+
+
+def test_two_packages_may_both_announce_and_decorate_one_name(package: Any) -> None:
+    for number, name in enumerate(("one", "two")):
+        package(name, SELF_REGISTERED.replace("7", str(number)), **{"join.both": "make"})
+    assert [stagereg.build("join", name) for name in ("both@two", "both@one")] == [1, 0]
+    assert stagereg.names("join") == ["both@one", "both@two", "default"]
+    assert registry.find("join", "both@one").file.endswith("one.py:3")
+
+
+def test_two_packages_that_announce_the_same_component_are_no_conflict(package: Any) -> None:
+    package("one", "def make(): return 1", **{"join.shared": "make"})
+    package("two", "", **{"join.shared": "make"})
+    edit(package.folder / "two-1.2.dist-info/entry_points.txt", "two:make", "one:make")
+    assert stagereg.build("join", "shared") == stagereg.build("join", "shared@two") == 1
+
+
+def test_a_decorated_component_does_not_take_an_installed_name_silently(package: Any) -> None:
+    package("theirs", "def make(): return 1", **{"join.both": "make"})
+    stagereg.register("join", "both")(_make)
+    assert stagereg.names("join").count("both") == 1
+    with pytest.raises(RegistryError, match=r"theirs:make of theirs 1\.2\n  .*:_make at .*test_registry\.py:\d+\n"):
+        registry.find("join", "both")
+    assert stagereg.build("join", "both@theirs") == 1
+
+
+def test_a_component_is_found_where_it_is_announced_and_where_it_is_defined(package: Any) -> None:
+    package("inner", SELF_REGISTERED)
+    package("outer", "from inner import make", **{"join.both": "make"})
+    announced = registry.find("join", "both")
+    component = announced.load()
+    assert registry.find("join", "both") == announced
+    assert announced.file.endswith("inner.py:3")
+    defined = registry.find_target("inner.make")
+    assert (defined.name, defined.distribution, defined.target) == ("both", "outer", "inner:make")
+    assert defined.load() is component
+    assert [entry.target for entry in registry.entries() if entry.name == "both"] == ["outer:make"]
+
+
+def test_entries_are_all_components_and_tell_where_a_decorated_one_is(package: Any) -> None:
+    package("theirs", "raise RuntimeError('imported')", **{"join.theirs": "make"})
+    stagereg.register("join", "mine")(_make)
+    listed = {(entry.kind, entry.name): entry for entry in registry.entries()}
+    assert set(registry._BUILT_IN) | {("join", "theirs"), ("join", "mine")} <= set(listed)
+    assert list(listed) == sorted(listed)
+    assert {kind: [n for k, n in listed if k == kind] for kind in registry.kinds()} == {
+        kind: stagereg.names(kind) for kind in registry.kinds()
+    }
+    assert listed["join", "mine"].file.startswith(f"{__file__}:")
+    assert listed["join", "theirs"].file == ""
+
+
+@pytest.mark.parametrize(
+    ("requires", "refused"),
+    [
+        ("stagereg>=9", "stagereg>=9"),
+        ("StageReg[report] (<0.1,>=0.0.1)", "stagereg<0.1,>=0.0.1"),
+        ("stagereg>=9; python_version < '3'", ""),
+        ("stagereg>=9; extra == 'test'", ""),
+        ("stagereg>=0.1", ""),
+        ("stagereg", ""),
+        ("stagereg-contrib>=9", ""),
+        ("stagereg>=nonsense", ""),
+    ],
+)
+def test_a_package_for_another_version_is_refused_before_it_is_imported(
+    package: Any, requires: str, refused: str
+) -> None:
+    package("newer", "def make(): return 7", requires=f"torch\nRequires-Dist: {requires}", **{"join.newer": "make"})
+    if not refused:
+        assert stagereg.build("join", "newer") == 7
+        return
+    told = rf"join/newer of newer 1\.2 needs {re.escape(refused)}; this is stagereg {re.escape(stagereg.__version__)}\."
+    with pytest.raises(RegistryError, match=told):
+        stagereg.build("join", "newer")
+    assert "newer" not in sys.modules
+    assert "newer" in stagereg.names("join")
+
+
+def test_without_packaging_versions_are_not_compared(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    package("newer", "def make(): return 7", requires="stagereg>=9", **{"join.newer": "make"})
+    assert stagereg.build("join", "newer") == 7
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module' (PLACE:1)"),
+        ("\n1 / 0", "ZeroDivisionError: division by zero (PLACE:2)"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("import sys; sys.exit('bye')", "SystemExit: bye (PLACE:1)"),
+        ("class Stop(BaseException): ...\nraise Stop", "Stop (PLACE:2)"),
+        ("raise OSError('\\n'.join('abcdefghijk'))", "OSError: a\nb\nc\nd\ne\nf\n... (PLACE:1)"),
+        ("", "AttributeError: module 'broken' has no attribute 'Cls'"),
+    ],
+)
+def test_whatever_ends_an_import_is_told_with_package_version_module_and_cause(
+    package: Any, source: str, cause: str
+) -> None:
+    package("broken", source, **{"stager.broken": "Cls"})
+    with pytest.raises(RegistryError) as caught:
+        stagereg.build("stager", "broken")
+    told = str(caught.value)
+    assert told.startswith("stager 'broken' cannot be loaded from broken:Cls of broken 1.2.\n")
+    assert cause.replace("PLACE", str(package.folder / "broken.py")) in told
+    assert "or choose another stager: blocking, " in told
+
+
+def test_what_a_failed_import_had_registered_is_forgotten(package: Any) -> None:
+    package("broken", SELF_REGISTERED + "\n1 / 0", **{"join.both": "make"})
+    for _ in range(2):
+        with pytest.raises(RegistryError, match="division by zero"):
+            stagereg.build("join", "both")
+
+
+@pytest.mark.parametrize("value", ["theirs", "theirs:", "theirs make", "", "theirs:make:again", "a/b:c"])
+def test_an_entry_point_that_names_no_component_fails_only_when_chosen(package: Any, value: str) -> None:
+    package("theirs", "raise RuntimeError('imported')", **{"join.theirs": "make", "join.fine": "make"})
+    edit(
+        package.folder / "theirs-1.2.dist-info/entry_points.txt", "join.theirs = theirs:make", f"join.theirs = {value}"
+    )
+    assert {"theirs", "fine"} <= set(stagereg.names("join"))
+    with pytest.raises(RegistryError, match=r"names no component\.\n.*join\.theirs = \"package\.module:Name\""):
+        stagereg.build("join", "theirs")
+
+
+def test_spaces_and_extras_in_an_entry_point_are_no_part_of_its_target(package: Any) -> None:
+    package("theirs", "def make(): return 7", **{"join.theirs": "make"})
+    edit(package.folder / "theirs-1.2.dist-info/entry_points.txt", "theirs:make", "theirs : make [extra, more]")
+    assert stagereg.build("join", "theirs") == 7
+    assert registry.find_target("theirs.make").name == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("entry_points.txt", b"[stagereg.plugins]\nno equals sign here\n", "cannot be read"),
+        ("entry_points.txt", b"[stagereg.plugins]\njoin.x = \xff\xfe\n", "cannot be read: UnicodeDecodeError"),
+        ("METADATA", b"", "it has no METADATA"),
+        ("METADATA", b"Name: broken\n", "its METADATA lacks the version"),
+        ("METADATA", b"Version: 1.2\n", "its METADATA lacks the name"),
+        ("METADATA", b"Name: \xff\n", "cannot be read: UnicodeDecodeError"),
+    ],
+)
+def test_broken_metadata_of_one_distribution_hides_no_other_and_is_told(
+    package: Any, file: str, content: bytes, told: str
+) -> None:
+    package("broken", "", **{"join.broken": "make"})
+    (package.folder / "broken-1.2.dist-info" / file).write_bytes(content)
+    package("fine", "def make(): return 7", **{"join.fine": "make"})
+    assert stagereg.build("join", "fine") == 7
+    assert "broken" not in stagereg.names("join")
+    ((who, why),) = registry.unreadable()
+    assert "broken" in who
+    assert told in why
+
+
+def test_metadata_without_plugins_is_not_looked_into(package: Any) -> None:
+    package("unrelated", "")
+    (package.folder / "unrelated-1.2.dist-info" / "entry_points.txt").write_text("[console_scripts]\nno equals sign\n")
+    assert registry.unreadable() == []
+
+
+def test_announcements_that_are_left_out_are_told_with_the_reason(package: Any) -> None:
+    package("odd", "", **{"stagger.x": "make", "join.1st": "make", "join.fine": "make"})
+    reasons = dict(registry.unreadable())
+    assert set(reasons) == {"odd 1.2"}
+    told = " ".join(why for _, why in registry.unreadable())
+    assert "it announces 'stagger.x', and there is no kind 'stagger' here. Did you mean 'stager'?" in told
+    assert "it announces 'join.1st', and '1st' is not a name" in told
+    assert "fine" in stagereg.names("join")
+
+
+def test_of_two_distributions_with_one_name_the_first_on_the_path_counts(
+    package: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package("theirs", "def make(): return 7", **{"join.old": "make"})
+    first = tmp_path_factory.mktemp("first") / "theirs-2.0.dist-info"
+    first.mkdir()
+    (first / "METADATA").write_text("Metadata-Version: 2.1\nName: Theirs\nVersion: 2.0\n")
+    monkeypatch.syspath_prepend(first.parent)
+    assert "old" not in stagereg.names("join")
+    (first / "entry_points.txt").write_text("[stagereg.plugins]\njoin.new = theirs:make\n")
+    registry._installed.cache_clear()
+    assert stagereg.names("join") == ["default", "new"]
+    assert registry.find("join", "new").version == "2.0"
+
+
+@settings(deadline=None)
+@given(st.text(max_size=300))
+def test_no_entry_points_file_whatsoever_breaks_the_registry(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        info = Path(folder, "odd-1.dist-info")
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(
+            f"[stagereg.plugins]\njoin.a = {text}", encoding="utf-8", errors="replace"
+        )
+        patch.syspath_prepend(folder)
+        assert {("join", "default"), ("stager", "blocking")} <= {(e.kind, e.name) for e in registry.entries()}
+        for entry in registry.entries():
+            if entry.distribution == "odd":
+                assert registry.find_target(entry.path) is not None
+                assert registry.find(entry.kind, entry.name) == entry
 
 
 @pytest.mark.parametrize(("kind", "name"), list(registry._BUILT_IN))
 def test_every_built_in_loads_and_is_registered_under_its_name(kind: str, name: str) -> None:
     component = registry.find(kind, name).load()
-    decorated = registry._decorated[kind, name]
-    assert decorated.component is component
-    assert decorated.target == registry._BUILT_IN[kind, name]
+    assert registry._decorated[kind, name, registry._BUILT_IN[kind, name]].component is component
 
 
 def test_importing_and_listing_imports_neither_torch_nor_hydra() -> None:

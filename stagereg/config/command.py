@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Command", "quoted", "wants_no_job", "wants_sweep", "without_callbacks"]
+__all__ = ["Command", "overrides", "quoted", "wants_no_job", "wants_sweep", "without_callbacks"]
 
 _PARENTS_OWN = ("hydra.run", "hydra.sweep", "hydra.mode", "hydra.output_subdir", "hydra.launcher", "hydra.sweeper")
 _PARENTS_OWN_GROUPS = ("hydra/launcher", "hydra/sweeper")
@@ -66,6 +66,13 @@ def wants_no_job(arguments: list[str]) -> bool:
     """Whether Hydra would only show something and leave."""
     known = _parsed(arguments)
     return any((known.help, known.hydra_help, known.cfg, known.info, known.shell_completion))
+
+
+def overrides(arguments: list[str]) -> list[str]:
+    """The overrides among these arguments; those on the line that is being completed, where that is what they ask."""
+    known = _parsed(arguments)
+    given: list[str] = known.overrides
+    return os.environ.get("COMP_LINE", "").split() if known.shell_completion else given
 
 
 def without_callbacks(hydra: Any) -> list[str]:

@@ -15,9 +15,10 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from stagereg.config.command import Command, wants_no_job, wants_sweep
+from stagereg.config.command import Command, overrides, wants_no_job, wants_sweep
 from stagereg.config.launch import RanksFailedError, checked_nproc, launch
 from stagereg.config.rank import Rank, alone, described, environment, is_rank, leave
 from stagereg.errors import ConfigError, LaunchError, StageregError
@@ -35,9 +36,10 @@ def main(
 
     Every rank calls the function with the same composed config, inside an initialised process group: gloo for CPU
     tensors, the accelerator's own beside it where there is one. ``nproc`` of the config says how many local ranks to
-    start; under ``torchrun`` the ranks given are used. What rank 0 returns is the job's return value, for sweepers and
-    callbacks; from several ranks it comes as JSON. ``train(cfg)`` runs the function in this process, with no command
-    line, and returns its value.
+    start; under ``torchrun`` the ranks given are used. Modules named by ``plugins``, in a config or on the command
+    line, are imported before options are chosen (:mod:`stagereg.config.plugins`). What rank 0 returns is the job's
+    return value, for sweepers and callbacks; from several ranks it comes as JSON. ``train(cfg)`` runs the function in
+    this process, with no command line, and returns its value.
 
     Args:
         config_path: folder of the configs, relative to the script, as in ``hydra.main``.
@@ -52,7 +54,7 @@ def main(
         @functools.wraps(task)
         def start(cfg: Any = None) -> Any:
             if cfg is not None:
-                return alone(task, cfg)
+                return alone(_Work(task), cfg)
             return _start(task, {"config_path": config_path, "config_name": config_name, **_base(version_base)})
 
         return start
@@ -65,6 +67,7 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
     try:
         rank = Rank.current()
         job = _Job(task, Command.of_this_process(), rank)
+        _import_plugins()
         if rank is not None:
             _follow(rank)
         _run_hydra(job, arguments)
@@ -78,6 +81,17 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
             rank.fail(error)
         _say(error)
         sys.exit(1)
+
+
+def _import_plugins() -> None:
+    """Import what the command line names; those that configs name are imported while Hydra composes."""
+    from stagereg.config import plugins
+
+    try:
+        plugins.from_overrides(overrides(sys.argv[1:]))
+    except plugins.PluginError:
+        if "COMP_LINE" not in os.environ:  # a word that is still being typed
+            raise
 
 
 def _follow(rank: Rank) -> None:
@@ -115,13 +129,26 @@ def _run_hydra(job: _Job, arguments: dict[str, Any]) -> None:
         run_and_report(again)
 
 
+@dataclass(frozen=True)
+class _Work:
+    """The task, once the plugins that its config names are there, also where no option has asked for them."""
+
+    task: Callable[[Any], Any]
+
+    def __call__(self, cfg: Any) -> Any:
+        from stagereg.config.plugins import from_config
+
+        from_config(cfg)
+        return self.task(cfg)
+
+
 class _Job:
     """What Hydra calls with the composed config; picklable, so that launchers can call it in other processes."""
 
     def __init__(self, task: Callable[[Any], Any], command: Command, rank: Rank | None) -> None:
         # Hydra finds the script, and with it the config folder, through the function it unwraps from this.
         functools.update_wrapper(self, task)
-        self._task = task
+        self._task = _Work(task)
         self._command = command
         self._rank = rank
         self._full_error = os.environ.get(_FULL_ERROR)

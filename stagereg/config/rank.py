@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import json
 import logging
 import math
@@ -169,7 +170,14 @@ class Rank:
             self.store.set("run", json.dumps(run))
         at = self.handover.started_at if self.handover else json.loads(self.store.get("run"))["time"]
         started = datetime.fromtimestamp(at)
-        OmegaConf.register_new_resolver("now", started.strftime, use_cache=True, replace=True)
+
+        def now(pattern: str) -> str:
+            return started.strftime(pattern)
+
+        # OmegaConf 2.4 warns of the long name; until 2.3 the short one was for resolvers of an older sort.
+        short: Any = OmegaConf.register_resolver
+        register = short if "use_cache" in inspect.signature(short).parameters else OmegaConf.register_new_resolver
+        register("now", now, use_cache=True, replace=True)
 
     def fail(self, error: Exception) -> NoReturn:
         """End this rank because of an error: tell it, if it is a cause, once all ranks had the chance to."""

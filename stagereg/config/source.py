@@ -1,8 +1,9 @@
 """Registered components as Hydra options: the config source ``stagereg://``, and its place on the search path.
 
 Each kind of the registry is a config group, each name in it an option: ``stager=pinned_cached``. Listing and TAB
-completion read names only and import nothing; choosing an option imports that one component and makes its typed
-config from its signature (``schema``). Presets and the composition itself are YAML files, in ``pkg://stagereg.conf``.
+completion read names only and import nothing but the modules that the app's config names as its plugins; choosing an
+option imports that one component and makes its typed config from its signature (``schema``). Presets and the
+composition itself are YAML files, in ``pkg://stagereg.conf``.
 
 Errors raised here are Hydra's composition errors too, so Hydra prints their message and no traceback.
 """
@@ -10,6 +11,7 @@ Errors raised here are Hydra's composition errors too, so Hydra prints their mes
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.util
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from omegaconf import OmegaConf
 
 from stagereg import registry
 from stagereg.config import schema
+from stagereg.config.plugins import NamedPlugins, PluginError, PluginSource
 from stagereg.errors import RegistryError, StageregError, UnknownNameError, nearest
 
 __all__ = ["OptionError", "RegistrySearchPath", "RegistrySource", "UnknownOptionError", "offer"]
@@ -42,6 +45,7 @@ class RegistrySource(ConfigSource):
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider=provider, path=path)
         self._refused: tuple[str, str] | None = None
+        self._plugins = NamedPlugins.current or NamedPlugins()
 
     @staticmethod
     def scheme() -> str:
@@ -57,6 +61,7 @@ class RegistrySource(ConfigSource):
         kind, name = _split(config_path)
         if kind not in registry.kinds():
             return False
+        self._plugins.load()
         known = name in registry.names(kind)
         self._refused = None if known else (kind, name)
         return known
@@ -67,6 +72,8 @@ class RegistrySource(ConfigSource):
             return [] if results_filter == ObjectType.CONFIG else groups
         if not self.is_group(config_path) or results_filter == ObjectType.GROUP:
             return []
+        with contextlib.suppress(PluginError):  # told when an option is chosen: a listing goes on without
+            self._plugins.load()
         self._explain_refusal(config_path)
         return registry.names(config_path)
 
@@ -91,17 +98,24 @@ class RegistrySource(ConfigSource):
         refused, self._refused = self._refused, None
         if refused is None or refused[0] != kind:
             return
-        if nearest(refused[1], registry.names(kind)):  # where none is near, Hydra's list of all sources tells more
-            try:
-                registry.find(*refused)
-            except UnknownNameError as error:
+        try:
+            registry.find(*refused)
+        except UnknownNameError as error:
+            if nearest(refused[1], registry.names(kind)):  # where none is near, Hydra's list of all sources tells more
                 raise UnknownOptionError(str(error)) from None
+        except RegistryError as error:
+            raise OptionError(str(error)) from None
 
 
 class RegistrySearchPath(SearchPathPlugin):
-    """Append the registry and the shipped YAML files to every app's search path, behind the app's own."""
+    """Append the registry and the shipped YAML files to every app's search path, behind the app's own.
+
+    The source that only looks for plugins goes before all.
+    """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        NamedPlugins.current = NamedPlugins(search_path)
+        search_path.prepend("stagereg", f"{PluginSource.scheme()}://")
         # A checkout that is not installed has the files beside the package.
         beside = f"file://{Path(__file__).parents[2] / 'conf'}"
         shipped = "pkg://stagereg.conf" if importlib.util.find_spec("stagereg.conf") else beside
@@ -112,7 +126,7 @@ class RegistrySearchPath(SearchPathPlugin):
 def offer() -> None:
     """Offer the options to Hydra in this process, where no installed plugin file does; twice is harmless."""
     plugins = Plugins.instance()
-    for plugin in (RegistrySource, RegistrySearchPath):
+    for plugin in (PluginSource, RegistrySource, RegistrySearchPath):
         plugins.register(plugin)
 
 

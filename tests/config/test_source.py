@@ -160,6 +160,33 @@ def test_a_broken_package_is_named_only_when_chosen(app: App) -> None:
     assert "No module named 'no_such_module'" in told
 
 
+def test_one_name_of_two_packages_is_two_options(app: App) -> None:
+    app.write("site/rival.py", THEIRS.replace("'here'", "'there'"))
+    app.write("site/their_rival-3.dist-info/METADATA", "Metadata-Version: 2.1\nName: Their.Rival\nVersion: 3\n")
+    app.write("site/their_rival-3.dist-info/entry_points.txt", "[stagereg.plugins]\nstager.other = rival:Other\n")
+    assert app.completes("stager=other") == ["stager=other@their-rival", "stager=other@theirs"]
+    out = app.prints("-m", "stager=other@theirs,other@their-rival")
+    assert out.index("BUILT {'path': 'here'} False") < out.index("BUILT {'path': 'there'} False")
+    told = "2 installed packages provide stager/other; say which: other@their-rival or other@theirs\n"
+    assert app.refuses("stager=other") == app.refuses("-m", "stager=other,theirs") == told + FULL_ERROR
+    app.write("app.py", PICKLED)
+    assert app.prints() == "there\n"
+
+
+FULL_ERROR = "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
+
+# A typed config goes through a pickle, as to the workers of a launcher.
+PICKLED = """
+import pickle
+from hydra import compose, initialize
+with initialize("conf", version_base="1.3"):
+    config = pickle.loads(pickle.dumps(compose("app", ["stager=other@their-rival"])))
+    try:
+        config.stager.path2 = 1
+    except AttributeError:  # still typed
+        print(config.stager.path)
+"""
+
 SHIPPED = """
 import sys
 from hydra import compose, initialize_config_dir

@@ -1,6 +1,7 @@
 """Which storage wrote a checkpoint: its name for the manifest, and the storage for a name.
 
-A registered storage goes by its name, another one by the dotted path of its class.
+A registered storage goes by its name, another one by the dotted path of its class. A storage of the project goes by its
+bare name, so that a checkpoint can be read where no other package claims the name, and where one does.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from stagereg.errors import CheckpointError, StageregError
 
 __all__ = ["name_of", "named"]
 
+_OURS = "@stagereg"
+
 
 def name_of(storage: Storage) -> str:
     """Return what the manifest calls ``storage``."""
     path = f"{type(storage).__module__}.{type(storage).__qualname__}"
     entry = registry.find_target(path)
-    return entry.name if entry is not None and entry.kind == "storage" else path
+    if entry is None or entry.kind != "storage":
+        return path
+    return entry.name.removesuffix(_OURS)
 
 
 def named(name: str, own: Storage) -> Storage:
@@ -27,13 +32,17 @@ def named(name: str, own: Storage) -> Storage:
     """
     if name == name_of(own):
         return own
-    if name not in registry.names("storage"):
-        raise CheckpointError(
-            f"It was written by the storage {name!r}, which is not registered here. There is: "
-            f"{', '.join(registry.names('storage'))}. Install or import what has it, or pass it to the Checkpointer."
-        )
+    known = registry.names("storage")
+    chosen = name + _OURS if name + _OURS in known else name
     try:
-        storage: Storage = registry.build("storage", name)
+        registry.find("storage", chosen)
+    except StageregError as error:
+        raise CheckpointError(
+            f"It was written by the storage {name!r}, which is not registered here. There is: {', '.join(known)}. "
+            "Install or import what has it, or pass it to the Checkpointer."
+        ) from error
+    try:
+        storage: Storage = registry.build("storage", chosen)
     except (StageregError, TypeError) as error:
         raise CheckpointError(f"It was written by the storage {name!r}, which cannot be built: {error}") from error
     return storage

@@ -3,6 +3,7 @@
 Packaging places this file there, beside the plugins of other packages; nothing imports it from here.
 """
 
+from stagereg.config.plugins import PluginSource
 from stagereg.config.source import RegistrySearchPath, RegistrySource
 
-__all__ = ["RegistrySearchPath", "RegistrySource"]
+__all__ = ["PluginSource", "RegistrySearchPath", "RegistrySource"]

@@ -1,0 +1,343 @@
+"""A module that a config or a command line names as a plugin makes its components options, wherever Hydra composes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import string
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+import stagereg
+from stagereg import registry
+from stagereg.config import plugins
+from stagereg.config.plugins import PluginError
+from stagereg.errors import StageregError
+
+MINE = """
+import os, stagereg
+print("IMPORTED", __name__, os.environ.get("RANK"))
+@stagereg.register("stager", "mine")
+class Mine:
+    should_synchronize_after_execute = True
+    def __init__(self, slots: int = 2): self.slots = slots
+    def stage(self, state_dict): return state_dict
+    def synchronize_staging(self): ...
+    def close(self): ...
+"""
+
+# The first has no import of stagereg at all, as an app of somebody who installed it.
+APP = """
+import sys, hydra
+@hydra.main(config_path="conf", config_name="app", version_base="1.3")
+def main(cfg):
+    print("BUILT", vars(hydra.utils.instantiate(cfg.stager)), "torch" in sys.modules, flush=True)
+if __name__ == "__main__":
+    main()
+"""
+TRAIN = """
+import os, stagereg
+@stagereg.main(config_path="conf", config_name="train")
+def train(cfg):
+    told = f"BUILT {vars(stagereg.instantiate(cfg.stager))} {os.environ['RANK']} {list(cfg.plugins)}\\n"
+    os.write(1, told.encode())  # at once: ranks share the pipe
+if __name__ == "__main__":
+    train()
+"""
+QUIET = "hydra: {output_subdir: null, run: {dir: out}, sweep: {dir: out}}\n"
+
+
+class App:
+    """An app in its own folder, beside the module that has its stager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.write("my_module.py", MINE)
+        self.write("app.py", APP)
+        self.write("train.py", TRAIN)
+        self.write("conf/app.yaml", f"defaults: [{{stager: mine}}, _self_]\nplugins: [my_module]\n{QUIET}")
+        self.write("conf/train.yaml", f"defaults: [stagereg, _self_]\n{QUIET}")
+
+    def write(self, path: str, text: str) -> None:
+        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / path).write_text(textwrap.dedent(text))
+
+    def run(self, *arguments: str, script: str = "app.py", **env: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, script, *arguments]
+        limit_s = 100
+        return subprocess.run(
+            command, cwd=self.folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=limit_s
+        )
+
+    def prints(self, *arguments: str, script: str = "app.py", **env: str) -> str:
+        done = self.run(*arguments, script=script, **env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def refuses(self, *arguments: str, script: str = "app.py") -> str:
+        done = self.run(*arguments, script=script)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr.splitlines()) <= 8
+        return done.stderr
+
+    def completes(self, line: str, script: str = "app.py") -> list[str]:
+        return self.prints("-sc", "query=bash", script=script, COMP_LINE=f"python {script} {line}").split()
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> App:
+    return App(tmp_path)
+
+
+def test_a_run_has_the_options_of_a_module_that_its_config_names(app: App) -> None:
+    assert app.prints("stager.slots=5") == "IMPORTED my_module None\nBUILT {'slots': 5} False\n"
+    assert "_target_: my_module.Mine" in app.prints("--cfg", "job")
+
+
+def test_jobs_and_workers_of_a_sweep_have_them_too(app: App) -> None:
+    app.write("conf/app.yaml", f"defaults: [{{stager: mine}}, _self_]\nplugins: [my_module]\n{QUIET}")
+    for launcher in ("basic", "joblib"):
+        out = app.prints("-m", "stager.slots=4,5", f"hydra/launcher={launcher}")
+        assert "BUILT {'slots': 4} False" in out
+        assert "BUILT {'slots': 5} False" in out
+
+
+def test_tab_completes_their_names_and_fields_and_stays_quiet_about_what_is_broken(app: App) -> None:
+    assert "stager=mine" in app.completes("stager=m")
+    assert "stager.slots=" in app.completes("stager.s")
+    app.write("conf/app.yaml", f"defaults: [{{stager: blocking}}, _self_]\nplugins: [no_such_module]\n{QUIET}")
+    done = app.run("-sc", "query=bash", COMP_LINE="python app.py stager=bl")
+    assert done.stdout.split() == ["stager=blocking"]
+    assert "no_such_module" not in done.stderr
+
+
+def test_a_module_that_cannot_be_imported_is_told_on_one_screen(app: App) -> None:
+    app.write("my_module.py", "import stagereg\nimport no_such_thing\n")
+    told = app.refuses()
+    assert "The config 'app' names the plugin 'my_module', which cannot be imported.\n" in told
+    assert f"ModuleNotFoundError: No module named 'no_such_thing' ({app.folder / 'my_module.py'}:2)" in told
+
+
+def test_ranks_have_what_the_command_line_names(app: App) -> None:
+    told = app.prints("stager=mine", "stager.slots=7", "plugins=[my_module]", "nproc=2", script="train.py")
+    for rank in range(2):
+        assert told.count(f"BUILT {{'slots': 7}} {rank} ['my_module']") == 1
+
+
+@pytest.mark.slow
+def test_workers_of_a_sweep_have_what_the_command_line_names(app: App) -> None:
+    app.write("conf/train.yaml", f"defaults: [stagereg, {{override stager: blocking}}, _self_]\n{QUIET}")
+    line = ["-m", "stager=mine", "plugins=[my_module]", "nproc=2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]
+    told = app.prints(*line, "stager.slots=4,5", script="train.py")
+    for slots in (4, 5):
+        for rank in range(2):
+            assert f"BUILT {{'slots': {slots}}} {rank} ['my_module']" in told
+
+
+def test_the_command_line_names_modules_for_completion_and_is_told_what_is_none(app: App) -> None:
+    assert "stager=mine" in app.completes("plugins=[my_module] stager=m", script="train.py")
+    assert "nproc=" in app.completes("plugins=[my_modu] np", script="train.py")
+    told = app.refuses("plugins=[my_modul]", script="train.py")
+    assert "The command line names the plugin 'my_modul', which cannot be imported. Did you mean 'my_module'?" in told
+    assert f"Modules are looked for in {app.folder}, " in told
+
+
+Composed = Callable[..., Any]
+
+
+@pytest.fixture
+def composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Composed]:
+    """Compose ``app`` in this process from files given by path, beside modules ``one``, ``two``, ``three``."""
+    before, modules = set(registry._decorated), set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("one", "two", "three"):
+        body = MINE.replace('print("IMPORTED"', "dict(").replace('"mine"', f'"{name}"')
+        (tmp_path / f"{name}.py").write_text(body.replace('dict(, __name__, os.environ.get("RANK"))', "pass"))
+
+    def composed(files: dict[str, str], *overrides: str) -> Any:
+        for path, text in files.items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(tmp_path / "conf"), version_base="1.3"):
+            return compose("app", [*overrides])
+
+    yield composed
+    for module in ("one", "two", "three", "broken", "leaves"):
+        sys.modules.pop(module, None)
+        plugins._imported.pop(module, None)
+    for key in set(registry._decorated) - before:
+        if key[2].split(":")[0] not in modules and key[1] in ("one", "two", "three"):
+            del registry._decorated[key]
+
+
+CHOICE = "defaults: [{stager: one}, _self_]\n"
+
+
+def test_any_config_that_becomes_part_of_the_root_before_the_choice_may_name_modules(composed: Composed) -> None:
+    files = {
+        "conf/app.yaml": "defaults: [sub/base, {stager: three}, {experiment: x}, _self_]\nplugins: [one]\n",
+        "conf/sub/base.yaml": "# @package _global_\ndefaults: [more, _self_]\n",
+        "conf/sub/more.yaml": "# @package _global_\ndefaults: [/last]\n",
+        "conf/last.yaml": "plugins: [two]\n",
+        "conf/experiment/x.yaml": "# @package _global_\nplugins: [three]\n",
+    }
+    config = composed(files, "+stager@a: one".replace(": ", "="), "+stager@b=two")
+    assert [config[key]._target_ for key in ("stager", "a", "b")] == ["three.Mine", "one.Mine", "two.Mine"]
+    assert config.plugins == ["one"]
+
+
+def test_a_choice_that_comes_too_late_for_an_option_is_not_in_time(composed: Composed) -> None:
+    files = {
+        "conf/app.yaml": "defaults: [{experiment: x}, {stager: three}, _self_]\n",
+        "conf/experiment/x.yaml": "# @package _global_\nplugins: [three]\n",
+    }
+    with pytest.raises(MissingConfigException, match="Could not find 'stager/three'"):
+        composed(files)
+
+
+def test_the_main_function_imports_what_its_config_names_where_no_option_is_chosen(
+    composed: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stagereg.config.main.alone", lambda task, cfg: task(cfg))
+    build = stagereg.main()(lambda cfg: stagereg.build("stager", "one"))
+    with pytest.raises(stagereg.StageregError, match="No stager named 'one'"):
+        build(OmegaConf.create({"a": 1}))
+    assert type(build(OmegaConf.create({"plugins": ["one"]}))).__module__ == "one"
+    with pytest.raises(PluginError, match=r"^The config names the plugin 'no_such_module'"):
+        build(OmegaConf.create({"plugins": ["no_such_module"]}))
+
+
+def test_plugins_of_a_part_of_the_config_are_that_parts_own(composed: Composed) -> None:
+    files = {
+        "conf/app.yaml": "defaults: [{stager: one}, {trainer: x}, {trainer@b: y}, part, _self_]\nplugins: [one]\n",
+        "conf/trainer/x.yaml": "plugins: [no_such_module, 7]\n",
+        "conf/trainer/y.yaml": "# @package a\nplugins: [no_such_module, 7]\n",
+        "conf/part.yaml": "# @package c\nplugins: [no_such_module, 7]\n",
+    }
+    config = composed(files)
+    assert config.trainer.plugins == config.b.plugins == config.c.plugins == ["no_such_module", 7]
+    assert config.stager._target_ == "one.Mine"
+
+
+def test_an_app_without_options_of_ours_may_mean_something_else(composed: Composed) -> None:
+    for value in ("[no_such_module, one]", "{a: 1}", "some text", "${nowhere}", "[{name: one}]"):
+        assert "plugins" in composed({"conf/app.yaml": f"plugins: {value}\n"})
+    assert "one" not in sys.modules
+    assert composed({"conf/app.yaml": "defaults: [{optional stager: x}, _self_]\nplugins: {a: 1}\n"}).plugins == {
+        "a": 1
+    }
+
+
+def test_a_structured_config_and_a_folder_of_the_search_path_may_name_modules(
+    composed: Composed, tmp_path: Path
+) -> None:
+    @dataclass
+    class Structured:
+        plugins: list[str] = field(default_factory=lambda: ["one"])
+        stager: Any = None
+
+    ConfigStore.instance().store(name="plugins_of_a_class", node=Structured)
+    config = composed({"conf/app.yaml": "defaults: [plugins_of_a_class, {stager: one}, _self_]\n"})
+    assert config.stager._target_ == "one.Mine"
+    files = {
+        "conf/app.yaml": f"defaults: [more, {{stager: two}}, _self_]\nhydra: {{searchpath: ['file://{tmp_path}/far']}}\n",
+        "far/more.yaml": "plugins: [two]\n",
+    }
+    assert composed(files).stager._target_ == "two.Mine"
+
+
+def test_an_interpolation_is_resolved_within_its_config(composed: Composed) -> None:
+    assert composed({"conf/app.yaml": f"{CHOICE}plugins: ['${{which}}']\nwhich: one\n"}).stager._target_ == "one.Mine"
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (
+            "[no_such_module]",
+            "The config 'app' names the plugin 'no_such_module', which cannot be imported.\nModuleNot",
+        ),
+        ("[twoo]", "cannot be imported. Did you mean 'two'?"),
+        ("[two.py]", "cannot be imported. Did you mean 'two'?"),
+        ("[stagereg.config.plugin]", "cannot be imported. Did you mean 'stagereg.config.plugins'?"),
+        ("[one two]", "'one two', which is no name of a module: write it as after 'import'"),
+        ("[../two]", "'../two', which is no name of a module"),
+        ("['']", "'', which is no name of a module"),
+        ("[3]", "'3', which is no name of a module"),
+        ("[[two]]", "which is no name of a module"),
+        ("two", "The config 'app' has plugins=two; it is a list of modules: plugins=[two]"),
+        ("${nowhere}", "The config 'app' has plugins=(Interpolation key 'nowhere' not found); it is a list of modules"),
+        ("[broken]", "ZeroDivisionError: division by zero ("),
+        ("[leaves]", "SystemExit: 3 ("),
+    ],
+)
+def test_what_is_no_module_is_one_error_of_the_composition(
+    composed: Composed, tmp_path: Path, value: str, told: str
+) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
+    for _ in range(2):  # told again when composed again
+        with pytest.raises(PluginError) as caught:
+            composed({"conf/app.yaml": f"{CHOICE}plugins: {value}\n"})
+        assert told in str(caught.value)
+        assert isinstance(caught.value, StageregError)
+        assert isinstance(caught.value, HydraException)
+
+
+def test_what_one_app_names_is_nothing_to_the_next(composed: Composed) -> None:
+    assert composed({"conf/app.yaml": "plugins: [no_such_module]\n"})
+    assert composed({"conf/app.yaml": "defaults: [{optional stager: x}, _self_]\na: 1\n"}) == {"a": 1}
+
+
+def test_unpickling_the_source_imports_what_its_process_had_imported(composed: Composed) -> None:
+    composed({"conf/app.yaml": f"{CHOICE}plugins: [one]\n"})
+    sent = pickle.dumps(plugins.PluginSource("stagereg", "stagereg-plugins://"))
+    del sys.modules["one"]
+    pickle.loads(sent)
+    assert "one" in sys.modules
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plugins=[one,two]"],
+        ["+plugins=[one]", "++plugins=['two']"],
+        ["plugins=[one],[two]"],
+        ["plugins=[one", "plugins=[one,two]"],
+    ],
+)
+def test_every_way_to_write_the_override_is_read(composed: Composed, words: list[str]) -> None:
+    plugins.from_overrides(["stager=blocking", "~plugins", "x.plugins=[no_such_module]", *words])
+    assert {"one", "two"} <= set(stagereg.names("stager"))
+
+
+@pytest.mark.parametrize("word", ["plugins=one", "plugins=one,two", "plugins=[no_such_module]", "plugins=[3]"])
+def test_an_override_that_names_no_module_is_told(composed: Composed, word: str) -> None:
+    with pytest.raises(PluginError, match=r"^The command line (has plugins=\w+; it is a list|names the plugin)"):
+        plugins.from_overrides([word])
+
+
+# Without letters that could make up the name of a module.
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_characters=string.ascii_letters), max_size=40))
+def test_no_word_of_a_command_line_ends_in_anything_but_an_error_of_ours(text: str) -> None:
+    for word in (f"plugins={text}", f"plugins=[{text}]"):
+        with contextlib.suppress(PluginError):
+            plugins.from_overrides([word])
