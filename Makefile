@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SITE := -c 'import site; print(site.getsitepackages()[0])'
+HYDRA_1_4 := $(VENV)/hydra-1.4
 TORCH := torch==2.13.0
 WORKERS := --numprocesses 2 --dist worksteal
 CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -31,9 +33,14 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info
 
 # torch comes first and alone: without a GPU, its CPU build spares gigabytes of CUDA libraries.
-$(VENV)/.ready: pyproject.toml constraints.txt
+# Hydra 1.4 comes last, for tests only: an environment inside the first that differs from it in Hydra and OmegaConf.
+$(VENV)/.ready: pyproject.toml constraints.txt constraints-hydra-1.4.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	command -v nvidia-smi >/dev/null || $(PIP) --no-deps --retries 0 --timeout 15 --index-url $(CPU_INDEX) $(TORCH) || true
 	$(PIP) $(TORCH) setuptools wheel
 	$(PIP) --no-build-isolation --editable ".[dev,report]"
+	$(BIN)/python -m venv --clear --without-pip $(HYDRA_1_4)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-hydra-1.4.txt \
+		--target "$$($(HYDRA_1_4)/bin/python $(SITE))"
+	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" > "$$($(HYDRA_1_4)/bin/python $(SITE))/beside.pth"
 	touch $@

@@ -1,47 +1,51 @@
 """``stagereg.instantiate``: build what a config describes, if and only if all of it is registered.
 
 A config comes from files and command lines, and Hydra calls whatever its ``_target_`` names. Here a ``_target_`` must
-be the component of a registry entry, wherever it stands: nested, in lists, in ``_args_``, below ``_recursive_: false``,
-or in the arguments given at run time. Only then is anything imported. Each component's own config is held against its
-schema once more, because a config may come from plain YAML: types, choices, unknown keys, missing values.
-Interpolations are resolved before the check and never after it: the plan that was checked is the plan that runs.
+be the component of a registry entry, or allowed by the program's code (``lock``), wherever it stands: nested, in lists,
+in ``_args_``, below ``_recursive_: false``, or in the arguments given at run time. Only then is anything imported. Each
+component's own config is held against its schema once more, because a config may come from plain YAML: types, choices,
+unknown keys, missing values. Interpolations are resolved once, before the check and never after it: the plan that was
+checked is the plan that runs.
 
-It is no sandbox: a registered component is trusted with its arguments. ``hydra.utils.instantiate`` builds the same
-configs without these checks. Components get plain lists, dicts and dataclasses, as with Hydra's ``_convert_: object``.
+It is no sandbox: a registered component is trusted with its arguments (SECURITY.md). ``hydra.utils.instantiate`` builds
+the same configs without these checks; from Hydra 1.4 on it wants an allow-list, which :func:`targets` is. Components
+get plain lists, dicts and dataclasses, as with Hydra's ``_convert_: object``.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from stagereg import registry
-from stagereg.config import schema
+from stagereg.config import schema, values
 from stagereg.config.advice import explain
-from stagereg.errors import ConfigError, TargetNotAllowedError
+from stagereg.config.lock import Allowed, Lock, label
+from stagereg.config.tree import Place, as_node, describes, escaped, is_container, is_mapping, is_missing, merged, plain
+from stagereg.errors import ConfigError
 from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
 
-__all__ = ["instantiate"]
+__all__ = ["instantiate", "targets"]
 
-_HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
-_MISSING = "???"
-_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
 
 
-def instantiate(config: Any, /, *args: Any, **kwargs: Any) -> Any:
+def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[..., Any]] = (), **kwargs: Any) -> Any:
     """Build the component that ``config`` describes, and those nested in it.
 
     Args:
         config: a config node with a ``_target_``, or a mapping or list of such nodes; ``None`` gives ``None``.
         args: positional arguments for the component, passed as they are.
+        allow: what the config may name beside the registry's components: dotted paths in full, classes, functions.
+            Keys that such a target does not take are refused too, but it has no schema: values are passed as they
+            are. An argument ``allow`` of a component's own is given in its config.
         kwargs: keyword arguments, which replace the config's. Options of the component are checked like the config's,
             configs among them are checked and built; every other object is passed as it is.
 
@@ -49,61 +53,43 @@ def instantiate(config: Any, /, *args: Any, **kwargs: Any) -> Any:
         What the component built; with ``_partial_: true`` a callable that builds it.
 
     Raises:
-        TargetNotAllowedError: a ``_target_`` is not registered; nothing was imported or called.
+        TargetNotAllowedError: a ``_target_`` is neither registered nor allowed; nothing was imported or called.
         ConfigError: a key, type, choice or missing value; the message has the key and what would be right.
         RegistryError: a component cannot be loaded, or built something that its kind does not allow.
     """
+    lock = Lock(allow)
     if config is None:
         return None
-    place = _Place.of(config)
-    tree = _plain(config, place.key)
-    _refuse_unregistered(tree, place)
-    _refuse_unregistered({name: _plain(value) for name, value in kwargs.items() if _describes(value)}, place)
+    place = Place.of(config)
+    tree = plain(config, place.key)
+    _refuse_unregistered(tree, place, lock)
     if isinstance(tree, dict) and "_target_" in (tree.keys() | kwargs.keys()):
-        return _build_one(tree, place, args, kwargs)
+        return _build_one(tree, place, lock, args, kwargs)
     if args or kwargs:
         raise ConfigError(f"{place.label} has no _target_, so there is nothing to pass these arguments to.")
-    return _built(_plan(tree, place))
+    return _built(_plan(tree, place, lock))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a node of the config stands, so that an error can name the override that mends it.
+def targets(kind: str | None = None) -> list[str]:
+    """Return the paths of all registered components, or of one kind's, as ``_target_`` has them; imports nothing.
 
-    Attributes:
-        key: the full key; that of the original where the node only refers to it (``${stager}``).
-        raw: the node before interpolations were resolved.
+    They are what a program gives Hydra 1.4 as its allow-list: ``hydra.utils.instantiate(cfg.stager,
+    _execution_whitelist_=targets())``, or ``with hydra.utils.execution_whitelist(targets()):``.
+
+    Raises:
+        UnknownNameError: there is no such kind.
     """
-
-    key: str
-    raw: Any = None
-
-    @classmethod
-    def of(cls, config: Any) -> _Place:
-        if not isinstance(config, (DictConfig, ListConfig)):
-            return cls("")
-        return cls(config._get_full_key(None), OmegaConf.to_container(config, resolve=False))
-
-    @property
-    def label(self) -> str:
-        return self.key or "The config"
-
-    def below(self, child: str | int) -> _Place:
-        try:
-            raw = self.raw[child]
-        except (KeyError, IndexError, TypeError):
-            raw = None
-        reference = _REFERENCE.fullmatch(raw) if isinstance(raw, str) else None
-        if reference:
-            return _Place(reference[1])
-        return _Place(f"{self.key}[{child}]" if isinstance(child, int) else f"{self.key}.{child}".lstrip("."), raw)
+    if kind is not None:
+        registry.names(kind)
+    found = {entry.path for entry in registry.entries() if kind in (None, entry.kind)}
+    return sorted(path for path in found if "<locals>" not in path)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One checked call of a registered component; its arguments may hold further calls."""
+    """One checked call of a registered component, or an allowed target; its arguments may hold further calls."""
 
-    entry: Entry
+    entry: Entry | Allowed
     component: Callable[..., Any]
     args: list[Any]
     kwargs: dict[str, Any]
@@ -112,54 +98,82 @@ class _Call:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Make the nested calls, then this one; arguments given here come from the program and go before."""
         make = functools.partial(self.component, *(args or _built(self.args)), **{**_built(self.kwargs), **kwargs})
-        return make if self.partial else registry.checked(self.entry, self.component, make())
+        if self.partial:
+            return make
+        return registry.checked(self.entry, self.component, make()) if isinstance(self.entry, Entry) else make()
 
 
-def _build_one(tree: dict[str, Any], place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _build_one(tree: dict[str, Any], place: Place, lock: Lock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Build the node ``tree`` with the program's arguments: options and configs join the tree, objects go direct."""
-    entry = _entry(kwargs.get("_target_", tree.get("_target_")), place)
-    options, direct = schema.options(entry), {}
-    for name, value in kwargs.items():
-        typed = name in options and options[name].type is not Any
-        if name in _HYDRA_KEYS or typed or _describes(value) or (_is_mapping(value) and _is_mapping(tree.get(name))):
-            tree = _merged(tree, {name: _plain(value) if _is_container(value) else value})
-        else:
-            direct[name] = value
+
+    def join(names: list[str]) -> dict[str, Any]:
+        # Each argument is resolved once only: a second time, a resolver may give something else.
+        more = {name: plain(values.held(v)) if is_container(v := direct.pop(name)) else v for name in names}
+        joined = merged(tree, more)
+        _refuse_unregistered(joined, place, lock)
+        return joined
+
+    direct = dict(kwargs)
+    tree = join([name for name, value in kwargs.items() if name in _HYDRA_KEYS or _configures(value, tree.get(name))])
+    entry = lock.find(tree["_target_"], place.label)
+    options = _options(entry)
+    tree = join([name for name in direct if name in options and options[name].hint is not Any])
     given = [*direct, *_positional(entry.load())[: len(args)]]
     tree = {key: value for key, value in tree.items() if key not in given and not (args and key == "_args_")}
-    call = _plan(tree, place, given)
+    call = _plan(tree, place, lock, given)
     assert isinstance(call, _Call)
     return call.run(*args, **direct)
 
 
-def _plan(node: Any, place: _Place, given: Collection[str] = ()) -> Any:
+def _plan(node: Any, place: Place, lock: Lock, given: Collection[str] = ()) -> Any:
     """Check ``node`` and everything in it; return it with each component's node turned into a :class:`_Call`.
 
     ``given`` names what the program passes to this node's component directly.
     """
-    if isinstance(node, list):
-        return [_plan(item, place.below(index)) for index, item in enumerate(node)]
+    if type(node) in (list, tuple):
+        return type(node)(_plan(item, place.below(index), lock) for index, item in enumerate(node))
     if not isinstance(node, dict):
         return node
     if "_target_" not in node:
-        return {key: _plan(value, place.below(key)) for key, value in node.items()}
-    entry = _entry(node["_target_"], place)
+        return {key: _plan(value, place.below(key), lock) for key, value in node.items()}
+    entry = lock.find(node["_target_"], place.label)
     component = entry.load()
     partial, recursive = _flag(node, "_partial_", False, place), _flag(node, "_recursive_", True, place)
-    args = _plan(node.get("_args_") or [], place.below("_args_"))
-    given = [*given, *_positional(component)[: len(args)]]
-    kwargs = {
-        key: value for key, value in node.items() if key not in _HYDRA_KEYS and not (partial and value == _MISSING)
-    }
-    refuse_unknown(f"{entry.kind}/{entry.name}", [*kwargs, *given], component)
+    kwargs = {key: v for key, v in node.items() if key not in _HYDRA_KEYS and not (partial and is_missing(v))}
+    refuse_unknown(label(entry), [*kwargs, *(n for n in given if n not in _positional(component))], _signed(component))
+    args, named = _arguments(entry, component, node, {*kwargs, *given}, place)
+    kwargs.update(named)
     if not partial:
         _refuse_missing(entry, component, kwargs, given, place)
-    kwargs.update(_typed(entry, kwargs, place))
-    planned = {key: _plan(value, place.below(key)) for key, value in kwargs.items()}
-    _refuse_other_kinds(planned, place)
+    if isinstance(entry, Entry):
+        kwargs.update(_typed(entry, kwargs, place))
+    planned = {key: _plan(value, place.below(key), lock) for key, value in kwargs.items()}
+    if isinstance(entry, Entry):
+        _refuse_other_kinds(planned, place)
+    more = _plan(args, place.below("_args_"), lock)
     if not recursive:  # the component gets the configs and builds from them itself
-        planned = {key: _node(_escaped(value)) if _is_container(value) else value for key, value in kwargs.items()}
-    return _Call(entry, component, args, planned, partial)
+        planned, more = {key: _config(value) for key, value in kwargs.items()}, list(map(_config, args))
+    return _Call(entry, component, [*map(planned.pop, named), *more], planned, partial)
+
+
+def _arguments(
+    entry: Entry | Allowed, component: Callable[..., Any], node: Mapping[str, Any], taken: Collection[str], place: Place
+) -> tuple[list[Any], dict[str, Any]]:
+    """The ``_args_`` of ``node``: those for ``*args``, and before them those that have names, under these names."""
+    args = node.get("_args_")
+    if args is not None and not isinstance(args, list):
+        raise ConfigError(f"{place.below('_args_').key} is {args!r}; it is a list.")
+    args, names = args or [], _positional(component)
+    named = dict(zip(names, args, strict=False))
+    for name in named.keys() & taken:
+        raise ConfigError(f"{label(entry)} is given {name} twice: by {place.below('_args_').key} and by name.")
+    if len(args) > len(names) and all(p.kind is not p.VAR_POSITIONAL for p in _parameters(component)):
+        raise ConfigError(f"{label(entry)} takes {len(names)} positional arguments, and _args_ has {len(args)}.")
+    return args[len(names) :], named
+
+
+def _config(value: Any) -> Any:
+    return as_node(escaped(value)) if is_container(value) else value
 
 
 def _built(plan: Any) -> Any:
@@ -167,132 +181,98 @@ def _built(plan: Any) -> Any:
         return plan.run()
     if isinstance(plan, dict):
         return {key: _built(value) for key, value in plan.items()}
-    return [_built(item) for item in plan] if isinstance(plan, list) else plan
+    return type(plan)(map(_built, plan)) if type(plan) in (list, tuple) else plan
 
 
-def _typed(entry: Entry, values: Mapping[str, Any], place: _Place) -> dict[str, Any]:
-    """The typed options among ``values``, converted by the component's schema."""
-    typed = {n: o for n, o in schema.options(entry).items() if n in values and o.type is not Any}
+def _typed(entry: Entry, given: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """The options among ``given`` as the component takes them: converted by its schema, texts made objects."""
+    options = {n: o for n, o in schema.options(entry).items() if n in given and not values.is_object(given[n], o.hint)}
+    held = {name: values.held(given[name]) for name, option in options.items() if option.type is not Any}
     try:
-        node: Any = OmegaConf.merge(
-            OmegaConf.structured(schema.schema(entry)), _escaped({name: values[name] for name in typed})
-        )
-        done = {name: OmegaConf.to_object(v) if _is_container(v := node[name]) else v for name in typed}
+        node: Any = OmegaConf.structured(schema.schema(entry))
+        node.update({n: {} for n, v in held.items() if isinstance(v, dict) and values.is_mapping(options[n].type)})
+        node.merge_with(escaped(held))
+        done = {name: OmegaConf.to_object(v) if is_container(v := node[name]) else v for name in held}
     except OmegaConfBaseException as error:
         key = place.below(error.full_key or "").key.rstrip(".")
+        if isinstance(error, MissingMandatoryValue):
+            raise ConfigError(f"{key} needs a value: add {key}=... to the command line.") from error
         what = explain(error) or str(error).splitlines()[0]
         raise ConfigError(f"{key}: {what}\nIt is an option of {entry.kind}/{entry.name}.") from error
-    for name, option in typed.items():
-        schema.refuse_choice(place.below(name).key, done[name], option.hint)
-    return {name: typed[name].declared(value) if isinstance(value, list) else value for name, value in done.items()}
+    done |= {name: given[name] for name in options if name not in done}
+    return {name: values.made(place.below(name).key, done[name], option.hint) for name, option in options.items()}
 
 
-def _refuse_unregistered(node: Any, place: _Place) -> None:
-    """Refuse every ``_target_`` in ``node`` that is not registered, before anything is imported."""
+def _refuse_unregistered(node: Any, place: Place, lock: Lock) -> None:
+    """Refuse every ``_target_`` in ``node`` that is neither registered nor allowed, before anything is imported."""
     if isinstance(node, dict) and "_target_" in node:
-        _entry(node["_target_"], place)
+        lock.find(node["_target_"], place.label)
     if isinstance(node, (dict, list)):
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            _refuse_unregistered(value, place.below(key))
-
-
-def _entry(target: Any, place: _Place) -> Entry:
-    path = f"{target.__module__}.{target.__qualname__}" if hasattr(target, "__qualname__") else str(target)
-    entry = registry.find_target(path)
-    if entry is None:
-        raise TargetNotAllowedError(
-            f"{place.label} names the _target_ {path!r}, which is not registered: nothing was imported or called.\n"
-            "If it is yours, put @stagereg.register(kind, name) on it and import its module first."
-        )
-    return entry
+            _refuse_unregistered(value, place.below(key), lock)
 
 
 def _refuse_missing(
-    entry: Entry, component: Callable[..., Any], kwargs: Mapping[str, Any], given: Collection[str], place: _Place
+    entry: Entry | Allowed,
+    component: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    given: Collection[str],
+    place: Place,
 ) -> None:
     """Refuse to call a component without what it must have, telling where that is given."""
-    options = schema.options(entry)
-    for parameter in inspect.signature(component).parameters.values():
+    options = _options(entry)
+    for name in (name for name, value in kwargs.items() if is_missing(value)):
+        raise ConfigError(f"{label(entry)} needs a value for {name}: {_advice(place.below(name))}.")
+    for parameter in _parameters(component):
         name = parameter.name
-        absent = parameter.default is parameter.empty and name not in kwargs
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in given:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in (*given, *kwargs):
             continue
-        if name in options and (absent or kwargs.get(name) == _MISSING):
-            add = f"add {place.below(name).key}=... to the command line"
-            raise ConfigError(f"{entry.kind}/{entry.name} needs a value for {name}: {add}.")
-        if absent:
+        if parameter.default is parameter.empty:
+            if name in options or isinstance(entry, Allowed):
+                raise ConfigError(f"{label(entry)} needs a value for {name}: {_advice(place.below(name))}.")
             call = f"stagereg.instantiate(cfg.{place.key or '...'}, {name}=...)"
-            raise ConfigError(f"{entry.kind}/{entry.name} needs {name} from the program: {call}.")
+            raise ConfigError(f"{label(entry)} needs {name} from the program: {call}.")
 
 
-def _refuse_other_kinds(planned: Mapping[str, Any], place: _Place) -> None:
+def _advice(place: Place) -> str:
+    return f"add {place.key}=... to the command line"
+
+
+def _refuse_other_kinds(planned: Mapping[str, Any], place: Place) -> None:
     for name, value in planned.items():
-        if isinstance(value, _Call) and name in registry.kinds() and value.entry.kind != name:
-            raise ConfigError(f"{place.below(name).key} takes a {name}, not {value.entry.kind}/{value.entry.name}.")
+        entry = value.entry if isinstance(value, _Call) else None
+        if isinstance(entry, Entry) and name in registry.kinds() and entry.kind != name:
+            raise ConfigError(f"{place.below(name).key} takes a {name}, not {label(entry)}.")
 
 
-def _plain(config: Any, where: str = "") -> Any:
-    """A copy of a config as dicts and lists, its interpolations resolved; objects in it stay the same objects."""
-    try:
-        node = config if isinstance(config, (DictConfig, ListConfig)) else _node(config)
-        return _listed(OmegaConf.to_container(node, resolve=True))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{where or 'The config'} cannot be resolved: {error}") from error
-
-
-def _listed(value: Any) -> Any:
-    """``value`` with its tuples made lists: OmegaConf 2.4 keeps them, and what is not looked into is not checked."""
-    if isinstance(value, dict):
-        return {key: _listed(item) for key, item in value.items()}
-    return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _node(config: Any) -> DictConfig | ListConfig:
-    if isinstance(config, (dict, list, tuple)):
-        return OmegaConf.create(config, flags={"allow_objects": True})
-    if is_dataclass(config):
-        return OmegaConf.structured(config, flags={"allow_objects": True})
-    raise ConfigError(f"{config!r} is a {type(config).__name__}, not a config: pass a node such as cfg.stager.")
-
-
-def _escaped(value: Any) -> Any:
-    """``value`` so that OmegaConf takes its strings as they are: they were resolved once, and no more than once."""
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def _merged(tree: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    deeper = {k: _merged(tree[k], v) for k, v in more.items() if isinstance(v, dict) and isinstance(tree.get(k), dict)}
-    return {**tree, **more, **deeper}
-
-
-def _flag(node: Mapping[str, Any], key: str, default: bool, place: _Place) -> bool:
+def _flag(node: Mapping[str, Any], key: str, default: bool, place: Place) -> bool:
     value = node.get(key, default)
     if not isinstance(value, bool):
         raise ConfigError(f"{place.below(key).key} is {value!r}; it is true or false.")
     return value
 
 
+def _options(entry: Entry | Allowed) -> dict[str, schema.Option]:
+    return schema.options(entry) if isinstance(entry, Entry) else {}
+
+
 def _positional(component: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(component).parameters.values()
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [p.name for p in _parameters(component) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, (dict, DictConfig))
+def _parameters(component: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(_signed(component)).parameters.values())
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (dict, list, tuple, DictConfig, ListConfig))
+def _signed(component: Callable[..., Any]) -> Callable[..., Any]:
+    """What to read the signature of: one written in C may have none, and then only the call itself can tell."""
+    try:
+        inspect.signature(component)
+    except ValueError:
+        return lambda *args, **kwargs: None
+    return component
 
 
-def _describes(value: Any) -> bool:
-    """Whether a runtime argument is or holds the config of a component, rather than being an object to pass on."""
-    if isinstance(value, (DictConfig, ListConfig)):
-        value = OmegaConf.to_container(value, resolve=False)
-    if isinstance(value, dict):
-        return "_target_" in value or any(map(_describes, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(_describes, value))
+def _configures(value: Any, there: Any) -> bool:
+    """Whether a runtime argument joins the config, in which ``there`` stands by its name, rather than replacing it."""
+    return describes(value) or (is_mapping(value) and is_mapping(there))

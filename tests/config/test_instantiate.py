@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import importlib.metadata
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+import hydra.errors
 import hydra.utils
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -17,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 import stagereg
 from stagereg import registry
 from stagereg.config import schema
+from stagereg.config.instantiate import targets
 from stagereg.errors import ConfigError, LaunchError, RegistryError, TargetNotAllowedError
 
 CALLED: list[str] = []
@@ -134,9 +139,56 @@ def test_a_component_is_built_with_its_config(root: DictConfig) -> None:
     assert stagereg.instantiate(root.stager).kwargs == {**defaults, "chunk_mb": 4, "sizes": (1,), "net": Net()}
 
 
+def hydras_allow_list(kind: str | None = None) -> dict[str, Any]:
+    """What Hydra from 1.4 on wants to be told by the program; earlier ones would take it for an argument."""
+    installed = tuple(int(part) for part in importlib.metadata.version("hydra-core").split(".")[:2])
+    return {"_execution_whitelist_": targets(kind)} if installed >= (1, 4) else {}
+
+
 def test_hydra_builds_the_same_config(root: DictConfig) -> None:
-    built = hydra.utils.instantiate(root.stager).kwargs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        built = hydra.utils.instantiate(root.stager, **hydras_allow_list()).kwargs
+        saved = hydra.utils.instantiate(root.checkpoint, **hydras_allow_list()).kwargs
     assert {**built, "sizes": tuple(built["sizes"])} == stagereg.instantiate(root.stager).kwargs
+    assert saved["stager"].kwargs["chunk_mb"] == 4
+
+
+def test_hydra_builds_every_built_in_stager_with_the_registrys_paths_as_its_allow_list() -> None:
+    for name in [name for name in registry.names("stager") if registry.find("stager", name).distribution == "stagereg"]:
+        config = node("stager", name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*whitelist")
+            built = hydra.utils.instantiate(config, **hydras_allow_list("stager"))
+        ours = stagereg.instantiate(config)
+        assert type(built) is type(ours)
+        built.close()
+        ours.close()
+
+
+@pytest.mark.skipif(not hydras_allow_list(), reason="Hydra before 1.4 has no allow-list")
+def test_hydras_allow_list_of_the_registrys_paths_lets_nothing_else_through(root: DictConfig) -> None:
+    root.checkpoint.stager = EVIL
+    for allowed in (hydras_allow_list(), hydras_allow_list("join")):
+        with pytest.raises(hydra.errors.InstantiationException, match="not in the Hydra execution whitelist"):
+            hydra.utils.instantiate(root.checkpoint, **allowed)
+    assert not CALLED
+
+
+def test_the_examples_of_security_md_run() -> None:
+    from torch.nn import Linear
+
+    page = (Path(__file__).parents[2] / "SECURITY.md").read_text()
+    ours, hydras = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    optimizer = {"_target_": "torch.optim.AdamW", "lr": 0.5}
+    cfg = OmegaConf.create({"stager": node("stager", "blocking"), "optimizer": optimizer})
+    names: dict[str, Any] = {"stagereg": stagereg, "hydra": hydra, "cfg": cfg, "params": Linear(2, 2).parameters()}
+    exec(ours, names)
+    assert names["optimizer"].defaults["lr"] == 0.5
+    built = names.pop("stager")
+    if hydras_allow_list():
+        exec(hydras, names)
+        assert type(names["stager"]) is type(built)
 
 
 def test_a_nested_component_is_built_first(root: DictConfig) -> None:
@@ -171,6 +223,38 @@ def test_lists_and_mappings_of_nodes_are_built(root: DictConfig) -> None:
     built = stagereg.instantiate({"a": [root.stager, 1], "b": {"c": made()}})
     assert built == {"a": [stagereg.instantiate(root.stager), 1], "b": {"c": stagereg.instantiate(made())}}
     assert stagereg.instantiate(None) is None
+
+
+def test_args_of_a_config_are_options_too() -> None:
+    built = stagereg.instantiate({"_target_": f"{HERE}.stager", "_args_": ["8", None, "slow"], "sizes": [2]})
+    assert built == stagereg.instantiate(made(chunk_mb=8, mode="slow", sizes=[2]))
+    for args, told in {
+        ("many",): r"^chunk_mb: Value 'many'",
+        (1, None, "fsat"): r"^mode is 'fsat'\. Did you mean 'fast'",
+        ("???",): r"needs a value for chunk_mb",
+        (1,) * 9: r"stager/made takes 8 positional arguments, and _args_ has 9",
+    }.items():
+        with pytest.raises(ConfigError, match=told):
+            stagereg.instantiate({"_target_": f"{HERE}.stager", "_args_": list(args)})
+    for args in ("ab", {"a": 1}, 3, False):
+        with pytest.raises(ConfigError, match=r"^stager\._args_ is .*; it is a list\."):
+            stagereg.instantiate(OmegaConf.create({"stager": {"_target_": f"{HERE}.stager", "_args_": args}}).stager)
+    with pytest.raises(ConfigError, match="stager/made is given chunk_mb twice: by _args_ and by name"):
+        stagereg.instantiate(made(_args_=[1]))
+
+
+def test_args_of_the_program_come_in_place_of_the_configs() -> None:
+    assert stagereg.instantiate({"_target_": f"{HERE}.stager", "_args_": ["many"]}, 3).kwargs["chunk_mb"] == 3
+
+
+def test_a_nested_component_may_be_among_the_args() -> None:
+    built = stagereg.instantiate({"_target_": f"{HERE}.saver", "_args_": ["e", made()]})
+    assert built.kwargs == {"dir": "e", "stager": stagereg.instantiate(made()), "extra": None}
+
+
+def test_hydras_own_keys_are_no_arguments() -> None:
+    keys = {"_convert_": "all", "_recursive_": True, "_partial_": False, "_isolate_": True}
+    assert stagereg.instantiate(made(**keys)) == stagereg.instantiate(made())
 
 
 def test_partial_gives_a_callable_that_builds() -> None:

@@ -1,0 +1,166 @@
+"""The lock of ``stagereg.instantiate``: which targets a config may name, decided before anything is imported.
+
+A config may name the components of the registry and, for one call, what the program allows in code. A name is compared
+as text, whole: no attribute of it is followed, so another way to reach a component, or a way from a component to
+something else (``module.os.system``, ``Component.__class__``), is a name that nobody registered. What was found says by
+itself where it is loaded from; the config's text is never imported. Hydra's block-list and its environment variable
+have no say here, so neither do the ways around them (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4).
+
+Where in a config targets stand, and what they are called with, is ``instantiate``'s business.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from stagereg import registry
+from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, nearest
+from stagereg.registry import Entry
+
+__all__ = ["Allowed", "Lock", "label"]
+
+_SHOWN = 200
+"""Characters of a refused name that a message shows, so that it stays on one screen."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """A class or function that is not registered, but that the program lets this one call's config name.
+
+    Attributes:
+        path: where it is, ``"package.module.Name"``.
+        component: itself, where the program gave it and not its path.
+    """
+
+    path: str
+    component: Callable[..., Any] | None = None
+
+    def load(self) -> Callable[..., Any]:
+        """Import it, unless the program gave it.
+
+        Raises:
+            RegistryError: it cannot be imported, or cannot be called.
+        """
+        if self.component is not None:
+            return self.component
+        try:
+            found = _imported(self.path.split("."))
+        except (Exception, SystemExit) as cause:
+            raise RegistryError(
+                f"{self.path} is allowed by the program, but cannot be loaded.\n{type(cause).__name__}: {cause}\n"
+                "Correct the path in allow=..., or repair the package it is in."
+            ) from cause
+        if not callable(found):
+            raise RegistryError(f"{self.path} is allowed by the program, but cannot be called: it is {found!r}.")
+        return found
+
+
+class Lock:
+    """What the config of one call of ``stagereg.instantiate`` may name.
+
+    Args:
+        allow: beside the registry's components, dotted paths in full (``"package.module.Name"``), and classes and
+            functions themselves, which a config may name by any path they are already found under.
+
+    Raises:
+        ConfigError: ``allow`` is a config or part of one, or has something else in it, such as a pattern.
+    """
+
+    def __init__(self, allow: Collection[str | Callable[..., Any]] = ()) -> None:
+        if isinstance(allow, (str, Mapping)) or OmegaConf.is_config(allow) or not isinstance(allow, Collection):
+            raise ConfigError(
+                f"allow={allow!r:.{_SHOWN}} is no collection of targets.\n"
+                'Name them in code, never from a config: allow=("package.module.Name", a_function).'
+            )
+        self._allowed = [_allowed(item) for item in allow]
+
+    def find(self, target: Any, where: str) -> Entry | Allowed:
+        """Return what a ``_target_`` names; imports nothing.
+
+        Args:
+            target: as a config or the program gives it: a dotted path, or a class or function.
+            where: the key of the node it stands in, for the message.
+
+        Raises:
+            TargetNotAllowedError: it is neither registered nor allowed.
+        """
+        path = _text(target)
+        found = registry.find_target(path) or self._find_allowed(target, path)
+        if found is not None:
+            return found
+        known = [entry.path for entry in registry.entries()] + [allowed.path for allowed in self._allowed]
+        raise TargetNotAllowedError(
+            f"{where} names the _target_ {path!r:.{_SHOWN}}, which is not registered: nothing was imported or called."
+            f"{nearest(path[:_SHOWN], known)}\n"
+            "If it is yours, put @stagereg.register(kind, name) on it and import its module first; "
+            "what has no kind, the program names in stagereg.instantiate(..., allow=(...))."
+        )
+
+    def _find_allowed(self, target: Any, path: str) -> Allowed | None:
+        if not self._allowed:
+            return None
+        there = _already_at(path) if isinstance(target, str) else target
+        for allowed in self._allowed:
+            if allowed.path == path or (allowed.component is not None and allowed.component is there):
+                return allowed
+        return None
+
+
+def label(found: Entry | Allowed) -> str:
+    """What to call a target in a message: ``"stager/pinned_cached"``, or the path of one that only is allowed."""
+    return f"{found.kind}/{found.name}" if isinstance(found, Entry) else found.path
+
+
+def _allowed(item: Any) -> Allowed:
+    if isinstance(item, str):
+        if "." in item and all(part.isidentifier() for part in item.split(".")):
+            return Allowed(_text(item))
+    elif callable(item) and hasattr(item, "__qualname__"):
+        return Allowed(_text(item), item)
+    raise ConfigError(
+        f"allow has {item!r:.{_SHOWN}}: it takes classes, functions and dotted paths in full, "
+        '"package.module.Name", and no patterns.'
+    )
+
+
+def _text(target: Any) -> str:
+    """The path that a target is compared by: an exact ``str``, so that no method of the target's has a say in it."""
+    if isinstance(target, str):
+        return str.__str__(target)
+    if hasattr(target, "__qualname__"):
+        return f"{target.__module__}.{target.__qualname__}"
+    return repr(target)
+
+
+def _already_at(path: str) -> Any:
+    """What a dotted path leads to by now, or ``None``; imports nothing and runs no code of what it passes through."""
+    module, *names = path.split(".")
+    found: Any = sys.modules.get(module)
+    for name in names:
+        if not isinstance(found, (types.ModuleType, type)):
+            return None
+        module = f"{module}.{name}"
+        found = sys.modules.get(module) or vars(found).get(name)
+    return found
+
+
+def _imported(parts: list[str]) -> Any:
+    """What the path ``parts`` leads to: the longest beginning that is a module, and attributes of it."""
+    for cut in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:cut])
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if cut > 1 and f"{module}.".startswith(f"{error.name}."):
+                continue
+            raise
+        return functools.reduce(getattr, parts[cut:], found)
+    raise AssertionError("a path in allow has a dot")

@@ -1,0 +1,97 @@
+"""Hydra's release candidate: the config room keeps its promises there too, in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOM = Path(__file__).parent
+# `make` puts it there: the environment of the tests, but for Hydra and OmegaConf.
+PYTHON = Path(sys.prefix) / "hydra-1.4" / "bin" / "python"
+
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"Hydra 1.4 is not installed beside: no {PYTHON}")
+
+APP = """
+import sys
+import hydra, hydra.utils
+import stagereg
+from stagereg.config.instantiate import targets
+
+@stagereg.register("stager", "mine")
+class Mine:
+    should_synchronize_after_execute = True
+    def __init__(self, slots: int = 2): self.slots = slots
+    def stage(self, state_dict): return state_dict
+    def synchronize_staging(self): ...
+    def close(self): ...
+
+@hydra.main(config_path=".", config_name="app", execution_whitelist=tuple(targets()))
+def main(cfg):
+    print("HYDRA", hydra.__version__)
+    print("OURS", vars(stagereg.instantiate(cfg.stager)))
+    print("HYDRAS", vars(hydra.utils.instantiate(cfg.stager)))
+main()
+"""
+
+
+def on_hydra_1_4(*arguments: str, timeout_s: float, cwd: Path = ROOM.parents[1]) -> subprocess.CompletedProcess[str]:
+    # What the interpreter's environment and this test run's are told about modules and workers is not that one's.
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH", "COVERAGE"))}
+    command = [str(PYTHON), *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def passes(*tests: str, timeout_s: float) -> None:
+    done = on_hydra_1_4("-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", *tests, timeout_s=timeout_s)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+def test_the_other_environment_differs_in_hydra_and_omegaconf_alone() -> None:
+    program = (
+        "import sys, importlib.metadata as m\n"
+        "for name in ('hydra-core', 'omegaconf', 'torch', 'pytest'): print(m.version(name), end=' ')\n"
+        "import hydra, omegaconf, stagereg; print(hydra.__version__, omegaconf.__version__, stagereg.__file__)"
+    )
+    here = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    there = on_hydra_1_4("-c", program, timeout_s=60)
+    ours, theirs = here.stdout.split(), there.stdout.split()
+    assert theirs[0] == theirs[4], there.stderr
+    assert theirs[0].startswith("1.4.")
+    assert theirs[1] == theirs[5]
+    assert theirs[1].startswith("2.4.")
+    assert (ours[2], ours[3], ours[6]) == (theirs[2], theirs[3], theirs[6])
+    assert ours[0].startswith("1.3.")
+
+
+@pytest.mark.timeout(300)
+def test_what_is_built_and_refused_is_the_same_on_hydra_1_4() -> None:
+    passes(*(str(ROOM / f"test_{name}.py") for name in ("instantiate", "lock", "schema")), timeout_s=280)
+
+
+def test_an_app_on_hydra_1_4_gives_the_registrys_paths_as_its_allow_list(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APP)
+    (tmp_path / "app.yaml").write_text("defaults: [{stager: mine}, _self_]\n")
+    run = ["app.py", "hydra.run.dir=.", "hydra.output_subdir=null"]
+    done = on_hydra_1_4(*run, "stager.slots=5", cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["OURS {'slots': 5}", "HYDRAS {'slots': 5}"]
+    assert done.stdout.startswith("HYDRA 1.4.")
+    assert "whitelist" not in done.stderr
+
+    other = on_hydra_1_4(*run, "stager._target_=os.getcwd", cwd=tmp_path, timeout_s=60)
+    assert other.returncode == 1
+    assert "stager names the _target_ 'os.getcwd', which is not registered" in other.stderr
+    assert "OURS" not in other.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ranks_plugins_and_advice_keep_their_promises_on_hydra_1_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    # These tests give Hydra the `version_base` that 1.3 wants, and look at all of stderr: 1.4 warns of it there.
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    passes(*(str(ROOM / f"test_{name}.py") for name in ("advice", "main", "plugins")), timeout_s=800)
