@@ -64,10 +64,12 @@ class Announcer:
         if torch._C._current_graph_task_id() != -1:  # a backward computes again what was not kept for it
             self._began = False
             return
-        self._began = not self._open and (training or self._expects())
-        if self._began:
+        begins = not self._open and (training or self._expects())
+        self._began = False  # if it raises, no step has begun
+        if begins:
             self._begins()
             self._open = training
+        self._began = begins
         self._enters(self._began)
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:

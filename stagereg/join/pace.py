@@ -71,6 +71,12 @@ class Pace:
             self._ddp.__dict__.pop(FLAG, None)
             self._ddp.__dict__.pop(_AUTHORITY, None)
 
+    @property
+    def _rebuilds(self) -> bool:
+        """Whether DDP arranges its buckets anew in this step, which it does once, and all ranks together."""
+        trained = self.begun > 0 or int(self._ddp._get_ddp_logging_data().get("iteration", 0)) > 0
+        return trained and not self._ddp._has_rebuilt_buckets
+
     def _expects(self) -> bool:
         return self.first and self._attendance is not None and bool(self._attendance.expected)
 
@@ -85,6 +91,8 @@ class Pace:
                 self._attendance.begin(torch.is_grad_enabled() and bool(self._ddp.require_backward_grad_sync))
             else:
                 self._attendance.check()
+            if self._throw and self._rebuilds:
+                self._attendance.heed()  # DDP's forward begins with a collective, which ranks out of data do not join
         self.begun += 1
 
     def _enter(self, began: bool) -> None:

@@ -2,10 +2,45 @@
 
 ``run_ranks`` runs a function on several local ranks with a bounded wait; ``RankFailure`` says which rank failed, died
 or hung, and where.
+
+``StagerContract``, ``JoinHookContract`` and ``JoinableContract`` are to be inherited: their methods try the promises
+of a kind of component on the author's own one, under pytest or without it (``Contract``, ``Outcome``).
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from stagereg.testing.contract import Contract, Outcome
 from stagereg.testing.ranks import RankFailure, run_ranks
 
-__all__ = ["RankFailure", "run_ranks"]
+if TYPE_CHECKING:
+    from stagereg.testing.join import JoinableContract, JoinHookContract
+    from stagereg.testing.stager import StagerContract
+
+__all__ = [
+    "Contract",
+    "JoinHookContract",
+    "JoinableContract",
+    "Outcome",
+    "RankFailure",
+    "StagerContract",
+    "run_ranks",
+]
+
+_LAZY = {
+    "JoinHookContract": "stagereg.testing.join",
+    "JoinableContract": "stagereg.testing.join",
+    "StagerContract": "stagereg.testing.stager",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'stagereg.testing' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -10,14 +10,19 @@ The contracts themselves are in ``stager`` and ``join``.
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 import traceback
 import unittest
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from stagereg.errors import BrokenPromiseError
 
-__all__ = ["Contract", "Outcome"]
+__all__ = ["Contract", "Outcome", "table"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,13 @@ class Outcome:
 
 
 class Contract:
-    """Base of the contracts: lists the promises, tries one, tells what was seen."""
+    """Base of the contracts: lists the promises, tries one, tells what was seen.
+
+    Attributes:
+        timeout_s: seconds after which a promise whose trial does not come back counts as broken.
+    """
+
+    timeout_s: ClassVar[float] = 20.0
 
     @classmethod
     def promises(cls) -> dict[str, str]:
@@ -64,7 +75,7 @@ class Contract:
             return Outcome(name, promise, None, str(reason))
         except BrokenPromiseError as broken:
             return Outcome(name, promise, False, str(broken))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             told = "".join(traceback.format_exception_only(error)).strip()
             return Outcome(name, promise, False, f"{told} ({where.filename}:{where.lineno})")
@@ -88,3 +99,66 @@ class Contract:
             unittest.SkipTest: always.
         """
         raise unittest.SkipTest(reason)
+
+    def within(self, do: Callable[[], T], timeout_s: float | None = None) -> T:
+        """Call ``do`` on another thread and wait for it, so that a component that never comes back fails a test.
+
+        A thread that hangs is left behind: Python cannot end one.
+
+        Args:
+            do: is called once, without arguments.
+            timeout_s: seconds to wait; the class's own by default.
+
+        Returns:
+            What ``do`` returned.
+
+        Raises:
+            BrokenPromiseError: it is still at work after ``timeout_s``; the message says where.
+            BaseException: what ``do`` raised.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def attempt() -> None:
+            try:
+                results.append(do())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=attempt, name="stagereg-contract", daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if thread.is_alive():
+            self.broken(f"it did not come back within {limit_s:g} s; it is at {_whereabouts(thread)}")
+        if errors:
+            try:
+                raise errors[0]
+            finally:
+                errors.clear()  # this frame is in its traceback: a cycle that would keep what the trial held
+        return results[0]
+
+
+def table(kinds: Mapping[str, type[Contract]]) -> str:
+    """Try every promise of several contracts of one kind, and return a table of them in Markdown.
+
+    Args:
+        kinds: a heading for each column, and the contract that is tried for it.
+
+    Returns:
+        One line for each promise, without a line break at the end: "yes" where it is kept, "**no**" where it is broken,
+        "-" where it could not be tried.
+    """
+    promises: dict[str, str] = {name: told for kind in kinds.values() for name, told in kind.promises().items()}
+    rows = [["promise", *kinds], ["---", *("---" for _ in kinds)]]
+    for name, told in promises.items():
+        kept = [kind.outcome(name).kept if name in kind.promises() else None for kind in kinds.values()]
+        rows.append([told.rstrip("."), *("-" if each is None else "yes" if each else "**no**" for each in kept)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _whereabouts(thread: threading.Thread) -> str:
+    """The three innermost places of a thread's stack, outermost first."""
+    frame: Any = sys._current_frames().get(thread.ident or 0)
+    places = [f"{f.filename}:{f.lineno} in {f.name}" for f in traceback.extract_stack(frame)[-3:]] if frame else []
+    return " -> ".join(places) or "its end"

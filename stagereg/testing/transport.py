@@ -1,14 +1,16 @@
 """Carry a function and its arguments into a fresh process that has none of the caller's modules.
 
-Pickle names a function by module and attribute; a test module that pytest imported by file path has a name under which
-nobody else finds it. So the names and files of the modules around the function travel along, and the other side imports
-them from the same files under the same names, each when it is first needed. Nothing is added to ``sys.path``.
+Pickle names functions and classes by module and attribute; a test module that pytest imported by file path has a name
+under which nobody else finds it. So the names and files of the modules around the function, and around every function
+and class among its arguments, travel along, and the other side imports them from the same files under the same names,
+each when it is first needed. Nothing is added to ``sys.path``.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import operator
 import pickle
 import sys
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 __all__ = ["Shipment", "pack", "unpack"]
@@ -38,11 +40,14 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "<locals>")
     if module is None or "<" in qualname:
         raise ValueError(f"{fn!r} does not exist in other processes: define it with `def` at the top of a module")
+    arguments = io.BytesIO()
+    pickler = _Noting(arguments)
     try:
-        arguments = pickle.dumps((args, kwargs))
+        pickler.dump((args, kwargs))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ValueError(f"the arguments for {qualname} cannot be sent to other processes: {error}") from error
-    return Shipment(module, qualname, arguments, _files_around(module))
+    files = {name: file for each in sorted({module} | pickler.modules) for name, file in _files_around(each).items()}
+    return Shipment(module, qualname, arguments.getvalue(), files)
 
 
 def unpack(shipment: Shipment) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -51,6 +56,23 @@ def unpack(shipment: Shipment) -> tuple[Callable[..., Any], tuple[Any, ...], dic
     module = importlib.import_module(shipment.module)
     args, kwargs = pickle.loads(shipment.arguments)
     return operator.attrgetter(shipment.qualname)(module), args, kwargs
+
+
+class _Noting(pickle.Pickler):
+    """Notes the modules of the functions and classes that it names.
+
+    Attributes:
+        modules: their names.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.modules: set[str] = set()
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, (type, FunctionType)) and thing.__module__ is not None:
+            self.modules.add(thing.__module__)
+        return NotImplemented
 
 
 def _files_around(module: str) -> dict[str, str]:

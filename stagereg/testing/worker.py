@@ -3,6 +3,9 @@
 It runs in a process of its own, forked from a server that has only imported torch. What it has to tell goes into files
 of the run's folder, so that a rank that dies has still said what it could: its result, its traceback, its output, its
 stacks. This room assumes nothing about the function it runs, not even that it comes back.
+
+A function that tries several things one after the other has two means against what one of them does to the next:
+:func:`new_group` and :func:`limited`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import math
 import multiprocessing
 import os
 import pickle
@@ -23,9 +27,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from stagereg.errors import StageregError
 from stagereg.testing.transport import Shipment, unpack
 
-__all__ = ["Assignment", "work"]
+__all__ = ["Assignment", "await_all", "limited", "new_group", "work"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,61 @@ class Assignment:
         return self.folder / f"{self.rank}.{kind}"
 
 
+@dataclass
+class _Running:
+    """What this process works on; a rank is one process, and works on one thing."""
+
+    job: Assignment
+    store: Any
+    stacks: BinaryIO
+    groups: int = 0
+
+
+_running: _Running | None = None
+
+
+def new_group() -> None:
+    """Every rank of ``run_ranks``, in a function that it runs: end the process group, and go on in a new one.
+
+    All ranks call it at the same place; it waits for them, and whoever calls it bounds the wait (:func:`limited`). Also
+    after the group was aborted on some ranks. Groups made of the old one's ranks are ended too.
+    """
+    import torch.distributed as dist
+
+    running = _on_a_rank()
+    await_all(f"group {running.groups} ends")
+    dist.destroy_process_group()
+    running.groups += 1
+    _begin_group(running)
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """On a rank: end this process, with the stacks of all its threads told, unless the block ends in so many seconds.
+
+    Needs no cooperation of the threads that hang, be it in Python or below it.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_on_a_rank().stacks)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def await_all(milestone: str, patience_s: float = math.inf) -> bool:
+    """On a rank: say that this rank has come so far, and wait for the others.
+
+    Args:
+        milestone: the same on all ranks, and used once.
+        patience_s: seconds.
+
+    Returns:
+        Whether all came in that time.
+    """
+    running = _on_a_rank()
+    return _await_all(running.store, milestone, running.job.world_size, patience_s)
+
+
 def work(job: Assignment) -> None:
     """Run the assigned function in an initialised process group and write down how it went."""
     os.setpgid(0, 0)
@@ -57,24 +117,23 @@ def work(job: Assignment) -> None:
         os.environ.update(job.environment)
         os.chdir(job.working_directory)
         try:
-            _call(job)
+            _call(job, stacks)
         except BaseException:
             job.file("error").write_text(_readable_traceback())
             sys.exit(1)
 
 
-def _call(job: Assignment) -> None:
+def _call(job: Assignment, stacks: BinaryIO) -> None:
+    global _running
     import torch
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
     fn, args, kwargs = unpack(job.shipment)
-    limit = timedelta(seconds=job.pg_timeout_s)
-    store = TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=limit)
-    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
-    # A group that one rank closes, or dies in, while another still connects to it, fails there.
-    _await_all(store, "connected", job.world_size)
+    store = TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=timedelta(seconds=job.pg_timeout_s))
+    _running = _Running(job, store, stacks)
+    _begin_group(_running)
     try:
         job.file("result").write_bytes(pickle.dumps(fn(job.rank, job.world_size, *args, **kwargs)))
     except BaseException:
@@ -85,11 +144,33 @@ def _call(job: Assignment) -> None:
         dist.destroy_process_group()
 
 
-def _await_all(store: Any, milestone: str, world_size: int) -> None:
+def _begin_group(running: _Running) -> None:
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    job = running.job
+    limit = timedelta(seconds=job.pg_timeout_s)
+    store = PrefixStore(f"group {running.groups}", running.store) if running.groups else running.store
+    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
+    # A group that one rank closes, or dies in, while another still connects to it, fails there.
+    _await_all(running.store, f"connected {running.groups}", job.world_size)
+
+
+def _await_all(store: Any, milestone: str, world_size: int, patience_s: float = math.inf) -> bool:
     """Say that this rank is there, and wait for the others; who calls the harness bounds the wait."""
+    until = time.monotonic() + patience_s
     store.add(milestone, 1)
     while store.add(milestone, 0) < world_size:
+        if time.monotonic() > until:
+            return False
         time.sleep(0.002)
+    return True
+
+
+def _on_a_rank() -> _Running:
+    if _running is None:
+        raise StageregError("this works on the ranks of stagereg.testing.run_ranks only, in the function that it runs")
+    return _running
 
 
 def _end_with_parent() -> None:

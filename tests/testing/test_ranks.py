@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -17,7 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from stagereg.errors import StageregError
+from stagereg.kernel.abort import abort
 from stagereg.testing import RankFailure, run_ranks
+from stagereg.testing.worker import await_all, limited, new_group
 
 
 @dataclass
@@ -35,6 +39,37 @@ def add_up(rank, world_size, start, *, step=0):
 
 def give_parcel_on(rank, world_size, parcel):
     return Parcel(parcel.number + rank)
+
+
+def make_one(rank, world_size, kind):
+    return kind().tell(rank)
+
+
+def sum_in_new_groups(rank, world_size, spoils):
+    sums = []
+    for number in range(3):
+        if number:
+            new_group()
+        total = torch.ones(1) + rank + number
+        dist.all_reduce(total)
+        sums.append(total.item())
+        if spoils:
+            abort(dist.group.WORLD)
+    return sums
+
+
+def wait_in_a_limit(rank, world_size):
+    with limited(60.0):
+        pass
+    if rank == 1:
+        with limited(1.0):
+            time.sleep(600)
+    dist.barrier()
+
+
+def count_who_comes(rank, world_size):
+    alone = await_all("only rank 1", 0.05) if rank == 1 else None
+    return alone, await_all("all")
 
 
 def train_ddp(rank, world_size, repeat):
@@ -128,6 +163,47 @@ def test_a_single_rank_has_a_process_group_too():
 
 def test_classes_of_a_test_module_travel_both_ways():
     assert run_ranks(give_parcel_on, args=(Parcel(7),)) == [Parcel(7), Parcel(8)]
+
+
+def test_a_class_travels_from_another_module_than_the_functions(tmp_path):
+    """One that was imported from a file, under a name that is on no path, and imports its neighbour by that name."""
+    (tmp_path / "__init__.py").touch()
+    (tmp_path / "words.py").write_text("def said(rank):\n    return f'from rank {rank}'\n")
+    (tmp_path / "kinds.py").write_text(
+        "class Kind:\n    def tell(self, rank):\n        from .words import said\n        return said(rank)\n"
+    )
+    try:
+        for name, file in (("by_path", "__init__.py"), ("by_path.words", "words.py"), ("by_path.kinds", "kinds.py")):
+            spec = importlib.util.spec_from_file_location(name, tmp_path / file)
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+        assert run_ranks(make_one, args=(sys.modules["by_path.kinds"].Kind,)) == ["from rank 0", "from rank 1"]
+    finally:
+        for name in ("by_path", "by_path.words", "by_path.kinds"):
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("spoils", [False, True])
+def test_a_rank_can_go_on_in_a_new_group_even_after_the_old_one_was_aborted(spoils):
+    assert run_ranks(sum_in_new_groups, args=(spoils,), timeout_s=30) == [[3.0, 5.0, 7.0]] * 2
+
+
+def test_a_limited_block_that_does_not_end_ends_its_rank_and_tells_where():
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(wait_in_a_limit, timeout_s=30)
+    assert next(iter(caught.value.failed)) == 1
+    assert "Timeout (0:00:01)!" in caught.value.failed[1]
+    assert "in wait_in_a_limit" in caught.value.failed[1]
+
+
+def test_who_waits_for_the_others_is_told_whether_they_came():
+    assert run_ranks(count_who_comes) == [(None, True), (False, True)]
+
+
+def test_the_means_of_a_rank_say_so_where_there_is_none():
+    for means in (new_group, lambda: limited(1.0).__enter__(), lambda: await_all("here")):
+        with pytest.raises(StageregError, match=r"on the ranks of stagereg\.testing\.run_ranks only"):
+            means()
 
 
 def test_backward_and_ddp_never_hang_in_repeated_runs():

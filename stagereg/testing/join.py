@@ -1,0 +1,483 @@
+"""The contracts of joins: what a joinable, or a join hook, promises to those who train with it.
+
+An author inherits one, says how to make the thing, what a training step with it is, and what comes out of it in a
+single process; the contract plays training loops with it on ranks (``rehearsal``) and holds what it saw against each
+promise. All promises share the processes of their rehearsals, so a plugin that keeps them takes a few seconds for all.
+
+The promises are those of "Contract of a join" in the project's design; ``docs/contracts.md`` lists them. Importing this
+imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from stagereg.testing.contract import Contract
+from stagereg.testing.rehearsal import Played, Rehearsal, Seen, played, steps_of
+
+__all__ = ["JoinHookContract", "JoinableContract"]
+
+
+class JoinableContract(Contract):
+    """What a joinable promises; inherit it, and override the methods that raise ``NotImplementedError``.
+
+    :meth:`build`, :meth:`joinables`, :meth:`step`, :meth:`loop` and :meth:`state` run on ranks, within a process group
+    and with the same seed on all; :meth:`expected` runs in the calling process. The class has to be at the top of a
+    module, so that the ranks find it.
+
+    Attributes:
+        world_size: how many ranks there are, from 2 on.
+        options: keyword arguments of ``Join``, such as ``{"divide_by_initial_world_size": False}``.
+        torch_join: whether it is to work in torch's ``Join`` too, and among ranks that run torch's.
+        own_collectives: how many collectives it adds to each step of a planned join, by design.
+        keeps: names of attributes that a join may change for good, though training without one does not.
+        tolerance: by how much numbers may differ, relative above 1.
+        timeout_s: seconds that a rehearsal may take; what lasts for longer counts as hung. In stagereg's ``Join`` ranks
+            that wait for each other in vain give up after half of it.
+        together: whether the first promise tried plays all rehearsals; False plays only what a promise needs.
+
+    Example::
+
+        class TestTally(stagereg.testing.JoinableContract):
+            def build(self):
+                return Tally()
+
+            def step(self, tally, value):
+                tally.add(torch.tensor(value))          # announces, and adds up over the ranks
+
+            def state(self, tally):
+                return {"total": tally.total}
+
+            def expected(self, steps, world_size):
+                return {"total": sum(map(sum, steps))}
+    """
+
+    world_size: ClassVar[int] = 2
+    options: ClassVar[Mapping[str, Any]] = {}
+    torch_join: ClassVar[bool] = True
+    own_collectives: ClassVar[int] = 0
+    keeps: ClassVar[Sequence[str]] = ()
+    tolerance: ClassVar[float] = 1e-9
+    timeout_s: ClassVar[float] = 20.0
+    together: ClassVar[bool] = True
+
+    # -- what the author says
+
+    def build(self) -> Any:
+        """Return a fresh subject: the joinable, or whatever object leads to all that the other methods need."""
+        raise NotImplementedError(f"{type(self).__name__} has to define build(self)")
+
+    def joinables(self, subject: Any) -> Sequence[Any]:
+        """Return what goes into ``Join``, in order; called once for each subject. Default: the subject alone.
+
+        Torch's ``Join`` takes only joinables: name those that wrap an optimizer or a function.
+        """
+        return [subject]
+
+    def step(self, subject: Any, value: float) -> object:
+        """Take one training step on a rank that has data, collectives and all.
+
+        Args:
+            subject: what :meth:`build` returned.
+            value: stands for the batch; ranks have different ones.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has to define step(self, subject, value)")
+
+    def loop(self, join: Any, subject: Any, values: list[float]) -> None:
+        """Loop over a rank's batches, within the join. Default: :meth:`step` for each, as in a plain loop.
+
+        Override it only for what cannot be joined but in ``join.iterate``; each turn of the loop calls ``self.step``.
+        """
+        for value in values:
+            self.step(subject, value)
+
+    def state(self, subject: Any) -> Mapping[str, Any]:
+        """Return what has to be right on every rank after a join: tensors and numbers by name. All ranks call it."""
+        raise NotImplementedError(f"{type(self).__name__} has to define state(self, subject)")
+
+    def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
+        """Return the same as :meth:`state`, from a single process that knows what the ranks compute together.
+
+        Args:
+            steps: for each step the values of the ranks that had data in it, in rank order.
+            world_size: how many ranks there are.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has to define expected(self, steps, world_size)")
+
+    def announce(self, joinables: Sequence[Any]) -> None:
+        """Before each step, for what does not announce by itself. A joinable does, in :meth:`step`."""
+
+    # -- same numbers
+
+    def test_even_inputs(self) -> None:
+        """With as many batches on every rank, all ranks end with the numbers of a single process."""
+        self._right("even")
+
+    def test_uneven_inputs(self) -> None:
+        """When ranks run out of data one after the other, all end with the numbers of a single process."""
+        self._right("uneven")
+
+    def test_rank_without_data(self) -> None:
+        """A rank that never had a batch ends with the same numbers, be it the first or the last."""
+        self._right("first has none", "last has none")
+
+    def test_any_order_of_running_out(self) -> None:
+        """It does not matter which rank runs out of data first."""
+        self._right("other order")
+
+    def test_join_after_join(self) -> None:
+        """Two joins one after the other give the right numbers after each; the same join entered again does too."""
+        self._right("two joins", "one join twice")
+
+    def test_replicas_do_not_drift(self) -> None:
+        """After every join the state is the same on all ranks, bit for bit."""
+        for name in ("even", "uneven", "first has none", "last has none", "other order", "two joins"):
+            what = self._plan()[name]
+            for stage, states in enumerate(zip(*(seen.states for seen in self._ended(name)), strict=False)):
+                for rank, state in enumerate(states[1:], 1):
+                    if (apart := _apart(state, states[0], 0.0)) is not None:
+                        place, found, other = apart
+                        self.broken(
+                            f"{place} is {found} on rank {rank} and {other} on rank 0 after join {stage + 1} ({what})"
+                        )
+
+    # -- ways to know who has data
+
+    def test_planned(self) -> None:
+        """With planned lengths the numbers are right, also where a rank leaves before the length that it announced."""
+        self._announces_through_ours()
+        self._right("planned", "leaves early")
+
+    def test_counted(self) -> None:
+        """With mode=counted the numbers are right."""
+        self._announces_through_ours()
+        self._right("counted")
+
+    def test_iterate(self) -> None:
+        """In join.iterate, with a body that passes over empty batches, the numbers are right."""
+        if self._has_own_loop:
+            self.skipped("its own loop() is over join.iterate, and all other promises are tried with it")
+        self._announces_through_ours()
+        self._right("iterate")
+
+    def test_planned_sends_nothing_more(self) -> None:
+        """In a planned join a step has no collective that it has not without a join; in a counted one, one sum."""
+        self._announces_through_ours()
+        counts = self._ended("place")[0].counts
+        for name, more in (("planned", int(counts)), ("counted", 1)):
+            for rank, (seen, alone) in enumerate(zip(self._ended(name), self._ended("disabled"), strict=True)):
+                without = max(alone.sent)
+                allowed = without + more + self.own_collectives
+                if max(seen.sent) > allowed:
+                    self.broken(
+                        f"a step of rank {rank} had {max(seen.sent)} collectives; without a join it has {without}, so "
+                        f"{allowed} would be right ({self._plan()[name]})"
+                    )
+
+    # -- both ways
+
+    def test_torchs_join(self) -> None:
+        """In torch's Join the numbers are right too."""
+        self._in_torchs()
+        self._right("torch's")
+
+    def test_ranks_with_torchs_join(self) -> None:
+        """Ranks with torch's Join and ranks with stagereg's, mode=torch, share a job, and the numbers are right."""
+        self._in_torchs()
+        self._right("mixed", "mixed the other way")
+
+    def test_unknown_keywords(self) -> None:
+        """Keyword arguments of Join that are for other joinables are ignored."""
+        self._right("keywords")
+
+    # -- hooks
+
+    def test_main_hook(self) -> None:
+        """The main hook runs once for each step that a rank missed: every step is announced, once."""
+        what = self._plan()["two joins"]
+        for rank, seen in enumerate(self._hooked()):
+            for name, counts in seen.mains.items():
+                for join, (lengths, count) in enumerate(zip(what.lengths, counts, strict=False)):
+                    missed = 0 if self._has_own_loop else max(lengths) - lengths[rank]
+                    if count != missed:
+                        self.broken(
+                            f"the main hook of {name} ran {count} times on rank {rank}, which missed {missed} steps of "
+                            f"join {join + 1} ({what})"
+                        )
+
+    def test_post_hook(self) -> None:
+        """The post hook runs once on every rank, at the end of each join."""
+        what = self._plan()["two joins"]
+        for rank, seen in enumerate(self._hooked()):
+            for name, counts in seen.posts.items():
+                if counts != [1] * len(what.lengths):
+                    self.broken(f"the post hook of {name} ran {counts} times on rank {rank}, by join ({what})")
+
+    def test_device_and_group(self) -> None:
+        """join_device is a device, and join_process_group a group of all ranks whose collectives work there."""
+        for rank, seen in enumerate(self._ended("place")):
+            if seen.place:
+                self.broken(f"on rank {rank}, {seen.place[0]}")
+
+    # -- no hang
+
+    def test_failing_rank(self) -> None:
+        """When a rank fails, every other rank ends soon, with an error that names it; also ranks without data."""
+        for name in ("fails", "fails while others have left"):
+            what, result = self._plan()[name], self._result(name)
+            for rank, seen in enumerate(result.seen):
+                if seen is None:
+                    self.broken(f"rank {rank} did not end: {result.failure} ({what})")
+                error = seen.error
+                if error is None:
+                    self.broken(f"rank {rank} ended as if nothing had happened, after rank 0 had failed ({what})")
+                told = error.purposely if rank == 0 else error.peer and "on purpose" in error.text
+                if not told:
+                    self.broken(f"rank {rank} was told {error}, and not what rank 0 failed with ({what})")
+
+    # -- throw
+
+    def test_throw(self) -> None:
+        """Told to throw, all ranks stop at the step before which the first runs out, with the state of that step."""
+        self._throws("throws", "throws in mode counted", "throws in mode torch")
+
+    def test_planned_throw(self) -> None:
+        """Told to throw with planned lengths, all ranks stop before the first step, with the state untouched."""
+        self._announces_through_ours()
+        self._throws("throws in mode planned")
+
+    def test_even_inputs_do_not_throw(self) -> None:
+        """Told to throw, even inputs are none to throw for."""
+        self._right("throws not")
+
+    # -- leaves no trace
+
+    def test_training_after_the_join(self) -> None:
+        """Before and after a join, training without one works and gives the right numbers."""
+        self._right("marks")
+
+    def test_disabled(self) -> None:
+        """With enable=False, even inputs give the right numbers."""
+        self._right("disabled")
+
+    def test_leaves_no_trace(self) -> None:
+        """A join leaves the joinable, what it watched and the warning filters as they were, on every way out."""
+        for name in ("marks", "marks of mode counted", "disabled", "marks of stopped", "marks of thrown"):
+            if name == "marks of mode counted" and self._foreign:
+                continue
+            result = self._result(name)
+            for rank, seen in enumerate(result.seen):
+                if seen is None:
+                    self.broken(f"rank {rank} did not end: {result.failure} ({self._plan()[name]})")
+                expected = seen.error is None or seen.error.purposely or seen.error.uneven
+                if not expected:
+                    self.broken(f"rank {rank} raised {seen.error} ({self._plan()[name]})")
+                left = [told for told in seen.traces if not self._is_kept(told)]
+                if left:
+                    self.broken(f"on rank {rank} the join left {'; '.join(left[:4])} ({self._plan()[name]})")
+
+    # -- the rehearsals
+
+    @classmethod
+    def _plan(cls) -> dict[str, Rehearsal]:
+        size = cls.world_size
+        even, uneven, other = ((3,) * size), _lengths((1, 3, 2), size), _lengths((3, 1, 2), size)
+        first_none, last_none = (0, *(2,) * (size - 1)), (*(2,) * (size - 1), 0)
+        torchs, mixed, mixed_too = (True, True), (True, False), (False, True)
+        return {
+            "place": Rehearsal((), looks="place"),
+            "even": Rehearsal((even,)),
+            "uneven": Rehearsal((uneven,)),
+            "first has none": Rehearsal((first_none,)),
+            "last has none": Rehearsal((last_none,)),
+            "other order": Rehearsal((other,)),
+            "two joins": Rehearsal((uneven, other), looks="hooks"),
+            "one join twice": Rehearsal((uneven, other), again=True),
+            "planned": Rehearsal((uneven, other), mode="planned", looks="sent"),
+            "leaves early": Rehearsal((uneven,), mode="planned", announced=even),
+            "counted": Rehearsal((uneven, other), mode="counted", looks="sent"),
+            "iterate": Rehearsal((uneven, other), mode="auto", iterates=True),
+            "torch's": Rehearsal((uneven, first_none), torchs),
+            "mixed": Rehearsal((uneven, last_none), mixed, mode="torch"),
+            "mixed the other way": Rehearsal((other, first_none), mixed_too, mode="torch"),
+            "keywords": Rehearsal((uneven,), keywords=(("colour", "red"),)),
+            "throws": Rehearsal((other,), throw=True),
+            "throws in mode counted": Rehearsal((uneven,), mode="counted", throw=True),
+            "throws in mode torch": Rehearsal((uneven,), mode="torch", throw=True),
+            "throws in mode planned": Rehearsal((uneven,), mode="planned", throw=True),
+            "throws not": Rehearsal((even,), throw=True),
+            "disabled": Rehearsal((even,), enable=False, before=2, looks="marks sent"),
+            "marks": Rehearsal((uneven,), before=2, after=2, looks="marks"),
+            "marks of mode counted": Rehearsal((uneven,), mode="counted", before=2, looks="marks"),
+            "marks of stopped": Rehearsal((even,), stops=True, before=2, looks="marks"),
+            "marks of thrown": Rehearsal((uneven,), throw=True, before=2, looks="marks"),
+            "fails": Rehearsal((even,), fails=True),
+            "fails while others have left": Rehearsal(((3, *(1,) * (size - 1)),), fails=True),
+        }
+
+    def _result(self, name: str) -> Played:
+        if self.world_size < 2:
+            self.broken(f"world_size is {self.world_size}, and a join is between ranks: say 2 or 3")
+        plan = self._plan()
+        others = [each for name, each in plan.items() if self._is_due(name)] if self.together else []
+        return played(type(self), plan[name], others)
+
+    def _is_due(self, name: str) -> bool:
+        """Whether a rehearsal is worth playing before it is known what for."""
+        foreign_ones = "torch's" in name or "mixed" in name or name == "throws in mode torch"
+        return (self.torch_join or not foreign_ones) and not (name == "iterate" and self._has_own_loop)
+
+    def _ended(self, name: str) -> list[Seen]:
+        """What the ranks saw of a rehearsal in which nothing is to go wrong."""
+        result, what = self._result(name), self._plan()[name]
+        for rank, seen in enumerate(result.seen):
+            if seen is not None and seen.error is not None and not seen.error.peer:
+                self.broken(f"rank {rank} raised {seen.error} ({what})\n{seen.error.trace}")
+        if None in result.seen:
+            self.broken(f"{result.failure} ({what})")
+        for rank, seen in enumerate(result.seen):
+            if seen is not None and seen.error is not None:
+                self.broken(f"rank {rank} raised {seen.error} ({what})")
+        return [seen for seen in result.seen if seen is not None]
+
+    def _right(self, *names: str) -> None:
+        for name in names:
+            what = self._plan()[name]
+            for rank, seen in enumerate(self._ended(name)):
+                for stage, state in enumerate(seen.states):
+                    self._compare(what, rank, stage, state, steps_of(what, stage, self.world_size))
+
+    def _compare(self, what: Rehearsal, rank: int, stage: int, state: Any, steps: list[list[float]]) -> None:
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            right = self.expected(steps, self.world_size)
+        if (apart := _apart(state, right, self.tolerance)) is not None:
+            place, found, other = apart
+            when = f"after join {stage + 1}" if stage < len(what.lengths) else "after training on without a join"
+            self.broken(f"{place} is {found} on rank {rank} {when}, and {other} in a single process ({what})")
+
+    def _throws(self, *names: str) -> None:
+        for name in names:
+            what = self._plan()[name]
+            if (what.mode == "torch" and not self.torch_join) or (what.mode == "counted" and self._foreign):
+                continue
+            result = self._result(name)
+            steps = 0 if self._is_planned(what) else min(what.lengths[0])
+            for rank, seen in enumerate(result.seen):
+                if seen is None:
+                    self.broken(f"rank {rank} did not end: {result.failure} ({what})")
+                if seen.error is None or not seen.error.uneven:
+                    self.broken(f"rank {rank} ended with {seen.error or 'no error'}, not UnevenInputsError ({what})")
+                if seen.done != [steps]:
+                    self.broken(f"rank {rank} stopped after {seen.done[0]} steps, and {steps} would be right ({what})")
+                self._compare(what, rank, 0, seen.states[0], steps_of(what, 0, self.world_size)[:steps])
+
+    def _is_planned(self, what: Rehearsal) -> bool:
+        mode = self.options.get("mode") if what.mode == "own" else what.mode
+        return mode in ("planned", "auto") or (mode is None and self._has_own_loop)
+
+    @property
+    def _has_own_loop(self) -> bool:
+        return type(self).loop is not JoinableContract.loop
+
+    @property
+    def _foreign(self) -> str:
+        return self._ended("place")[0].foreign
+
+    def _announces_through_ours(self) -> None:
+        if self._foreign:
+            self.skipped(f"only for joinables that announce through stagereg's Join: {self._foreign}")
+
+    def _in_torchs(self) -> None:
+        if not self.torch_join:
+            self.skipped("torch_join = False: it works in stagereg's Join only")
+
+    def _hooked(self) -> list[Seen]:
+        seen = self._ended("two joins")
+        if not any(each.mains for each in seen):
+            self.skipped("its hooks are made by what stagereg's Join wraps it in, and cannot be watched")
+        return seen
+
+    def _is_kept(self, told: str) -> bool:
+        return any(f".{name}:" in told or told.endswith(f" {name}") for name in self.keeps)
+
+
+class JoinHookContract(JoinableContract):
+    """What a join hook promises; as :class:`JoinableContract`, with :meth:`hook` in place of ``joinables``.
+
+    The hook is tried within a minimal joinable, which announces each step; so :meth:`step` is only what the active
+    ranks do, collectives and all, and the hook's ``main_hook`` has to match it. A hook that needs more of its joinable
+    overrides :meth:`joinables` too.
+
+    Attributes:
+        device: where the minimal joinable announces.
+    """
+
+    device: ClassVar[str] = "cpu"
+
+    def hook(self, subject: Any) -> Any:
+        """Return a fresh hook for one join."""
+        raise NotImplementedError(f"{type(self).__name__} has to define hook(self, subject)")
+
+    def joinables(self, subject: Any) -> Sequence[Any]:
+        """Return a minimal joinable around :meth:`hook`."""
+        from stagereg.testing.carrier import Carrier
+
+        return [Carrier(lambda: self.hook(subject), self.device)]
+
+    def announce(self, joinables: Sequence[Any]) -> None:
+        """Announce this rank, if the joinable is the minimal one."""
+        from stagereg.testing.carrier import Carrier
+
+        for each in joinables:
+            if isinstance(each, Carrier):
+                each.announce()
+
+
+def _lengths(pattern: Sequence[int], size: int) -> tuple[int, ...]:
+    return tuple(pattern[rank % len(pattern)] for rank in range(size))
+
+
+def _apart(found: Any, right: Any, tolerance: float, place: str = "the state") -> tuple[str, str, str] | None:
+    """The first place where two states differ by more than ``tolerance``, and what is there in each."""
+    if isinstance(right, Mapping) and isinstance(found, Mapping):
+        if set(found) != set(right):
+            return f"the set of names of {place}", _names(found), _names(right)
+        pairs = [(_place(place, key), found[key], right[key]) for key in right]
+    elif isinstance(right, (list, tuple)) and isinstance(found, (list, tuple)):
+        if len(found) != len(right):
+            return f"the length of {place}", str(len(found)), str(len(right))
+        pairs = [(f"{place}[{i}]", one, other) for i, (one, other) in enumerate(zip(found, right, strict=True))]
+    else:
+        return _numbers_apart(found, right, tolerance, place)
+    return next((apart for name, one, other in pairs if (apart := _apart(one, other, tolerance, name))), None)
+
+
+def _numbers_apart(found: Any, right: Any, tolerance: float, place: str) -> tuple[str, str, str] | None:
+    import torch
+
+    one, other = torch.as_tensor(found).detach().cpu(), torch.as_tensor(right).detach().cpu()
+    if one.shape != other.shape:
+        return f"the shape of {place}", str(tuple(one.shape)), str(tuple(other.shape))
+    if tolerance == 0.0 and one.dtype != other.dtype:
+        return f"the dtype of {place}", str(one.dtype), str(other.dtype)
+    kind = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    one, other = one.to(kind).flatten(), other.to(kind).flatten()
+    off = (one - other).abs() / (other.abs().clamp(min=1.0) if tolerance else 1.0)
+    off = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, off.nan_to_num(nan=math.inf))
+    if not len(off) or off.max() <= tolerance:
+        return None
+    worst = int(off.argmax())
+    where = place if len(off) == 1 else f"{place}, at element {worst},"
+    return where, repr(one[worst].item()), repr(other[worst].item())
+
+
+def _place(place: str, key: Any) -> str:
+    return str(key) if place == "the state" else f"{place}.{key}"
+
+
+def _names(state: Mapping[Any, Any]) -> str:
+    return ", ".join(sorted(map(str, state))) or "empty"

@@ -1,0 +1,562 @@
+"""Stagers that break one promise each, in a way in which a stager may well be wrong."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from stagereg import BlockingAsyncStager
+from stagereg.errors import StagerClosedError, StagingError, UnstageableTypeError
+
+__all__ = ["MUTANTS", "RELEASE"]
+
+State = dict[str, Any]
+RELEASE = threading.Event()
+"""Ends the threads that mutants have left behind."""
+LEAKED: list[Any] = []
+
+
+def paired(source: Any, copied: Any, change: Callable[[Tensor, Tensor], Any]) -> Any:
+    """The copy with ``change(source tensor, copied tensor)`` in place of each tensor of it that is not distributed."""
+    if isinstance(copied, (DTensor, ShardedTensor)):
+        return copied
+    if isinstance(copied, Tensor):
+        return change(source, copied)
+    if isinstance(copied, dict):
+        for key in copied:
+            copied[key] = paired(source[key], copied[key], change)
+    elif isinstance(copied, list):
+        copied[:] = [paired(*both, change) for both in zip(source, copied, strict=True)]
+    elif isinstance(copied, tuple):
+        items = [paired(*both, change) for both in zip(source, copied, strict=True)]
+        return type(copied)(*items) if hasattr(copied, "_fields") else tuple(items)
+    return copied
+
+
+def is_plain(x: object) -> bool:
+    return type(x) is Tensor
+
+
+def single(state: State) -> Tensor | None:
+    """The tensor of a state dict that is nothing but one, under "w"."""
+    return state["w"] if list(state) == ["w"] and is_plain(state["w"]) and state["w"].dim() == 1 else None
+
+
+class Plain(BlockingAsyncStager):
+    """Right in everything; the mutants change one thing."""
+
+    def stage(self, state_dict: State) -> Any:
+        return self.change(state_dict, super().stage(state_dict))
+
+    def change(self, source: State, copied: State) -> State:
+        return paired(source, copied, self.change_tensor)
+
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Any:
+        return copied
+
+
+class WithoutSynchronize:
+    should_synchronize_after_execute = False
+
+    def __init__(self) -> None:
+        self.stager = BlockingAsyncStager()
+        self.stage, self.close = self.stager.stage, self.stager.close
+
+
+class LargeOnesAsTheyAre(Plain):
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        return source if is_plain(source) and source.numel() * source.element_size() > 2**20 else copied
+
+
+class TrustsVersionCounters(Plain):
+    seen: Any = None
+    last: Any = None
+
+    def change(self, source: State, copied: State) -> State:
+        seen: list[Any] = [(key, type(value)) for key, value in source.items()]
+        paired(source, copied, lambda s, c: seen.append((s.data_ptr(), s._version, s.shape, s.dtype, s.stride())) or c)
+        if seen != self.seen or len(seen) == len(source) or self.last[0]() is None:
+            first = next((x for x in copied.values() if is_plain(x)), None)
+            if first is None:
+                return copied
+            self.seen, self.last = seen, (weakref.ref(first), dict(copied))
+        return dict(self.last[1])
+
+    def close(self) -> None:
+        self.seen = self.last = None
+        super().close()
+
+
+class ScalarsAsTheyAre(Plain):
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        return source if source.dim() == 0 else copied
+
+
+class ValuesAsTheyAre(Plain):
+    def change(self, source: State, copied: State) -> State:
+        return {k: source[k] if type(v).__name__ in ("set", "bytearray", "Settings") else v for k, v in copied.items()}
+
+
+class SortsTheSource(Plain):
+    def change(self, source: State, copied: State) -> State:
+        items = sorted(source.items(), key=lambda item: str(item[0]))
+        source.clear()
+        source.update(items)
+        return copied
+
+
+class OneArenaForAll(Plain):
+    """Copies states of several tensors into the memory that the last copy has."""
+
+    last: State | None = None
+
+    def change(self, source: State, copied: State) -> State:
+        if len(copied) < 2 or not all(map(is_plain, copied.values())):
+            return copied
+        if len({x.untyped_storage().data_ptr() for x in copied.values()}) < len(copied):
+            return copied
+        last = self.last
+        fits = last is not None and {k: (x.shape, x.dtype) for k, x in last.items()} == {
+            k: (x.shape, x.dtype) for k, x in copied.items()
+        }
+        if not fits or last is None:
+            self.last = copied
+            return copied
+        return {k: last[k].copy_(x) for k, x in copied.items()}
+
+
+class LooksOnlyAtTensors(Plain):
+    """Uses memory again when the tensor it handed out is gone, whatever has been made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free: list[Tensor] = []
+
+    def change(self, source: State, copied: State) -> State:
+        new = single(copied)
+        if new is None:
+            return copied
+        fitting = [x for x in self.free if (x.shape, x.dtype) == (new.shape, new.dtype)]
+        self.free.clear()
+        memory = fitting[0].copy_(new) if fitting else new
+        handed_out = memory.view(memory.shape)
+        weakref.finalize(handed_out, self.free.append, memory).atexit = False
+        return {"w": handed_out}
+
+    def close(self) -> None:
+        super().close()
+        self.free.clear()
+
+
+class WaitsForThreeToBeDropped(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = threading.Semaphore(3)
+
+    def change(self, source: State, copied: State) -> State:
+        if (w := single(copied)) is not None:
+            self.room.acquire()
+            weakref.finalize(w, self.room.release).atexit = False
+        return copied
+
+
+class SharesItsBuffers(Plain):
+    """Has its buffers in the class, and knows only of its own copies."""
+
+    buffers: dict[torch.Size, tuple[int, Any]] = {}  # noqa: RUF012
+
+    def change(self, source: State, copied: State) -> State:
+        new = single(copied)
+        if new is None:
+            return copied
+        owner, old = self.buffers.get(new.shape, (id(self), lambda: None))
+        tensor = old()
+        if owner != id(self) and tensor is not None and tensor.dtype == new.dtype:
+            new = tensor.copy_(new)
+        self.buffers[new.shape] = (id(self), weakref.ref(new))
+        return {"w": new}
+
+
+class KeepsEveryCopy(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[State] = []
+
+    def change(self, source: State, copied: State) -> State:
+        self.kept.append(dict(copied))
+        return copied
+
+    def close(self) -> None:
+        self.kept.clear()
+        super().close()
+
+
+class NamesOfTuplesAreLost(Plain):
+    def change(self, source: State, copied: State) -> State:
+        return {k: tuple(v) if hasattr(v, "_fields") else v for k, v in copied.items()}
+
+
+class KeysAreSorted(Plain):
+    def change(self, source: State, copied: State) -> State:
+        return {k: dict(sorted(v.items())) if type(v) is dict and k == "numbers" else v for k, v in copied.items()}
+
+
+class Complex64Only(Plain):
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        return copied.to(torch.complex64) if copied.dtype is torch.complex128 else copied
+
+
+class ZeroHasNoSign(Plain):
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        return copied.add_(0) if copied.dtype is torch.float16 else copied
+
+
+class EverythingContiguous(Plain):
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        return copied if 0 in copied.stride() else copied.contiguous()
+
+
+class OnlyWholeTies(Plain):
+    """Knows tensors that are tied as a whole, and takes a slice of one for another tensor."""
+
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        return copied.clone() if is_plain(copied) and copied.storage_offset() else copied
+
+
+class ParametersAreTensors(Plain):
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        return copied.detach() if isinstance(copied, torch.nn.Parameter) else copied
+
+
+class WithoutAttributes(Plain):
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        vars(copied).clear()
+        return copied
+
+
+class AttributesAsTheyAre(Plain):
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        vars(copied).update(vars(source))
+        return copied
+
+
+class WholeStorages(Plain):
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        if not is_plain(source) or 0 in source.stride():
+            return copied
+        whole = torch.empty(source.untyped_storage().nbytes() // source.element_size(), dtype=source.dtype)
+        large = whole.numel() > 4 * source.numel() > 0
+        return whole.as_strided(source.shape, source.stride()).copy_(source.detach()) if large else copied
+
+
+class ExpandedOnesInflated(Plain):
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        return copied.contiguous() if 0 in copied.stride() else copied
+
+
+class WithoutMeshes(Plain):
+    def change(self, source: State, copied: State) -> State:
+        return {k: x.to_local() if isinstance(x, DTensor) else x for k, x in copied.items()}
+
+
+class Replicates(Plain):
+    def change(self, source: State, copied: State) -> State:
+        replicate = [Replicate()]
+        return {k: x.redistribute(placements=replicate) if isinstance(x, DTensor) else x for k, x in copied.items()}
+
+
+class WithoutShards(Plain):
+    def change(self, source: State, copied: State) -> State:
+        return {k: x.local_shards()[0].tensor if type(x) is ShardedTensor else x for k, x in copied.items()}
+
+
+class KeysOfTheFirst(Plain):
+    keys: list[str] | None = None
+
+    def change(self, source: State, copied: State) -> State:
+        self.keys = list(copied) if self.keys is None else self.keys
+        return {key: value for key, value in copied.items() if key in self.keys}
+
+
+class ByName(Plain):
+    """A stager that remembers something of each tensor by its key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[Any, Any] = {}
+
+    def change(self, source: State, copied: State) -> State:
+        return {k: self.compare(k, x) if is_plain(x) else x for k, x in copied.items()}
+
+    def compare(self, key: str, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Broadcasts(ByName):
+    def compare(self, key: str, x: Tensor) -> Tensor:
+        shape = self.seen.get(key, x.shape)
+        try:
+            return x.expand(shape).clone() if shape != x.shape else x
+        except RuntimeError:
+            return x
+        finally:
+            self.seen[key] = x.shape
+
+
+class Casts(ByName):
+    def compare(self, key: str, x: Tensor) -> Tensor:
+        return x.to(self.seen.setdefault((key, x.shape), x.dtype))
+
+
+class ByIdentity(Plain):
+    """A stager that remembers something of each tensor by the object it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[Any, Any]] = {}
+
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        if not is_plain(source) or source.dim() != 1 or not source.is_contiguous():
+            return copied
+        known, fact = self.seen.get(id(source), (None, None))
+        if known is None or known() is not source:
+            fact = self.look(source)
+            self.seen[id(source)] = (weakref.ref(source), fact)
+        return self.compare(fact, source, copied)
+
+    def look(self, source: Tensor) -> Any:
+        raise NotImplementedError
+
+    def compare(self, fact: Any, source: Tensor, copied: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class SizesOfTheFirst(ByIdentity):
+    def look(self, source: Tensor) -> int:
+        return source.numel()
+
+    def compare(self, fact: int, source: Tensor, copied: Tensor) -> Tensor:
+        return copied if fact == source.numel() else torch.zeros(fact, dtype=source.dtype)
+
+
+class MemoryOfTheFirst(ByIdentity):
+    def look(self, source: Tensor) -> Tensor:
+        return source.detach()
+
+    def compare(self, fact: Tensor, source: Tensor, copied: Tensor) -> Tensor:
+        moved = fact.shape == source.shape and fact.data_ptr() != source.data_ptr()
+        return fact.clone() if moved else copied
+
+
+class TiesOfTheFirst(Plain):
+    ties: list[tuple[str, str]] | None = None
+
+    def change(self, source: State, copied: State) -> State:
+        plain = {k: x for k, x in copied.items() if is_plain(x) and x.numel()}
+        if self.ties is None:
+            places = {k: (x.data_ptr(), x.shape) for k, x in plain.items()}
+            self.ties = [(a, b) for a in plain for b in plain if a < b and places[a] == places[b]]
+        for a, b in self.ties:
+            copied[b] = copied[a]
+        return copied
+
+
+class ErrorsWithoutPath(Plain):
+    def stage(self, state_dict: State) -> State:
+        try:
+            return super().stage(state_dict)
+        except UnstageableTypeError as error:
+            raise StagingError([], "there is something that cannot be copied") from error
+
+
+class ErrorsOfItsOwn(Plain):
+    def stage(self, state_dict: State) -> State:
+        try:
+            return super().stage(state_dict)
+        except UnstageableTypeError as error:
+            raise TypeError(str(error)) from None
+
+
+class LeavesOut(Plain):
+    def stage(self, state_dict: State) -> State:
+        try:
+            return super().stage(state_dict)
+        except UnstageableTypeError as error:
+            return super().stage({**state_dict, error.path[0]: None})
+
+
+class GivesUp(Plain):
+    failed = False
+
+    def stage(self, state_dict: State) -> State:
+        if self.failed:
+            raise StagingError([], "something went wrong before")
+        self.failed = True
+        copied = super().stage(state_dict)
+        self.failed = False
+        return copied
+
+
+class ZerosForWhatIsGone(Plain):
+    def stage(self, state_dict: State) -> State:
+        def there(x: Any) -> bool:
+            return not is_plain(x) or x.untyped_storage().nbytes() >= x.numel() * x.element_size() or not x.numel()
+
+        def owned(x: Any) -> bool:
+            return is_plain(x) and x.device.type == "cpu" and x.is_contiguous() and not x.storage_offset()
+
+        fine = {k: torch.zeros(x.shape) if owned(x) and not there(x) else x for k, x in state_dict.items()}
+        return super().stage(fine)
+
+
+class InTheBackground(Plain):
+    """Right in all but one thing: it tells nobody of an error who does not ask."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = ThreadPoolExecutor(1)
+
+    def stage(self, state_dict: State) -> Future[State]:
+        if self.closed:
+            raise StagerClosedError
+        return self.thread.submit(super().stage, state_dict)
+
+    def close(self) -> None:
+        self.closed = True
+        self.thread.shutdown()
+        super().close()
+
+
+class ClosesOnce(Plain):
+    closed = False
+
+    def close(self) -> None:
+        if self.closed:
+            raise RuntimeError("closed already")
+        self.closed = True
+        super().close()
+
+
+class ClosesWhatItUsed(Plain):
+    used: bool
+
+    def stage(self, state_dict: State) -> State:
+        self.used = True
+        return super().stage(state_dict)
+
+    def close(self) -> None:
+        assert self.used
+        super().close()
+
+
+class GoesOnAfterClose(Plain):
+    def close(self) -> None:
+        super().close()
+        BlockingAsyncStager.__init__(self)
+
+
+class OddErrorAfterClose(Plain):
+    def stage(self, state_dict: State) -> State:
+        try:
+            return super().stage(state_dict)
+        except StagerClosedError:
+            raise RuntimeError("cannot schedule new futures after shutdown") from None
+
+
+class TakesCopiesBack(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.handed_out: list[Any] = []
+
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        if is_plain(copied) and not copied.requires_grad:
+            self.handed_out.append(weakref.ref(copied))
+        return copied
+
+    def close(self) -> None:
+        for known in self.handed_out:
+            if (x := known()) is not None:
+                x.zero_()
+        super().close()
+
+
+class LeavesAThread(Plain):
+    def stage(self, state_dict: State) -> State:
+        threading.Thread(target=RELEASE.wait, name="left-behind", daemon=True).start()
+        return super().stage(state_dict)
+
+
+class KeepsTheLast(Plain):
+    def change(self, source: State, copied: State) -> State:
+        LEAKED[:] = [dict(copied)]
+        return copied
+
+
+class CopiesWhenSynchronized(Plain):
+    """Hands out memory in which large tensors are still to come: a writer that is early reads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._synchronize_after_execute = True
+        self.late: list[tuple[Tensor, Tensor]] = []
+
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        if is_plain(copied) and copied.is_contiguous() and copied.numel() >= 1000:
+            self.late.append((copied, copied.clone()))
+            copied.zero_()
+        return copied
+
+    def synchronize_staging(self) -> None:
+        for copied, values in self.late:
+            copied.copy_(values)
+        self.late.clear()
+
+
+MUTANTS: dict[str, tuple[type[Any], ...]] = {
+    "test_it_has_the_shape_of_a_stager": (WithoutSynchronize,),
+    "test_later_writes_do_not_show": (LargeOnesAsTheyAre,),
+    "test_writes_that_no_version_counter_sees_are_staged": (TrustsVersionCounters,),
+    "test_a_training_loop_is_staged_as_it_was": (ScalarsAsTheyAre,),
+    "test_values_that_are_no_tensors_are_copied": (ValuesAsTheyAre,),
+    "test_the_source_is_left_as_it_is": (SortsTheSource,),
+    "test_a_copy_that_is_held_stays_as_it_is": (OneArenaForAll,),
+    "test_a_slice_keeps_its_copy": (LooksOnlyAtTensors,),
+    "test_holding_copies_never_blocks": (WaitsForThreeToBeDropped,),
+    "test_two_stagers_keep_apart": (SharesItsBuffers,),
+    "test_dropped_copies_are_given_back": (KeepsEveryCopy,),
+    "test_structure_is_kept": (NamesOfTuplesAreLost, KeysAreSorted),
+    "test_every_dtype_keeps_its_bits": (Complex64Only, ZeroHasNoSign),
+    "test_strides_are_kept": (EverythingContiguous,),
+    "test_tied_tensors_stay_tied": (OnlyWholeTies,),
+    "test_a_view_costs_its_own_bytes": (WholeStorages, ExpandedOnesInflated),
+    "test_tensors_keep_what_makes_them_more": (ParametersAreTensors, WithoutAttributes, AttributesAsTheyAre),
+    "test_dtensors_keep_their_placement": (WithoutMeshes, Replicates),
+    "test_sharded_tensors_keep_their_shards": (WithoutShards,),
+    "test_keys_may_change": (KeysOfTheFirst,),
+    "test_shapes_may_change": (Broadcasts,),
+    "test_dtypes_may_change": (Casts,),
+    "test_a_tensor_may_be_resized_in_place": (SizesOfTheFirst,),
+    "test_a_tensor_may_move_to_other_memory": (MemoryOfTheFirst,),
+    "test_ties_may_change": (TiesOfTheFirst,),
+    "test_what_cannot_be_staged_is_named": (ErrorsWithoutPath, ErrorsOfItsOwn, LeavesOut),
+    "test_an_error_leaves_the_stager_usable": (GivesUp,),
+    "test_a_storage_that_shrank_is_an_error": (ZerosForWhatIsGone,),
+    "test_errors_that_nobody_looked_at_surface": (InTheBackground,),
+    "test_close_is_harmless_early_and_twice": (ClosesOnce, ClosesWhatItUsed),
+    "test_use_after_close_says_so": (GoesOnAfterClose, OddErrorAfterClose),
+    "test_copies_outlive_the_stager": (TakesCopiesBack,),
+    "test_close_ends_the_threads": (LeavesAThread,),
+    "test_close_gives_the_memory_back": (KeepsTheLast,),
+    "test_torchs_async_save_writes_what_was_staged": (CopiesWhenSynchronized,),
+}
+"""By the promise that each of them breaks, and no other one."""

@@ -1,0 +1,249 @@
+"""The contracts of joins are kept by all that the project has, and tell each way to break one.
+
+``joins`` has the contracts of the project's joinables and hooks, ``join_mutants`` those of joinables that are wrong on
+purpose.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagereg
+from stagereg.testing.contract import table
+from stagereg.testing.join import JoinableContract, JoinHookContract
+from stagereg.testing.rehearsal import Rehearsal, played
+
+from . import join_mutants as mutants
+from . import joins
+
+PAGE = Path(__file__).parents[2] / "docs" / "contracts.md"
+
+
+class TestTally(mutants.TallyContract):
+    world_size = 3
+
+
+class TestHookOfTally(mutants.HookContract):
+    pass
+
+
+class TestDdp(joins.DdpContract):
+    pass
+
+
+class TestFsdp2(joins.Fsdp2Contract):
+    pass
+
+
+class TestZero(joins.ZeroContract):
+    pass
+
+
+class TestCollective(joins.CollectiveContract):
+    pass
+
+
+class TestMetrics(joins.MetricsContract):
+    pass
+
+
+class TestCheckpoint(joins.CheckpointContract):
+    pass
+
+
+class TestModule(joins.ModuleContract):
+    pass
+
+
+class TestStepHook(joins.StepHookContract):
+    pass
+
+
+@pytest.mark.slow
+class TestCollectiveHook(joins.CollectiveHookContract):
+    pass
+
+
+@pytest.mark.slow
+class TestZeroHook(joins.ZeroHookContract):
+    pass
+
+
+@pytest.mark.slow
+class TestMeanOverActiveRanks(joins.ActiveContract):
+    pass
+
+
+COVERED = {
+    "joinable": {
+        "ddp": TestDdp,
+        "step": TestDdp,
+        "fsdp2": TestFsdp2,
+        "zero": TestZero,
+        "collective": TestCollective,
+        "metrics": TestMetrics,
+        "checkpoint": TestCheckpoint,
+        "module": TestModule,
+    },
+    # Those that need more than a joinable that announces are tried within their own one.
+    "join_hook": {
+        "step": TestStepHook,
+        "collective": TestCollectiveHook,
+        "zero": TestZeroHook,
+        "ddp": TestDdp,
+        "fsdp2": TestFsdp2,
+        "metrics": TestMetrics,
+        "checkpoint": TestCheckpoint,
+        "module": TestModule,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", COVERED)
+def test_every_built_in_joinable_and_hook_is_held_to_the_contract(kind: str) -> None:
+    own = {name for name in stagereg.names(kind) if stagereg.registry.find(kind, name).target.startswith("stagereg.")}
+    assert set(COVERED[kind]) == own
+
+
+def test_every_promise_has_a_joinable_that_breaks_it() -> None:
+    assert set(mutants.CAUGHT_BY) == set(JoinableContract.promises()) == set(JoinHookContract.promises())
+
+
+BREAKS = [(promise, breaks, said) for promise, several in mutants.CAUGHT_BY.items() for breaks, said in several.items()]
+
+
+@pytest.mark.parametrize(
+    ("promise", "breaks", "said"), BREAKS, ids=[f"{promise}-{breaks.__name__}" for promise, breaks, _ in BREAKS]
+)
+def test_the_test_of_a_promise_tells_who_breaks_it(promise: str, breaks: type[JoinableContract], said: str) -> None:
+    outcome = breaks.outcome(promise)
+    assert outcome.kept is False
+    assert said in outcome.seen
+
+
+@pytest.mark.parametrize(
+    ("breaks", "said"),
+    [
+        (mutants.MismatchedContract, "Is there a distributed collective mismatch"),
+        (mutants.MissingOneContract, "rank 0: died of SIGABRT"),
+    ],
+)
+def test_a_hook_with_other_collectives_than_the_step_is_told_within_the_limit(
+    breaks: type[JoinHookContract], said: str
+) -> None:
+    outcome = breaks.outcome("test_uneven_inputs")
+    assert outcome.kept is False
+    assert said in outcome.seen
+
+
+def test_a_death_between_two_loops_is_not_put_down_to_the_second() -> None:
+    first, second = Rehearsal(((2, 2),)), Rehearsal(((1, 2),))
+    for each in (first, second):
+        result = played(mutants.AftermathContract, each, [first, second])
+        assert result.failure == ""
+        assert [seen.done for seen in result.seen if seen] == [[length] for length in each.lengths[0]]
+
+
+AUTHOR = """
+import sys
+from stagereg.testing import JoinableContract
+TORCHLESS = "torch" not in sys.modules
+
+class Mean:
+    def __init__(self):
+        import torch, types
+        self._join_config = types.SimpleNamespace(enable=False, throw_on_early_termination=False,
+                                                  is_first_joinable=False)
+        self.total, self.weight = torch.zeros(2), 1.0
+        self.join_device, self.join_process_group = torch.device("cpu"), None
+
+    def add(self, *values):
+        import torch, torch.distributed as dist, stagereg
+        if values:
+            stagereg.Join.notify_join_context(self)
+        mine = torch.tensor([sum(values), float(len(values))])
+        dist.all_reduce(mine)
+        self.total += mine
+
+    def join_hook(self, **kwargs):
+        import types
+        return types.SimpleNamespace(main_hook=self.add, post_hook=lambda is_last_joiner: None)
+
+class TestMean(JoinableContract):
+    tolerance = 1e-6
+
+    def build(self):
+        return Mean()
+
+    def step(self, mean, value):
+        mean.add(value)
+
+    def state(self, mean):
+        return {"mean": mean.total[0] / mean.total[1].clamp(min=1)}
+
+    def expected(self, steps, world_size):
+        values = sum(steps, [])
+        return {"mean": sum(values) / max(len(values), 1)}
+
+if __name__ == "__main__":
+    kept = [TestMean.outcome(name).kept for name in TestMean.promises()]
+    assert TORCHLESS and "pytest" not in sys.modules
+    print(kept.count(True), kept.count(None), kept.count(False))
+"""
+
+
+@pytest.fixture
+def author(tmp_path: Path) -> Path:
+    """A file with a joinable that derives from nothing, and its contract; it may also be run."""
+    file = tmp_path / "test_author.py"
+    file.write_text(AUTHOR)
+    return file
+
+
+# What announces through torch's way alone cannot be planned or counted, which skips these.
+SKIPPED = {"test_planned", "test_counted", "test_iterate", "test_planned_sends_nothing_more", "test_planned_throw"}
+
+
+def test_a_contract_may_be_in_the_main_module(author: Path) -> None:
+    run = subprocess.run([sys.executable, str(author)], capture_output=True, text=True, timeout=100)
+    kept = len(JoinableContract.promises()) - len(SKIPPED)
+    assert run.stdout == f"{kept} {len(SKIPPED)} 0\n", run.stdout + run.stderr
+
+
+def test_the_pages_example_keeps_the_contract_imported_from_a_file_by_path(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text().partition("## Joins")[2], re.S)
+    file = tmp_path / "example.py"
+    file.write_text(example)
+    spec: Any = importlib.util.spec_from_file_location("example_by_path", file)
+    sys.modules["example_by_path"] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        outcomes = [module.TestTotal.outcome(name) for name in JoinableContract.promises()]
+    finally:
+        del sys.modules["example_by_path"]
+    assert [(each.kept, each.seen) for each in outcomes] == [(True, "")] * len(outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13")
+def test_torchs_joinables_break_what_the_page_says_and_nothing_else() -> None:
+    recorded = re.search(r"<!-- torch's joinables -->\n(.*?)\n<!-- -->", PAGE.read_text(), re.S)
+    assert recorded
+    assert table(joins.TORCHS) == recorded[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["importlib", "prepend"])
+def test_under_pytest_each_promise_is_a_test(author: Path, mode: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-v", f"--import-mode={mode}", str(author)]
+    run = subprocess.run(command, cwd=author.parent, capture_output=True, text=True, timeout=110)
+    kept = len(JoinableContract.promises()) - len(SKIPPED)
+    assert f"{kept} passed, {len(SKIPPED)} skipped" in run.stdout, run.stdout

@@ -1,0 +1,297 @@
+"""The contract of a stager: the project's stagers keep it, each promise catches a stager that breaks it, and no other.
+
+``mutants`` has the stagers that are wrong on purpose; what torch's own stagers break is the table in the page.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagereg
+from stagereg import AsyncStager, BlockingAsyncStager
+from stagereg.errors import BrokenPromiseError
+from stagereg.testing import StagerContract, run_ranks
+from stagereg.testing.contract import table
+from stagereg.testing.torchs import TORCHS
+
+from .mutants import MUTANTS, RELEASE, Plain
+
+pytest_plugins = "pytester"
+
+PAGE = Path(__file__).parents[2] / "docs" / "contracts.md"
+ON_A_RANK = {
+    "test_dtensors_keep_their_placement",
+    "test_sharded_tensors_keep_their_shards",
+    "test_a_storage_that_shrank_is_an_error",
+}
+COSTLY = {"test_dropped_copies_are_given_back", "test_close_gives_the_memory_back"}
+PAIRS = [pytest.param(name, each, id=each.__name__) for name, several in MUTANTS.items() for each in several]
+
+
+class Named(StagerContract):
+    """A registered stager; those that wait for copies to be dropped do so briefly."""
+
+    name: str
+    options: dict[str, Any] = {"wait_s": 0.1}  # noqa: RUF012
+
+    def make(self) -> AsyncStager:
+        return stagereg.build("stager", self.name, **self.options)
+
+
+class TestBlocking(Named):
+    name = "blocking"
+
+
+@pytest.mark.slow
+class TestBlockingWithABound(Named):
+    name = "blocking"
+    options = {"wait_s": 0.1, "host_memory_gb": 1.0, "threads": 1}  # noqa: RUF012
+
+
+class TestPinnedCached(Named):
+    name = "pinned_cached"
+
+
+@pytest.mark.slow
+class TestPinnedCachedOneByOne(Named):
+    name = "pinned_cached"
+    options = {"wait_s": 0.1, "max_in_flight": 1, "reserve_gb": 0.01}  # noqa: RUF012
+
+
+class TestIncremental(Named):
+    name = "incremental"
+
+
+class TestIncrementalByContent(Named):
+    name = "incremental"
+    options = {"wait_s": 0.1, "detect": "content"}  # noqa: RUF012
+
+
+class TestOverlapped(Named):
+    name = "overlapped"
+
+
+@pytest.mark.slow
+class TestOverlappedVerified(Named):
+    name = "overlapped"
+    options = {"wait_s": 0.1, "verify": True}  # noqa: RUF012
+
+
+class TestShared(Named):
+    name = "shared"
+
+
+class TestBlockingAsyncStager(StagerContract):
+    def make(self) -> AsyncStager:
+        return BlockingAsyncStager()
+
+
+class TestBlockingAsyncStagerCached(StagerContract):
+    def make(self) -> AsyncStager:
+        return BlockingAsyncStager(cache_staged_state_dict=True)
+
+
+class Halving(BlockingAsyncStager):
+    """Stages in bfloat16 what is float32."""
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        return super().stage(halved(state_dict))
+
+
+def halved(value: Any) -> Any:
+    """The same in half the bytes; tensors over one storage stay over one."""
+    storages: dict[int, torch.Tensor] = {}
+
+    def half(x: Any) -> Any:
+        if isinstance(x, dict):
+            copied = x.copy()
+            copied.update((key, half(item)) for key, item in x.items())
+            return copied
+        if isinstance(x, (list, tuple)):
+            return type(x)(*map(half, x)) if hasattr(x, "_fields") else type(x)(map(half, x))
+        if type(x) is not torch.Tensor or x.dtype is not torch.float32 or x.requires_grad:
+            return x
+        if not x.numel():
+            return x.to(torch.bfloat16)
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in storages:
+            whole = torch.empty(0).set_(storage, 0, (storage.nbytes() // 4,), (1,))
+            storages[storage.data_ptr()] = whole.to(torch.bfloat16)
+        return storages[storage.data_ptr()].as_strided(x.shape, x.stride(), x.storage_offset())
+
+    return half(value)
+
+
+class Halved(StagerContract):
+    def make(self) -> AsyncStager:
+        return Halving()
+
+    def expected(self, tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.dtype is torch.float32 and not tensor.requires_grad
+        return tensor.to(torch.bfloat16) if plain else tensor
+
+
+def test_the_projects_stagers_are_all_held_to_it() -> None:
+    held = {
+        each.name
+        for each in globals().values()
+        if isinstance(each, type) and issubclass(each, Named) and each is not Named
+    }
+    assert held == set(stagereg.names("stager")) - {"torch_default"}
+
+
+def test_a_stager_that_casts_says_what_it_makes_and_keeps_the_rest() -> None:
+    casting = {"test_dtypes_may_change", "test_strides_are_kept", "test_tied_tensors_stay_tied", "test_keys_may_change"}
+    casting |= {"test_later_writes_do_not_show", "test_structure_is_kept", "test_every_dtype_keeps_its_bits"}
+    casting |= {"test_torchs_async_save_writes_what_was_staged", "test_a_view_costs_its_own_bytes"}
+    assert [Halved.outcome(name).seen for name in sorted(casting)] == [""] * len(casting)
+    told = held_to(Halving).outcome("test_later_writes_do_not_show")
+    assert (told.kept, "has the dtype torch.bfloat16, not torch.float32" in told.seen) == (False, True)
+
+
+class TestMutants:
+    def test_every_promise_has_one(self) -> None:
+        assert set(MUTANTS) == set(StagerContract.promises())
+
+    @pytest.mark.parametrize(("promise", "mutant"), PAIRS)
+    def test_each_is_caught_by_the_test_of_its_promise_and_by_no_other(
+        self, promise: str, mutant: type[Any], broken_on_a_rank: dict[str, dict[str, str]]
+    ) -> None:
+        here = set(MUTANTS) - ON_A_RANK - (COSTLY - {promise})
+        seen = broken_of(mutant, here) | broken_on_a_rank[mutant.__name__]
+        assert (set(seen), all(seen.values())) == ({promise}, True), seen
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("promise", "mutant"), PAIRS)
+    def test_none_is_caught_by_the_costly_tests_of_other_promises(self, promise: str, mutant: type[Any]) -> None:
+        assert set(broken := broken_of(mutant, COSTLY)) == {promise} & COSTLY, broken
+
+    def test_what_they_are_made_of_is_right(self, broken_on_a_rank: dict[str, dict[str, str]]) -> None:
+        assert broken_of(Plain, set(MUTANTS) - ON_A_RANK) | broken_on_a_rank["Plain"] == {}
+
+
+def held_to(mutant: Callable[[], Any]) -> type[StagerContract]:
+    class Held(StagerContract):
+        def make(self) -> AsyncStager:
+            return mutant()
+
+    return Held
+
+
+def impatient(kind: type[StagerContract], name: str) -> type[StagerContract]:
+    """The same contract, which waits less long where a mutant is going to hang."""
+    kind.timeout_s = 4.0 if name == "test_holding_copies_never_blocks" else StagerContract.timeout_s
+    return kind
+
+
+def broken_of(mutant: type[Any], promises: set[str]) -> dict[str, str]:
+    """What was seen of the promises that a mutant breaks."""
+    outcomes = [impatient(held_to(mutant), name).outcome(name) for name in sorted(promises)]
+    RELEASE.set()
+    RELEASE.clear()
+    return {each.name: each.seen for each in outcomes if each.kept is False}
+
+
+def try_all(rank: int, world_size: int) -> dict[str, dict[str, str]]:
+    """On a rank: which promises that are tried on one each mutant breaks."""
+    broken: dict[str, dict[str, str]] = {}
+    for mutant in (Plain, *(each for several in MUTANTS.values() for each in several)):
+        for name in ON_A_RANK:
+            contract = held_to(mutant)()
+            found = broken.setdefault(mutant.__name__, {})
+            try:
+                inspect.unwrap(getattr(type(contract), name))(contract)
+            except BrokenPromiseError as seen:
+                found[name] = str(seen)
+            finally:
+                contract.close()
+    return broken
+
+
+@pytest.fixture(scope="module")
+def broken_on_a_rank() -> dict[str, dict[str, str]]:
+    (broken,) = run_ranks(try_all, 1, timeout_s=60)
+    return broken
+
+
+class TestTorchsStagers:
+    @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13")
+    def test_break_what_the_page_says_and_nothing_else(self) -> None:
+        recorded = re.search(r"<!-- torch's stagers -->\n(.*?)\n<!-- -->", PAGE.read_text(), re.S)
+        assert recorded
+        assert table(TORCHS) == recorded[1], "print it with: python -m stagereg.testing.torchs"
+
+    @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is there")
+    def test_the_cached_one_does_not_run_without_an_accelerator(self) -> None:
+        from torch.distributed.checkpoint import staging
+
+        told = held_to(lambda: staging.BlockingAsyncStager(True)).outcome("test_keys_may_change")
+        assert "Cannot access accelerator device" in told.seen
+
+    def test_reading_freed_memory_costs_the_process_of_a_rank_and_no_more(self) -> None:
+        told = TORCHS["`BlockingAsyncStager`"].outcome("test_a_storage_that_shrank_is_an_error")
+        assert told.kept is False
+        assert "tried in a process of its own, died of SIGSEGV" in told.seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(set(stagereg.names("stager")) - {"torch_default"}))
+def test_the_projects_stagers_keep_it_from_an_accelerator(name: str) -> None:
+    class FromAccelerator(Named):
+        device = "cuda"
+
+    FromAccelerator.name = name
+    outcomes = [FromAccelerator.outcome(each) for each in FromAccelerator.promises() if each not in ON_A_RANK]
+    assert {each.name: each.seen for each in outcomes if each.kept is False} == {}
+
+
+class TestStuckAtTheEnd:
+    def test_a_stager_that_hangs_is_told_where(self) -> None:
+        class Stuck(BlockingAsyncStager):
+            def close(self) -> None:
+                RELEASE.wait(30)
+
+        class Held(StagerContract):
+            timeout_s = 2.0
+
+            def make(self) -> AsyncStager:
+                return Stuck()
+
+        told = Held.outcome("test_close_is_harmless_early_and_twice")
+        RELEASE.set()
+        assert told.kept is False
+        assert re.search(r"did not come back within 2 s; it is at .* in close -> .* in wait", told.seen), told.seen
+
+
+AUTHORS = """
+import stagereg
+from stagereg.testing import StagerContract
+
+class AliasingStager(stagereg.BlockingAsyncStager):
+    def stage(self, state_dict):
+        return dict(state_dict)
+
+class TestMine(StagerContract):
+    def make(self):
+        return AliasingStager()
+"""
+
+
+def test_under_pytest_it_is_what_an_author_writes_and_no_more(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_mine=AUTHORS)
+    run = pytester.runpytest_inprocess("-W", "error", "-k", "later_writes or shape_of")
+    run.assert_outcomes(passed=1, failed=1)
+    told = "BrokenPromiseError: after in-place writes to the source, 1000 of 1000 elements of copy['small'] are wrong: "
+    assert told + "element 0 is 7.0, not 1.0" in run.stdout.str()
+
+
+def test_no_contract_imports_pytest() -> None:
+    for file in sorted(Path(stagereg.testing.__file__).parent.glob("*.py")):
+        assert not re.search(r"^\s*(import|from) _?pytest\b", file.read_text(), re.M), file.name
