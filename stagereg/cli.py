@@ -15,35 +15,44 @@ from collections.abc import Sequence
 
 from stagereg import __version__
 from stagereg.bench import command as bench
+from stagereg.commands import checking, doctor, listing, scaffold, showing
 from stagereg.config.libc import tuned
-from stagereg.errors import StageregError
+from stagereg.errors import StageregError, nearest
 
 __all__ = ["main"]
 
-_ROOMS = (bench,)
+_ROOMS = (listing, showing, scaffold, checking, doctor, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments``, by default those of the process, and return its exit code.
 
-    0 is good, 2 is for what was asked for and cannot be, 130 is for an interruption, and 1 is the sub-command's to
-    explain.
+    0 is good, 2 is for what was asked for and cannot be, 130 is for an interruption, 141 for a reader who left, and 1
+    is the sub-command's to explain.
     """
     parser = argparse.ArgumentParser("stagereg", description="Checkpoint stagers, joins and checkpoints for PyTorch.")
     parser.add_argument("--version", action="version", version=f"stagereg {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for room in _ROOMS:
         room.add_to(commands)
-    asked = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given and not given[0].startswith("-") and given[0] not in commands.choices:
+        known = ", ".join(commands.choices)
+        parser.error(f"no command {given[0]!r}.{nearest(given[0], commands.choices)} There is: {known}")
+    asked = parser.parse_args(given)
     if arguments is None and getattr(asked, "as_a_rank", False):
         _become_a_rank()
     try:
         code: int = asked.run(asked)
+        sys.stdout.flush()
     except StageregError as error:
         print(f"stagereg: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has had enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return code
 
 

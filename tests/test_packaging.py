@@ -99,6 +99,7 @@ def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> 
     sources |= {
         f"stagereg/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "conf").rglob("*") if p.suffix in (".py", ".yaml")
     }
+    sources |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "stagereg/commands/templates").rglob("*.in")}
     plugin = "hydra_plugins/stagereg_plugin.py"
     assert shipped == sources - {f"stagereg/config/{plugin}"} | {plugin}
 

@@ -1,0 +1,285 @@
+"""What there is to tell about one component, read from its signature, its docstring and its package.
+
+``stagereg show`` prints it for one component and ``reference`` for all of them. Describing a component imports it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Union
+
+import yaml
+from omegaconf import MISSING, OmegaConf
+
+from stagereg import registry
+from stagereg.config import docstring, schema
+from stagereg.registry import Entry
+
+__all__ = ["Described", "Field", "Runtime", "describe"]
+
+_SAMPLES = {
+    "bool": "true",
+    "int": "1",
+    "float": "0.5",
+    "list": "[]",
+    "Sequence": "[]",
+    "tuple": "[]",
+    "dict": "{}",
+    "Mapping": "{}",
+    "dtype": "bfloat16",
+    "device": "cpu",
+    "timedelta": "30s",
+    "ByteSize": "4GiB",
+}
+"""What an example gives for a value that has no default, by its type."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One key of a component's config.
+
+    Attributes:
+        name: its key; in a nested dataclass with dots, ``"optimizer.lr"``.
+        type: as a person writes it.
+        default: as YAML shows it in the config; empty where a value must be given.
+        required: a value must be given.
+        choices: the values it is one of, where it has a list of them.
+        help: what its docstring says, in one line.
+    """
+
+    name: str
+    type: str
+    default: str
+    required: bool
+    choices: tuple[str, ...] = ()
+    help: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """An argument that no config holds: the program passes it to ``stagereg.instantiate``.
+
+    Attributes:
+        name: of the parameter.
+        type: its annotation as it is written; empty without one.
+        required: the program has to pass it.
+        help: what its docstring says, in one line.
+    """
+
+    name: str
+    type: str
+    required: bool
+    help: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """One component.
+
+    Attributes:
+        kind: and ``name``, ``target``, ``distribution``, ``version``: as in its :class:`~stagereg.registry.Entry`.
+        signature: as it is written, one parameter a line where it is long.
+        file: ``"path:line"`` of its definition; empty where it is not written in Python.
+        summary: the first paragraph of its docstring, in one line.
+        doc: the rest of its docstring without the section on arguments.
+        options: the keys of its config.
+        runtime: its arguments that are no keys.
+        example: a command line that chooses it, and below it the call where arguments are left to the program.
+    """
+
+    kind: str
+    name: str
+    target: str
+    distribution: str
+    version: str
+    signature: str
+    file: str
+    summary: str
+    doc: str
+    options: tuple[Field, ...]
+    runtime: tuple[Runtime, ...]
+    example: tuple[str, ...]
+
+
+def describe(entry: Entry) -> Described:
+    """Describe a component; imports it.
+
+    Raises:
+        RegistryError: it cannot be loaded.
+        ConfigError: it has no config.
+    """
+    component = entry.load()
+    config = OmegaConf.to_container(OmegaConf.structured(schema.schema(entry)), enum_to_str=True)
+    assert isinstance(config, dict)
+    fields = tuple(
+        field
+        for option in schema.options(entry).values()
+        for field in _fields(option.name, option.hint, option.type, config[option.name], option.help)
+    )
+    parameters, helped = inspect.signature(component).parameters, docstring.parameters(component)
+    runtime = tuple(
+        Runtime(name, _written(p := parameters[name]), p.default is p.empty, _marked(helped.get(name, "")))
+        for name in schema.runtime(entry)
+    )
+    summary, _, rest = (inspect.getdoc(component) or "").partition("\n\n")
+    return Described(
+        kind=entry.kind,
+        name=entry.name,
+        target=entry.target,
+        distribution=entry.distribution,
+        version=entry.version,
+        signature=_signature(component),
+        file=_place(component) or entry.file,
+        summary=_marked(" ".join(summary.split())),
+        doc=_marked(_without_arguments(rest)),
+        options=fields,
+        runtime=runtime,
+        example=tuple(_example(entry, fields, runtime)),
+    )
+
+
+def _fields(key: str, hint: Any, type_: Any, default: Any, help_: str) -> Iterator[Field]:
+    """The option itself, or the keys of the dataclass that it is."""
+    nested = _dataclass(type_)
+    if nested is None or not isinstance(default, dict):
+        required = default == MISSING
+        written = "" if required else _yaml(default)
+        yield Field(key, _type(key, hint), written, required, tuple(_choices(hint)), _marked(help_))
+        return
+    # The config's own dataclass has the words; the component's, whose types may be no config's, has the types.
+    hints, held = typing.get_type_hints(_dataclass(hint) or nested), typing.get_type_hints(nested)
+    for field in dataclasses.fields(nested):
+        told = field.metadata.get("help", "")
+        yield from _fields(f"{key}.{field.name}", hints[field.name], held[field.name], default[field.name], told)
+
+
+def _dataclass(hint: Any) -> Any:
+    return next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
+
+
+def _type(key: str, hint: Any) -> str:
+    if key in registry.kinds():
+        return key
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return "any"
+    if hint in (None, type(None)):
+        return "null"
+    if origin is Literal:
+        return " | ".join(map(_plain, arguments))
+    if origin in (Union, types.UnionType):
+        # A config holds a path as text.
+        return " | ".join(_type("", a) for a in arguments if typing.get_origin(a) is not os.PathLike)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return " | ".join(member.name for member in hint)
+    named = getattr(origin or hint, "__name__", str(hint))
+    inside = ["..." if argument is Ellipsis else _type("", argument) for argument in arguments]
+    return f"{named}[{', '.join(inside)}]" if inside else named
+
+
+def _choices(hint: Any) -> Iterator[str]:
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        yield from (member.name for member in hint)
+    elif typing.get_origin(hint) is Literal:
+        yield from map(_plain, typing.get_args(hint))
+    elif typing.get_origin(hint) in (Union, types.UnionType):
+        every = [list(_choices(a)) or (["null"] if a is type(None) else []) for a in typing.get_args(hint)]
+        if all(every):  # otherwise it takes other values, too
+            yield from (choice for some in every for choice in some)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else _yaml(value)
+
+
+def _yaml(value: Any) -> str:
+    """A value as a config shows it, on one line."""
+    told = yaml.safe_dump(_simple(value), default_flow_style=True, width=10**6, sort_keys=False)
+    return told.removesuffix("\n").removesuffix("...").strip()
+
+
+def _simple(value: Any) -> Any:
+    """A value in the types that YAML has, without what only Hydra reads in it."""
+    if isinstance(value, dict):
+        return {_simple(k): _simple(v) for k, v in value.items() if k not in ("_target_", "_convert_")}
+    if isinstance(value, (list, tuple)):
+        return [_simple(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return value.name
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _signature(component: Callable[..., Any]) -> str:
+    parts: list[str] = []
+    kinds = inspect.Parameter
+    starred = False
+    for parameter in inspect.signature(component).parameters.values():
+        if parameter.kind is kinds.KEYWORD_ONLY and not starred:
+            parts.append("*")
+        starred = starred or parameter.kind in (kinds.KEYWORD_ONLY, kinds.VAR_POSITIONAL)
+        star = "*" * (parameter.kind is kinds.VAR_POSITIONAL) + "**" * (parameter.kind is kinds.VAR_KEYWORD)
+        written = _written(parameter)
+        part = star + parameter.name + (f": {written}" if written else "")
+        if parameter.default is not kinds.empty:
+            part += (" = " if written else "=") + repr(parameter.default)
+        parts.append(part)
+    name = component.__qualname__
+    line = f"{name}({', '.join(parts)})"
+    return line if len(line) <= 90 else f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + ")"
+
+
+def _written(parameter: inspect.Parameter) -> str:
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
+        return ""
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _place(component: Callable[..., Any]) -> str:
+    try:
+        return f"{inspect.getsourcefile(component)}:{inspect.getsourcelines(component)[1]}"
+    except (OSError, TypeError):
+        return ""
+
+
+def _without_arguments(doc: str) -> str:
+    """A docstring without its section ``Args:``, which the table of options tells."""
+    return re.sub(r"^(Args|Arguments|Parameters):\n(?:(?:[ \t]+.*)?(?:\n|\Z))*", "", doc, flags=re.MULTILINE).strip()
+
+
+def _marked(text: str) -> str:
+    """Text with Sphinx's roles and double backticks as people write them elsewhere, between single ones."""
+    text = re.sub(r":[a-z:]+:`~(?:[^`]*\.)?([^`.]+)`", r"`\1`", text)  # only the last name is shown
+    text = re.sub(r":[a-z:]+:`(?:stagereg\.)?([^`]+)`", r"`\1`", text)
+    return re.sub(r"``([^`]+)``", r"`\1`", text)
+
+
+def _example(entry: Entry, fields: tuple[Field, ...], runtime: tuple[Runtime, ...]) -> Iterator[str]:
+    # What `defaults: [stagereg]` does not choose by itself is added.
+    plus = "" if entry.kind in ("stager", "storage", "join", "checkpoint") else "+"
+    given = [field for field in fields if field.required]
+    if not given:
+        given = [f for f in fields if f.choices or f.default in ("true", "false") or f.default[:1].isdigit()][:1]
+    parts = [f"{plus}{entry.kind}={entry.name}", *(f"{entry.kind}.{f.name}={_sample(f)}" for f in given)]
+    yield f"python train.py {' '.join(parts)}"
+    passed = [f"{argument.name}={argument.name}" for argument in runtime if argument.required]
+    if passed:
+        yield f"stagereg.instantiate(cfg.{entry.kind}, {', '.join(passed)})"
+
+
+def _sample(field: Field) -> str:
+    """A value to write on the command line: not the default where another one is known."""
+    if field.choices:
+        return next((choice for choice in field.choices if choice not in (field.default, "null")), field.choices[0])
+    if field.default in ("true", "false"):
+        return {"true": "false", "false": "true"}[field.default]
+    types_ = [written.partition("[")[0] for written in field.type.split(" | ")]
+    by_type = next((_SAMPLES[type_] for type_ in types_ if type_ in _SAMPLES), None)
+    return field.default or by_type or field.name.rpartition(".")[2].upper()

@@ -1,0 +1,152 @@
+"""How the commands speak: tables and lines for people, one JSON document for programs.
+
+A command calls :func:`table` and :func:`say`, or, when ``--json`` was given, :func:`as_json` once and neither of them.
+On a terminal that has rich they are drawn and coloured; elsewhere they are aligned plain text, so that a pipe or a log
+gets words alone. Long cells of the last column are folded, never cut. Nothing here knows what it prints.
+
+Imports nothing heavy: rich is imported when a terminal is there to be written to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+__all__ = ["add_output_options", "as_json", "aside", "say", "table", "working"]
+
+_WIDTH = 120
+"""Columns of a line where no terminal says how many it has."""
+_LEAST = 30
+"""Columns that the last column of a table gets, however little room is left."""
+_STYLES = {
+    "ok": "green",
+    "kept": "green",
+    "warn": "yellow",
+    "skipped": "yellow",
+    "not shown": "yellow",
+    "missing": "dim",
+    "broken": "bold red",
+}
+"""What a verdict looks like on a terminal; any other word is plain."""
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json`` to a command; ``asked.json`` then tells whether :func:`as_json` is wanted."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document in place of text")
+
+
+def say(text: str = "", style: str = "") -> None:
+    """Print ``text`` as it is, in a style of rich (``"bold"``, ``"bold red"``) on a terminal that has it."""
+    if not _rich():
+        print(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(highlight=False).print(Text(text, style), soft_wrap=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], verdict: str = "") -> None:
+    """Print a table.
+
+    Args:
+        title: printed above it; empty for none.
+        columns: their heads; ``()`` prints none, and the first row says how many there are.
+        rows: cells of text, which may have several lines; each row has as many as there are columns.
+        verdict: the column that says how something fared ("kept", "broken", "ok", "warn" …), to be coloured.
+    """
+    if _rich():
+        _draw(title, columns, rows, verdict)
+    else:
+        print("\n".join(_lines(title, columns, rows, _width())))
+
+
+def as_json(data: Any) -> None:
+    """Print ``data`` as one JSON document; what JSON has no type for is printed as its text."""
+    print(json.dumps(data, indent=1, default=str, allow_nan=False))
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Send to stderr what is printed meanwhile: components that are imported may print, and JSON must stay alone.
+
+    Goes for C and for child processes too, so no other thread may print meanwhile.
+    """
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def working(what: str = "") -> None:
+    """Say on the terminal what is being waited for, in place of what was said last; nothing takes it away again."""
+    if sys.stderr.isatty():
+        room = shutil.get_terminal_size().columns - 1
+        print(f"\r\033[K{what[:room]}", end="", file=sys.stderr, flush=True)
+
+
+def _rich() -> bool:
+    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+
+
+def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], verdict: str) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD if columns else None, show_header=bool(columns), show_edge=False, pad_edge=False)
+    heads = columns or [""] * (len(rows[0]) if rows else 0)
+    for index, head in enumerate(heads):
+        drawn.add_column(Text(head), overflow="fold", style="bold" if index == 0 else "", no_wrap=index == 0)
+    for row in rows:
+        cells = zip(heads, row, strict=True)
+        drawn.add_row(
+            *(Text(cell, _STYLES.get(cell, "") if verdict and head == verdict else "") for head, cell in cells)
+        )
+    if title:
+        say(title, "bold")
+    Console(highlight=False).print(Padding(drawn, (0, 0, 0, 2)))
+
+
+def _lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    if title:
+        yield title
+    every = [list(columns), *map(list, rows)] if columns else [list(row) for row in rows]
+    if not every:
+        return
+    wide = [max(len(line) for row in every for line in row[i].splitlines() or [""]) for i in range(len(every[0]) - 1)]
+    room = max(width - sum(w + 2 for w in wide) - 2, _LEAST)
+    if columns:
+        wide_last = min(room, max(len(line) for row in every for line in row[-1].splitlines() or [""]))
+        every.insert(1, ["-" * w for w in (*wide, wide_last)])
+    for row in every:
+        cells = [cell.splitlines() or [""] for cell in row[:-1]]
+        cells.append([part for line in row[-1].splitlines() or [""] for part in _folded(line, room)])
+        for number in range(max(map(len, cells))):
+            parts = [cell[number] if number < len(cell) else "" for cell in cells]
+            yield "  " + "  ".join([*(f"{part:{w}}" for part, w in zip(parts, wide, strict=False)), parts[-1]]).rstrip()
+
+
+def _folded(line: str, room: int) -> list[str]:
+    """The line in parts of at most ``room`` characters where its words allow that; indented as it was."""
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.wrap(line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]

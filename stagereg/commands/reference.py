@@ -1,0 +1,82 @@
+"""The option reference, ``docs/options.md``, written from the registry: ``python -m stagereg.commands.reference``.
+
+It has every component of stagereg itself, whatever else is installed, and imports all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stagereg import registry
+from stagereg.commands.describe import Described, Field, describe
+
+__all__ = ["page"]
+
+_KINDS = {
+    "stager": "Stagers: how a state dict is copied",
+    "storage": "Storages: how a checkpoint is written",
+    "checkpoint": "The checkpointer",
+    "join": "The join",
+    "joinable": "Joinables: what a join joins",
+    "join_hook": "Join hooks: what a joined rank does in place of a step",
+}
+"""What each kind is called, in the order of the page."""
+_HEAD = """\
+# Options
+
+Everything that can be chosen and set, written by `python -m stagereg.commands.reference`: edit docstrings,
+not this page. An option is set where its component is chosen, `python train.py stager=pinned_cached
+stager.max_in_flight=3`; `null` is `None`. What the program passes is no option: it goes to `stagereg.instantiate`.
+`stagereg show KIND/NAME` tells the same of the plugins of other packages.
+"""
+
+
+def page() -> str:
+    """Return the page, in Markdown."""
+    own = [entry for entry in registry.entries() if entry.distribution == "stagereg"]
+    parts = [_HEAD]
+    for kind in (*_KINDS, *sorted({entry.kind for entry in own} - set(_KINDS))):
+        parts.append(f"\n## {_KINDS.get(kind, kind)}\n")
+        parts += ["\n".join(_component(describe(entry))) + "\n" for entry in own if entry.kind == kind]
+    return "".join(parts)
+
+
+def _component(told: Described) -> Iterator[str]:
+    # The name alone, also where another package of this machine announces it, too.
+    yield f"\n### {told.kind}/{told.name.partition('@')[0]}\n"
+    yield f"{told.summary} (`{told.target}`)"
+    if told.options:
+        yield ""
+        yield from _table(
+            ("option", "type", "default", "what it is for"),
+            [(_code(o.name), _code(o.type), _default(o), _cell(o.help)) for o in told.options],
+        )
+    if told.runtime:
+        yield ""
+        yield from _table(
+            ("passed by the program", "type", "", "what it is for"),
+            [(_code(r.name), _code(r.type), "required" * r.required, _cell(r.help)) for r in told.runtime],
+        )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _default(option: Field) -> str:
+    return "*required*" if option.required else _code(option.default)
+
+
+def _code(text: str) -> str:
+    return f"`{_cell(text)}`" if text else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

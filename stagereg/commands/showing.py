@@ -1,0 +1,95 @@
+"""``stagereg show``: one component in full: its options, what they are for, who wrote it and where."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from stagereg import registry
+from stagereg.commands import output
+from stagereg.commands.named import add_plugins_option, import_plugins
+from stagereg.errors import UnknownNameError, nearest
+from stagereg.registry import Entry
+
+__all__ = ["add_to", "find", "run"]
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``show`` to the commands of ``stagereg``."""
+    words = "show one component: signature, options, doc, where it is defined"
+    parser = commands.add_parser("show", help=words, description=words[0].upper() + words[1:] + "; imports it.")
+    parser.add_argument("component", help="kind/name, as in stager/pinned_cached, or the name alone if one kind has it")
+    add_plugins_option(parser)
+    output.add_output_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Print the component. Returns 0.
+
+    Raises:
+        UnknownNameError: there is none of that name, or several kinds have it.
+        RegistryError: it cannot be loaded.
+        ConfigError: ``--plugins`` names what cannot be imported.
+    """
+    import_plugins(asked)
+    entry = find(asked.component)
+    with output.aside():
+        from stagereg.commands.describe import describe
+
+        told = describe(entry)
+    if asked.json:
+        output.as_json(dataclasses.asdict(told))
+        return 0
+    output.say(f"{told.kind}/{told.name}", "bold")
+    if told.summary:
+        output.say(told.summary)
+    output.say()
+    package = f"{told.distribution} {told.version}".strip() or "-"
+    output.table("", (), [("defined in", told.file or "-"), ("target", told.target), ("package", package)])
+    output.say(f"\n{told.signature}\n")
+    if told.options:
+        rows = [(f.name, f.type, "must be given" if f.required else f.default, f.help) for f in told.options]
+        output.table("Options", ("name", "type", "default", "what it is for"), rows)
+    else:
+        output.say("It has no options.")
+    if told.runtime:
+        lines = [
+            (r.name, r.type or "-", "must be passed" if r.required else "may be passed", r.help) for r in told.runtime
+        ]
+        output.say()
+        output.table("Arguments that the program passes", ("name", "type", "", "what it is for"), lines)
+    output.say("\nExample", "bold")
+    output.say("\n".join(f"  {line}" for line in told.example))
+    if told.doc:
+        output.say(f"\n{told.doc}")
+    return 0
+
+
+def find(text: str) -> Entry:
+    """Return the entry that ``text`` names, ``"kind/name"`` (or ``kind=name``) or a name that one kind has.
+
+    Raises:
+        UnknownNameError: there is none; the message has the nearest one. Or several kinds have it.
+        RegistryError: several packages announce it; the message says how to choose.
+    """
+    kind, slash, name = text.replace("=", "/", 1).partition("/")
+    if slash:
+        return registry.find(kind, name)
+    if text in registry.kinds() and not _having(text):
+        raise UnknownNameError(f"{text!r} is a kind. `stagereg list {text}` lists its components.")
+    having = _having(text)
+    if len(having) > 1:
+        choices = " or ".join(f"{kind}/{text}" for kind in having)
+        raise UnknownNameError(f"{len(having)} kinds have a {text!r}. Say which: {choices}")
+    if having:
+        return registry.find(having[0], text)
+    every = sorted({f"{entry.kind}/{entry.name}" for entry in registry.entries()})
+    by_name = nearest(text, {one.partition("/")[2] for one in every})
+    raise UnknownNameError(f"No component named {text!r}.{by_name}\n`stagereg list` lists what there is.")
+
+
+def _having(name: str) -> list[str]:
+    """The kinds that have a component of that name, with or without the package that provides it."""
+    plain = name.partition("@")[0]
+    return sorted({e.kind for e in registry.entries() if e.name == name or e.name.partition("@")[0] == plain})

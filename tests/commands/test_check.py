@@ -1,0 +1,364 @@
+"""A check tells which promises are kept and which broken, whatever the plugin does to the process that tries it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagereg.cli import main
+from stagereg.commands import attempt, subject
+from stagereg.errors import ConfigError, RegistryError
+
+# Contracts of no kind need no training to break their promises; each of these does it in another way.
+HARMFUL = """
+import ctypes, os, subprocess, sys, time
+from stagereg.testing import Contract
+
+print("a plugin may print", flush=True)
+
+class Harmful(Contract):
+    def test_keeps(self):
+        '''It keeps this.'''
+        print("noise on stdout", flush=True)
+
+    def test_breaks(self):
+        '''It breaks this.'''
+        self.broken("3 is not 4")
+
+    def test_raises(self):
+        '''It raises.'''
+        raise ValueError("of its own")
+
+    def test_skips(self):
+        '''It cannot be tried.'''
+        self.skipped("no such machine")
+
+    def test_leaves(self):
+        '''It calls sys.exit.'''
+        sys.exit(3)
+
+    def test_ends(self):
+        '''It ends the process.'''
+        os.write(2, b"last words\\n")
+        os._exit(4)
+
+    def test_crashes(self):
+        '''It crashes.'''
+        ctypes.string_at(0)
+
+    def test_hangs(self):
+        '''It hangs.'''
+        child = subprocess.Popen(["sleep", "600"])
+        with open(os.environ["PIDS"], "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+        time.sleep(600)
+
+    def test_after(self):
+        '''It is tried after all that.'''
+"""
+
+STAGER = """
+import stagereg
+from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.memory import Pool
+from stagereg.stagers.host import HostStager
+
+@stagereg.register("stager", "{name}")
+class Mine(HostStager):
+    def __init__(self, in_flight: int = 2, lend: bool = True):
+        super().__init__(HostCopier(Pool(in_flight)))
+        self.lend = lend
+
+    def stage(self, state_dict):
+        staged = super().stage(state_dict)
+        return staged if self.lend else state_dict
+"""
+
+JOINABLE = """
+import torch, torch.distributed as dist, stagereg
+
+@stagereg.register("joinable", "{name}")
+class Mine(stagereg.Joinable):
+    def __init__(self):
+        super().__init__()
+    def join_hook(self, **kwargs):
+        return stagereg.JoinHook()
+    @property
+    def join_device(self):
+        return torch.device("cpu")
+    @property
+    def join_process_group(self):
+        return dist.group.WORLD
+"""
+
+
+def check(*arguments: str, capsys: pytest.CaptureFixture[str], code: int) -> dict[str, Any]:
+    """Run the command, which is to end with ``code``; return what it tells as JSON."""
+    assert main(["check", "--json", *arguments]) == code
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def rows(told: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Verdict and what was seen by the name of what was tried."""
+    return {row["name"]: (row["verdict"], row["seen"]) for section in told["sections"] for row in section["rows"]}
+
+
+def package(
+    folder: Path,
+    name: str,
+    source: str,
+    plugins: str = "",
+    contracts: str = "",
+    needs: str = "Requires-Dist: stagereg\n",
+) -> None:
+    """Put an installed package into ``folder``, as pip leaves it there."""
+    (folder / f"{name}.py").write_text(source)
+    metadata = folder / f"{name}-1.2.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n{needs}")
+    groups = {"stagereg.plugins": plugins, "stagereg.contracts": contracts}
+    (metadata / "entry_points.txt").write_text("".join(f"[{g}]\n{lines}\n" for g, lines in groups.items() if lines))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def line_of(words: str) -> int:
+    return HARMFUL[: HARMFUL.index(words)].count("\n") + 1
+
+
+def gone(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_whatever_a_plugin_does_to_its_process_costs_one_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    file = tmp_path / "harmful.py"
+    file.write_text(HARMFUL)
+    told = check(str(file), "--timeout", "2", capsys=capsys, code=1)
+    found = rows(told)
+    assert list(found)[1:] == re.findall(r"def (test_\w+)", HARMFUL)
+    assert found["test_keeps"] == ("kept", "")
+    assert found["test_breaks"] == ("broken", "3 is not 4")
+    assert found["test_raises"][0] == "broken"
+    assert re.search(rf"ValueError: of its own \(.*harmful.py:{line_of('raise ValueError')}\)", found["test_raises"][1])
+    assert found["test_skips"] == ("skipped", "no such machine")
+    assert re.search(rf"SystemExit: 3 \(.*harmful.py:{line_of('sys.exit(3)')}\)", found["test_leaves"][1])
+    assert found["test_ends"] == ("broken", "the process ended with exit code 4\n  last words")
+    assert re.search(
+        rf"died of SIGSEGV, in test_crashes \(.*harmful.py:{line_of('ctypes.string_at')}\)", found["test_crashes"][1]
+    )
+    assert re.search(
+        rf"still running after 2 s, in test_hangs \(.*harmful.py:{line_of('time.sleep')}\)", found["test_hangs"][1]
+    )
+    assert found["test_after"] == ("kept", "")
+    assert told["counts"] == {"kept": 3, "broken": 6, "skipped": 1}
+    assert not told["kept"]
+    assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+
+
+@pytest.mark.slow
+def test_a_component_that_ends_every_process_is_left_alone_after_a_few(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt, "_PATIENCE", 1)
+    promises = "".join(f"    def test_{i}(self): os._exit({i})\n" for i in range(4, 8))
+    file = tmp_path / "deadly.py"
+    file.write_text(f"import os\nfrom stagereg.testing import Contract\nclass Deadly(Contract):\n{promises}")
+    assert main(["check", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"exit code 4\n.*The other 3 promises.*not tried", out)
+    assert "1 kept, 1 broken, 3 skipped" in out
+
+
+@pytest.mark.slow
+def test_a_stager_without_a_contract_is_built_from_its_defaults_and_the_given_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(STAGER.format(name="mine"))
+    told = check(str(file), "--set", "lend=false", capsys=capsys, code=1)
+    (section,) = (s for s in told["sections"] if s["title"] == "stager/mine")
+    assert section["origin"].endswith("mine.py:7")
+    verdicts = [row["verdict"] for row in section["rows"]]
+    assert {"kept", "broken"} <= set(verdicts)
+    broken = [row["promise"] for row in section["rows"] if row["verdict"] == "broken"]
+    assert any("source" in promise for promise in broken)
+    assert rows(told)["types"] == ("kept", "options: in_flight, lend")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["blocking", "pinned_cached", "incremental", "overlapped"])
+def test_the_stagers_that_are_built_in_keep_their_promises(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = check(f"stager/{name}", capsys=capsys, code=0)
+    assert told["kept"]
+    assert told["counts"]["kept"] > 20
+
+
+def test_a_joinable_without_a_contract_is_not_shown_and_its_author_told_what_to_write(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package(site, "lonely", JOINABLE.format(name="lonely"), "joinable.lonely = lonely:Mine")
+    told = check("lonely", capsys=capsys, code=1)
+    verdict, seen = rows(told)["contract"]
+    assert verdict == "not shown"
+    assert "stagereg.testing.JoinableContract" in seen
+    assert '"joinable.lonely" = "lonely.contract:Name"' in seen
+    assert rows(told)["depends"] == ("kept", "")
+
+
+def test_what_the_metadata_of_a_package_gets_wrong_is_told(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = STAGER.format(name="other") + "Contract = None\n"
+    package(
+        site,
+        "careless",
+        source,
+        "stager.careless = careless:Mine\nstagr.careless = careless:Mine",
+        "stager.careless = careless:Contract\nstager.carelss = careless:Contract",
+        needs="Requires-Dist: stagereg-like\n",
+    )
+    found = rows(check("careless", capsys=capsys, code=1))
+    assert "'stagr.careless' is no kind and name. Did you mean 'stager.careless'?" in found["announces"][1]
+    assert "dependencies" in found["depends"][1]
+    assert "'stager.carelss'. Did you mean 'stager.careless'?" in found["contracts"][1]
+    assert found["agrees"] == ("broken", "it is announced as 'careless', and decorated as 'other'")
+    assert "is no class that inherits stagereg.testing.StagerContract" in found["contract"][1]
+    assert {verdict for verdict, _ in found.values()} == {"kept", "broken"}
+    assert "builds" not in found
+
+
+def test_a_package_that_cannot_be_imported_is_one_row_with_the_cause(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package(site, "leaving", "raise SystemExit('no licence')", "stager.leaving = leaving:Mine")
+    found = rows(check("leaving", capsys=capsys, code=1))
+    assert found["loads"][0] == "broken"
+    assert "leaving 1.2" in found["loads"][1]
+    assert "no licence" in found["loads"][1]
+    assert list(found)[-1] == "loads"
+
+
+@pytest.mark.slow
+def test_a_package_that_ends_the_process_that_imports_it_is_one_row(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package(site, "dying", "import os; os._exit(7)", "stager.dying = dying:Mine")
+    found = rows(check("dying", capsys=capsys, code=1))
+    assert found["loads"] == ("broken", "the process ended with exit code 7")
+    assert list(found)[-1] == "loads"
+
+
+class TestResolve:
+    """What a target means is known without importing anything."""
+
+    def test_a_package_is_all_that_it_announces_with_its_contracts(self, site: Path) -> None:
+        bomb = "raise RuntimeError('imported')"
+        plugins = "stager.one = the_two:One\njoinable.two = the_two:Two"
+        package(site, "the_two", bomb, plugins, "joinable.two = the_two:TwoContract")
+        package(site, "another", bomb, "stager.third = another:Third", "stager.one = another:NotYours")
+        found = subject.resolve("The-Two")  # as pip takes it
+        assert found.package == "the_two 1.2"
+        assert [(job.kind, job.name, job.contract) for job in found.jobs] == [
+            ("joinable", "two", "the_two:TwoContract"),
+            ("stager", "one", ""),
+        ]
+
+    def test_one_component_is_meant_by_its_kind_and_name_or_by_a_name_that_one_kind_has(self, site: Path) -> None:
+        for target in ("stager/pinned_cached", "pinned_cached"):
+            assert [job.title for job in subject.resolve(target).jobs] == ["stager/pinned_cached"]
+        with pytest.raises(ConfigError, match="say which: join_hook/ddp or joinable/ddp"):
+            subject.resolve("ddp")
+
+    def test_two_packages_of_one_name_are_told_apart(self, site: Path) -> None:
+        package(site, "a_one", "", "stager.shared_name = a_one:Mine")
+        package(site, "b_one", "", "stager.shared_name = b_one:Mine", "stager.shared_name = b_one:Contract")
+        with pytest.raises(RegistryError, match="say which"):
+            subject.resolve("stager/shared_name")
+        (job,) = subject.resolve("stager/shared_name@b_one").jobs
+        assert (job.name, job.contract) == ("shared_name@b-one", "b_one:Contract")
+
+    def test_a_folder_is_the_package_that_it_holds(self, site: Path, tmp_path: Path) -> None:
+        (tmp_path / "pyproject.toml").write_text('[project]\nname = "the-held"\n')
+        with pytest.raises(ConfigError, match="pip install --editable"):
+            subject.resolve(str(tmp_path))
+        package(site, "the_held", "", "stager.held = the_held:Mine")
+        assert [job.name for job in subject.resolve(str(tmp_path)).jobs] == ["held"]
+
+    def test_a_module_is_what_packages_announce_in_it_or_what_importing_it_shows(self, site: Path) -> None:
+        package(site, "dist_name", "", "stager.inner = module_name.inner:Mine")
+        (site / "module_name").mkdir()
+        (site / "plain.py").write_text("raise RuntimeError('imported')")
+        assert [job.title for job in subject.resolve("module_name").jobs] == ["stager/inner"]
+        assert subject.resolve("plain").jobs == [subject.Job(module="plain")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere.py"], "There is no file nowhere.py"),
+        (["pined_cached"], "Did you mean 'pinned_cached'?"),
+        (["stager/pined_cached"], "Did you mean 'pinned_cached'?"),
+        (["stagr/x"], "Did you mean 'stager'?"),
+        (["a b"], "is nothing that can be checked"),
+        (["hydra_core"], "announces nothing"),
+        (["blocking", "--timeout", "0"], "more than 0"),
+        (["blocking", "--set", "threads"], "key=value"),
+        (["blocking", "--set", "_target_=os.system"], "key=value"),
+    ],
+)
+def test_what_cannot_be_checked_is_one_error_that_says_what_can(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert not captured.out
+
+
+def test_a_file_without_a_plugin_and_an_option_that_is_none_are_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.py").write_text("")
+    assert main(["check", str(tmp_path / "empty.py")]) == 2
+    assert "registers no plugin and has no contract" in capsys.readouterr().err
+    assert main(["check", "blocking", "--set", "thread=1"]) == 2
+    assert "Did you mean 'threads'?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_check_that_is_killed_takes_the_plugin_along(tmp_path: Path) -> None:
+    pids = tmp_path / "pid"
+    (tmp_path / "hung.py").write_text(
+        f"import os, time\nopen({str(pids)!r} + '.tmp', 'w').write(str(os.getpid()))\n"
+        f"os.rename({str(pids)!r} + '.tmp', {str(pids)!r})\ntime.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "stagereg", "check", "hung.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as checking:
+        until(pids.exists)
+        checking.kill()
+    until(lambda: gone(int(pids.read_text())))
+
+
+def until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline
+        os.sched_yield()

@@ -1,0 +1,259 @@
+"""``stagereg doctor``: what is broken is one row that says what to do, whatever it does to the one that tries it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stagereg import cli
+from stagereg.commands import apart, vitals
+
+from .conftest import Install
+
+GOOD = """
+class Good:
+    should_synchronize_after_execute = True
+    def __init__(self, slots: int = 2) -> None: ...
+    def stage(self, state_dict): ...
+    def synchronize_staging(self) -> None: ...
+    def close(self) -> None: ...
+"""
+FACTS: dict[str, Any] = {"version": "2.13.0", "accelerator": "", "devices": [], "backends": ["gloo"]}
+CUDA = FACTS | {"accelerator": "cuda", "devices": [{"name": "H200", "bytes": 139 * 2**30}]}
+
+
+def examined(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> dict[str, dict[str, Any]]:
+    assert cli.main(["doctor", "--json", *arguments]) == code
+    told = json.loads(capsys.readouterr().out)
+    assert told["broken"] == sum(one["verdict"] == "broken" for one in told["findings"])
+    return {one["what"]: one for one in told["findings"]}
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer for the children that import torch, which takes long."""
+    ask = apart.Children.ask
+    told = {"torch_facts": apart.Answer(FACTS), "load_built_in": apart.Answer({})}
+
+    def instead(children: apart.Children, question: str, arguments: Any, limit_s: float) -> apart.Answer:
+        return told.get(question.partition(":")[2]) or ask(children, question, arguments, limit_s)
+
+    monkeypatch.setattr(apart.Children, "ask", instead)
+
+
+def test_a_healthy_machine_has_nothing_broken_and_everything_is_looked_at(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = examined(capsys, 0, "--dir", str(tmp_path / "not" / "yet"))
+    assert set(found) >= {
+        *("python", "stagereg", "torch", "hydra-core", "omegaconf", "rich", "safetensors"),
+        *("cores", "memory", "accelerators", "collectives", "page-locked memory", "/dev/shm", "open files"),
+        *(str(tmp_path), "Hydra options", "built-in components"),
+    }
+    assert found["built-in components"]["verdict"] == "ok"
+    assert found[str(tmp_path)]["value"]["free"] > 0
+    assert list(tmp_path.iterdir()) == [], "it left something behind"
+
+
+def test_a_plugin_that_does_its_worst_is_one_row_and_the_others_are_told(
+    install: Install, capsys: pytest.CaptureFixture[str], without_torch: None
+) -> None:
+    install("good_one", GOOD, {"stager.good": "Good"})
+    install("newer", "print('imported')", {"stager.newer": "X"}, requires="stagereg>=99")
+    install("lacking", "class X: ...", {"stager.lacking": "X"})
+    install("unknown", "", {"stagr.x": "X"})
+    bad = {
+        "raises": ("raise ValueError('no licence')", "ValueError: no licence"),
+        "leaves": ("raise SystemExit(7)", "SystemExit: 7"),
+        "exits": ("import os\nprint('last', flush=True)\nos._exit(0)", "exit code 0; its last words: last"),
+        "crashes": ("import os, signal\n\nos.kill(os.getpid(), signal.SIGSEGV)", "crashed with SIGSEGV at"),
+    }
+    files = {name: install(name, source, {f"stager.{name}": "X"}) for name, (source, _) in bad.items()}
+    found = examined(capsys, 1)
+    assert (found["stager/good"]["verdict"], found["stager/good"]["found"]) == ("ok", "good_one 1.2, 1 options")
+    for name, (_, words) in bad.items():
+        row = found[f"stager/{name}"]
+        assert row["verdict"] == "broken"
+        assert row["found"].startswith(f"{name} 1.2: ")
+        assert words in row["found"]
+        assert name in row["do"]
+    assert f"{files['crashes']}:3" in found["stager/crashes"]["found"]
+    assert "needs stagereg>=99" in found["stager/newer"]["found"]
+    assert "method 'stage' is missing" in found["stager/lacking"]["found"]
+    assert "Did you mean 'stager'?" in found["unknown 1.2"]["found"]
+
+
+def test_a_plugin_that_hangs_is_ended_and_told_with_its_place(
+    install: Install, capsys: pytest.CaptureFixture[str], without_torch: None, tmp_path: Path
+) -> None:
+    pid = tmp_path / "pid"
+    # It hangs with a child of its own, which must not outlive it, and without giving a signal a chance.
+    source = f"""
+import pathlib, signal, subprocess, sys, threading
+child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+pathlib.Path({str(pid)!r}).write_text(str(child.pid))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+threading.Event().wait()
+"""
+    file = install("hanging", source, {"stager.hanging": "X"})
+    found = examined(capsys, 1, "--timeout", "3")["stager/hanging"]
+    assert found["found"].endswith(f"did not end within 3 s: stuck at {file}:6")
+    with pytest.raises(ProcessLookupError):
+        _wait_for_the_end_of(int(pid.read_text()))
+
+
+def test_the_table_says_what_to_do_and_counts(
+    install: Install, capsys: pytest.CaptureFixture[str], without_torch: None
+) -> None:
+    install("breaks", "raise ValueError('no licence')", {"stager.breaks": "X"})
+    assert cli.main(["doctor"]) == 1
+    told = capsys.readouterr().out
+    assert "-> Repair, update or uninstall breaks." in told
+    assert "\n1 broken, " in told
+
+
+def test_a_limit_of_no_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--timeout", "0"]) == 2
+    assert "--timeout must be above 0 seconds, not 0." in capsys.readouterr().err
+
+
+def row(findings: Any, what: str) -> vitals.Finding:
+    return {one.what: one for one in findings}[what]
+
+
+def test_torch_that_cannot_be_imported_is_broken() -> None:
+    found = row(vitals.torch_findings(None, "ImportError: libcudart.so"), "torch works")
+    assert (found.verdict, found.found) == ("broken", "ImportError: libcudart.so")
+    assert found.do
+
+
+@pytest.mark.parametrize(
+    ("facts", "what", "verdict", "words"),
+    [
+        (FACTS, "accelerators", "missing", "none"),
+        (FACTS, "collectives", "ok", "gloo"),
+        (FACTS, "page-locked memory", "ok", "of no use without an accelerator"),
+        (FACTS | {"backends": []}, "collectives", "broken", "no gloo"),
+        (CUDA, "accelerators", "ok", "1 of cuda: H200 (139.0 GiB)"),
+        (CUDA, "collectives", "warn", "no nccl"),
+        (CUDA | {"backends": ["gloo", "nccl"]}, "collectives", "ok", "gloo, nccl"),
+        (CUDA | {"page_locked": 2**20}, "page-locked memory", "ok", "1.0 MiB were page-locked"),
+        (CUDA | {"not_page_locked": "CUDA error: OS call failed"}, "page-locked memory", "broken", "OS call failed"),
+    ],
+)
+def test_what_torch_tells_is_judged(facts: dict[str, Any], what: str, verdict: str, words: str) -> None:
+    found = row(vitals.torch_findings(facts, ""), what)
+    assert found.verdict == verdict
+    assert words in found.found
+    assert bool(found.do) == (verdict in ("warn", "broken"))
+
+
+def test_versions_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"torch": "2.4.0", "hydra-core": "1.3.8", "rich": "15.0"}
+
+    def version(name: str) -> str:
+        if name not in there:
+            raise vitals.importlib.metadata.PackageNotFoundError(name)
+        return there[name]
+
+    monkeypatch.setattr(vitals.importlib.metadata, "version", version)
+    found = {one.what: one for one in vitals.versions()}
+    assert (found["torch"].verdict, found["torch"].found) == ("broken", "2.4.0, but stagereg needs >=2.11")
+    assert found["torch"].do == "pip install 'torch>=2.11'"
+    assert (found["omegaconf"].verdict, found["omegaconf"].do) == ("broken", "pip install 'omegaconf>=2.3'")
+    assert (found["safetensors"].verdict, found["safetensors"].do) == ("missing", "pip install 'stagereg[safetensors]'")
+    assert (found["hydra-core"].verdict, found["rich"].verdict) == ("ok", "ok")
+    assert "pytest" not in found, "what its developers need is nobody's concern"
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(64 * 2**20, "warn"), (2**33, "ok")])
+def test_little_shared_memory_is_told(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = SimpleNamespace(f_frsize=4096, f_blocks=2**34 // 4096, f_bavail=free // 4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: told)
+    found = row(vitals.limits(), "/dev/shm")
+    assert (found.verdict, found.value) == (verdict, {"bytes": 2**34, "free": free})
+    assert ("--shm-size" in found.do) == (verdict == "warn")
+
+
+@pytest.mark.parametrize(("soft", "verdict"), [(256, "warn"), (1024, "ok"), (-1, "ok")])
+def test_few_open_files_are_told(soft: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, 4096))
+    found = row(vitals.limits(), "open files")
+    assert found.verdict == verdict
+    assert found.do == ("`ulimit -n 4096` before training" if verdict == "warn" else "")
+
+
+def _refusing(condition: Callable[[int], bool], error: int) -> Callable[..., int]:
+    opened = os.open
+
+    def instead(path: Any, flags: int, *more: Any, **others: Any) -> int:
+        if condition(flags):
+            raise OSError(error, os.strerror(error))
+        return opened(path, flags, *more, **others)
+
+    return instead
+
+
+def test_a_file_system_without_o_direct_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "open", _refusing(lambda flags: bool(flags & os.O_DIRECT), 22))
+    found = row(vitals.directory(tmp_path, chosen=True), str(tmp_path))
+    assert found.verdict == "warn"
+    assert "O_DIRECT no" in found.found
+    assert "storage=direct" in found.do
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("chosen", "verdict"), [(True, "broken"), (False, "warn")])
+def test_a_directory_that_cannot_be_written_is_told(
+    chosen: bool, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "open", _refusing(lambda flags: bool(flags & os.O_CREAT), 30))
+    found = row(vitals.directory(tmp_path, chosen), str(tmp_path))
+    assert (found.verdict, found.found) == (verdict, "cannot be written: Read-only file system")
+
+
+def test_what_a_built_in_component_fails_with_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"torch_facts": apart.Answer(FACTS), "load_built_in": apart.Answer({"stager/shared": "no such thing"})}
+    monkeypatch.setattr(apart.Children, "ask", lambda self, question, *_: told[question.partition(":")[2]])
+    found = examined(capsys, 1)["built-in components"]
+    assert (found["verdict"], found["found"]) == ("broken", "stager/shared: no such thing")
+
+
+def test_a_question_apart_is_answered_or_its_end_is_told(install: Install) -> None:
+    install("asked", "def twice(text):\n    print('noise')\n    return [text, text]\n", {})
+    with apart.Children() as children:
+        assert children.ask("asked:twice", ["a"], 60) == apart.Answer(["a", "a"])
+        assert "has no attribute 'thrice'" in children.ask("asked:thrice", [], 60).failure
+        assert "No module named 'nobody'" in children.ask("nobody:x", [], 60).failure
+    assert children.ask("asked:twice", ["a"], 60).failure == "was not asked any more"
+
+
+def test_leaving_ends_the_children_that_are_at_work(install: Install, tmp_path: Path) -> None:
+    fifo = tmp_path / "started"
+    os.mkfifo(fifo)
+    install("waits", "import signal\ndef wait(fifo):\n    open(fifo, 'w').close()\n    signal.pause()\n", {})
+    with ThreadPoolExecutor() as one, apart.Children() as children:
+        asked = one.submit(children.ask, "waits:wait", [str(fifo)], 60)
+        fifo.read_text()  # waits until the child is there
+    assert asked.result().failure == "crashed with SIGKILL"
+
+
+def _wait_for_the_end_of(pid: int) -> None:
+    """Signal an orphan until it is gone; whoever adopts it may take a moment to reap it."""
+    for _ in range(2000):
+        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            raise ProcessLookupError
+        os.kill(pid, 0)
+        signal.sigtimedwait([], 0.005)

@@ -1,0 +1,195 @@
+"""A new package: green at once when installed, whole or not there, under any legal name and under no other."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import util
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, reject, settings
+from hypothesis import strategies as st
+
+from stagereg.cli import main
+from stagereg.commands import scaffold
+from stagereg.errors import ConfigError
+
+KINDS = ("stager", "joinable", "join_hook")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+RUFF = Path(sys.executable).with_name("ruff")
+
+# The wheel and the fresh environment are those of the tests of packaging.
+_spec = util.spec_from_file_location("packaging_tests", Path(__file__).parents[1] / "test_packaging.py")
+assert _spec is not None
+assert _spec.loader is not None
+packaging = util.module_from_spec(_spec)
+_spec.loader.exec_module(packaging)
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        list(map(str, command)), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=110
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a package of each kind, made by an installed stagereg and installed beside it in ``venv``."""
+    folder = tmp_path_factory.mktemp("new")
+    python = packaging.environment(packaging.build("wheel", folder), folder)
+    for kind in KINDS:
+        done = run(python, "-m", "stagereg", "new", kind, f"my-{kind}", "--dir", "packages", cwd=folder)
+        assert done.returncode == 0, done.stderr
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index")
+    editable = [part for package in sorted((folder / "packages").iterdir()) for part in ("--editable", package)]
+    done = run(*pip, "--no-build-isolation", *editable, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def python(made: Path) -> Path:
+    return made / "venv" / "bin" / "python"
+
+
+@pytest.mark.parametrize("kind", ["stager", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])])
+def test_a_new_package_passes_its_own_tests_and_check(kind: str, made: Path, python: Path) -> None:
+    folder = made / "packages" / f"my-{kind.replace('_', '-')}"
+    tests = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder)
+    assert tests.returncode == 0, tests.stdout + tests.stderr
+    check = run(python, "-m", "stagereg", "check", folder.name, "--json", cwd=made)
+    assert check.returncode == 0, check.stdout + check.stderr
+    told = json.loads(check.stdout)
+    assert told["kept"]
+    rows = {row["name"]: row["verdict"] for section in told["sections"] for row in section["rows"]}
+    assert {rows[name] for name in ("announces", "depends", "contracts", "loads", "agrees", "types")} == {"kept"}
+    inherited = {name for name in rows if name.startswith("test_")}
+    passed = re.search(r"(\d+) passed", tests.stdout)
+    assert passed
+    assert len(inherited) >= 15
+    assert int(passed[1]) > len(inherited) - sum(verdict == "skipped" for verdict in rows.values())
+
+
+def test_the_new_packages_are_known_by_name_from_any_folder(python: Path, tmp_path: Path) -> None:
+    listed = run(python, "-m", "stagereg", "list", "--json", cwd=tmp_path)
+    assert listed.returncode == 0, listed.stderr
+    for kind in KINDS:
+        assert f"my-{kind}" in listed.stdout
+
+
+def test_the_new_packages_are_linted_and_formatted(made: Path) -> None:
+    for package in (made / "packages").iterdir():
+        for command in (["check"], ["format", "--check"]):
+            done = run(RUFF, *command, "--no-cache", ".", cwd=package)
+            assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_the_new_packages_are_typed_strictly(made: Path, python: Path) -> None:
+    for package in (made / "packages").iterdir():
+        done = run(python, "-m", "mypy", cwd=package)
+        assert done.returncode == 0, done.stdout
+
+
+names = st.from_regex(r"\A[A-Za-z]([A-Za-z0-9_-]{0,26}[A-Za-z0-9])?\Z")
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kind=st.sampled_from(KINDS), name=names | st.sampled_from(["host", "join", "Joinable", "join_hook", "stager"]))
+@example(kind="joinable", name="my_joinable")
+def test_a_package_of_any_legal_name_is_whole(kind: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    try:
+        folder, files = scaffold.make(kind, name, tmp_path_factory.mktemp("any"))
+    except ConfigError:  # the few that are taken; refusing more than a few would be found out here, too
+        reject()
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    for group in ("stagereg.plugins", "stagereg.contracts"):
+        ((announced, target),) = project["entry-points"][group].items()
+        assert announced == f"{kind}.{name}"
+        module, _, component = target.partition(":")
+        source = (folder / "src" / f"{module.replace('.', '/')}.py").read_text()
+        classes = [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+        imported = [
+            alias.name
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        ]
+        assert component in classes
+        assert not set(classes) & set(imported)
+    assert not any("$" in (folder / file).read_text() or "PACKAGE" in file for file in files)
+    linted = run(RUFF, "check", "--no-cache", ".", cwd=folder)
+    assert linted.returncode == 0, linted.stdout
+
+
+def test_nothing_that_is_there_is_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious.txt").write_text("mine")
+    assert main(["new", "stager", "mine", "--dir", str(tmp_path)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.rglob("*")] == ["mine", "precious.txt"]
+
+
+def test_a_package_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Path.write_text
+
+    def full(self: Path, *args: str, **kwargs: str) -> int:
+        if self.name == "contract.py":
+            raise OSError(28, "No space left on device")
+        return written(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        scaffold.make("stager", "mine", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("9x", "begin with a letter"),
+        ("a b", "begin with a letter"),
+        ("a.b", "begin with a letter"),
+        ("mine-", "end with a letter or digit"),
+        ("ärger", "begin with a letter"),
+        ("null", "Hydra"),
+        ("class", "cannot name a Python package"),
+        ("json", "already"),
+        ("torch", "already"),
+        ("overlapped", "stagereg.stagers.overlapped:OverlappedStager of stagereg"),
+        ("a" * 29, "28 at most"),
+    ],
+)
+def test_a_name_that_cannot_be_had_is_refused_with_the_reason(
+    name: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", "stager", name, "--dir", str(tmp_path)]) == 2
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_where_no_folder_can_be_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["new", "stager", "mine", "--dir", str(tmp_path / "file")]) == 2
+    assert "--dir takes a folder" in capsys.readouterr().err
+
+
+def test_what_to_do_next_is_said_and_works_where_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "joinable", "mine", "--dir", "some where", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (tmp_path / told["folder"] / "pyproject.toml").is_file()
+    assert told["files"] == sorted(
+        file.relative_to(told["folder"]).as_posix() for file in Path(told["folder"]).rglob("*") if file.is_file()
+    )
+    goes = run("sh", "-c", told["next"][0].split(" && ")[0] + " && pwd", cwd=tmp_path)
+    assert goes.stdout.strip() == str(tmp_path / "some where" / "mine")
+    assert told["next"][1:] == ["python -m pytest", "stagereg check mine"]

@@ -1,0 +1,137 @@
+"""What the commands print: aligned words in a pipe, colours on a terminal, one JSON document for programs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagereg.commands import output
+
+WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
+SENTENCES = st.lists(WORDS, min_size=1, max_size=60).map(" ".join)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    return Terminal()
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_columns_are_aligned_and_bare_of_colour_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [("a", "kept", "x"), ("longer", "broken", "[red]y[/red]")]
+    output.table("Title", ("name", "verdict", "seen"), rows, verdict="verdict")
+    title, head, rule, *body = printed(capsys)
+    assert title == "Title"
+    assert "\x1b" not in "".join(body)
+    assert [line[head.index("verdict") :].split()[0] for line in body] == ["kept", "broken"]
+    assert [line[head.index("seen") :] for line in body] == ["x", "[red]y[/red]"]
+    assert set(rule) == {" ", "-"}
+
+
+@settings(deadline=None)
+@given(rows=st.lists(st.tuples(WORDS, WORDS, SENTENCES), min_size=1, max_size=5))
+def test_no_word_is_lost_and_no_line_is_wider_than_it_has_to_be(rows: list[tuple[str, str, str]]) -> None:
+    into = io.StringIO()
+    with contextlib.redirect_stdout(into):
+        output.table("", (), rows)
+    lines = into.getvalue().splitlines()
+    assert " ".join(lines).split() == " ".join(" ".join(row) for row in rows).split()
+    assert max(map(len, lines)) <= 120
+
+
+def test_a_cell_of_several_lines_stays_in_its_column(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table("", (), [("name", "one\n  two"), ("other", "three")])
+    assert printed(capsys) == ["  name   one", "           two", "  other  three"]
+
+
+def test_a_table_without_rows_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table("Nothing", (), [])
+    assert printed(capsys) == ["Nothing"]
+
+
+def test_on_a_terminal_a_verdict_has_a_colour_and_words_in_brackets_are_words(terminal: Terminal) -> None:
+    with contextlib.redirect_stdout(terminal):
+        output.table("T", ("name", "verdict"), [("[red]broken[/red]", "broken"), ("kept", "kept")], verdict="verdict")
+    told = terminal.getvalue()
+    assert "[red]broken[/red]" in told
+    assert "\x1b[1;31mbroken" in told
+    assert "\x1b[32mkept" in told
+    assert len(re.findall(r"\x1b\[32mkept", told)) == 1, "a name is no verdict"
+
+
+def test_on_a_terminal_no_word_of_the_last_column_is_cut(terminal: Terminal) -> None:
+    words = [f"word{number}" for number in range(60)]
+    with contextlib.redirect_stdout(terminal):
+        output.table("", ("name", "seen"), [("a", " ".join(words))])
+    assert [word for word in terminal.getvalue().split() if word.startswith("word")] == words
+
+
+def test_without_rich_a_terminal_gets_plain_text_of_its_width(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with contextlib.redirect_stdout(terminal):
+        output.table("T", ("name", "seen"), [("a", "word " * 60)])
+        output.say("said", "bold")
+    lines = terminal.getvalue().splitlines()
+    assert "\x1b" not in terminal.getvalue()
+    assert lines[-1] == "said"
+    assert 60 < max(map(len, lines)) <= 80
+
+
+def test_json_is_one_document_that_any_parser_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    output.as_json({"path": os.curdir, "set": {1}, "text": "ü"})
+    assert json.loads(capsys.readouterr().out) == {"path": ".", "set": "{1}", "text": "ü"}
+    with pytest.raises(ValueError, match="JSON"):
+        output.as_json({"number": float("nan")})
+
+
+def test_the_option_is_there() -> None:
+    parser = argparse.ArgumentParser()
+    output.add_output_options(parser)
+    assert (parser.parse_args(["--json"]).json, parser.parse_args([]).json) == (True, False)
+
+
+def test_what_is_printed_aside_by_python_c_or_a_child_is_not_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(KeyError), output.aside():
+        print("python")
+        os.write(1, b"c\n")
+        subprocess.run([sys.executable, "-S", "-c", "print('child')"], check=True)
+        raise KeyError  # what goes wrong meanwhile must not leave it there
+    print("document")
+    told = capfd.readouterr()
+    assert told.out == "document\n"
+    assert sorted(told.err.split()) == ["c", "child", "python"]
+
+
+def test_what_is_waited_for_is_told_to_terminals_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output.working("long")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys, "stderr", made := Terminal())
+    output.working("long")
+    output.working()
+    assert made.getvalue() == "\r\x1b[Klong\r\x1b[K"

@@ -1,0 +1,40 @@
+"""The option reference: it is what the code says today, has everything, and explains it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stagereg import registry
+from stagereg.commands import reference
+
+from .conftest import Install
+
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return reference.page()
+
+
+def test_the_committed_page_is_current(page: str) -> None:
+    assert PAGE.read_text() == page, "run: python -m stagereg.commands.reference > docs/options.md"
+
+
+def test_every_component_has_a_section(page: str) -> None:
+    headings = {line.removeprefix("### ") for line in page.splitlines() if line.startswith("### ")}
+    assert headings == {f"{kind}/{name}" for kind in registry.kinds() for name in registry.names(kind)}
+
+
+def test_everything_that_can_be_set_is_explained(page: str) -> None:
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_the_page_is_the_same_whatever_else_is_installed(page: str, install: Install) -> None:
+    install("other", "raise SystemExit('imported')", {"stager.shared": "Shared", "stager.other": "Other"})
+    assert "shared@stagereg" in registry.names("stager")
+    assert reference.page() == page

@@ -1,0 +1,217 @@
+"""``stagereg show``: what a component takes, what it is for, who wrote it and where, and how to name it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from stagereg import cli, registry
+from stagereg.commands.describe import describe
+from stagereg.config import schema
+
+from .conftest import Install
+
+BUILT_IN = [(kind, name) for kind in registry.kinds() for name in registry.names(kind)]
+STAGER = """
+from __future__ import annotations
+
+import dataclasses, datetime, enum, pathlib
+from typing import Any, Literal, TYPE_CHECKING
+
+from stagereg import ByteSize
+
+if TYPE_CHECKING:
+    from nowhere import Group
+
+print("on stdout while it is imported")
+
+
+class Codec(enum.Enum):
+    ZSTD = "z"
+    LZ4 = "l"
+
+
+@dataclasses.dataclass
+class Inner:
+    '''What is inside.
+
+    Attributes:
+        rate: how fast.
+    '''
+
+    rate: float = 0.5
+    room: ByteSize = ByteSize("1MiB")
+
+
+class Theirs:
+    '''Stages ``well``
+    and :class:`~a.b.Quickly`.
+
+    More of it.
+
+    Args:
+        must: what must be.
+        group: the ranks.
+    '''
+
+    should_synchronize_after_execute = True
+
+    def __init__(
+        self, must: str, count: int, group: Group, *, codec: Codec = Codec.LZ4, mode: Literal["a", "b"] | None = None,
+        mixed: int | Literal["auto"] = "auto", room: ByteSize = ByteSize("4GiB"), inner: Inner = Inner(),
+        wait: datetime.timedelta = datetime.timedelta(seconds=90), shape: tuple[int, ...] = (1, 2),
+        where: pathlib.Path = pathlib.Path("/x"), table: dict[str, float] = {"a": 0.5}, text: str = "yes",
+        last: Group | None = None,
+    ) -> None: ...
+
+    def stage(self, state_dict: Any) -> Any: ...
+
+    def synchronize_staging(self) -> None: ...
+
+    def close(self) -> None: ...
+"""
+
+
+def shown(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
+    assert cli.main(["show", text, "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def refused(capsys: pytest.CaptureFixture[str], text: str) -> str:
+    assert cli.main(["show", text]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    return told.err
+
+
+def test_the_options_are_those_of_the_signature(capsys: pytest.CaptureFixture[str]) -> None:
+    told = shown(capsys, "stager/pinned_cached")
+    parameters = inspect.signature(registry.find("stager", "pinned_cached").load()).parameters
+    assert [option["name"] for option in told["options"]] == list(parameters)
+    written = {"None": "null", "True": "true", "False": "false"}
+    for option in told["options"]:
+        default = str(parameters[option["name"]].default)
+        assert option["default"] == written.get(default, default)
+        assert option["help"], f"{option['name']} is not explained"
+
+
+def test_where_it_is_defined_is_where_its_class_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    file, _, line = shown(capsys, "pinned_cached")["file"].rpartition(":")
+    around = Path(file).read_text().splitlines()[int(line) - 1 : int(line) + 1]
+    assert any(text.startswith("class PinnedCachedStager") for text in around)
+
+
+def test_every_type_of_option_is_told_as_a_config_has_it(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install("theirs_shown", STAGER, {"stager.theirs": "Theirs"})
+    told = shown(capsys, "theirs")
+    options = {o["name"]: (o["type"], None if o["required"] else o["default"], o["choices"]) for o in told["options"]}
+    assert options == {
+        "must": ("str", None, []),
+        "count": ("int", None, []),
+        "codec": ("ZSTD | LZ4", "LZ4", ["ZSTD", "LZ4"]),
+        "mode": ("a | b | null", "null", ["a", "b", "null"]),
+        "mixed": ("int | auto", "auto", []),
+        "room": ("ByteSize", "4GiB", []),
+        "inner.rate": ("float", "0.5", []),
+        "inner.room": ("ByteSize", "1MiB", []),
+        "wait": ("timedelta", "1m30s", []),
+        "shape": ("tuple[int, ...]", "[1, 2]", []),
+        "where": ("Path", "/x", []),
+        "table": ("dict[str, float]", "{a: 0.5}", []),
+        "text": ("str", "'yes'", []),
+    }
+    helps = {o["name"]: o["help"] for o in told["options"] if o["help"]}
+    assert helps == {"must": "what must be.", "inner.rate": "how fast."}
+    assert [(r["name"], r["type"], r["required"], r["help"]) for r in told["runtime"]] == [
+        ("group", "Group", True, "the ranks."),
+        ("last", "Group | None", False, ""),
+    ]
+    assert (told["summary"], told["doc"]) == ("Stages `well` and `Quickly`.", "More of it.")
+    assert told["example"] == [
+        "python train.py stager=theirs stager.must=MUST stager.count=1",
+        "stagereg.instantiate(cfg.stager, group=group)",
+    ]
+    assert "    *,\n    codec: Codec = " in told["signature"]
+    assert (told["distribution"], told["version"]) == ("theirs_shown", "1.2")
+
+
+def test_people_are_told_the_same(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    file = install("theirs_told", STAGER, {"stager.theirs": "Theirs"})
+    assert cli.main(["show", "stager=theirs"]) == 0
+    told = capsys.readouterr()
+    for words in (
+        "stager/theirs",
+        f"{file}:{STAGER.splitlines().index('class Theirs:') + 1}",
+        "theirs_told:Theirs",
+        "theirs_told 1.2",
+        "python train.py stager=theirs stager.must=MUST",
+        "must be given",
+        "must be passed",
+        "what must be.",
+        "More of it.",
+    ):
+        assert words in told.out
+    assert "on stdout while it is imported" in told.err
+
+
+@pytest.mark.parametrize(("kind", "name"), BUILT_IN)
+def test_the_example_is_a_command_line_that_hydra_composes(kind: str, name: str, tmp_path: Path) -> None:
+    told = describe(registry.find(kind, name))
+    program, *overrides = shlex.split(told.example[0])[1:]
+    assert program == "train.py"
+    (tmp_path / "app.yaml").write_text("defaults: [stagereg, _self_]\n")
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        config = compose("app", [*overrides, "checkpoint.dir=x"])
+    assert config[kind]["_target_"] == registry.find(kind, name).path
+
+
+@pytest.mark.parametrize(("kind", "name"), BUILT_IN)
+def test_every_argument_of_a_component_is_an_option_or_passed_by_the_program(kind: str, name: str) -> None:
+    entry = registry.find(kind, name)
+    told = describe(entry)
+    options = {option.name.partition(".")[0] for option in told.options}
+    assert options == set(schema.options(entry))
+    assert options | {argument.name for argument in told.runtime} == set(inspect.signature(entry.load()).parameters)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("stager/pined_cached", "No stager named 'pined_cached'. Did you mean 'pinned_cached'?"),
+        ("pined_cached", "No component named 'pined_cached'. Did you mean 'pinned_cached'?"),
+        ("stagr/shared", "No kind 'stagr' of component. Did you mean 'stager'?"),
+        ("ddp", "2 kinds have a 'ddp'. Say which: join_hook/ddp or joinable/ddp"),
+        ("stager", "'stager' is a kind. `stagereg list stager` lists its components."),
+        ("zzz", "No component named 'zzz'.\n`stagereg list` lists what there is."),
+        ("shared@nobody", "No stager named 'shared@nobody'."),
+    ],
+)
+def test_what_names_no_component_is_refused_with_what_to_write(
+    asked: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refused(capsys, asked)
+
+
+def test_a_name_of_two_packages_is_shown_when_the_package_is_named(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("shown_one", "shown_two"):
+        install(package, STAGER, {"stager.both": "Theirs"})
+    assert "both@shown-one or both@shown-two" in refused(capsys, "both")
+    assert shown(capsys, "both@shown_two")["target"] == "shown_two:Theirs"
+
+
+def test_a_component_that_cannot_be_imported_is_told_with_its_package_and_the_cause(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("shown_broken", "raise SystemExit('no licence')", {"stager.theirs": "Theirs"})
+    told = refused(capsys, "theirs")
+    assert "shown_broken 1.2" in told
+    assert "no licence" in told

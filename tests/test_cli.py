@@ -1,0 +1,47 @@
+"""The command ``stagereg``: what it is asked for and cannot do is one screen and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from stagereg import __version__, cli
+from stagereg.commands import listing
+from stagereg.errors import StageregError
+
+
+def test_a_misspelt_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["shwo", "pinned_cached"])
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "no command 'shwo'. Did you mean 'show'?" in told.err
+
+
+def test_no_command_and_version_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([])
+    assert "usage: stagereg" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"stagereg {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["list", "show", "new", "check", "doctor"])
+def test_every_command_about_plugins_prints_json_if_asked(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("raised", "code"), [(StageregError("told"), 2), (KeyboardInterrupt(), 130)])
+def test_errors_and_interruptions_are_exit_codes(
+    raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(listing.registry, "entries", fail)
+    assert cli.main(["list"]) == code
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == ("stagereg: told\n" if code == 2 else "")
