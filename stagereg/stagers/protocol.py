@@ -56,6 +56,8 @@ class AsyncStager(Protocol):
 
     def synchronize_staging(self) -> None:
         """Return when the copy of the last ``stage`` is complete; raise what went wrong with it."""
+        return  # a body, so that type checkers do not take the method for an abstract one
 
     def close(self) -> None:
         """Free everything. Called once or more, after the last ``stage``."""
+        return

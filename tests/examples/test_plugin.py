@@ -1,0 +1,208 @@
+"""The example of a third-party package: built, installed beside stagereg, and used by name from another folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from ..test_packaging import build, environment
+from ..test_packaging import run as run_quietly
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
+WIDTH = 32
+SMALL = [f"width={WIDTH}", "train.steps=6", "train.uneven=2", "checkpoint.every=6", "export.every=3"]
+
+# An app that imports neither package: it is Hydra that finds the options.
+BARE = """
+import hydra
+@hydra.main(config_path="conf", config_name="app", version_base="1.3")
+def main(cfg):
+    import torch
+    staged = hydra.utils.instantiate(cfg.stager).stage({"w": torch.ones(3), "n": torch.tensor(1)})
+    print("STAGED", cfg.stager._target_.rpartition(".")[2], staged["w"].dtype, staged["n"].dtype)
+main()
+"""
+CONFIG = (
+    "defaults: [{stager: pinned_cached}, _self_]\nhydra: {output_subdir: null, run: {dir: out}, sweep: {dir: out}}\n"
+)
+
+
+class User:
+    """Somebody with both packages installed, in a folder of their own; where the sources are is not known there."""
+
+    def __init__(self, python: Path, folder: Path) -> None:
+        self.python = python
+        self.folder = folder
+
+    def run(self, *words: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [str(self.python), *words],
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", **env},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    def prints(self, *words: str, **env: str) -> str:
+        return self.run(*words, **env).stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that no build leaves anything in the checkout."""
+    folder = tmp_path_factory.mktemp("example")
+    leftovers = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "outputs", "multirun")
+    shutil.copytree(EXAMPLE, folder / "source", ignore=leftovers)
+    backend = f"import setuptools.build_meta as b; b.build_wheel({str(folder)!r})"
+    run_quietly(sys.executable, "-c", backend, cwd=folder / "source")
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stagereg")
+    python = environment(build("wheel", folder), folder)
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run_quietly(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
+    return python
+
+
+@pytest.fixture
+def user(python: Path, tmp_path: Path) -> User:
+    shutil.copytree(EXAMPLE / "app", tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("outputs", "multirun"))
+    (tmp_path / "conf" / "app.yaml").write_text(CONFIG)
+    (tmp_path / "bare.py").write_text(BARE)
+    return User(python, tmp_path)
+
+
+def weights(checkpoint: Path, *owner: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What plain torch reads of the network of the app."""
+    shapes = {"0.weight": (WIDTH, 16), "0.bias": (WIDTH,), "2.running_mean": (WIDTH,), "3.weight": (WIDTH, WIDTH)}
+    read = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    nested: dict = read
+    for name in reversed(owner):
+        nested = {name: nested}
+    load(nested, checkpoint_id=checkpoint, no_dist=True)
+    return read
+
+
+def nbytes(export: Path) -> int:
+    return sum(file.stat().st_size for file in export.resolve().glob("*.distcp"))
+
+
+def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
+    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    sources = {path.name for path in (EXAMPLE / "lean_export").iterdir() if path.is_file()}
+    assert shipped == {f"lean_export/{name}" for name in sources}
+    assert "lean_export/py.typed" in shipped
+
+
+def test_the_app_names_nothing_of_the_package_in_code() -> None:
+    text = (EXAMPLE / "app" / "finetune.py").read_text().partition('"""\n\n')[2]
+    assert not {"lean_export", "bf16", "Ema", "bfloat16"} & set(text.replace(".", " ").replace("(", " ").split())
+
+
+def test_listing_and_completion_offer_it_and_import_nothing(user: User) -> None:
+    importing = ("-X", "importtime")
+    done = user.run(*importing, "bare.py", "-sc", "query=bash", COMP_LINE="python bare.py stager=b")
+    assert done.stdout.split() == ["stager=bf16", "stager=blocking"]
+    listed = user.run(*importing, "-m", "stagereg", "list", "--json")
+    for each in (done, listed):
+        imported = {line.rpartition("|")[2].strip() for line in each.stderr.splitlines()}
+        assert "stagereg.registry" in imported
+        assert not {"torch", "lean_export"} & imported
+    mine = {(e["kind"], e["name"]): e for e in json.loads(listed.stdout)["components"] if e["version"] == "1.0.0"}
+    assert set(mine) == {("stager", "bf16"), ("joinable", "ema"), ("join_hook", "ema")}
+    assert {e["distribution"] for e in mine.values()} == {"lean-export"}
+
+
+def test_an_app_that_never_imports_stagereg_sweeps_over_it_also_under_joblib(user: User) -> None:
+    sweep = ["bare.py", "-m", "stager=bf16,blocking", "stager.max_in_flight=3", "hydra/launcher=joblib"]
+    lines = [line for line in user.prints(*sweep).splitlines() if line.startswith("STAGED")]
+    assert sorted(lines) == [
+        "STAGED Bf16Stager torch.bfloat16 torch.int64",
+        "STAGED BlockingStager torch.float32 torch.int64",
+    ]
+
+
+def test_its_options_are_typed_and_a_misspelt_one_gets_the_nearest(user: User) -> None:
+    told = user.run("bare.py", "stager=bf16", "stager.max_in_flight=many", code=1).stderr
+    assert "'many'" in told
+    assert "stager.max_in_flight" in told
+    assert "Did you mean 'bf16'" in user.run("bare.py", "stager=bf61", code=1).stderr
+
+
+def test_full_checkpoints_and_exports_of_averaged_weights_agree_and_plain_torch_reads_both(user: User) -> None:
+    told = user.prints("finetune.py", *SMALL, "hydra.run.dir=run")
+    assert "step 6 " in told
+    full, export = user.folder / "run/checkpoints/latest", user.folder / "run/export/latest"
+    assert full.resolve().name == export.resolve().name == "step-00000006"
+    averaged = weights(full, "ema", "weights", dtype=torch.float32)
+    exported = weights(export, "model", dtype=torch.bfloat16)
+    trained = weights(full, "model", dtype=torch.float32)
+    for name, value in averaged.items():
+        assert torch.equal(exported[name], value.to(torch.bfloat16)), name
+        assert torch.equal(value, trained[name]) == ("running" in name), name  # buffers are as of the last step
+
+
+@pytest.mark.slow
+def test_a_sweep_over_the_stager_of_the_export_halves_its_weights(user: User) -> None:
+    sweep = ["stager@export.stager=bf16,blocking", "nproc=1", "hydra.sweep.dir=jobs", "width=256"]
+    user.run("finetune.py", "-m", *SMALL, *sweep, "hydra.sweep.subdir=${hydra.job.num}")
+    small, large = (nbytes(user.folder / f"jobs/{job}/export/latest") for job in (0, 1))
+    weights_alone = 256 * 16 + 256 * 256 + 4 * 256
+    assert 2 * weights_alone < large - small < 2.2 * weights_alone
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_run_goes_on_from_its_checkpoint_to_the_same_average(user: User) -> None:
+    ends = []
+    for steps, folder in ((["6"], "whole"), (["3", "6"], "parts")):
+        for number in steps:
+            often = ["checkpoint.every=3", f"checkpoint.dir={user.folder}/{folder}", "train.uneven=0"]
+            user.run("finetune.py", *SMALL, *often, f"train.steps={number}", f"hydra.run.dir={folder}/run{number}")
+        ends.append(weights(user.folder / folder / "latest", "ema", "weights", dtype=torch.float32))
+    # Running statistics are each rank's own, and of those only one rank's are saved.
+    assert [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])] in (
+        [],
+        ["2.running_mean"],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_command_finds_every_promise_kept(user: User) -> None:
+    found = json.loads(user.prints("-m", "stagereg", "check", "lean-export", "--json"))
+    assert found["kept"]
+    assert found["counts"]["kept"] > 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_its_own_tests_pass_where_it_is_installed(user: User) -> None:
+    shutil.copytree(EXAMPLE / "tests", user.folder / "tests")
+    told = user.prints("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
+    assert " passed" in told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_its_types_hold_against_the_stagereg_that_is_installed(user: User) -> None:
+    for name in ("lean_export", "tests"):
+        shutil.copytree(EXAMPLE / name, user.folder / name)
+    shutil.copy(EXAMPLE / "pyproject.toml", user.folder)
+    assert "no issues" in user.prints("-m", "mypy")
