@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar
 
-from stagereg.errors import RegistryError, UnknownNameError, nearest
+from stagereg.errors import RegistryError, StageregError, UnknownNameError, nearest
 from stagereg.installed import announcements, normalized, unmet
 from stagereg.spec import SPECS, check, check_component, refuse_unknown
 
@@ -155,7 +155,12 @@ class Entry:
                 f"Repair or uninstall that package, or choose another {self.kind}: "
                 f"{', '.join(n for n in names(self.kind) if n != self.name)}"
             ) from (error.__cause__ or error)
-        check_component(self.kind, self.name, component)
+        try:
+            check_component(self.kind, self.name, component)
+        except RegistryError as error:
+            if not self.distribution:
+                raise
+            raise RegistryError(f"{error}\nIt is announced as {self.origin}.") from None
         return component
 
     def _record(self) -> _Decorated | None:
@@ -272,15 +277,17 @@ def find(kind: str, name: str) -> Entry:
     _known_kind(kind)
     bare, at, distribution = str(name).partition("@")
     found = [entry for entry in _entries() if entry.kind == kind and _bare(entry.name) == bare]
+    qualified = sorted(entry.name for entry in found if "@" in entry.name)
     if at:
         asked = normalized(distribution)
         packages = [e for e in _installed(tuple(sys.path))[0] if (e.kind, e.name) == (kind, bare)]
         target = next((e.target for e in packages if normalized(e.distribution) == asked), None)
         found = [entry for entry in found if entry.distribution and entry.target == target]
+        qualified = [f"{bare}@{normalized(e.distribution)}" for e in packages]
     if not found:
         known = names(kind)
-        raise UnknownNameError(f"No {kind} named {name!r}.{nearest(name, known)}\nThere is: {', '.join(known) or '-'}")
-    qualified = sorted(entry.name for entry in found if "@" in entry.name)
+        near = nearest(name, [*qualified, *known])
+        raise UnknownNameError(f"No {kind} named {name!r}.{near}\nThere is: {', '.join(known) or '-'}")
     if qualified and not at:
         raise RegistryError(
             f"{len(qualified)} installed packages provide {kind}/{bare}; say which: {' or '.join(qualified)}"
@@ -442,12 +449,13 @@ def _forget_unfinished(before: set[tuple[str, str, str]]) -> None:
 
 def _told(cause: BaseException) -> str:
     """What went wrong in an import, and where, in a few lines."""
+    ours = isinstance(cause, StageregError)  # short already, and about what called us
     lines = f"{type(cause).__name__}: {cause}".rstrip(": ").splitlines()
-    machinery = (__file__, importlib.__file__)
+    machinery = (__file__, importlib.__file__, *([check_component.__code__.co_filename] if ours else []))
     frames = [f for f in traceback.extract_tb(cause.__traceback__) if f.filename not in machinery]
     frames = [f for f in frames if not f.filename.startswith("<")]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    shown = lines[:_CAUSE_LINES] + (["..."] if len(lines) > _CAUSE_LINES else [])
+    shown = lines if ours or len(lines) <= _CAUSE_LINES else [*lines[:_CAUSE_LINES], "..."]
     return "\n".join(shown) + where
 
 

@@ -272,8 +272,18 @@ def test_a_broken_package_fails_only_when_chosen_and_is_named(package: Any) -> N
 
 def test_an_installed_component_is_checked_when_loaded(package: Any) -> None:
     package("lacking", "class Cls: ...", **{"stager.lacking": "Cls"})
-    with pytest.raises(RegistryError, match=r"lacking\.Cls cannot be the stager 'lacking'"):
+    with pytest.raises(RegistryError, match=r"lacking\.Cls cannot be the stager 'lacking'") as caught:
         stagereg.build("stager", "lacking")
+    assert str(caught.value).endswith("\nIt is announced as lacking:Cls of lacking 1.2.")
+
+
+def test_what_a_decorator_finds_wrong_is_told_in_full_and_with_its_place(package: Any) -> None:
+    code = "import stagereg\n@stagereg.register('stager', 'rude')\nclass Cls: ...\n"
+    package("rude", code, **{"stager.rude": "Cls"})
+    with pytest.raises(RegistryError) as caught:
+        stagereg.build("stager", "rude")
+    for told in ("rude:Cls of rude 1.2", "def close", "should_synchronize_after_execute", "rude.py:2)"):
+        assert told in str(caught.value)
 
 
 SELF_REGISTERED = """

@@ -11,11 +11,9 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from stagereg.errors import StageregError
+from stagereg.fate import innermost, signal_name
 
 __all__ = ["Answer", "Children", "answer"]
 
@@ -140,18 +139,11 @@ def _wait(child: subprocess.Popen[bytes], limit_s: float) -> int | None:
         return None
 
 
-def _from_python(file: str) -> bool:
-    return file.startswith(("<", sysconfig.get_path("stdlib"))) and "site-packages" not in file
-
-
 def _ending(code: int | None, limit_s: float, noise: str) -> str:
-    frames = re.findall(r'^  File "(.+)", line (\d+)', noise, flags=re.MULTILINE)
-    # Innermost first. The line that called Python's own library says more than where it got to in there.
-    file, line = next((f for f in frames if not _from_python(f[0])), frames[0] if frames else ("", ""))
-    place = f" at {file}:{line}" if file else ""
+    place = f" in {where}" if (where := innermost(noise)) else ""
     if code is None:
         return f"did not end within {limit_s:g} s: stuck{place or ' in code that is not Python'}"
     if code < 0:
-        return f"crashed with {signal.Signals(-code).name}{place}"
+        return f"crashed with {signal_name(-code)}{place}"
     last = next((line for line in reversed(noise.splitlines()) if line.strip()), "")
     return f"ended the process with exit code {code}" + (f"; its last words: {last.strip()}" if last else "")

@@ -10,22 +10,19 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import select
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any
 
-import stagereg
 from stagereg.commands.subject import Job, Row
 from stagereg.errors import ConfigError
+from stagereg.fate import innermost, signal_name
 
 __all__ = ["Section", "run"]
 
@@ -107,7 +104,8 @@ def _go_on(
                 elif told["say"] == "refused":
                     raise ConfigError(told["why"])
                 elif told["say"] == "end":
-                    section.rows.extend(_ended(process, stacks))
+                    # Whose thread it is that holds it up is not known, where it has tried several.
+                    sections.setdefault(job.title, section).rows.extend(_ended(process, stacks))
                     return False
             seen = _fate(process, stacks, words, begun, limit)
         finally:
@@ -197,7 +195,7 @@ def _fate(process: subprocess.Popen[bytes], stacks: IO[bytes], words: IO[bytes],
         return f"it hung: still running after {limit_s:g} s{_place(stacks)}"
     words.seek(begun)
     last = [line for line in words.read().decode(errors="replace").splitlines() if line.strip()][-_LAST_WORDS:]
-    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how = f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     return "\n".join([f"the process {how}{_place(stacks)}", *(f"  {line}" for line in last)])
 
 
@@ -222,13 +220,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _place(stacks: IO[bytes]) -> str:
-    """Where the plugin was, by the stacks that ``faulthandler`` wrote: its innermost frame, if there is one."""
+    """Where the plugin was, by the stacks that ``faulthandler`` wrote, if it did."""
     stacks.seek(0)
-    dumped = stacks.read().decode(errors="replace")
-    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', dumped[max(dumped.rfind("Current thread"), 0) :], re.M)
-    frames += re.findall(r'^  File "(.*)", line (\d+) in (.*)$', dumped, re.M)
-    known = (sysconfig.get_path("stdlib"), str(Path(stagereg.__file__).parent), "<")
-    own = [frame for frame in frames if not frame[0].startswith(known) and "/site-packages/torch/" not in frame[0]]
-    for file, line, function in (own or frames)[:1]:
-        return f", in {function} ({file}:{line})"
-    return ""
+    where = innermost(stacks.read().decode(errors="replace"))
+    return f", in {where}" if where else ""

@@ -8,8 +8,6 @@ contracts in ``stagereg.testing``.
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -34,7 +32,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     words = "try what a plugin promises: a table of the promises it keeps and breaks"
     parser = commands.add_parser("check", help=words, description=words[0].upper() + words[1:] + ".")
     parser.add_argument(
-        "target", help="an installed package, a module, a file such as plugin.py, or kind/name (stager/pinned_cached)"
+        "target",
+        help="an installed package or its folder, a module, a file (plugin.py), or kind/name (stager/pinned_cached)",
     )
     parser.add_argument(
         "--set",
@@ -82,7 +81,7 @@ def run(asked: argparse.Namespace) -> int:
 
 def _rows(section: Section) -> Iterator[list[str]]:
     """The rows of a table for people: what was seen again is not said again, and nothing is longer than a screen."""
-    before, width = "", (_width() - _BESIDE) // 2
+    before, width = "", (output.line_width() - _BESIDE) // 2
     tried = [row for row in section.rows if row.seen != NOT_TRIED]
     for row in tried:
         again = row.seen == before and row.verdict == "broken"
@@ -90,10 +89,6 @@ def _rows(section: Section) -> Iterator[list[str]]:
         before = row.seen or before
     if left := len(section.rows) - len(tried):
         yield ["skipped", f"The other {left} promises.", NOT_TRIED]
-
-
-def _width() -> int:
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
 
 
 def _shortened(seen: str) -> str:

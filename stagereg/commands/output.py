@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["add_output_options", "as_json", "aside", "say", "table", "working"]
+__all__ = ["add_output_options", "as_json", "aside", "line_width", "say", "table", "working"]
 
 _WIDTH = 120
 """Columns of a line where no terminal says how many it has."""
@@ -66,7 +66,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], ver
     if _rich():
         _draw(title, columns, rows, verdict)
     else:
-        print("\n".join(_lines(title, columns, rows, _width())))
+        print("\n".join(_lines(title, columns, rows, line_width())))
 
 
 def as_json(data: Any) -> None:
@@ -102,7 +102,8 @@ def _rich() -> bool:
     return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
 
 
-def _width() -> int:
+def line_width() -> int:
+    """Columns of a line."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
 
 

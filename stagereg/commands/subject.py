@@ -200,7 +200,10 @@ def _refuse(target: str) -> Subject:
 
 
 def _usage() -> str:
-    return "\nGive a package, a module, a file such as plugin.py, or a component such as stager/pinned_cached."
+    return (
+        "\nGive a package, its folder with the pyproject.toml, a module, a file such as plugin.py, or a component such "
+        "as stager/pinned_cached."
+    )
 
 
 def _importable(module: str) -> bool:

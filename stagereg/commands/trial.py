@@ -13,12 +13,12 @@ import faulthandler
 import fcntl
 import importlib
 import importlib.metadata
+import inspect
 import json
 import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from stagereg import registry
 from stagereg.commands.subject import CONTRACTS, KINDS, NOT_TRIED, Job, bare
 from stagereg.errors import ConfigError, StageregError
+from stagereg.fate import raised
 from stagereg.registry import Entry
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Teller:
             try:
                 found = contract.outcome(name)
             except BaseException as error:  # such as SystemExit: it would have ended the training
-                self.outcome(name, promise, "broken", _told(error))
+                self.outcome(name, promise, "broken", raised(error, __file__))
             else:
                 verdict = {True: "kept", False: "broken", None: "skipped"}[found.kept]
                 self.outcome(name, promise, verdict, found.seen)
@@ -121,7 +122,7 @@ class Teller:
         except StageregError as error:
             return "broken", str(error)
         except BaseException as error:
-            return "broken", _told(error)
+            return "broken", raised(error, __file__)
 
     def _trying(self, name: str, promise: str) -> None:
         # What was printed from here on is what this attempt has printed.
@@ -230,6 +231,25 @@ class _Component:
             return str(error)
         return ""
 
+    def lacks(self) -> str:
+        """What a stager without a contract cannot be built without, and was not given; empty if there is nothing."""
+        from omegaconf import MISSING
+
+        from stagereg.config import schema
+
+        asked = [n for n, o in schema.options(self.entry).items() if o.default == MISSING and n not in self.options]
+        parameters = inspect.signature(self.entry.load()).parameters
+        passed = [n for n in schema.runtime(self.entry) if parameters[n].default is inspect.Parameter.empty]
+        told = []
+        if asked:
+            told.append(f"it has no default for {', '.join(asked)}: add {' '.join(f'--set {n}=...' for n in asked)}")
+        if passed:
+            told.append(f"the program has to pass {', '.join(passed)}")
+        contract = (
+            "Its author can say how to build it: a class that inherits stagereg.testing.StagerContract, with make()."
+        )
+        return f"{'; '.join(told)}\n{contract}" if told else ""
+
     def how_to_show(self) -> str:
         """What the author of a component without a contract has to write."""
         kind, module = self.entry.kind, self.entry.target.partition(":")[0].partition(".")[0]
@@ -260,6 +280,9 @@ def _component(teller: Teller, entry: Entry, contract: str | type[Contract], opt
         return
     if refusal := subject.why_not():
         teller.refuse(f"--set {' '.join(f'{key}={value}' for key, value in options.items())}: {refusal}")
+    if not contract and (lacking := subject.lacks()):
+        teller.outcome("contract", promise, "not shown", lacking)
+        return
     if contract:
         teller.attempt("contract", "Its contract can be imported.", subject.finds, needed=True)
     if entry.kind == "stager":
@@ -276,7 +299,11 @@ def _module(teller: Teller, job: Job, options: Mapping[str, Any]) -> None:
     loaded: list[ModuleType] = []
 
     def imports() -> str:
-        loaded.extend([_from_file(Path(job.file).resolve())] if job.file else _with_contract(job.module))
+        try:
+            loaded.extend([_from_file(Path(job.file).resolve())] if job.file else _with_contract(job.module))
+        except SystemExit as error:
+            guard = 'what it does as a script belongs below `if __name__ == "__main__":`'
+            raise ConfigError(f"importing it ends the process; {guard}\n{raised(error, __file__)}") from error
         return ""
 
     teller.attempt("imports", "It can be imported.", imports, needed=True)
@@ -341,11 +368,3 @@ def _matching(entry: Entry, entries: Sequence[Entry], contracts: Sequence[type[C
     named = [contract for contract in fitting if name in contract.__name__.lower()]
     alone = sum(other.kind == entry.kind for other in entries) == 1 and len(fitting) == 1
     return named[0] if named else fitting[0] if alone else None
-
-
-def _told(error: BaseException) -> str:
-    """An exception in one line, with the place in the plugin that it came from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    here = [frame for frame in frames if frame.filename != __file__]
-    where = f" ({here[-1].filename}:{here[-1].lineno})" if here else ""
-    return "".join(traceback.format_exception_only(error)).strip() + where

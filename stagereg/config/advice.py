@@ -53,7 +53,7 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
         more = f". To add it, write +{error.full_key}=..."
     else:
         return ""
-    if error.key in takes:
+    if error.key is None or error.key in takes:
         return ""
     takes = [name for name in takes if not name.startswith("_") and (what != "the config" or name != "hydra")]
     near = nearest(str(error.key), takes)

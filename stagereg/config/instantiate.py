@@ -14,10 +14,11 @@ get plain lists, dicts and dataclasses, as with Hydra's ``_convert_: object``.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -33,8 +34,6 @@ from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
 
 __all__ = ["instantiate", "targets"]
-
-_HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
 
 
 def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[..., Any]] = (), **kwargs: Any) -> Any:
@@ -103,6 +102,21 @@ class _Call:
         return registry.checked(self.entry, self.component, make()) if isinstance(self.entry, Entry) else make()
 
 
+@dataclass(frozen=True)
+class _Holder:
+    """A dataclass that the schema has made, some of whose fields have calls to make in them."""
+
+    made: Any
+    fields: dict[str, Any]
+
+    def run(self) -> Any:
+        """Make the calls and return a copy that has what they built."""
+        new = copy.copy(self.made)
+        for name, value in _built(self.fields).items():
+            object.__setattr__(new, name, value)  # a frozen one is not complete before
+        return new
+
+
 def _build_one(tree: dict[str, Any], place: Place, lock: Lock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Build the node ``tree`` with the program's arguments: options and configs join the tree, objects go direct."""
 
@@ -114,7 +128,7 @@ def _build_one(tree: dict[str, Any], place: Place, lock: Lock, args: tuple[Any, 
         return joined
 
     direct = dict(kwargs)
-    tree = join([name for name, value in kwargs.items() if name in _HYDRA_KEYS or _configures(value, tree.get(name))])
+    tree = join([n for n, v in kwargs.items() if n in schema.HYDRA_KEYS or _configures(v, tree.get(n))])
     entry = lock.find(tree["_target_"], place.label)
     options = _options(entry)
     tree = join([name for name in direct if name in options and options[name].hint is not Any])
@@ -130,8 +144,12 @@ def _plan(node: Any, place: Place, lock: Lock, given: Collection[str] = ()) -> A
 
     ``given`` names what the program passes to this node's component directly.
     """
+    if is_missing(node):
+        raise ConfigError(f"{place.label} needs a value: {_advice(place)}.")
     if type(node) in (list, tuple):
         return type(node)(_plan(item, place.below(index), lock) for index, item in enumerate(node))
+    if isinstance(node, _Holder):
+        return _Holder(node.made, _plan(node.fields, place, lock))
     if not isinstance(node, dict):
         return node
     if "_target_" not in node:
@@ -139,15 +157,16 @@ def _plan(node: Any, place: Place, lock: Lock, given: Collection[str] = ()) -> A
     entry = lock.find(node["_target_"], place.label)
     component = entry.load()
     partial, recursive = _flag(node, "_partial_", False, place), _flag(node, "_recursive_", True, place)
-    kwargs = {key: v for key, v in node.items() if key not in _HYDRA_KEYS and not (partial and is_missing(v))}
+    kwargs = {key: v for key, v in node.items() if key not in schema.HYDRA_KEYS and not (partial and is_missing(v))}
     refuse_unknown(label(entry), [*kwargs, *(n for n in given if n not in _positional(component))], _signed(component))
     args, named = _arguments(entry, component, node, {*kwargs, *given}, place)
     kwargs.update(named)
     if not partial:
         _refuse_missing(entry, component, kwargs, given, place)
-    if isinstance(entry, Entry):
-        kwargs.update(_typed(entry, kwargs, place))
-    planned = {key: _plan(value, place.below(key), lock) for key, value in kwargs.items()}
+    typed = _typed(entry, kwargs, place) if isinstance(entry, Entry) else {}
+    kwargs.update(typed)
+    opened = kwargs | {key: _opened(value) for key, value in typed.items()}
+    planned = {key: _plan(value, place.below(key), lock) for key, value in opened.items()}
     if isinstance(entry, Entry):
         _refuse_other_kinds(planned, place)
     more = _plan(args, place.below("_args_"), lock)
@@ -176,8 +195,27 @@ def _config(value: Any) -> Any:
     return as_node(escaped(value)) if is_container(value) else value
 
 
+def _opened(value: Any) -> Any:
+    """``value`` with a :class:`_Holder` in place of each dataclass in it that has a node in it."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_opened, value))
+    if isinstance(value, dict):
+        return {key: _opened(item) for key, item in value.items()}
+    if isinstance(value, type) or not is_dataclass(value):
+        return value
+    inside = {f.name: _opened(getattr(value, f.name, None)) for f in fields(value)}
+    held = {name: item for name, item in inside.items() if _has_node(item)}
+    return _Holder(value, held) if held else value
+
+
+def _has_node(value: Any) -> bool:
+    if isinstance(value, dict):
+        return "_target_" in value or any(map(_has_node, value.values()))
+    return isinstance(value, _Holder) or (isinstance(value, (list, tuple)) and any(map(_has_node, value)))
+
+
 def _built(plan: Any) -> Any:
-    if isinstance(plan, _Call):
+    if isinstance(plan, (_Call, _Holder)):
         return plan.run()
     if isinstance(plan, dict):
         return {key: _built(value) for key, value in plan.items()}
@@ -235,7 +273,7 @@ def _refuse_missing(
 
 
 def _advice(place: Place) -> str:
-    return f"add {place.key}=... to the command line"
+    return f"add {place.key or '...'}=... to the command line"
 
 
 def _refuse_other_kinds(planned: Mapping[str, Any], place: Place) -> None:

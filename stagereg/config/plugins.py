@@ -181,13 +181,14 @@ def _import_all(value: Any, where: str) -> None:
     if value is None or isinstance(value, Mapping):  # a group of the app's own
         return
     if not isinstance(value, (list, tuple)):
-        raise PluginError(f"{where} has {_KEY}={value}; it is a list of modules: {_KEY}=[{value}]")
+        example = value if _is_name(str(value)) else "my_module"
+        raise PluginError(f"{where} has {_KEY}={value}; it is a list of modules: {_KEY}=[{example}]")
     for module in value:
         _import(str(getattr(module, "text", module)), where)
 
 
 def _import(module: str, where: str) -> None:
-    if not all(part.isidentifier() for part in module.split(".")):
+    if not _is_name(module):
         raise PluginError(
             f"{where} names the plugin {module!r}, which is no name of a module: write it as after 'import', "
             f"for instance {_KEY}: [my_package.my_module]"
@@ -205,6 +206,10 @@ def _import(module: str, where: str) -> None:
             f"{where} names the plugin {module!r}, which cannot be imported.{near}\n{error}{advice}"
         ) from error
     _imported[module] = None
+
+
+def _is_name(module: str) -> bool:
+    return all(part.isidentifier() for part in module.split("."))
 
 
 def _modules_beside(module: str) -> list[str]:

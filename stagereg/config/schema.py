@@ -6,10 +6,12 @@ has no field and is passed to ``stagereg.instantiate`` by the program. A paramet
 (``stager``) takes a component of that kind, so its field holds any config.
 
 Fields are ``str``, ``int``, ``float``, ``bool``, paths, enums, ``Literal``, unions of those with ``None``, lists,
-tuples and dicts of those, and dataclasses of those. ``torch.dtype``, ``torch.device``, ``datetime.timedelta`` and
-``stagereg.ByteSize`` are text in a config (``texts``). ``stagereg.instantiate`` checks choices and texts and makes the
-objects again (``values``); ``hydra.utils.instantiate`` knows nothing of them and passes a component the text as it
-stands, a tuple as a list, and a dataclass that has texts or choices in it as its mirror, an object of the same fields.
+tuples and dicts of those, and dataclasses of those. A dict or dataclass that is ``None`` by default is an untyped
+field, as OmegaConf would let nobody override a typed one; it is checked when the component is built. ``torch.dtype``,
+``torch.device``, ``datetime.timedelta`` and ``stagereg.ByteSize`` are text in a config (``texts``).
+``stagereg.instantiate`` checks choices and texts and makes the objects again (``values``); ``hydra.utils.instantiate``
+knows nothing of them and passes a component the text as it stands, a tuple as a list, an untyped field as a dict, and a
+dataclass that has texts or choices in it as its mirror, an object of the same fields.
 
 Each field carries what the component's docstring says about it as ``metadata["help"]``.
 """
@@ -31,7 +33,10 @@ from stagereg.config import docstring, values
 from stagereg.errors import ConfigError, StageregError
 from stagereg.registry import Entry
 
-__all__ = ["Option", "options", "runtime", "schema"]
+__all__ = ["HYDRA_KEYS", "Option", "options", "runtime", "schema"]
+
+HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
+"""What Hydra gives a meaning in a node: never options, though a component may have parameters of these names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Option:
 
     Attributes:
         name: of the parameter.
-        hint: its annotation, resolved; ``typing.Any`` for a nested component.
+        hint: its annotation, resolved, with ``None`` where that is the default; ``typing.Any`` for a nested component.
         type: the annotation of the config field; other than ``hint`` where a config holds it in another form, or only
             part of it.
         default: the signature's default as the config shows it, or ``omegaconf.MISSING``.
@@ -113,7 +118,7 @@ def _options(component: Callable[..., Any]) -> dict[str, Option]:
 def _schema(kind: str, name: str, path: str, component: Callable[..., Any]) -> type:
     found = _options(component).values()
     fields: list[Any] = [("_target_", str, path)]
-    if any(values.holds_containers(option.type) for option in found):
+    if any(values.holds_containers(type_) for option in found for type_ in (option.type, option.hint)):
         # Components get lists, dicts and dataclasses as they declare them, not OmegaConf's containers.
         fields.append(("_convert_", str, "object"))
     fields += [values.field(o.name, o.type, o.default, {"help": o.help}) for o in found]
@@ -126,11 +131,13 @@ def _schema(kind: str, name: str, path: str, component: Callable[..., Any]) -> t
 def _find_options(component: Callable[..., Any]) -> Iterator[Option]:
     told = docstring.parameters(component)
     for parameter in inspect.signature(component).parameters.values():
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if not by_name or parameter.name in HYDRA_KEYS:
             continue
-        hint = Any if parameter.name in registry.kinds() else _annotation(component, parameter)
-        required = parameter.default is parameter.empty
-        default = MISSING if required else values.held(parameter.default, hint)
+        annotation = Any if parameter.name in registry.kinds() else _annotation(component, parameter)
+        default = _default(component, parameter)
+        hint = values.with_none(annotation, default)
+        default = MISSING if default is parameter.empty else values.held(default, hint)
         option = _option(parameter.name, hint, default, told.get(parameter.name, ""))
         if option is not None:
             yield option
@@ -142,8 +149,8 @@ def _option(name: str, hint: Any, default: Any, help: str) -> Option | None:
     unknown = _untyped(hint) and name not in registry.kinds()
     if type_ is None or (unknown and default in (MISSING, None)):
         return None  # nothing tells what a config would have to hold: it is for the program to pass
-    if default is None and type_ is not Any:
-        type_ = type_ | None
+    if default is None:
+        type_ = values.or_none(type_)
     if values.field(name, type_, default, {}) is None:
         return None
     return Option(name, hint, type_, default, help)
@@ -153,10 +160,28 @@ def _annotation(component: Callable[..., Any], parameter: inspect.Parameter) -> 
     """The resolved annotation of one parameter: ``Any`` without one, ``None`` when it cannot be resolved."""
     if parameter.annotation is parameter.empty:
         return Any
-    function = component.__init__ if isinstance(component, type) else inspect.unwrap(component)  # type: ignore[misc]
+    field = _field(component, parameter)
+    if field is not None:
+        return values.field_hints(component)[field.name]  # read where the field was written
+    function = inspect.unwrap(component.__init__ if isinstance(component, type) else component)  # type: ignore[misc]
     module = inspect.getmodule(component)
     scope = getattr(function, "__globals__", None) or vars(module or types)
     return values.resolved(parameter.name, parameter.annotation, scope)
+
+
+def _default(component: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    field = _field(component, parameter)
+    if field is not None and field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return parameter.default
+
+
+def _field(component: Callable[..., Any], parameter: inspect.Parameter) -> dataclasses.Field[Any] | None:
+    """The field of a dataclass that a parameter of its generated ``__init__`` is for."""
+    if not isinstance(component, type) or not dataclasses.is_dataclass(component):
+        return None
+    found = (field for field in dataclasses.fields(component) if field.name == parameter.name)
+    return next((field for field in found if field.type == parameter.annotation), None)
 
 
 def _untyped(hint: Any) -> bool:

@@ -62,9 +62,13 @@ class RegistrySource(ConfigSource):
         if kind not in registry.kinds():
             return False
         self._plugins.load()
-        known = name in registry.names(kind)
-        self._refused = None if known else (kind, name)
-        return known
+        try:
+            registry.find(kind, name)
+        except StageregError:
+            self._refused = (kind, name)
+            return False
+        self._refused = None
+        return True
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> builtins.list[str]:
         if config_path == "":
@@ -101,7 +105,8 @@ class RegistrySource(ConfigSource):
         try:
             registry.find(*refused)
         except UnknownNameError as error:
-            if nearest(refused[1], registry.names(kind)):  # where none is near, Hydra's list of all sources tells more
+            # Where none is near, Hydra's list of all sources tells more.
+            if "@" in refused[1] or nearest(refused[1], registry.names(kind)):
                 raise UnknownOptionError(str(error)) from None
         except RegistryError as error:
             raise OptionError(str(error)) from None

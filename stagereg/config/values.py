@@ -33,7 +33,19 @@ from stagereg.config import docstring
 from stagereg.config.texts import Text, text_of, written
 from stagereg.errors import ConfigError, nearest
 
-__all__ = ["config_type", "field", "held", "holds_containers", "is_mapping", "is_object", "made", "resolved"]
+__all__ = [
+    "config_type",
+    "field",
+    "field_hints",
+    "held",
+    "holds_containers",
+    "is_mapping",
+    "is_object",
+    "made",
+    "or_none",
+    "resolved",
+    "with_none",
+]
 
 _SCALARS = (str, int, float, bool)
 _SEQUENCES = (list, tuple, Sequence)
@@ -66,6 +78,16 @@ def config_type(hint: Any, within: tuple[type, ...] = ()) -> Any:
         key, item = (inner(a) for a in arguments or (str, Any))
         return None if key is None or item is None else dict[key, _nested(item)]  # type: ignore[valid-type, misc]
     return None
+
+
+def or_none(type_: Any) -> Any:
+    """Return the type of a field whose default is ``None``: untyped for a mapping or dataclass.
+
+    In a typed one that is ``None``, OmegaConf lets no override set anything.
+    """
+    members = typing.get_args(type_) if _is_union(type_) else (type_,)
+    closed = any(typing.get_origin(m) is dict or dataclasses.is_dataclass(m) for m in members)
+    return Any if type_ is Any or closed else type_ | None
 
 
 def held(value: Any, hint: Any = Any) -> Any:
@@ -109,6 +131,9 @@ def made(where: str, value: Any, hint: Any) -> Any:
         return {made(where, k, key): made(f"{where}.{k}", v, item) for k, v in value.items()}
     if plain in _SCALARS or _is_a(plain, enum.Enum, pathlib.Path):
         return value if type(value) is plain else _scalar(where, value, plain)
+    if plain in (*_SEQUENCES, *_MAPPINGS) and _is_plain(value) and not _fits(value, hint):
+        needed = "list" if plain in _SEQUENCES else "mapping"
+        raise ConfigError(f"{where} is {value!r}, where a {needed} is needed.")
     return value
 
 
@@ -139,6 +164,11 @@ def field(name: str, type_: Any, default: Any, metadata: Mapping[str, Any]) -> A
     except (OmegaConfBaseException, TypeError, ValueError):
         return None
     return (name, type_, made_field)
+
+
+def with_none(hint: Any, default: Any) -> Any:
+    """Return an annotation as its default has it: many write ``x: int = None`` for an optional one."""
+    return typing.Optional[hint] if default is None and hint not in (None, Any) else hint  # noqa: UP045
 
 
 def resolved(name: str, annotation: Any, scope: Mapping[str, Any]) -> Any:
@@ -212,9 +242,9 @@ def _mirror(original: Any, within: tuple[type, ...] = ()) -> Any:
 
 
 def _find_mirror(original: type, within: tuple[type, ...]) -> Any:
-    hints = _hints(original)
+    hints = field_hints(original)
     frozen = original.__dataclass_params__.frozen  # type: ignore[attr-defined]  # OmegaConf would let nobody override it
-    if not frozen and not any(_is_foreign(hints[f.name], within) for f in dataclasses.fields(original)):
+    if not frozen and not any(_is_foreign_field(f, hints[f.name], within) for f in dataclasses.fields(original)):
         with contextlib.suppress(OmegaConfBaseException, TypeError, ValueError):
             OmegaConf.structured(original)
             return original
@@ -226,8 +256,8 @@ def _find_mirror(original: type, within: tuple[type, ...]) -> Any:
         required = default is dataclasses.MISSING
         type_ = config_type(hints[f.name], within)
         as_held = MISSING if required else held(default, hints[f.name])
-        if default is None and type_ not in (None, Any):
-            type_ = type_ | None
+        if default is None and type_ is not None:
+            type_ = or_none(type_)
         mirrored = field(f.name, type_, as_held, metadata) if f.init and type_ is not None else None
         if mirrored is not None:
             found.append(mirrored)
@@ -243,7 +273,7 @@ def _find_mirror(original: type, within: tuple[type, ...]) -> Any:
 def _reflected(value: Any) -> Any:
     """A dataclass's object as its mirror; as it is where that would lose a field, so that a config cannot hold it."""
     original: Any = type(value)
-    mirror, hints = _mirror(original), _hints(original)
+    mirror, hints = _mirror(original), field_hints(original)
     if mirror is None or mirror is original:
         return value
     kept = {f.name for f in dataclasses.fields(mirror)}
@@ -251,7 +281,16 @@ def _reflected(value: Any) -> Any:
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
         if f.init and f.name not in kept and getattr(value, f.name) is not default:
             return value
-    return mirror(**{name: held(getattr(value, name), hints[name]) for name in kept})
+    fields = {name: held(getattr(value, name), hints[name]) for name in kept}
+    return mirror(**{name: _open(v) if isinstance(v, dict) else v for name, v in fields.items()})
+
+
+def _is_foreign_field(f: dataclasses.Field[Any], hint: Any, within: tuple[type, ...]) -> bool:
+    """Whether OmegaConf would not take a field as it stands, or not check it, or let no override set it."""
+    if _is_foreign(hint, within):
+        return True
+    type_ = config_type(hint, within) if f.default is None else None
+    return type_ not in (None, Any) and or_none(type_) is Any
 
 
 def _is_foreign(hint: Any, within: tuple[type, ...]) -> bool:
@@ -264,18 +303,18 @@ def _is_foreign(hint: Any, within: tuple[type, ...]) -> bool:
 
 
 @functools.cache
-def _hints(original: type) -> dict[str, Any]:
-    """The resolved annotations of a dataclass's fields, each in the module that wrote it; ``None`` for unresolved."""
+def field_hints(original: type) -> dict[str, Any]:
+    """Return the annotations of a dataclass's fields, resolved in the modules that wrote them, ``None`` where not."""
     hints: dict[str, Any] = {}
     for owner in reversed(original.__mro__):
         scope = {**vars(sys.modules.get(owner.__module__, types)), owner.__name__: owner}
         for name, annotation in vars(owner).get("__annotations__", {}).items():
             hints[name] = resolved(name, annotation, scope)
-    return {f.name: hints.get(f.name) for f in dataclasses.fields(original)}
+    return {f.name: with_none(hints.get(f.name), f.default) for f in dataclasses.fields(original)}
 
 
 def _dataclass(where: str, value: Any, original: Any) -> Any:
-    hints, mirror = _hints(original), _mirror(original)
+    hints, mirror = field_hints(original), _mirror(original)
     if isinstance(value, original):  # OmegaConf made it, with lists for tuples
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(original) if f.init}
         new = {name: made(f"{where}.{name}", v, hints[name]) for name, v in fields.items()}
@@ -322,8 +361,8 @@ def _one_of(where: str, value: Any, members: tuple[Any, ...]) -> Any:
             return made(where, value, member)
         except ConfigError as refusal:
             refusals.append(str(refusal))
-    if str in others and isinstance(value, str):
-        return value
+    if str in others and isinstance(value, _SCALARS):
+        return made(where, value, str)
     if choices:
         also = "".join(f"\nOr as text: {refusal.removeprefix(f'{where}: ')}" for refusal in refusals[: len(texts)])
         raise ConfigError(f"{_no_choice(where, value, choices)}{also}")
@@ -375,6 +414,8 @@ def _fits(value: Any, hint: Any) -> bool:
     plain = typing.get_origin(hint) or hint
     if plain in _SEQUENCES:
         return isinstance(value, (list, tuple))
+    if plain in _MAPPINGS:
+        return isinstance(value, Mapping)
     if plain is float:
         return isinstance(value, (int, float))
     if _is_dataclass(plain):

@@ -74,8 +74,9 @@ class Pace:
     @property
     def _rebuilds(self) -> bool:
         """Whether DDP arranges its buckets anew in this step, which it does once, and all ranks together."""
-        trained = self.begun > 0 or int(self._ddp._get_ddp_logging_data().get("iteration", 0)) > 0
-        return trained and not self._ddp._has_rebuilt_buckets
+        if self._ddp._has_rebuilt_buckets or (self._ddp.find_unused_parameters and not self._ddp.static_graph):
+            return False  # it has, or never will
+        return self.begun > 0 or int(self._ddp._get_ddp_logging_data().get("iteration", 0)) > 0
 
     def _expects(self) -> bool:
         return self.first and self._attendance is not None and bool(self._attendance.expected)

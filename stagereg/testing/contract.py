@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from stagereg.errors import BrokenPromiseError
+from stagereg.fate import raised
 
 __all__ = ["Contract", "Outcome", "table"]
 
@@ -76,9 +77,7 @@ class Contract:
         except BrokenPromiseError as broken:
             return Outcome(name, promise, False, str(broken))
         except (Exception, SystemExit) as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            told = "".join(traceback.format_exception_only(error)).strip()
-            return Outcome(name, promise, False, f"{told} ({where.filename}:{where.lineno})")
+            return Outcome(name, promise, False, raised(error))
         return Outcome(name, promise, True)
 
     def broken(self, seen: str) -> NoReturn:

@@ -459,7 +459,7 @@ def _apart(found: Any, right: Any, tolerance: float, place: str = "the state") -
 def _numbers_apart(found: Any, right: Any, tolerance: float, place: str) -> tuple[str, str, str] | None:
     import torch
 
-    one, other = torch.as_tensor(found).detach().cpu(), torch.as_tensor(right).detach().cpu()
+    one, other = _as_tensor(found), _as_tensor(right)
     if one.shape != other.shape:
         return f"the shape of {place}", str(tuple(one.shape)), str(tuple(other.shape))
     if tolerance == 0.0 and one.dtype != other.dtype:
@@ -473,6 +473,16 @@ def _numbers_apart(found: Any, right: Any, tolerance: float, place: str) -> tupl
     worst = int(off.argmax())
     where = place if len(off) == 1 else f"{place}, at element {worst},"
     return where, repr(one[worst].item()), repr(other[worst].item())
+
+
+def _as_tensor(value: Any) -> Any:
+    """On the host. Python's own numbers, also in lists, are doubles, which torch makes single precision of."""
+    import torch
+
+    made = torch.as_tensor(value).detach().cpu()
+    if hasattr(value, "dtype") or not (made.is_floating_point() or made.is_complex()):
+        return made
+    return torch.tensor(value, dtype=torch.complex128 if made.is_complex() else torch.float64)
 
 
 def _place(place: str, key: Any) -> str:

@@ -30,6 +30,7 @@ from typing import Any
 from unittest import mock
 
 from stagereg.errors import StageregError
+from stagereg.fate import signal_name
 from stagereg.testing.transport import pack
 from stagereg.testing.worker import Assignment, work
 
@@ -163,7 +164,7 @@ class _Rank:
         if self.was_ended or self.job.file("result").exists():
             return None
         code = self.process.exitcode or 0
-        died = f"died of {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        died = f"died of {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
         last_words = [*self.lines("output")[-10:], *self.lines("stacks")[:20]]
         return "\n  ".join([f"{died} before it returned", *last_words])
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from stagereg.errors import BrokenPromiseError, JoinError, PeerFailedError, UnevenInputsError
+from stagereg.fate import told_by
 from stagereg.testing.marks import changed, marks, strict
 from stagereg.testing.ranks import RankFailure, run_ranks
 from stagereg.testing.worker import await_all, limited, new_group
@@ -237,7 +238,7 @@ def _in_short(failure: RankFailure) -> str:
         if rank in failure.hung or re.search(r"Timeout \(\d+:", text):
             lines.append(f"rank {rank} hung{_standing(text)}")
         elif _GAVE_UP not in text:
-            lines.append(f"rank {rank}: {_death(text)}")
+            lines.append(f"rank {rank}: {told_by(text)}")
     return "; ".join(lines)
 
 
@@ -257,16 +258,6 @@ def _who_waited(seen: Sequence[Seen | None]) -> str:
     errors = [f"rank {rank} raised {each.error}" for rank, each in enumerate(seen) if each is not None and each.error]
     silent = ", ".join(str(rank) for rank, each in enumerate(seen) if each is None)
     return "; ".join([*errors, f"rank {silent} did not come to an end"])
-
-
-def _death(text: str) -> str:
-    """How a rank ended, and of what it last said the line that tells most."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no result"]
-    if "before it returned" not in lines[0]:
-        return lines[-1]  # of a traceback
-    uncaught = [line for line in lines[1:] if line.startswith("what():")]
-    errors = [line for line in lines[1:] if re.search(r"error", line, re.IGNORECASE)]
-    return ": ".join([lines[0], *(uncaught or errors)[-1:]])
 
 
 # -- on the ranks

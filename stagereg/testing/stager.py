@@ -140,11 +140,18 @@ class StagerContract(Fidelity):
 
     @promise
     def test_the_source_is_left_as_it_is(self) -> None:
-        """Staging changes nothing in the source: not its keys, not its values, not where they lie."""
+        """Staging changes nothing in the source (keys, values, places), nor torch's settings and random state."""
         w = torch.nn.Parameter(self.counted(6))
         state: StateDict = {"z": w, "a": [self.ones(3), 5], "m": {"z": 1, "a": None}}
         noted, address, place = note(state, lambda x: x), w.data_ptr(), state["a"]
-        self.settled(self.opened(), state)
+        stager, settings, drawn = self.opened(), self._settings(), torch.random.get_rng_state()
+        self.settled(stager, state)
+        if (now := self._settings()) != settings:
+            self.broken(f"staging changed torch's settings from {settings} to {now}")
+        if not torch.equal(torch.random.get_rng_state(), drawn):
+            self.broken(
+                "staging drew from torch's random numbers, so a run that saves trains on others than one without"
+            )
         told = difference(state, noted, "the source") if self.device == "cpu" else None
         if told:
             self.broken(f"after staging, {told}")
@@ -298,8 +305,11 @@ class StagerContract(Fidelity):
         stager, state = self.opened(), {"w": self.ones(1000)}
         noted = self.noted(state)
         copied = self.settled(stager, state)
+        bad: StateDict = {"w": self.ones(1000) * 2, "bad": threading.Lock()}
         for _ in range(3):
-            self._error_of(stager, {"w": self.ones(1000) * 2, "bad": threading.Lock()})
+            self._error_of(stager, bad)
+        if self._fails_later(stager, bad):
+            self._error_of(stager, state)  # who gave a future cannot know that it was looked at, and may tell it again
         try:
             later = self.settled(stager, state)
         except Exception as error:
@@ -439,6 +449,16 @@ class StagerContract(Fidelity):
         state["nested"]["t"].fill_(-1)
         overwritten.set()
         getattr(saved, "upload_completion", saved).result(self.timeout_s)
+
+    def _settings(self) -> dict[str, object]:
+        """What would change how the caller trains on, if it were left otherwise."""
+        return {
+            "grad": torch.is_grad_enabled(),
+            "inference": torch.is_inference_mode_enabled(),
+            "default dtype": torch.get_default_dtype(),
+            "threads": torch.get_num_threads(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
 
     def _one_after_another(self, states: list[StateDict]) -> None:
         stager = self.opened()

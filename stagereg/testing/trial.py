@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from stagereg.errors import BrokenPromiseError
+from stagereg.fate import told_by
 from stagereg.stagers.protocol import AsyncStager, StateDict
 from stagereg.testing.contract import Contract
 from stagereg.testing.likeness import difference, note
@@ -141,7 +142,7 @@ def promise_on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
         try:
             (told,) = run_ranks(_try_on_rank, 1, args=(type(self), method.__name__), timeout_s=limit_s)
         except RankFailure as failure:
-            told = failure.failed[0].splitlines()[0] if failure.failed else f"it hung for {limit_s:g} s"
+            told = told_by(failure.failed[0]) if failure.failed else f"it hung for {limit_s:g} s"
             self.broken(f"tried in a process of its own, {told}")
         if told:
             self.broken(told)
@@ -158,7 +159,7 @@ def _try_on_rank(rank: int, world_size: int, kind: type[StagerTrial], name: str)
             contract.within(lambda: _closing(contract, method))
         except BrokenPromiseError as broken:
             return str(broken)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return f"it raised {type(error).__name__}: {error}"
     return ""
 

@@ -101,6 +101,9 @@ class Mine(stagereg.Joinable):
 """
 
 
+TWO = {"Leaves": "threading.Thread(target=threading.Event().wait).start()", "Innocent": "pass"}
+
+
 def check(*arguments: str, capsys: pytest.CaptureFixture[str], code: int) -> dict[str, Any]:
     """Run the command, which is to end with ``code``; return what it tells as JSON."""
     assert main(["check", "--json", *arguments]) == code
@@ -173,6 +176,45 @@ def test_whatever_a_plugin_does_to_its_process_costs_one_row(
     assert told["counts"] == {"kept": 3, "broken": 6, "skipped": 1}
     assert not told["kept"]
     assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+
+
+def test_a_thread_that_holds_up_the_end_is_not_put_down_to_the_last_of_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt, "_END_S", 0.5)
+    file = tmp_path / "staying.py"
+    classes = "".join(f"class {n}(Contract):\n    def test_it(self): {body}\n" for n, body in TWO.items())
+    file.write_text(f"import threading\nfrom stagereg.testing import Contract\n{classes}")
+    told = check(str(file), capsys=capsys, code=1)
+    seen = {section["title"]: [row["name"] for row in section["rows"]] for section in told["sections"]}
+    assert seen == {str(file): ["imports", "ends"], "Leaves": ["test_it"], "Innocent": ["test_it"]}
+
+
+def test_a_script_that_ends_the_process_on_import_is_told_where_its_main_belongs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "script.py"
+    file.write_text("import sys\n\nsys.exit(4)\n")
+    verdict, seen = rows(check(str(file), capsys=capsys, code=1))["imports"]
+    assert verdict == "broken"
+    assert "__main__" in seen
+    assert seen.endswith(f"SystemExit: 4 ({file}:3)")
+
+
+def test_a_stager_that_its_defaults_do_not_build_is_not_shown_and_the_options_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "asking.py"
+    source = STAGER.format(name="asking").replace("in_flight: int = 2", "in_flight: int")
+    file.write_text(source)
+    verdict, seen = rows(check(str(file), capsys=capsys, code=1))["contract"]
+    assert verdict == "not shown"
+    assert "no default for in_flight: add --set in_flight=..." in seen
+    file.write_text(source.replace("in_flight: int", "in_flight: int, group: object"))
+    verdict, seen = rows(check(str(file), "--set", "in_flight=2", capsys=capsys, code=1))["contract"]
+    assert verdict == "not shown"
+    assert seen.startswith("the program has to pass group\n")
+    assert "StagerContract" in seen
 
 
 @pytest.mark.slow

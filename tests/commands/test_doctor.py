@@ -74,7 +74,7 @@ def test_a_plugin_that_does_its_worst_is_one_row_and_the_others_are_told(
         "raises": ("raise ValueError('no licence')", "ValueError: no licence"),
         "leaves": ("raise SystemExit(7)", "SystemExit: 7"),
         "exits": ("import os\nprint('last', flush=True)\nos._exit(0)", "exit code 0; its last words: last"),
-        "crashes": ("import os, signal\n\nos.kill(os.getpid(), signal.SIGSEGV)", "crashed with SIGSEGV at"),
+        "crashes": ("import os, signal\n\nos.kill(os.getpid(), signal.SIGSEGV)", "crashed with SIGSEGV in <module> ("),
     }
     files = {name: install(name, source, {f"stager.{name}": "X"}) for name, (source, _) in bad.items()}
     found = examined(capsys, 1)
@@ -105,7 +105,7 @@ threading.Event().wait()
 """
     file = install("hanging", source, {"stager.hanging": "X"})
     found = examined(capsys, 1, "--timeout", "3")["stager/hanging"]
-    assert found["found"].endswith(f"did not end within 3 s: stuck at {file}:6")
+    assert found["found"].endswith(f"did not end within 3 s: stuck in <module> ({file}:6)")
     with pytest.raises(ProcessLookupError):
         _wait_for_the_end_of(int(pid.read_text()))
 

@@ -43,6 +43,18 @@ class Net:
 
 
 @dataclasses.dataclass
+class Part:
+    inner: Any = None
+    size: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    part: Part = dataclasses.field(default_factory=Part)
+    parts: list[Part] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
 class Made:
     """What every component here builds: its arguments."""
 
@@ -75,6 +87,10 @@ def saver(dir: str = "d", stager: Made | None = None, extra: dict[str, Any] | No
     return Made((), {"dir": dir, "stager": stager, "extra": extra, **more})
 
 
+def holding(part: Part = Part(), whole: Whole = Whole(), late: Part | None = None) -> Made:  # noqa: B008
+    return Made((), dict(locals()))
+
+
 def joined(joinables: Sequence[Any], throw: bool = False) -> Made:
     return Made((joinables,), {"throw": throw})
 
@@ -96,6 +112,7 @@ EVIL = {"_target_": f"{HERE}.evil"}
 REGISTERED = {
     ("stager", "made"): stager,
     ("checkpoint", "saver"): saver,
+    ("checkpoint", "holding"): holding,
     ("join", "joined"): joined,
     ("join", "refusing"): refusing,
     ("stager", "wrong"): wrong,
@@ -223,6 +240,34 @@ def test_lists_and_mappings_of_nodes_are_built(root: DictConfig) -> None:
     built = stagereg.instantiate({"a": [root.stager, 1], "b": {"c": made()}})
     assert built == {"a": [stagereg.instantiate(root.stager), 1], "b": {"c": stagereg.instantiate(made())}}
     assert stagereg.instantiate(None) is None
+
+
+NODES_IN_DATACLASSES = {
+    "plain": ({"part": {"inner": made()}}, lambda new: {"part": Part(new)}),
+    "frozen": ({"whole": {"part": {"inner": [made()]}}}, lambda new: {"whole": Whole(Part([new]))}),
+    "in a list": ({"whole": {"parts": [{"inner": made()}]}}, lambda new: {"whole": Whole(parts=[Part(new)])}),
+    "optional": ({"late": {"inner": {"a": made()}, "size": "2"}}, lambda new: {"late": Part({"a": new}, 2)}),
+}
+
+
+@pytest.mark.parametrize("case", NODES_IN_DATACLASSES)
+def test_a_node_in_a_dataclass_is_checked_and_built(case: str) -> None:
+    given, expected = NODES_IN_DATACLASSES[case]
+    defaults = {"part": Part(), "whole": Whole(), "late": None}
+    target = {"_target_": f"{HERE}.holding"}
+    built = stagereg.instantiate({**target, **given})
+    assert built.kwargs == {**defaults, **expected(stagereg.instantiate(made()))}
+    again = stagereg.instantiate({**target, **given, "_partial_": True})
+    assert again() == again() == built
+    mine = Part(made())
+    assert stagereg.instantiate(target, late=mine).kwargs["late"] == Part(stagereg.instantiate(made()))
+    assert mine == Part(made())
+    bad = OmegaConf.create(str(given).replace("'", '"').replace(".stager", ".evil"))
+    with pytest.raises(TargetNotAllowedError):
+        stagereg.instantiate({**target, **bad})
+    with pytest.raises(TargetNotAllowedError, match=r"^part\.inner names the _target_"):
+        stagereg.instantiate(target, part=Part(EVIL))
+    assert CALLED == []
 
 
 def test_args_of_a_config_are_options_too() -> None:
@@ -381,6 +426,19 @@ def test_a_missing_value_names_the_override_also_through_an_interpolation(root: 
             ConfigError, match=r"stager/made needs a value for chunk_mb: add stager\.chunk_mb=\.\.\. to"
         ):
             stagereg.instantiate(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (OmegaConf.create({"a": {"b": ["???"]}}), r"^a\.b\[0\] needs a value: add a\.b\[0\]=\.\.\."),
+        (OmegaConf.create({"a": made(group={"b": "???"})}), r"^a\.group\.b needs a value"),
+        (DictConfig("???"), "^The config needs a value"),
+    ],
+)
+def test_a_missing_value_is_no_text_anywhere(config: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        stagereg.instantiate(config)
 
 
 def test_what_only_the_program_can_give_is_asked_of_the_program(root: DictConfig) -> None:

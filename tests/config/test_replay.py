@@ -56,6 +56,9 @@ def mine(
     net: Net = Net("here"),
     nets: list[Net] = [],
     plain: Plain = Plain(),
+    more: Net | None = None,
+    limits: dict[str, ByteSize] | None = None,
+    sloppy: torch.dtype = None,
 ):
     return dict(locals())
 
@@ -72,7 +75,7 @@ if __name__ == "__main__":
 OVERRIDES = """
 number=7 room=512MB dtype=bfloat16 device=cuda:1 wait=00:05:00 codec=ZSTD codecs={a:ZSTD} folder=/tmp/y mode=slow
 ratio=1 old=3 either=4 pair=[2,half] rooms=[1KiB,3] net.host=there net.wait=1m nets=[{host:a},{host:b,wait:2}]
-plain.sizes=[4,5]
+plain.sizes=[4,5] more={host:c} limits={a:1KB}
 """
 
 MADE = (
@@ -81,7 +84,8 @@ MADE = (
     "'folder': PosixPath('/tmp/y'), 'mode': 'slow', 'ratio': 1.0, 'old': 3, 'either': 4, 'pair': (2, torch.float16), "
     "'rooms': [ByteSize('1KiB'), ByteSize('3B')], 'net': Net(host='there', wait=datetime.timedelta(seconds=60)), "
     "'nets': [Net(host='a', wait=datetime.timedelta(seconds=3)), Net(host='b', wait=datetime.timedelta(seconds=2))], "
-    "'plain': Plain(sizes=(4, 5))}\n"
+    "'plain': Plain(sizes=(4, 5)), 'more': Net(host='c', wait=datetime.timedelta(seconds=3)), "
+    "'limits': {'a': ByteSize('1KB')}, 'sloppy': None}\n"
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,7 +59,9 @@ class Component:
         folder: Path = Path("x"),
         sizes: list[int] = [1, 2],  # noqa: B006
         tags: tuple[str, ...] = ("a",),
-        weights: Mapping[str, float] | None = None,
+        weights: Mapping[str, float] | None = {"a": 0.5},
+        limits: Mapping[str, float] | None = None,
+        late: Net | None = None,
         mixed: str | Sequence[str] = "loss",
         net: Net = Net(),  # noqa: B008
         anything: Any = 5,
@@ -106,7 +109,9 @@ FIELDS = {
     "folder": (Path, Path("x")),
     "sizes": (list[int], [1, 2]),
     "tags": (list[str], ["a"]),
-    "weights": (dict[str, float] | None, None),
+    "weights": (dict[str, float] | None, {"a": 0.5}),
+    "limits": (Any, None),
+    "late": (Any, None),
     "mixed": (Any, "loss"),
     "net": (Net, Net()),
     "anything": (Any, 5),
@@ -126,6 +131,52 @@ def test_a_parameter_becomes_a_field_of_its_type_and_default(name: str) -> None:
 def test_what_no_config_can_hold_is_left_to_the_program() -> None:
     assert list(schema.options(registry.find("checkpoint", "sorts"))) == list(FIELDS)
     assert list(schema.options(registry.find("join", "joined"))) == ["throw"]
+
+
+ELSEWHERE = """
+from __future__ import annotations
+import functools, typing, dataclasses
+def logged(function):
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+@dataclasses.dataclass
+class Base:
+    mode: typing.Literal["a", "b"] = "a"
+"""
+
+
+def test_an_annotation_is_read_in_the_module_that_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    monkeypatch.syspath_prepend(tmp_path)
+    elsewhere = importlib.import_module("elsewhere")
+
+    @dataclasses.dataclass
+    class Child(elsewhere.Base):  # type: ignore[misc, name-defined]
+        codec: Codec = Codec.NONE
+        sizes: list[int] = dataclasses.field(default_factory=lambda: [1])
+
+    class Logged:
+        @elsewhere.logged  # type: ignore[untyped-decorator]
+        def __init__(self, codec: Codec) -> None: ...
+
+    registry.register("join", "child")(Child)
+    registry.register("join", "logged")(Logged)
+    assert {n: o.hint for n, o in schema.options(registry.find("join", "child")).items()} == {
+        "mode": Literal["a", "b"],
+        "codec": Codec,
+        "sizes": list[int],
+    }
+    assert schema.options(registry.find("join", "child"))["sizes"].default == [1]
+    assert schema.options(registry.find("join", "logged"))["codec"].hint is Codec
+
+
+def test_a_parameter_named_like_a_key_of_hydras_is_no_option() -> None:
+    def clever(_target_: str = "os.getcwd", _partial_: bool = True, size: int = 1) -> int:
+        return size
+
+    registry.register("join", "clever")(clever)
+    entry = registry.find("join", "clever")
+    assert list(schema.options(entry)) == ["size"]
+    assert schema.runtime(entry) == ["_target_", "_partial_"]
 
 
 def test_what_is_left_to_the_program_is_listed() -> None:
@@ -159,7 +210,6 @@ def test_the_config_names_its_component() -> None:
         ("either", 4, [4]),
         ("codec", "NONE", "GZIP"),
         ("sizes", [3], ["x"]),
-        ("weights", {"a": 1}, {"a": "x"}),
         ("net", {"port": "7"}, {"port": "x"}),
     ],
 )

@@ -169,8 +169,14 @@ def test_one_name_of_two_packages_is_two_options(app: App) -> None:
     assert out.index("BUILT {'path': 'here'} False") < out.index("BUILT {'path': 'there'} False")
     told = "2 installed packages provide stager/other; say which: other@their-rival or other@theirs\n"
     assert app.refuses("stager=other") == app.refuses("-m", "stager=other,theirs") == told + FULL_ERROR
+    assert "No stager named 'other@theris'. Did you mean 'other@theirs'?" in app.refuses("stager=other@theris")
     app.write("app.py", PICKLED)
     assert app.prints() == "there\n"
+
+
+@pytest.mark.parametrize("package", ["theirs", "Theirs"])
+def test_an_option_may_name_its_package_also_where_only_one_has_it(app: App, package: str) -> None:
+    assert app.prints(f"stager=theirs@{package}") == app.prints("stager=theirs")
 
 
 FULL_ERROR = "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"

@@ -30,6 +30,11 @@ class Codec(enum.Enum):
     NONE = 2
 
 
+class Mark(str, enum.Enum):  # noqa: UP042  # as one writes it for Python before 3.11
+    RED = "r"
+    BLUE = "b"
+
+
 @dataclasses.dataclass(frozen=True)
 class Net:
     """Where to.
@@ -66,6 +71,26 @@ class Frozen:
 class Opaque: ...
 
 
+@dataclasses.dataclass
+class Stop:
+    name: str = ""
+    tags: dict[str, int] = dataclasses.field(default_factory=lambda: {"a": 1})
+
+
+@dataclasses.dataclass
+class Way:
+    stop: Stop | None = None
+
+
+@dataclasses.dataclass
+class Trip:
+    stop: Stop | None = None
+    waits: dict[str, timedelta] = dataclasses.field(default_factory=dict)
+    way: Way = dataclasses.field(default_factory=Way)
+    stops: list[Stop] = None  # type: ignore[assignment]  # as many write it
+    wait: timedelta = None  # type: ignore[assignment]
+
+
 def everything(
     room: ByteSize = ByteSize("4GiB"),  # noqa: B008
     dtype: torch.dtype = torch.bfloat16,
@@ -89,6 +114,17 @@ def everything(
     frozen: Frozen = Frozen(),
     either: str | Net = "here",
     parts: str | Sequence[Opaque] = "all",
+    mark: Mark = Mark.BLUE,
+    marks: list[Mark] = [Mark.RED],  # noqa: B006
+    trip: Trip = Trip(),  # noqa: B008
+    late: Trip | None = None,
+    limits: dict[str, int] | None = None,
+    words: str | list[str] = "x",
+    table: list[list[int]] = [],  # noqa: B006
+    sloppy: torch.dtype = None,  # type: ignore[assignment]
+    choice: Literal["a", "b"] = None,  # type: ignore[assignment]  # noqa: RUF013
+    pairs: tuple[int, ...] = None,  # type: ignore[assignment]  # noqa: RUF013
+    stop: Stop = None,  # type: ignore[assignment]
 ) -> dict[str, Any]:
     return dict(locals())
 
@@ -164,6 +200,17 @@ GIVEN = {
     "plain": ({"sizes": [2, 3]}, Plain((2, 3))),
     "frozen": ({"port": 2}, Frozen(2)),
     "either": ({"host": "x", "wait": "1s"}, Net("x", timedelta(seconds=1))),
+    "mark": ("RED", Mark.RED),
+    "marks": (["BLUE"], [Mark.BLUE]),
+    "trip": ({"stop": {"name": "x"}, "stops": [{}]}, Trip(Stop("x"), stops=[Stop()])),
+    "late": ({"stop": {"tags": {"b": "2"}}, "wait": "1s"}, Trip(Stop(tags={"b": 2}), wait=timedelta(seconds=1))),
+    "limits": ({"a": "1"}, {"a": 1}),
+    "words": (3, "3"),
+    "table": ([["1"], []], [[1], []]),
+    "sloppy": ("half", torch.float16),
+    "choice": ("b", "b"),
+    "pairs": ([1, "2"], (1, 2)),
+    "stop": ({"name": "x"}, Stop("x")),
 }
 
 
@@ -185,9 +232,31 @@ def test_a_key_taken_out_of_a_default_stays_out() -> None:
 def test_a_mapping_takes_new_keys_in_a_config_that_is_closed_to_others() -> None:
     composed = OmegaConf.create({"join": config()}, flags={"struct": True})
     composed.join.rooms.b = "1KB"
+    composed.join.trip.waits.b = "1s"
+    assert stagereg.instantiate(composed.join)["trip"].waits == {"b": timedelta(seconds=1)}
     assert stagereg.instantiate(composed.join)["rooms"] == {"a": 3, "b": 1000}
     with pytest.raises(ConfigAttributeError):
         composed.join.other = 1
+
+
+OVERRIDES = {
+    "late": ({"stop": {"name": "x"}}, Trip(Stop("x"))),
+    "late.stop.name": ("x", Trip(Stop("x"))),
+    "limits": ({"a": 1}, {"a": 1}),
+    "limits.a": (1, {"a": 1}),
+    "trip.stop": ({"name": "x"}, Trip(Stop("x"))),
+    "trip.stop.name": ("x", Trip(Stop("x"))),
+    "trip.way.stop.name": ("x", Trip(way=Way(Stop("x")))),
+    "trip.waits.a": ("1s", Trip(waits={"a": timedelta(seconds=1)})),
+}
+
+
+@pytest.mark.parametrize("key", OVERRIDES)
+def test_what_is_none_or_empty_by_default_can_be_set_by_an_override(key: str) -> None:
+    value, expected = OVERRIDES[key]
+    composed = OmegaConf.create({"join": config()}, flags={"struct": True})
+    OmegaConf.update(composed, f"join.{key}", value, merge=True, force_add=True)  # as Hydra does for a + before it
+    assert alike(stagereg.instantiate(composed.join)[key.partition(".")[0]], expected)
 
 
 def test_a_component_in_place_of_a_value_is_built() -> None:
@@ -254,6 +323,12 @@ def test_objects_given_by_the_program_arrive(name: str) -> None:
         ),
         ({"route": {"nets": [{"host": "x", "mode": "fsat"}]}}, r"^route\.nets\[0\]\.mode is 'fsat'"),
         ({"either": {"hots": "x"}}, r"^either\.hots: Net takes no 'hots'\. Did you mean 'host'\? It takes: host, wait"),
+        ({"limits": 3}, r"^limits is 3, where a mapping is needed\.$"),
+        ({"limits": {"a": "x"}}, r"^limits\.a: Value 'x' .* could not be converted to Integer"),
+        ({"table": [1]}, r"^table\[0\] is 1, where a list is needed\.$"),
+        ({"late": {"stpo": {}}}, r"^late\.stpo: Trip takes no 'stpo'\. Did you mean 'stop'\?"),
+        ({"late": 3}, r"^late is 3, where the fields of a Trip are needed"),
+        ({"choice": "c"}, r"^choice is 'c'\. It is one of: 'a', 'b'"),
         ({"either": {}}, r"^either\.host needs a value: add either\.host=\.\.\."),
     ],
 )

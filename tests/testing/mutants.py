@@ -393,6 +393,19 @@ class LeavesOut(Plain):
             return super().stage({**state_dict, error.path[0]: None})
 
 
+class DrawsRandomNumbers(Plain):
+    def stage(self, state_dict: State) -> State:
+        torch.rand(1)
+        return super().stage(state_dict)
+
+
+class LeavesGradOff(Plain):
+    def stage(self, state_dict: State) -> State:
+        copied = super().stage(state_dict)
+        torch.set_grad_enabled("optimizer" in state_dict)  # whoever trains on at once would notice anyway
+        return copied
+
+
 class GivesUp(Plain):
     failed = False
 
@@ -528,7 +541,7 @@ MUTANTS: dict[str, tuple[type[Any], ...]] = {
     "test_writes_that_no_version_counter_sees_are_staged": (TrustsVersionCounters,),
     "test_a_training_loop_is_staged_as_it_was": (ScalarsAsTheyAre,),
     "test_values_that_are_no_tensors_are_copied": (ValuesAsTheyAre,),
-    "test_the_source_is_left_as_it_is": (SortsTheSource,),
+    "test_the_source_is_left_as_it_is": (SortsTheSource, DrawsRandomNumbers, LeavesGradOff),
     "test_a_copy_that_is_held_stays_as_it_is": (OneArenaForAll,),
     "test_a_slice_keeps_its_copy": (LooksOnlyAtTensors,),
     "test_holding_copies_never_blocks": (WaitsForThreeToBeDropped,),

@@ -162,14 +162,14 @@ class Mean:
         import torch, types
         self._join_config = types.SimpleNamespace(enable=False, throw_on_early_termination=False,
                                                   is_first_joinable=False)
-        self.total, self.weight = torch.zeros(2), 1.0
+        self.total, self.weight = torch.zeros(2, dtype=torch.float64), 1.0
         self.join_device, self.join_process_group = torch.device("cpu"), None
 
     def add(self, *values):
         import torch, torch.distributed as dist, stagereg
         if values:
             stagereg.Join.notify_join_context(self)
-        mine = torch.tensor([sum(values), float(len(values))])
+        mine = torch.tensor([sum(values), float(len(values))], dtype=torch.float64)
         dist.all_reduce(mine)
         self.total += mine
 
@@ -178,8 +178,6 @@ class Mean:
         return types.SimpleNamespace(main_hook=self.add, post_hook=lambda is_last_joiner: None)
 
 class TestMean(JoinableContract):
-    tolerance = 1e-6
-
     def build(self):
         return Mean()
 
@@ -187,11 +185,12 @@ class TestMean(JoinableContract):
         mean.add(value)
 
     def state(self, mean):
-        return {"mean": mean.total[0] / mean.total[1].clamp(min=1)}
+        return {"mean": mean.total[0] / mean.total[1].clamp(min=1), "sums": mean.total}
 
     def expected(self, steps, world_size):
         values = sum(steps, [])
-        return {"mean": sum(values) / max(len(values), 1)}
+        # Python's numbers are doubles, alone and in lists.
+        return {"mean": sum(values) / max(len(values), 1), "sums": [sum(values), len(values)]}
 
 if __name__ == "__main__":
     kept = [TestMean.outcome(name).kept for name in TestMean.promises()]

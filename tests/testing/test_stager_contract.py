@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,24 @@ class Halving(BlockingAsyncStager):
         return super().stage(halved(state_dict))
 
 
+class Foretold(BlockingAsyncStager):
+    """Stages at once and returns a future; the next call tells its error again, since nobody may have looked."""
+
+    failed: BaseException | None = None
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        failed, self.failed = self.failed, None
+        if failed is not None:
+            raise failed
+        future: Future[Any] = Future()
+        try:
+            future.set_result(super().stage(state_dict))
+        except Exception as error:
+            self.failed = error
+            future.set_exception(error)
+        return future
+
+
 def halved(value: Any) -> Any:
     """The same in half the bytes; tensors over one storage stay over one."""
     storages: dict[int, torch.Tensor] = {}
@@ -154,6 +173,11 @@ def test_a_stager_that_casts_says_what_it_makes_and_keeps_the_rest() -> None:
     assert [Halved.outcome(name).seen for name in sorted(casting)] == [""] * len(casting)
     told = held_to(Halving).outcome("test_later_writes_do_not_show")
     assert (told.kept, "has the dtype torch.bfloat16, not torch.float32" in told.seen) == (False, True)
+
+
+def test_a_stager_may_tell_an_error_again_whose_future_nobody_may_have_looked_at() -> None:
+    names = ("test_an_error_leaves_the_stager_usable", "test_errors_that_nobody_looked_at_surface")
+    assert [held_to(Foretold).outcome(name).seen for name in names] == ["", ""]
 
 
 class TestMutants:
