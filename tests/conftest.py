@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
+
+from stagereg import registry
+
+
+@pytest.fixture
+def registry_as_before() -> Iterator[None]:
+    """Forgets what a test registers; the project's own components, imported meanwhile, register only once."""
+    before = set(registry._decorated)
+    yield
+    built_in = {(kind, name, target) for (kind, name), target in registry._BUILT_IN.items()}
+    for key in set(registry._decorated) - before - built_in:
+        del registry._decorated[key]
 
 
 def pytest_configure() -> None:

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,7 @@ class Joinable:
 GOOD = {"stager": Stager, "join_hook": Hook, "joinable": Joinable}
 
 
-@pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    before = set(registry._decorated)
-    yield
-    built_in = {(kind, name, target) for (kind, name), target in registry._BUILT_IN.items()}
-    for key in set(registry._decorated) - before - built_in:
-        del registry._decorated[key]
+pytestmark = pytest.mark.usefixtures("registry_as_before")
 
 
 @pytest.fixture

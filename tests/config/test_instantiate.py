@@ -9,7 +9,7 @@ import importlib.metadata
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,14 +120,10 @@ REGISTERED = {
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    before = dict(registry._decorated)
+def _registered(registry_as_before: None) -> None:
     for (kind, name), component in REGISTERED.items():
         registry.register(kind, name)(component)
     CALLED.clear()
-    yield
-    registry._decorated.clear()
-    registry._decorated.update(before)
 
 
 def node(kind: str, name: str, **values: Any) -> Any:

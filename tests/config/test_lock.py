@@ -70,7 +70,7 @@ def takes_any(*args: Any) -> tuple[Any, ...]:
 
 
 @pytest.fixture(autouse=True)
-def _world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "lock_trap.py").write_text(
         "import builtins\nfired = []\n"
         "def fire(charge=1, *more, name=''): fired.append(charge); return charge, *more, name\n"
@@ -83,7 +83,6 @@ def _world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "lock_exits.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(registry._BUILT_IN, ("join", "lazy"), LAZY.replace(".", ":"))
-    before = dict(registry._decorated)
     registry.register("join", "known")(known)
     registry.register("checkpoint", "any")(takes_any)
     registry.register("checkpoint", "staging")(takes_stager)
@@ -92,8 +91,6 @@ def _world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry.entries()
     OmegaConf.to_container(OmegaConf.create({"a": "${oc.create:${b}}", "b": [1]}), resolve=True)
     yield
-    registry._decorated.clear()
-    registry._decorated.update(before)
     for name in RESOLVERS:
         OmegaConf.clear_resolver(name)
     for module in ("lock_trap", "lock_lazy", "lock_exits"):

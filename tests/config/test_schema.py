@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import importlib
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
@@ -82,13 +82,9 @@ def joined(joinables: Sequence[Any], parts: list, enable: bool = True, /, throw:
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    before = dict(registry._decorated)
+def _registered(registry_as_before: None) -> None:
     registry.register("checkpoint", "sorts")(Component)
     registry.register("join", "joined")(joined)
-    yield
-    registry._decorated.clear()
-    registry._decorated.update(before)
 
 
 def config(**values: Any) -> Any:

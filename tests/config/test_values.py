@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import inspect
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Optional
@@ -134,12 +134,8 @@ DEFAULTS |= {"nets": []}
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    before = dict(registry._decorated)
+def _registered(registry_as_before: None) -> None:
     registry.register("join", "everything")(everything)
-    yield
-    registry._decorated.clear()
-    registry._decorated.update(before)
 
 
 def config(**given: Any) -> Any:
@@ -477,7 +473,6 @@ def test_a_value_of_any_type_survives_a_config_and_its_replay(data: st.DataObjec
     component.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=value)]
     )
-    registry._decorated.pop(("join", "component"), None)
     registry.register("join", "component")(component)
     composed = OmegaConf.structured(schema.schema(registry.find("join", "component")))
     replayed = OmegaConf.create(OmegaConf.to_yaml(composed))
