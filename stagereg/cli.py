@@ -36,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for room in _ROOMS:
         room.add_to(commands)
     given = sys.argv[1:] if arguments is None else list(arguments)
-    if given and not given[0].startswith("-") and given[0] not in commands.choices:
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
+    if not given[0].startswith("-") and given[0] not in commands.choices:
         known = ", ".join(commands.choices)
         parser.error(f"no command {given[0]!r}.{nearest(given[0], commands.choices)} There is: {known}")
     asked = parser.parse_args(given)

@@ -287,7 +287,8 @@ def find(kind: str, name: str) -> Entry:
     if not found:
         known = names(kind)
         near = nearest(name, [*qualified, *known])
-        raise UnknownNameError(f"No {kind} named {name!r}.{near}\nThere is: {', '.join(known) or '-'}")
+        more = "" if near else "".join(f"\nNot known is what {who} announces: {why}." for who, why in unreadable()[:3])
+        raise UnknownNameError(f"No {kind} named {name!r}.{near}\nThere is: {', '.join(known) or '-'}{more}")
     if qualified and not at:
         raise RegistryError(
             f"{len(qualified)} installed packages provide {kind}/{bare}; say which: {' or '.join(qualified)}"

@@ -17,10 +17,7 @@ def test_a_misspelt_command_is_told_with_the_nearest(capsys: pytest.CaptureFixtu
     assert "no command 'shwo'. Did you mean 'show'?" in told.err
 
 
-def test_no_command_and_version_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main([])
-    assert "usage: stagereg" in capsys.readouterr().err
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"stagereg {__version__}\n"
@@ -45,3 +42,10 @@ def test_errors_and_interruptions_are_exit_codes(
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err == ("stagereg: told\n" if code == 2 else "")
+
+
+def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert all(name in shown.err for name in ("list", "show", "new", "check", "doctor", "bench"))

@@ -564,3 +564,11 @@ def test_what_is_no_class_or_function_is_refused(thing: Any) -> None:
         stagereg.register("stager", thing)
     with pytest.raises(UnknownNameError, match="No kind"):
         stagereg.names(thing)
+
+
+def test_an_unknown_name_tells_which_packages_could_not_be_read(package: Any, tmp_path: Path) -> None:
+    package("garbled", "", **{"stager.far_from_all": "Cls"})
+    (tmp_path / "garbled-1.2.dist-info" / "METADATA").write_text("")
+    registry._installed.cache_clear()
+    with pytest.raises(UnknownNameError, match=r"Not known is what .*garbled.* announces: it has no METADATA"):
+        registry.find("stager", "far_from_all")

@@ -211,7 +211,7 @@ class StagerContract(Fidelity):
     @promise
     def test_dropped_copies_are_given_back(self) -> None:
         """The memory of dropped copies is freed or used again: staging for ever takes no more and more of it."""
-        stager, times, source = self.opened(), 6, {"w": self.ones(_LARGE // 4)}
+        stager, times, source = self.opened(), 6, {"w": self._large()}
 
         def stage_often() -> None:
             for step in range(times):
@@ -404,7 +404,7 @@ class StagerContract(Fidelity):
     @promise
     def test_close_gives_the_memory_back(self) -> None:
         """After close(), no memory is kept but that of copies that are still held."""
-        state = {"w": self.ones(_LARGE // 4)}
+        state = {"w": self._large()}
 
         def stage_and_close() -> None:
             stager = self.opened()
@@ -433,6 +433,10 @@ class StagerContract(Fidelity):
                         self.broken(f"a checkpoint whose writer came {order} holds other values of {name}")
 
     # What the promises have in common
+
+    def _large(self) -> torch.Tensor:
+        """A tensor whose copy has ``_LARGE`` bytes, whatever the stager makes of its dtype."""
+        return self.ones(_LARGE // self.expected(self.ones(1)).element_size())
 
     def _save(self, stager: AsyncStager, state: StateDict, folder: Path, late: bool) -> None:
         """Save as torch does, with a writer that writes as early, or as late, as the order of calls allows."""
