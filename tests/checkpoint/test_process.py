@@ -421,6 +421,7 @@ class TestCheckpointer:
         with Checkpointer(str(tmp_path), stager=stagereg.build("stager", "blocking")) as checkpointer:
             assert checkpointer.writer_pid is None
 
+    @pytest.mark.slow
     def test_two_checkpointers_on_two_ranks_write_at_once_and_nobody_listens(self, tmp_path) -> None:
         results = run_ranks(two_at_once, nproc=2, args=(str(tmp_path),))
         pids = [pid for result in results for pid in result[0]]

@@ -215,9 +215,9 @@ def test_an_error_is_told_once_with_its_rank_and_not_its_consequences(app, start
     ("what", "line"),
     [
         ("fail_on_last", "rank 1: the cheese is out: buy some"),
-        ("uneven", "rank 1: inputs ran out on rank 1"),
+        pytest.param("uneven", "rank 1: inputs ran out on rank 1", marks=pytest.mark.slow),
         ("die_on_last", "rank 1: died of SIGKILL"),
-        ("exit_badly_on_last", "rank 1: left by sys.exit(3)"),
+        pytest.param("exit_badly_on_last", "rank 1: left by sys.exit(3)", marks=pytest.mark.slow),
     ],
 )
 def test_the_cause_is_one_line(app, what, line):
@@ -312,7 +312,7 @@ def test_a_config_in_the_call_skips_the_command_line(app):
 @pytest.mark.parametrize(
     ("name", "to_group", "sweep", "code"),
     [
-        ("SIGINT", True, False, 130),
+        pytest.param("SIGINT", True, False, 130, marks=pytest.mark.slow),
         ("SIGINT", True, True, 130),
         ("SIGTERM", False, False, 143),
         ("SIGKILL", False, False, -9),

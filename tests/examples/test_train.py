@@ -91,7 +91,7 @@ def test_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> No
     assert differing(ends[0], saved(whole / "step-00000004", tmp_path)) != []
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "zero"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("zero", marks=pytest.mark.slow)])
 def test_uneven_ranks_train_to_the_last_batch_of_the_longest(tmp_path: Path, parallel: str) -> None:
     overrides = ["data=uneven", f"parallel={parallel}", "data.files=8", "train.steps=60", "checkpoint.every=20"]
     done = run(*overrides, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
@@ -100,6 +100,7 @@ def test_uneven_ranks_train_to_the_last_batch_of_the_longest(tmp_path: Path, par
     assert (tmp_path / "run/checkpoints/latest").resolve().name == f"step-{steps:08d}"
 
 
+@pytest.mark.slow
 def test_uneven_fsdp2_resumes_to_the_same_end_where_a_rank_has_no_batch_left(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     overrides = ["data=uneven", "parallel=fsdp2", "data.files=4", "train.steps=24", "checkpoint.every=16"]

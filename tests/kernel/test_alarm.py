@@ -311,6 +311,7 @@ class OneStore:
 FATES = st.lists(st.sampled_from(["well", "well", "dead", "absent"]), min_size=2, max_size=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(st.lists(FATES, min_size=1, max_size=5))
 def test_those_who_fall_silent_are_named_and_nobody_else(joins: list[list[str]]) -> None:

@@ -237,7 +237,10 @@ else:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a full disk is played by a limit of POSIX systems")
-@pytest.mark.parametrize(("kind", "says", "fails"), [("torch", "lost", False), ("ours", "whole", True)])
+@pytest.mark.parametrize(
+    ("kind", "says", "fails"),
+    [pytest.param("torch", "lost", False, marks=pytest.mark.slow), ("ours", "whole", True)],
+)
 def test_e_a_full_disk_while_a_step_is_saved_again(kind: str, says: str, fails: bool, tmp_path: Path) -> None:
     """torch destroys the old checkpoint, and a program that does not ask ends well; ours keeps it and ends with 1."""
     command = [sys.executable, "-W", "ignore", "-c", DISK_FULL, str(tmp_path / "run"), kind]

@@ -122,6 +122,7 @@ STAGERS: dict[str, dict[str, Any]] = {
     "torch_plain": {},
     "torch_cached": {},
 }
+QUICK = ("blocking", "incremental_content", "overlapped", "pinned_cached", "shared")
 """Names of makers, and what they are called with."""
 
 Makers = dict[str, Callable[..., AsyncStager]]
@@ -130,7 +131,7 @@ LIMITS = settings(
 )
 
 
-@pytest.mark.parametrize("kind", STAGERS)
+@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in STAGERS])
 @LIMITS
 @given(data=st.data())
 def test_any_state_dict_staged_again_and_again(kind: str, makers: Makers, data: st.DataObject) -> None:

@@ -211,6 +211,7 @@ def author(tmp_path: Path) -> Path:
 SKIPPED = {"test_planned", "test_counted", "test_iterate", "test_planned_sends_nothing_more", "test_planned_throw"}
 
 
+@pytest.mark.slow
 def test_a_contract_may_be_in_the_main_module(author: Path) -> None:
     run = subprocess.run([sys.executable, str(author)], capture_output=True, text=True, timeout=100)
     kept = len(JoinableContract.promises()) - len(SKIPPED)

@@ -355,7 +355,7 @@ def test_ranks_end_when_their_caller_is_killed(tmp_path):
     assert await_gone(pids) == []
 
 
-@pytest.mark.parametrize("mode", ["importlib", "prepend"])
+@pytest.mark.parametrize("mode", ["importlib", pytest.param("prepend", marks=pytest.mark.slow)])
 def test_functions_and_their_neighbours_are_found_under_every_import_mode(tmp_path, tmp_path_factory, mode):
     """``tests/deep`` has a neighbour that is imported relatively; the rank must find it where the test did."""
     deep = tmp_path / "tests" / "deep"

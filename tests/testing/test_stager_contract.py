@@ -247,6 +247,7 @@ def broken_on_a_rank() -> dict[str, dict[str, str]]:
 
 class TestTorchsStagers:
     @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13")
+    @pytest.mark.slow
     def test_break_what_the_page_says_and_nothing_else(self) -> None:
         recorded = re.search(r"<!-- torch's stagers -->\n(.*?)\n<!-- -->", PAGE.read_text(), re.S)
         assert recorded
