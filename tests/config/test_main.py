@@ -169,6 +169,7 @@ def test_torchrun_gives_the_ranks_and_they_share_one_folder_and_one_log(app):
     assert re.findall("rank (.*) sees 3", log.read_text()) == ["0 of 2"]
 
 
+@pytest.mark.slow
 def test_torchrun_shows_the_config_once_and_ends(app):
     ended = app.run("--cfg", "job", start=TORCHRUN)
     assert ended.returncode == 0, ended.stderr
@@ -200,7 +201,7 @@ def test_torchrun_with_a_sweep_is_refused_with_one_line(app):
     assert list(app.answers.iterdir()) == []
 
 
-@pytest.mark.parametrize("start", [None, TORCHRUN], ids=["python", "torchrun"])
+@pytest.mark.parametrize("start", [None, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["python", "torchrun"])
 def test_an_error_is_told_once_with_its_rank_and_not_its_consequences(app, start):
     ended = app.run("what=raise_on_last", start=start)
     assert ended.returncode == 1
@@ -284,6 +285,7 @@ def test_folders_and_configs_are_found_from_anywhere_and_chdir_is_hydras(app, tm
     assert app.answer(0)["cwd"] == app.answer(1)["cwd"] == str(folder)
 
 
+@pytest.mark.slow
 def test_a_module_of_a_package_can_be_started_with_m(app):
     package = app.folder / "pkg"
     package.mkdir()

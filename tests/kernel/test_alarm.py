@@ -124,6 +124,7 @@ def unreachable(rank: int, world_size: int, timeout_s: float) -> Any:
     return seen
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_frozen_or_stuck_is_named_within_the_timeout() -> None:
     timeout_s = 3.0
     others = run_ranks(unreachable, 3, args=(timeout_s,), timeout_s=90)

@@ -43,10 +43,12 @@ class TestFsdp2(joins.Fsdp2Contract):
     pass
 
 
+@pytest.mark.slow
 class TestZero(joins.ZeroContract):
     pass
 
 
+@pytest.mark.slow
 class TestCollective(joins.CollectiveContract):
     pass
 
@@ -55,6 +57,7 @@ class TestMetrics(joins.MetricsContract):
     pass
 
 
+@pytest.mark.slow
 class TestCheckpoint(joins.CheckpointContract):
     pass
 
