@@ -90,3 +90,37 @@ def other_error(rank: int, world_size: int) -> str:
 
 def test_an_error_of_the_loops_own_stays_what_it_is() -> None:
     assert run_ranks(other_error, 2, timeout_s=30) == ["RuntimeError: of the loop's own"] * 2
+
+
+DDPS: list[dict[str, Any]] = [
+    {},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+    {"find_unused_parameters": True, "static_graph": True},
+]
+
+
+def counting(rank: int, world_size: int) -> list[tuple[int, type]]:
+    """Steps and error of one join after another; before some of them, each module has been trained outside a join."""
+    seen = []
+    for options in DDPS:
+        for before in (0, 1, 2):
+            ddp = DistributedDataParallel(net(Case()), **options)
+            for step in range(before):
+                ddp(batch(rank, 1, step)).sum().backward()
+            steps, error = 0, None
+            try:
+                with stagereg.Join([ddp], throw_on_early_termination=True, mode="counted", timeout=10.0):
+                    for step in range((1, 3)[rank]):
+                        ddp(batch(rank, 0, step)).sum().backward()
+                        steps += 1
+            except RuntimeError as caught:
+                error = caught
+            seen.append((steps, type(error)))
+    return seen
+
+
+def test_counted_ranks_stop_before_ddp_arranges_its_buckets_anew() -> None:
+    """Which it does once, by a collective at the beginning of a forward, in the second step of most modules."""
+    for outcomes in run_ranks(counting, 2, timeout_s=60):
+        assert outcomes == [(1, stagereg.UnevenInputsError)] * (3 * len(DDPS))
