@@ -14,10 +14,10 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
 
-test: $(VENV)/.ready  ## the tests
+test: $(HYDRA_1_4)/.ready  ## the tests
 	$(BIN)/python -m pytest -m "not slow" $(WORKERS)
 
-test-all: $(VENV)/.ready  ## the tests with their longer matrices
+test-all: $(HYDRA_1_4)/.ready  ## the tests with their longer matrices
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
 
 check: $(VENV)/.ready  ## lint, format and types
@@ -33,12 +33,15 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info
 
 # torch comes first and alone: without a GPU, its CPU build spares gigabytes of CUDA libraries.
-# Hydra 1.4 comes last, for tests only: an environment inside the first that differs from it in Hydra and OmegaConf.
-$(VENV)/.ready: pyproject.toml constraints.txt constraints-hydra-1.4.txt
+$(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	command -v nvidia-smi >/dev/null || $(PIP) --no-deps --retries 0 --timeout 15 --index-url $(CPU_INDEX) $(TORCH) || true
 	$(PIP) $(TORCH) setuptools wheel
 	$(PIP) --no-build-isolation --editable ".[dev,report]"
+	touch $@
+
+# For tests only: an environment inside the first that differs from it in Hydra and OmegaConf.
+$(HYDRA_1_4)/.ready: $(VENV)/.ready constraints-hydra-1.4.txt
 	$(BIN)/python -m venv --clear --without-pip $(HYDRA_1_4)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-hydra-1.4.txt \
 		--target "$$($(HYDRA_1_4)/bin/python $(SITE))"

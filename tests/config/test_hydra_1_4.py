@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOM = Path(__file__).parent
-# `make` puts it there: the environment of the tests, but for Hydra and OmegaConf.
+# `make test` puts it there: the environment of the tests, but for Hydra and OmegaConf.
 PYTHON = Path(sys.prefix) / "hydra-1.4" / "bin" / "python"
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"Hydra 1.4 is not installed beside: no {PYTHON}")
