@@ -75,7 +75,8 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: something that was asked for cannot be had; nothing was measured.
     """
     rows = _check(asked)
-    from stagereg.bench import machine, report
+    from stagereg import machine
+    from stagereg.bench import report
 
     environment = machine.describe(asked.device)
     notes: list[str] = []
@@ -266,7 +267,7 @@ def _watch(device: str) -> Watch:
 @contextmanager
 def _folder(root: str, notes: list[str]) -> Iterator[Path]:
     """A fresh directory on the file system of ``root``, gone afterwards."""
-    from stagereg.bench.machine import file_system
+    from stagereg.machine import file_system
 
     folder = Path(tempfile.mkdtemp(prefix="stagereg-bench-", dir=root)).absolute()
     text = f"--dir {root} is memory ({file_system(folder)}), not a disk: the figures say nothing about disks."

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from stagereg import registry
-from stagereg.bench.machine import cores
-from stagereg.commands import apart, output, vitals
+from stagereg import output, registry
+from stagereg.commands import apart, vitals
 from stagereg.commands.vitals import Finding
 from stagereg.errors import ConfigError, StageregError
+from stagereg.machine import cores
 from stagereg.registry import Entry
 
 __all__ = ["add_to", "load", "load_built_in", "run"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from stagereg import registry
-from stagereg.commands import output
+from stagereg import output, registry
 from stagereg.commands.named import add_plugins_option, import_plugins
 from stagereg.errors import UnknownNameError, nearest
 

@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 
-from stagereg.commands import output
+from stagereg import output
 
 __all__ = ["add_plugins_option", "import_plugins"]
 

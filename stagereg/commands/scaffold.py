@@ -18,8 +18,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from stagereg import __version__, registry
-from stagereg.commands import output
+from stagereg import __version__, output, registry
 from stagereg.errors import ConfigError
 
 __all__ = ["add_to", "make", "run"]

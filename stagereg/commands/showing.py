@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from stagereg import registry
-from stagereg.commands import output
+from stagereg import output, registry
 from stagereg.commands.named import add_plugins_option, import_plugins
 from stagereg.errors import UnknownNameError, nearest
 from stagereg.registry import Entry

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagereg.bench import machine
+from stagereg import machine
 
 __all__ = ["Finding", "directory", "host", "limits", "torch_facts", "torch_findings", "versions"]
 

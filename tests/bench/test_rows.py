@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from stagereg.bench import ceiling, machine, staging, stall, states
+from stagereg import machine
+from stagereg.bench import ceiling, staging, stall, states
 from stagereg.bench.ceiling import RawWrite, flush
 from stagereg.bench.measure import Series, Watch, interleave
 from stagereg.bench.write import Durable

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagereg.commands import output
+from stagereg import output
 
 WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
 SENTENCES = st.lists(WORDS, min_size=1, max_size=60).map(" ".join)
