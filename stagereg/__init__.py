@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stagereg.config.main import main
     from stagereg.join.context import Join
     from stagereg.join.protocol import Joinable, JoinHook
+    from stagereg.record import log
     from stagereg.sizes import ByteSize
     from stagereg.stagers.blocking import BlockingAsyncStager
     from stagereg.stagers.protocol import AsyncStager
@@ -39,6 +40,7 @@ __all__ = [
     "UnevenInputsError",
     "build",
     "instantiate",
+    "log",
     "main",
     "names",
     "register",
@@ -54,6 +56,7 @@ _LAZY = {
     "JoinHook": "stagereg.join.protocol",
     "Joinable": "stagereg.join.protocol",
     "instantiate": "stagereg.config.instantiate",
+    "log": "stagereg.record",
     "main": "stagereg.config.main",
 }
 

@@ -9,6 +9,9 @@ everybody goes on together.
 In a plain loop the wire is torch's, so ranks with torch's ``Join`` may be among them, unless a mode is chosen that does
 without (:mod:`stagereg.join.wiring`).
 
+What it came to is told on leaving (:mod:`stagereg.record`): the steps this rank took with data and without, and the
+samples it was given.
+
 Left as it was found, on every way out: the joinables' configuration, DDP's divisor, and Python's warning filters.
 """
 
@@ -17,18 +20,21 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from stagereg import record
 from stagereg.errors import JoinError, PeerFailedError, UnevenInputsError
 from stagereg.join import nesting
 from stagereg.join.adapt import adapt
 from stagereg.join.iterate import Loop
 from stagereg.join.mean import Average, known_average, weighted
 from stagereg.join.protocol import Joinable, JoinConfig, JoinHook, NotedConfig, notify
+from stagereg.join.samples import Given
 from stagereg.join.wiring import Mode, Wiring, common_group, known_mode
 from stagereg.kernel.abort import was_aborted
 from stagereg.kernel.attendance import Attendance, PlannedAttendance
@@ -120,7 +126,10 @@ class Join:
         self._plain: Attendance | None = None
         self._attendance: Attendance | None = None
         self._loop: Loop | None = None
+        self._given = Given()
         self._sequence = 0
+        self._asked = 0
+        self._on_wire = _WireSteps()
         self._hooks: list[JoinHook] | None = self._make_hooks()
 
     def __enter__(self) -> Join:
@@ -131,6 +140,7 @@ class Join:
                 "end this process, or make a new process group"
             )
         self._before = [getattr(joinable, "_join_config", None) for joinable in self._joinables]
+        self._given, self._on_wire = Given(), _WireSteps()
         if self._hooks is None:  # entered again, as once an epoch
             self._hooks = self._make_hooks()
         try:
@@ -156,6 +166,7 @@ class Join:
                 else:
                     self._give_up(error)
         finally:
+            self._tell()
             self._restore()
 
     @staticmethod
@@ -194,7 +205,7 @@ class Join:
             UnevenInputsError: told to throw, with planned lengths before the first step.
         """
         if not self._enable or self._mode == "torch":  # torch's wire is for loops that ranks leave
-            yield from loader
+            yield from self._given.counting(loader)
             return
         if self._wiring is None:
             raise JoinError("join.iterate works inside the join: with stagereg.Join(...) as join: ...")
@@ -205,7 +216,7 @@ class Join:
                 "is told"
             )
         self._leave_loop()
-        self._loop = loop = Loop(self._wiring, self._shadow_step)
+        self._loop = loop = Loop(self._wiring, self._shadow_step, self._given)
         self._configure(loop.start(loader))
         yield from loop.run(loader, example, self._joinables[0].join_device)
         self._configure(self._plain)
@@ -262,9 +273,11 @@ class Join:
     def _borrow(self, attendance: Attendance | None) -> None:
         """Give the joinables an attendance that is not the join's; with ``None`` its own again."""
         attendance = self._attendance if attendance is None else attendance
+        self._look_at_wire()
         for i, joinable in enumerate(self._joinables):
             kind = NotedConfig if i == 0 else JoinConfig
             joinable._join_config = kind(self._enable, self._throw, i == 0, attendance)
+        self._asked = self._times_asked()  # the joinable itself may look, on being told
 
     def _refuse_a_second_join(self) -> None:
         for joinable in self._joinables:
@@ -361,7 +374,17 @@ class Join:
     @property
     def _announced(self) -> bool:
         """Whether the first joinable has announced on torch's wire."""
-        return bool(getattr(self._joinables[0]._join_config, "asked", False))
+        return self._times_asked() > 0
+
+    def _times_asked(self) -> int:
+        return getattr(getattr(self._joinables[0], "_join_config", None), "asked", 0)
+
+    def _look_at_wire(self) -> None:
+        """Count what the first joinable has announced on torch's wire since its configuration was made."""
+        config = getattr(self._joinables[0], "_join_config", None)
+        if isinstance(config, NotedConfig) and config.attendance is None:
+            self._on_wire.taken += config.asked - self._asked
+            self._asked = config.asked
 
     def _shadow(self) -> Warning | None:
         """Stay until no rank is active any more; return a warning that the user's filters make an error."""
@@ -375,6 +398,7 @@ class Join:
         while self._goes_on():
             self._shadow_step()
             steps += 1
+            self._on_wire.shadowed += self._plain is None
             if steps == _SKEW + 1:
                 objection = self._warn_of_skew()
         for hook in self._hooks:
@@ -439,6 +463,17 @@ class Join:
             return error
         return None
 
+    def _tell(self) -> None:
+        """Tell what this join came to on this rank."""
+        given = {} if self._given.samples is None else {"samples": self._given.samples}
+        if self._wiring is not None:
+            self._look_at_wire()
+            shadowed = self._wiring.shadowed
+            taken = self._wiring.steps - shadowed + self._on_wire.taken
+            record.tell("join", steps=taken, shadowed=shadowed + self._on_wire.shadowed, **given)
+        elif self._given.batches:
+            record.tell("join", steps=self._given.batches, shadowed=0, **given)
+
     def _restore(self) -> None:
         self._hooks = None
         wiring, self._wiring = self._wiring, None
@@ -454,6 +489,14 @@ class Join:
                 every.callback(setattr, joinable, "_join_config", put_back)
                 if (leave := getattr(joinable, "join_exit", None)) is not None:
                     every.callback(leave)
+
+
+@dataclass
+class _WireSteps:
+    """Steps of this rank on torch's wire: those that it announced, and those that others did while it had no data."""
+
+    taken: int = 0
+    shadowed: int = 0
 
 
 def _collectives(group: Any) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from stagereg.errors import JoinError
 from stagereg.join.empty import emptied, fetch, publish
+from stagereg.join.samples import Given
 from stagereg.join.wiring import Wiring
 from stagereg.kernel.attendance import Attendance
 from stagereg.kernel.side import appears
@@ -30,6 +31,7 @@ class Loop:
     Args:
         wiring: of its join.
         shadow: takes part in a step by hooks, for a body that has nothing to do with an empty batch.
+        given: counts this rank's batches.
 
     Attributes:
         attendance: who still has data, once it has started.
@@ -38,12 +40,13 @@ class Loop:
 
     attendance: Attendance
 
-    def __init__(self, wiring: Wiring, shadow: Callable[[], None]) -> None:
+    def __init__(self, wiring: Wiring, shadow: Callable[[], None], given: Given) -> None:
         self.running = False
         self._started = False
         self._closed = False
         self._wiring = wiring
         self._shadow = shadow
+        self._given = given
 
     def start(self, loader: Iterable[Any]) -> Attendance:
         """Exchange what there is to be exchanged; collective."""
@@ -83,6 +86,7 @@ class Loop:
                     if cut is _NOTHING and not attendance.even:
                         raise
             attendance.expected = True
+            self._given.add(batch)
             yield batch
         attendance.expected = False
         while attendance.absent() is not None:

@@ -62,18 +62,18 @@ class JoinConfig(NamedTuple):
 
 
 class NotedConfig(JoinConfig):
-    """The configuration of a first joinable; knows whether it has been asked, which is how announcing begins.
+    """The configuration of a first joinable; knows how often it has been asked, which is how announcing begins.
 
     Attributes:
-        asked: whether anybody has read ``is_first_joinable``, as torch's and stagereg's ``notify_join_context`` do.
+        asked: how often ``is_first_joinable`` was read, as torch's and stagereg's ``notify_join_context`` do.
     """
 
-    asked = False
+    asked = 0
 
     @property
     def is_first_joinable(self) -> bool:
         """As in :class:`JoinConfig`."""
-        self.asked = True
+        self.asked += 1
         return self[2]
 
 

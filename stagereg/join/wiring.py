@@ -135,6 +135,11 @@ class Wiring:
         """How many steps have begun beside torch's wire, in all loops so far."""
         return sum(attendance.steps for attendance in self._attendances)
 
+    @property
+    def shadowed(self) -> int:
+        """How many of them came while this rank had no data."""
+        return sum(attendance.shadowed for attendance in self._attendances)
+
     def _made(self, line: Line, loader: Any, length: int | None, number: int) -> Attendance:
         if self._mode != "counted" and (loader is not None or self._mode == "planned"):
             lengths = self._lengths(self._told_lengths(line, length))

@@ -161,6 +161,20 @@ class Counts:
         self.saved.append((step, {name: value for name, value in state.items() if isinstance(value, (int, list))}))
 
 
+class Plans(Counts):
+    """As a checkpointer that chooses its steps by itself."""
+
+    def due(self, step: int) -> bool:
+        return step in (3, 5)
+
+
+def test_maybe_asks_at_the_steps_that_the_checkpointer_plans() -> None:
+    plans = Plans()
+    saver = stagereg.build("joinable", "checkpoint", checkpointer=plans, state={})
+    assert [step for step in range(1, 7) if saver.maybe(step)] == [3, 5]
+    assert [step for step, _ in plans.saved] == [3, 5]
+
+
 def counted(rank: int, world_size: int, lengths: tuple[int, ...], library: str | None) -> Any:
     exchanges = 0
     model, joinable = model_of("ddp", PLAIN)

@@ -24,9 +24,11 @@ __all__ = ["CheckpointHook", "Saves"]
 
 
 class Saves(Protocol):
-    """What is needed of a :class:`stagereg.Checkpointer`."""
+    """What is needed of a :class:`stagereg.Checkpointer`; its ``due`` is asked too, where it has one."""
 
-    every: int
+    @property
+    def every(self) -> int:
+        """Steps from one checkpoint to the next."""
 
     def save(self, step: int, state: MutableMapping[str, Any]) -> None:
         """Save; called on all ranks with the same steps."""

@@ -105,8 +105,13 @@ class CheckpointJoinable(Joinable):
             self._hook.asked = step
 
     def maybe(self, step: int) -> bool:
-        """Ask if ``step`` is a positive multiple of the checkpointer's ``every``; return whether it did."""
-        due = step > 0 and step % self.checkpointer.every == 0
+        """Ask if that is due: ``step`` is a positive multiple of the checkpointer's ``every``, or is as it plans.
+
+        Returns:
+            Whether it asked. Ranks that call it after the same step get the same answer.
+        """
+        plan = getattr(self.checkpointer, "due", None)  # which also tells that the step has ended
+        due = bool(plan(step)) if plan else step > 0 and step % self.checkpointer.every == 0
         if due:
             self.ask(step)
         return due

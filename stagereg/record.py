@@ -1,0 +1,282 @@
+"""What a run tells of itself: JSON lines in its own directory, from which all figures about it are made later.
+
+One file a rank, one object a line, each with ``"event"`` and ``"t"`` (:func:`now` when it was told). A line is a single
+unbuffered write to the end of the file, so a killed process loses at most the line it was in. JSON has no NaN and no
+infinity: both are written as null. Files can be read while they grow, and a directory that is used twice has both
+recordings one after the other.
+
+Nothing here ever harms training: where nothing records, telling does nothing; when the disk is full, one warning says
+that the recording has ended. A forked child of a recording process records nothing.
+
+What the events mean is the business of who tells them and of :mod:`stagereg.sweep.run`, which reads them. This room
+tells the first (``start``: place, process and versions), the last (``end``: how the run went, how long it took, what
+memory it needed) and what users log of their own. It imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import numbers
+import operator
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from stagereg.errors import ConfigError
+
+__all__ = ["FILES", "FORMAT", "also_held", "file_name", "log", "now", "peak_rss", "recording", "tell"]
+
+_log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Told by ``start``; a reader refuses what is newer than it knows."""
+FILES = "metrics*.jsonl"
+"""Pattern of the files in a run's directory: ``metrics.jsonl`` is rank 0's, ``metrics.rank3.jsonl`` rank 3's."""
+
+_EPOCH_S = time.time() - time.perf_counter()
+
+
+class _Recorder:
+    """The open file of a recording. Methods may be called on any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.held = 0
+        # Reentrant, since a signal handler that tells may interrupt a telling.
+        self._lock = threading.RLock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        size = os.fstat(self._file).st_size
+        self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+
+    def write(self, line: bytes) -> None:
+        failed: OSError | None = None
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                if self._torn:  # what a killed process has left must not swallow this line
+                    line, self._torn = b"\n" + line, False
+                if os.write(self._file, line) < len(line):
+                    raise OSError("no space was left for a whole line")
+            except OSError as error:
+                failed = error
+                self.close()
+        if failed is not None:
+            _warn(self.path, failed)
+
+    def hold(self, nbytes: int) -> None:
+        with self._lock:
+            self.held += nbytes
+
+    def close(self) -> None:
+        with self._lock:
+            file, self._file = self._file, None
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    os.close(file)
+
+
+_recorder: _Recorder | None = None
+
+
+def _forget() -> None:
+    global _recorder
+    _recorder = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@contextlib.contextmanager
+def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iterator[None]:
+    """Record what this process tells for the time of a ``with`` block, and how the block ends.
+
+    Errors of the block pass through; there are none of the recording itself. A process has one recording at a time:
+    inside another one this does nothing, and events go where they went.
+
+    Args:
+        directory: of the run, the same for all ranks.
+        rank: this process's place among ``world_size``.
+        world_size: number of ranks.
+        **facts: more to say at the start.
+    """
+    global _recorder
+    path = Path(directory) / file_name(rank)
+    if _recorder is not None:
+        _log.warning("stagereg: nothing is recorded in %s, since this process records in %s", path, _recorder.path)
+        yield
+        return
+    try:
+        mine = _recorder = _Recorder(path)
+    except OSError as error:
+        _warn(path, error)
+        yield
+        return
+    began = time.perf_counter()
+    ending: dict[str, Any] = {"status": "completed"}
+    try:
+        tell("start", **_place(rank, world_size), **_versions(), **facts)
+        yield
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            ending = {"status": "failed", "error": _in_one_line(error)}
+        raise
+    finally:
+        if _recorder is mine:
+            tell("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss() + mine.held)
+            _forget()
+            mine.close()
+
+
+def tell(event: str, /, **fields: Any) -> None:
+    """Record an event, where something records; may be called on any thread and never raises.
+
+    Args:
+        event: its name.
+        **fields: what there is to say of it, as JSON has it; any other number is written as one, the rest as text.
+    """
+    recorder = _recorder
+    if recorder is not None:
+        recorder.write(_line({"event": event} | fields | {"event": event, "t": now()}))
+
+
+def now() -> float:
+    """Seconds since the epoch that never go back; the same on all ranks of a machine within what its clock drifts."""
+    return _EPOCH_S + time.perf_counter()
+
+
+def log(step: int, **values: SupportsFloat) -> None:
+    """Record numbers of your own for a training step; ``loss`` and ``samples`` are taken up by ``stagereg report``.
+
+    A tensor on an accelerator is waited for, so log every so often rather than at each step. Does nothing but check
+    its arguments where nothing records.
+
+    Args:
+        step: the training step, as given to ``Checkpointer.maybe_save``.
+        **values: real numbers or tensors of no dimension; NaN and infinity are recorded as null. ``samples`` is how
+            many samples this rank has seen in this step, ``loss`` the loss of this step.
+
+    Raises:
+        ConfigError: ``step`` is no whole number, or a value no real one.
+    """
+    try:
+        whole = operator.index(step)
+    except TypeError:
+        raise ConfigError(f"stagereg.log: step={step!r} is no whole number") from None
+    tell("log", step=whole, values={name: _real(name, value) for name, value in values.items()})
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's file in the run's directory."""
+    return f"metrics.rank{rank}.jsonl" if rank else "metrics.jsonl"
+
+
+def peak_rss(pid: int | None = None) -> int:
+    """The most memory in bytes that a process, by default this one, had resident at a time; 0 if nobody can say.
+
+    Counted since the program of the process started. ``ru_maxrss`` alone would count what its parent had, too, when
+    it was started (``exec_mmap`` of Linux hands it on), and is used where there is nothing better.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        status = Path("/proc", str(pid or "self"), "status").read_bytes()
+        return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+    if pid is not None or sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def also_held(nbytes: int) -> None:
+    """Count the peak memory in bytes of a child process that belongs to the run too, as one that writes checkpoints.
+
+    May be called on any thread; does nothing where nothing records.
+    """
+    recorder = _recorder
+    if recorder is not None:
+        recorder.hold(nbytes)
+
+
+def _place(rank: int, world_size: int) -> dict[str, Any]:
+    here = {"rank": rank, "world_size": world_size, "pid": os.getpid(), "host": platform.node()}
+    return {"format": FORMAT, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **here}
+
+
+def _versions() -> dict[str, str | None]:
+    from stagereg import __version__
+
+    versions: dict[str, str | None] = {"stagereg": __version__}
+    for distribution in ("torch", "hydra-core"):
+        try:
+            versions[distribution] = importlib.metadata.version(distribution)
+        except Exception:  # not installed, or with metadata that nobody can read
+            versions[distribution] = None
+    return versions | {"python": platform.python_version()}
+
+
+def _real(name: str, value: Any) -> float:
+    if isinstance(value, numbers.Real) or (getattr(value, "ndim", None) == 0 and hasattr(value, "__float__")):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            pass
+    raise ConfigError(f"stagereg.log: {name} takes a real number or a tensor of no dimension, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__} of shape {list(shape)}" if shape else f"{value!r:.60}"
+
+
+def _line(told: dict[str, Any]) -> bytes:
+    try:
+        text = _encode(told)
+    except Exception:  # of what is told, at the cost of a second look at each field
+        text = _encode({str(name): _plain(value) for name, value in told.items()})
+    return text.encode("ascii") + b"\n"
+
+
+def _plain(value: Any, depth: int = 16) -> Any:
+    """The value as JSON can have it: what it has no number for as null, and what lies deeper, maybe in itself, too."""
+    try:
+        if depth and isinstance(value, Mapping):
+            return {str(key): _plain(each, depth - 1) for key, each in value.items()}
+        if depth and isinstance(value, (list, tuple)):
+            return [_plain(each, depth - 1) for each in value]
+        return json.loads(_encode(value))  # which NaN and infinity are refused by
+    except Exception:
+        return None
+
+
+def _number_or_text(value: Any) -> int | float | str:
+    for number in (operator.index, float):
+        if not isinstance(value, (bytes, bytearray)):
+            with contextlib.suppress(Exception):
+                return number(value)
+    return str(value)
+
+
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_number_or_text).encode
+
+
+def _in_one_line(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"left by sys.exit({error.code!r})"
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # of a class whose text fails
+        lines = []
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+def _warn(path: Path, error: OSError) -> None:
+    _log.warning("stagereg: nothing more is recorded in %s (%s); training goes on", path, error)

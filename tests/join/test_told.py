@@ -1,0 +1,193 @@
+"""What a join tells on being left: steps with data, steps without, and the samples a rank was given."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pack_sequence
+
+import stagereg
+from stagereg import record
+from stagereg.join.samples import Given, samples_in
+from stagereg.testing import run_ranks
+
+LENGTHS = (5, 2)
+SAMPLES = [sum(range(2, 2 + length)) for length in LENGTHS]
+"""Batch i has 2 + i samples."""
+MODES = (None, "torch", "counted", "planned")
+
+
+def tellings(rank: int, world_size: int, folder: str) -> dict[str, list[dict[str, Any]]]:
+    """What each case has told, of every kind of first joinable and of loop."""
+    data = [torch.ones(2 + step, 4) for step in range(LENGTHS[rank])]
+    found = {}
+
+    def told(name: str, work: Any) -> None:
+        directory = Path(folder) / name.replace(" ", "-")
+        with record.recording(directory, rank, world_size):
+            work()
+        lines = map(json.loads, (directory / record.file_name(rank)).read_text().splitlines())
+        found[name] = [
+            {key: value for key, value in line.items() if key not in ("event", "t")}
+            for line in lines
+            if line["event"] == "join"
+        ]
+
+    def train(join: Any, model: Any, optimizer: Any, batches: Any) -> None:
+        with join:
+            for batch in batches:
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+
+    def case(wrap: str, mode: str | None, looped: bool, **kwargs: Any) -> None:
+        model, optimizer = wrapped(wrap)
+        if mode == "planned" and not looped:
+            kwargs["loader"] = data
+        join = stagereg.Join([model, optimizer], mode=mode, **kwargs)
+        train(join, model, optimizer, join.iterate(data) if looped else data)
+
+    for mode in MODES:
+        told(f"ddp {mode} plain", lambda mode=mode: case("ddp", mode, False))
+        told(f"ddp {mode} iterate", lambda mode=mode: case("ddp", mode, True))
+    told("zero torch plain", lambda: case("zero", "torch", False))
+    told("fsdp2 torch plain", lambda: case("fsdp2", "torch", False))
+    told("fsdp2 planned iterate", lambda: case("fsdp2", "planned", True))
+
+    def epochs() -> None:
+        model, optimizer = wrapped("ddp")
+        join = stagereg.Join([model, optimizer])
+        for _ in range(2):
+            train(join, model, optimizer, join.iterate(data))
+
+    def inside_another() -> None:
+        outer, inner = (wrapped("ddp") for _ in range(2))
+        with stagereg.Join([*outer]):
+            for batch in data[:1]:
+                outer[0](batch).sum().backward()
+            train(stagereg.Join([*inner]), *inner, data)
+            for batch in data[1:2]:
+                outer[0](batch).sum().backward()
+
+    def thrown() -> None:
+        with pytest.raises(stagereg.UnevenInputsError):
+            case("ddp", "counted", True, throw_on_early_termination=True)
+
+    told("epochs", epochs)
+    told("inside another", inside_another)
+    told("thrown", thrown)
+    data = data[:2]
+    told("off iterate", lambda: case("ddp", None, True, enable=False))
+    told("off plain", lambda: case("ddp", None, False, enable=False))
+    return found
+
+
+def wrapped(wrap: str) -> tuple[Any, Any]:
+    model = nn.Linear(4, 1)
+    if wrap == "fsdp2":
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
+    if wrap == "zero":
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_each_rank_tells_its_steps_with_and_without_data_and_its_samples(tmp_path: Path) -> None:
+    every = run_ranks(tellings, 2, args=(str(tmp_path),), timeout_s=100)
+    most = max(LENGTHS)
+    for rank, found in enumerate(every):
+        steps = {"steps": LENGTHS[rank], "shadowed": most - LENGTHS[rank]}
+        looped = steps | {"samples": SAMPLES[rank]}
+        (thrown,) = found.pop("thrown")
+        assert (thrown["steps"], thrown["shadowed"]) == (min(LENGTHS), 0)
+        assert found == {
+            **{f"ddp {mode} plain": [steps] for mode in MODES},
+            **{f"ddp {mode} iterate": [looped] for mode in MODES},
+            "zero torch plain": [steps],
+            "fsdp2 torch plain": [steps],
+            "fsdp2 planned iterate": [looped],
+            "epochs": [looped, looped],
+            "inside another": [steps, {"steps": 2, "shadowed": 0}],
+            "off iterate": [{"steps": 2, "shadowed": 0, "samples": 5}],
+            "off plain": [],
+        }
+
+
+@dataclass
+class Fields:
+    """A batch of a class of the user's."""
+
+    text: str
+    x: torch.Tensor
+
+
+Named = namedtuple("Named", "text x")
+X = torch.zeros(7, 3)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        X,
+        (X, torch.zeros(9)),
+        [["a", "b"], {"ids": X}],
+        {"step": torch.tensor(3), "text": ["a"] * 10_000, "x": X},
+        OrderedDict(x=X),
+        UserDict(x=X),
+        Fields("a", X),
+        Named("a", X),
+        numpy.zeros((7, 2)),
+        (numpy.float32(1), numpy.zeros(7)),
+        X.to_sparse(),
+        pack_sequence([torch.zeros(length) for length in (5, 4, 3, 2, 1, 1, 1)]),
+        torch.nested.nested_tensor([torch.zeros(2)] * 7, layout=torch.jagged),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_the_samples_of_a_batch_are_the_first_dimension_of_its_first_tensor(batch: Any) -> None:
+    assert samples_in(batch) == 7
+
+
+class Hostile(Mapping[str, Any]):
+    """Fails at whatever it is asked."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise RuntimeError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError("iter")
+
+    def __len__(self) -> int:
+        raise RuntimeError("len")
+
+
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+LEAVES = st.sampled_from([None, 1, "text", b"x", object(), Hostile(), CIRCLE, torch.tensor(1.0), numpy.zeros(()), int])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.recursive(LEAVES, lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner))
+)
+def test_a_batch_without_a_tensor_has_an_unknown_number_of_samples_and_does_no_harm(batch: Any) -> None:
+    assert samples_in(batch) is None
+    seen = Given()
+    for each in (X, batch, X):
+        seen.add(each)
+    assert (seen.batches, seen.samples) == (3, None)

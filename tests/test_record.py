@@ -1,0 +1,353 @@
+"""What a run tells of itself comes back as it was told, survives a kill and a full disk, and never harms the run."""
+
+from __future__ import annotations
+
+import decimal
+import json
+import logging
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stagereg
+from stagereg import record
+from stagereg.errors import ConfigError
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """A line as a strict reader of JSON takes it, which knows no NaN."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def told(directory: Path, event: str = "", rank: int = 0) -> list[dict[str, Any]]:
+    text = (directory / record.file_name(rank)).read_text()
+    assert text.endswith("\n")
+    lines = [parsed(line) for line in text.splitlines()]
+    return [line for line in lines if event in ("", line["event"])]
+
+
+def test_start_and_end_say_where_by_what_and_how_it_went(tmp_path: Path) -> None:
+    with record.recording(tmp_path, 3, 4, device="cpu"):
+        record.also_held(2**50)
+        record.tell("step", step=7)
+    start, step, end = told(tmp_path, rank=3)
+    assert {path.name for path in tmp_path.glob(record.FILES)} == {"metrics.rank3.jsonl"}
+    expected = {"event": "start", "format": 1, "rank": 3, "world_size": 4, "pid": os.getpid(), "device": "cpu"}
+    versions = {"stagereg": stagereg.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+    assert start.items() >= (expected | versions).items()
+    assert start["host"]
+    assert start["hydra-core"]
+    assert step == {"event": "step", "step": 7, "t": step["t"]}
+    assert end["status"] == "completed"
+    assert "error" not in end
+    assert 2**50 + 2**23 < end["peak_rss"] < 2**51
+    assert 0 < end["seconds"] == pytest.approx(end["t"] - start["t"], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (ValueError("no cheese\nat line 3"), "failed", "ValueError: no cheese"),
+        (KeyboardInterrupt(), "failed", "KeyboardInterrupt"),
+        (SystemExit(3), "failed", "left by sys.exit(3)"),
+        (SystemExit("no cheese"), "failed", "left by sys.exit('no cheese')"),
+        (SystemExit(0), "completed", None),
+        (SystemExit(), "completed", None),
+    ],
+)
+def test_the_end_is_told_of_whatever_leaves_the_task(
+    tmp_path: Path, error: BaseException, status: str, text: str | None
+) -> None:
+    with pytest.raises(type(error)) as caught, record.recording(tmp_path, 0, 1):
+        raise error
+    assert caught.value is error
+    (end,) = told(tmp_path, "end")
+    assert (end["status"], end.get("error")) == (status, text)
+
+
+def test_nothing_is_told_where_nothing_records(tmp_path: Path) -> None:
+    record.tell("step", step=1)
+    stagereg.log(1, loss=0.5)
+    record.also_held(1)
+    with record.recording(tmp_path, 0, 1):
+        pass
+    record.tell("step", step=2)
+    assert [line["event"] for line in told(tmp_path)] == ["start", "end"]
+
+
+class Odd:
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Key(str):
+    __slots__ = ()
+
+
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+ODD = st.sampled_from(
+    [object(), Odd(), CIRCLE, {"in": CIRCLE}, b"bytes", {1, 2}, 1j, 10**5000, {(1, 2): 3}, [Odd(), math.inf], Key("k")]
+)
+
+
+def as_json_has_it(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: as_json_has_it(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [as_json_has_it(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@given(st.text(), st.dictionaries(st.text(), VALUES, max_size=4), ODD)
+@settings(max_examples=80, deadline=None)
+def test_whatever_is_told_comes_back_as_one_line_of_json(event: str, fields: dict[str, Any], odd: Any) -> None:
+    fields.pop("odd", None)
+    with tempfile.TemporaryDirectory() as folder:
+        with record.recording(Path(folder), 0, 1):
+            record.tell(event, **fields)
+            record.tell(event, **fields, odd=odd)
+        _, line, with_odd, _ = told(Path(folder))
+    expected = as_json_has_it(fields) | {"event": event}
+    for found in (line, with_odd):
+        assert isinstance(found.pop("t"), float)
+        found.pop("odd", None)
+    expected.pop("t", None)
+    assert line == with_odd == expected
+
+
+def test_numbers_of_other_makes_are_told_as_numbers(tmp_path: Path) -> None:
+    with record.recording(tmp_path, 0, 1):
+        record.tell(
+            "write", bytes=torch.tensor(7), seconds=torch.tensor(0.5), price=decimal.Decimal("1.25"), dir=tmp_path
+        )
+    (line,) = told(tmp_path, "write")
+    assert (line["bytes"], line["seconds"], line["price"], line["dir"]) == (7, 0.5, 1.25, str(tmp_path))
+
+
+def test_time_is_the_worlds_and_never_goes_back() -> None:
+    times = [record.now() for _ in range(1000)]
+    assert times == sorted(times)
+    assert record.now() == pytest.approx(time.time(), abs=5)
+
+
+def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
+    threads, each = 8, 100
+    ready = threading.Barrier(threads)
+
+    def work(number: int) -> None:
+        ready.wait(20)
+        for at in range(each):
+            record.tell("step", thread=number, at=at, text=str(number) * 5000)
+
+    with record.recording(tmp_path, 0, 1):
+        workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(60)
+    lines = told(tmp_path, "step")
+    assert all(line["text"] == str(line["thread"]) * 5000 for line in lines)
+    for number in range(threads):
+        assert [line["at"] for line in lines if line["thread"] == number] == list(range(each))
+
+
+def test_a_second_recording_in_a_directory_follows_the_first_even_after_a_torn_line(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    with record.recording(tmp_path, 0, 1):
+        pass
+    first = file.read_text()
+    file.write_text(first + '{"event":"st')
+    with record.recording(tmp_path, 0, 1):
+        record.tell("step", step=1)
+    second = file.read_text().removeprefix(first + '{"event":"st\n')
+    assert [parsed(line)["event"] for line in second.splitlines()] == ["start", "step", "end"]
+
+
+def test_a_recording_inside_another_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with record.recording(tmp_path / "outer", 0, 1):
+        with record.recording(tmp_path / "inner", 0, 1):
+            record.tell("step", step=1)
+        record.tell("step", step=2)
+    assert [line["step"] for line in told(tmp_path / "outer", "step")] == [1, 2]
+    assert not (tmp_path / "inner").exists()
+    assert len(caplog.records) == 1
+
+
+def once_warned(caplog: pytest.LogCaptureFixture) -> bool:
+    messages = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    return len(messages) == 1 and "training goes on" in messages[0]
+
+
+@FULL
+def test_a_full_disk_ends_the_recording_with_one_warning_and_never_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    steps = 0
+    with record.recording(tmp_path, 0, 1):
+        for step in range(5):
+            record.tell("step", step=step)
+            stagereg.log(step, loss=0.5)
+            steps += 1
+    assert steps == 5
+    assert once_warned(caplog)
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_line_ends_the_recording_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    with record.recording(tmp_path, 0, 1):
+        record.tell("step", step=1)
+        with monkeypatch.context() as full:
+            full.setattr(os, "write", lambda file, data: write(file, data[:9]))
+            record.tell("step", step=2)
+        record.tell("step", step=3)
+    *whole, torn = (tmp_path / "metrics.jsonl").read_text().split("\n")
+    assert [parsed(line)["event"] for line in whole] == ["start", "step"]
+    assert torn == '{"event":'
+    assert once_warned(caplog)
+
+
+@pytest.mark.parametrize("obstacle", ["a file in place of the directory", "a directory in place of the file"])
+def test_a_run_that_cannot_be_recorded_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, obstacle: str) -> None:
+    if obstacle.startswith("a file"):
+        directory = tmp_path / "run"
+        directory.touch()
+    else:
+        directory = tmp_path
+        (tmp_path / "metrics.jsonl").mkdir()
+    with record.recording(directory, 0, 1):
+        record.tell("step", step=1)
+    assert once_warned(caplog)
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from stagereg import record
+
+with record.recording(Path(sys.argv[1]), 0, 1):
+    if os.fork() == 0:  # as a loader's worker, which leaves the block too
+        record.tell("step", step=-1)
+        sys.exit()
+    os.wait()
+    step = 0
+    while True:
+        record.tell("step", step=step, text="x" * 1000)
+        step += 1
+        if step == 500:
+            print("now", flush=True)
+"""
+
+
+def test_a_killed_process_has_told_all_but_its_last_line_and_its_forks_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as process:
+        assert process.stdout is not None
+        ready, _, _ = select.select([process.stdout], [], [], 60)
+        process.send_signal(signal.SIGKILL)
+    assert ready
+    *whole, _ = (tmp_path / "metrics.jsonl").read_text().split("\n")
+    start, *steps = map(parsed, whole)
+    assert start["event"] == "start"
+    assert [line["step"] for line in steps] == list(range(len(steps)))
+    assert len(steps) >= 500
+    assert all(line["text"] == "x" * 1000 for line in steps)
+
+
+def test_logged_numbers_are_in_the_record_and_what_is_no_number_of_theirs_as_null(tmp_path: Path) -> None:
+    with record.recording(tmp_path, 0, 1):
+        stagereg.log(3, loss=torch.tensor(0.5), rate=1, grown=math.inf)
+        stagereg.log(4, loss=math.nan)
+    first, second = told(tmp_path, "log")
+    assert (first["step"], first["values"]) == (3, {"loss": 0.5, "rate": 1.0, "grown": None})
+    assert (second["step"], second["values"]) == (4, {"loss": None})
+
+
+@pytest.mark.parametrize(
+    ("step", "value", "named"),
+    [
+        (1, "0.5", "'0.5'"),
+        (1, None, "None"),
+        (1, 1j, "1j"),
+        (1, torch.zeros(2), "a Tensor of shape [2]"),
+        (1, 10**400, "1000"),
+        (1.5, 0.5, "step=1.5"),
+        ("one", 0.5, "step='one'"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_name_recorded_or_not(step: Any, value: Any, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        stagereg.log(step, loss=value)
+    assert named in str(caught.value)
+    assert "step=" in named or "loss" in str(caught.value)
+
+
+PROGRAM = """
+import sys
+import stagereg
+
+
+@stagereg.main(config_path=None)
+def train(cfg):
+    import torch.distributed as dist
+
+    stagereg.log(1, rank=dist.get_rank())
+    if dist.get_rank() == 1:
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    train()
+"""
+
+
+def test_every_rank_of_a_program_records_in_the_jobs_directory_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(PROGRAM))
+    ended = subprocess.run(
+        [sys.executable, "train.py", "-m", "+nproc=1,2", "hydra.sweep.dir=out", "hydra.sweep.subdir=${hydra:job.num}"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    alone, together = tmp_path / "out/0", tmp_path / "out/1"
+    assert sorted(path.name for path in alone.glob(record.FILES)) == ["metrics.jsonl"]
+    assert sorted(path.name for path in together.glob(record.FILES)) == ["metrics.jsonl", "metrics.rank1.jsonl"]
+    found = [told(alone), told(together), told(together, rank=1)]
+    assert [[line["event"] for line in lines] for lines in found] == [["start", "log", "end"]] * 3
+    places = [(lines[0]["rank"], lines[0]["world_size"]) for lines in found]
+    assert places == [(0, 1), (0, 2), (1, 2)]
+    assert [lines[1]["values"] for lines in found] == [{"rank": 0.0}, {"rank": 0.0}, {"rank": 1.0}]
+    assert [lines[2]["status"] for lines in found] == ["completed", "completed", "failed"]
+    assert found[2][2]["error"] == "left by sys.exit(3)"
+    assert len({lines[0]["pid"] for lines in found}) == 3
