@@ -8,9 +8,10 @@ never mix with the collectives of training, and one thread at a time uses the gr
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from stagereg.errors import CheckpointError
@@ -75,6 +76,27 @@ class Agreement:
         values: list[T] = [value] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def greatest(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin to find the greatest of each value among all ranks; waits for nobody. Collective.
+
+        Returns:
+            A function that waits for the values, which are the same on all ranks, and raises ``CheckpointError`` if the
+            ranks could not exchange them.
+        """
+        told = torch.tensor(values, dtype=torch.float64)
+        work = None if self.group is None else dist.all_reduce(told, dist.ReduceOp.MAX, self.group, async_op=True)
+
+        def wait() -> list[float]:
+            try:
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                raise CheckpointError(f"The ranks could not agree when to save: {reason(error)}") from error
+            found: list[float] = told.tolist()
+            return found
+
+        return wait
 
     def together(self, failing: str, act: Callable[[], T]) -> list[T]:
         """Let every rank act, then raise on all of them if any of them failed. Collective.

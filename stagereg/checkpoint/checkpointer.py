@@ -9,26 +9,28 @@ commit. What lies on disk is described in :mod:`stagereg.checkpoint.layout`; how
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
-import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
+from stagereg import record
 from stagereg.checkpoint import commit, entries, restoring, torchfiles
 from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.layout import LATEST, Checkpoint, open_checkpoint
 from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.saving import Outcome, Save, carry_out
+from stagereg.checkpoint.schedule import Automatic, Fixed, Schedule
 from stagereg.checkpoint.storage.protocol import Storage
-from stagereg.errors import CheckpointError, ConfigError, RegistryError
+from stagereg.errors import CheckpointError, ConfigError, RegistryError, nearest
 from stagereg.registry import build, register
 from stagereg.spec import check
 
@@ -78,7 +80,9 @@ class Checkpointer:
 
     Args:
         dir: where the checkpoints go; created if it is not there. All ranks see the same file system.
-        every: ``maybe_save`` saves at the steps that are multiples of this, at least 1.
+        every: ``maybe_save`` saves at the steps that are multiples of this, at least 1. ``"auto"`` saves as often as
+            loses least time to checkpoints and failures together, from what saves turn out to cost: first after 10
+            steps, then about 10 steps later, then at the interval that is best for ``mtbf``.
         keep: how many checkpoints stay, at least 1; the newest are kept. The disk needs room for one more, since an old
             one goes only when the new one is complete.
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
@@ -89,9 +93,10 @@ class Checkpointer:
             storage that wrote it, whatever is given here.
         process_group: the ranks that save together, ``None`` for all of them. A gloo group with the same ranks is made
             for the checkpointer's own use, so constructing is collective.
+        mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together.
 
     Raises:
-        ConfigError: ``every``, ``keep`` or ``resume`` is of no use.
+        ConfigError: ``every``, ``keep``, ``resume`` or ``mtbf`` is of no use, or the ranks differ in ``every``.
         CheckpointError: on all ranks, if rank 0 cannot create files in ``dir``.
 
     Example::
@@ -106,17 +111,18 @@ class Checkpointer:
     def __init__(
         self,
         dir: str,
-        every: int = 100,
+        every: int | Literal["auto"] = 100,
         keep: int = 2,
         resume: str = "auto",
         stager: AsyncStager | None = None,
         storage: Storage | None = None,
         process_group: dist.ProcessGroup | None = None,
+        mtbf: datetime.timedelta = datetime.timedelta(hours=6),
     ) -> None:
         if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
             raise ConfigError(f"checkpoint.dir must be the path of a directory, not {dir!r}.")
         self.dir = Path(dir).expanduser().absolute()
-        self.every = _at_least_one("every", every)
+        _check_every(every, mtbf)
         self.keep = _at_least_one("keep", keep)
         if not isinstance(resume, str) or not resume:
             raise ConfigError(f"resume must be 'auto', 'never', 'latest' or the path of a checkpoint, not {resume!r}.")
@@ -129,22 +135,44 @@ class Checkpointer:
         self._plans = torchfiles.Plans()
         self._stalls: list[float] = []
         self._outcomes: list[Outcome] = []
+        self._saved: int | None = None
         self._closed = False
         if self._ranks.group is None:
             torchfiles.expect_one_process()
-        self._ranks.together(f"checkpoint.dir={dir} is no directory to write to", self._open_directory)
+        wanted = str(every)
+        told = self._ranks.together(
+            f"checkpoint.dir={dir} is no directory to write to", lambda: self._open_directory(wanted)
+        )
+        if len(set(told)) > 1:
+            raise ConfigError(f"every must be the same on all ranks, which have {', '.join(told)}.")
+        self._schedule: Schedule = (
+            Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), Agreement(process_group))
+        )
         self._process = WriterProcess() if getattr(self._stager, "shares_memory", False) else None
         if self._process is not None:
             self._process.start()
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
-        """Save if ``step`` is a positive multiple of ``every``; return whether it did. Raises as :meth:`save` does."""
-        if _a_step(step) and step % self.every == 0:
+        """Save if that is :meth:`due`; return whether it did. Call it at the end of each step.
+
+        Raises as :meth:`save` does.
+        """
+        if self.due(step) and not self._schedule.postponed(step):
             self.save(step, state)
             return True
         self._check_open()
         self._background.raise_failure()
         return False
+
+    def due(self, step: int) -> bool:
+        """Whether it is time to save: ``step`` is a positive multiple of ``every``, or with ``"auto"`` the step agreed
+        upon has come.
+
+        For programs that call :meth:`save` themselves, once a step in place of :meth:`maybe_save`. Of the ranks that
+        call it with the same step, all get the same answer.
+        """
+        record.tell("step", step=_a_step(step))
+        return self._schedule.due(step)
 
     def save(self, step: int, state: MutableMapping[str, Any]) -> None:
         """Stage ``state`` and let it be written and committed in the background.
@@ -160,9 +188,11 @@ class Checkpointer:
             CheckpointError: an earlier save failed, or this rank could not stage the state (the other ranks then hear
                 of it at their next call), or the checkpointer is closed. Checkpoints that were complete stay.
         """
-        started = time.perf_counter()
+        started = record.now()
         self._check_open()
         request = Save(_a_step(step))
+        self._saved = step
+        self._schedule.began(step)
         try:
             self._background.make_room()
             self._background.raise_failure()
@@ -172,9 +202,14 @@ class Checkpointer:
             raise
         finally:
             # Also when this rank gives up, so that the saves of the ranks stay paired and the others hear of it.
-            self._background.submit(lambda: self._write(request))
-            self._settle(request)
-        self._stalls.append(time.perf_counter() - started)
+            self._background.submit(lambda: self._write(request, started))
+            try:
+                self._settle(request)
+            finally:
+                stall = record.now() - started
+                self._schedule.held(step, stall)
+        self._stalls.append(stall)
+        record.tell("stall", step=step, start=started, seconds=stall)
 
     def wait(self) -> None:
         """Wait until every save has ended. Raises: ``CheckpointError`` if one failed and nobody was told yet."""
@@ -208,6 +243,7 @@ class Checkpointer:
         if chosen is None:
             return None
         restoring.load(chosen, state, self._storage, self._ranks)
+        self._schedule.restored(chosen.manifest.step)
         return chosen.manifest.step
 
     def close(self) -> None:
@@ -223,6 +259,8 @@ class Checkpointer:
         self._background.shut()
         self._plans.forget()
         if self._process is not None:
+            if self._process.pid is not None:
+                record.also_held(record.peak_rss(self._process.pid))
             self._process.close()
         try:
             self._stager.close()
@@ -251,6 +289,16 @@ class Checkpointer:
         return found.path if isinstance(found, Checkpoint) else None
 
     @property
+    def every(self) -> int:
+        """Steps from one checkpoint to the next; with ``"auto"``, as it is at present."""
+        return self._schedule.every
+
+    @property
+    def saved(self) -> int | None:
+        """The step last given to :meth:`save`, or ``None``: tells whether the last step is yet to be saved."""
+        return self._saved
+
+    @property
     def writer_pid(self) -> int | None:
         """Of the process that writes; ``None`` where this one does, as its stager keeps its memory to itself."""
         return None if self._process is None else self._process.pid
@@ -266,10 +314,11 @@ class Checkpointer:
             write_seconds=tuple(outcome.seconds for outcome in outcomes),
         )
 
-    def _open_directory(self) -> None:
+    def _open_directory(self, every: str) -> str:
         if self._ranks.rank == 0:
             commit.probe(self.dir)
             commit.sweep(self.dir)
+        return every
 
     def _check_open(self) -> None:
         if self._closed:
@@ -279,8 +328,11 @@ class Checkpointer:
         self._ranks.check_still_all()
         try:
             captured = entries.capture(state, request.step, self._ranks.rank, self._ranks.size)
+            request.began = record.now()
             request.staged = self._stager.stage(captured)
-            if isinstance(request.staged, Future) and self._stager.should_synchronize_after_execute:
+            if not self._stager.should_synchronize_after_execute:
+                _when_done(request.staged, request.complete)
+            elif isinstance(request.staged, Future):
                 request.staged.result()
         except Exception as error:
             raise CheckpointError(f"Step {request.step} was not saved: {reason(error)}") from error
@@ -290,19 +342,28 @@ class Checkpointer:
         try:
             if request.failure is None and self._stager.should_synchronize_after_execute:
                 self._stager.synchronize_staging()
+                request.complete()
         except Exception as error:
             request.failure = reason(error)
             raise CheckpointError(f"Step {request.step} was not saved: {request.failure}") from error
         finally:
             request.settled.set()
 
-    def _write(self, request: Save) -> None:
+    def _write(self, request: Save, began: float) -> None:
         try:
             outcome = carry_out(request, self.dir, self.keep, self._storage, self._plans, self._ranks, self._process)
-            self._outcomes.append(outcome)
-        except CheckpointError:
-            if request.failure is None:
+        except BaseException as error:
+            request.tell_copied()
+            record.tell("lost", step=request.step, error=reason(error))
+            self._schedule.ended(None)
+            if request.failure is None or not isinstance(error, CheckpointError):
                 raise
+            return
+        self._outcomes.append(outcome)
+        self._schedule.ended(outcome.began + outcome.seconds - began)
+        record.tell(
+            "write", step=request.step, start=outcome.began, seconds=outcome.seconds, bytes=outcome.bytes_written
+        )
 
 
 def _a_step(step: int) -> int:
@@ -324,6 +385,14 @@ def _a(kind: str, given: Any) -> Any:
     return given
 
 
+def _when_done(staged: Any, act: Callable[[], None]) -> None:
+    """Call ``act`` when the copy is there, which it is already unless it is promised."""
+    if isinstance(staged, Future):
+        staged.add_done_callback(lambda _: act())
+    else:
+        act()
+
+
 def _leave_room(stager: AsyncStager, storage: Storage) -> None:
     """Have the stager leave the room that the storage can use, where both know of it."""
     margins, leave_room = getattr(storage, "margins", None), getattr(stager, "leave_room", None)
@@ -331,7 +400,16 @@ def _leave_room(stager: AsyncStager, storage: Storage) -> None:
         leave_room(*margins)
 
 
-def _at_least_one(name: str, value: int) -> int:
+def _check_every(every: object, mtbf: object) -> None:
+    if isinstance(every, str) and every != "auto":
+        raise ConfigError(f"every is {every!r}.{nearest(every, ['auto'])} It is a number of steps or 'auto'.")
+    if every != "auto":
+        _at_least_one("every", every)
+    if not isinstance(mtbf, datetime.timedelta) or mtbf <= datetime.timedelta(0):
+        raise ConfigError(f"mtbf must be a duration above 0, such as datetime.timedelta(hours=6), not {mtbf!r}.")
+
+
+def _at_least_one(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
     return value

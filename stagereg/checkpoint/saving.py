@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from stagereg import record
 from stagereg.checkpoint import commit, torchfiles
 from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.layout import FileMark
@@ -44,12 +44,23 @@ class Save:
         failure: why there is no good copy, if this rank could not stage; its training loop has been told already. Text,
             since the training loop is still busy with the error itself.
         settled: set when the training loop has done its part, and ``failure`` is as it will be.
+        began: when the stager was asked to copy (``record.now``).
+        copied: when the copy was complete; 0 as long as that is not known.
+        nbytes: of the copy's tensor data, once it has been taken.
     """
 
     step: int
     staged: dict[str, Any] | Future[dict[str, Any]] = field(default_factory=dict)
     failure: str | None = None
     settled: threading.Event = field(default_factory=threading.Event)
+    began: float = 0.0
+    copied: float = 0.0
+    nbytes: int | None = None
+    _told: bool = False
+
+    def complete(self) -> None:
+        """Note that the copy is complete now, unless that is known already. May be called on any thread."""
+        self.copied = self.copied or record.now()
 
     def take(self) -> dict[str, Any]:
         """Return all that is to be written and let go of it. Raises: what kept this rank from staging."""
@@ -57,6 +68,9 @@ class Save:
         if self.failure is not None:
             raise CheckpointError(self.failure)
         ready = staged.result() if isinstance(staged, Future) else staged
+        if isinstance(staged, Future):
+            self.complete()
+        self.nbytes = _tensor_bytes(ready)
         return {**ready, **torchfiles.skeletons(ready)}
 
     def settle(self) -> None:
@@ -65,12 +79,28 @@ class Save:
         if self.failure is not None:
             raise CheckpointError(self.failure)
 
+    def tell_copied(self) -> None:
+        """Record the copy, once, if there is a complete one."""
+        if self.copied and self.nbytes is not None and not self._told:
+            self._told = True
+            seconds = self.copied - self.began
+            record.tell("stage", step=self.step, start=self.began, seconds=seconds, bytes=self.nbytes)
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one committed save was: bytes of tensor data this rank staged, seconds from agreement to commit."""
+    """What one committed save was on this rank.
+
+    Attributes:
+        bytes_staged: bytes of tensor data that were copied.
+        bytes_written: bytes of the files.
+        began: when all ranks had staged (``record.now``).
+        seconds: from then until it was committed.
+    """
 
     bytes_staged: int
+    bytes_written: int
+    began: float
     seconds: float
 
 
@@ -98,25 +128,26 @@ def carry_out(
         return save.step, commit.new_token()
 
     posts = ranks.together(failing, ready)
-    started = time.perf_counter()
+    began = record.now()
     if len({step for step, _ in posts}) > 1:
         raise CheckpointError(f"The ranks saved different steps at the same time: {[step for step, _ in posts]}.")
     written = commit.temporary(root, save.step, posts[0][1])
     try:
         writer = storage if process is None else ProcessWriter(storage, process)
         torchfiles.write(state, written, writer, plans, ranks.group, failing)
-        staged = _tensor_bytes(state)
         state.clear()
         ranks.together(failing, save.settle)
-        _commit(failing, root, written, save.step, keep, storage, ranks)
+        save.tell_copied()
+        nbytes = _commit(failing, root, written, save.step, keep, storage, ranks)
     except BaseException:
         if ranks.rank == 0:
             commit.discard(written)
         raise
-    return Outcome(staged, time.perf_counter() - started)
+    return Outcome(save.nbytes or 0, nbytes, began, record.now() - began)
 
 
-def _commit(failing: str, root: Path, written: Path, step: int, keep: int, storage: Storage, ranks: Agreement) -> None:
+def _commit(failing: str, root: Path, written: Path, step: int, keep: int, storage: Storage, ranks: Agreement) -> int:
+    """Publish what is written, and return the bytes of this rank's files."""
     marks = ranks.together(failing, lambda: _marks(written, storage, ranks.rank))
     files: dict[str, FileMark] = {name: mark for share in marks for name, mark in share.items()}
 
@@ -126,6 +157,7 @@ def _commit(failing: str, root: Path, written: Path, step: int, keep: int, stora
             commit.publish(root, written, step, ranks.size, name_of(storage), files, keep)
 
     ranks.together(failing, publish)
+    return sum(mark.bytes for mark in marks[ranks.rank].values())
 
 
 def _marks(written: Path, storage: Storage, rank: int) -> dict[str, FileMark]:

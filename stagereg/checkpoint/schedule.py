@@ -1,0 +1,222 @@
+"""When to save: at fixed steps, or as often as is best for what checkpoints turn out to cost.
+
+:class:`Fixed` saves at the multiples of a number. :class:`Automatic` measures and plans with
+:mod:`stagereg.checkpoint.interval`:
+
+1. The first save comes after ten steps, of a fresh run and of a resumed one: the first few steps compile, allocate and
+   warm up, and their median over ten is that of a usual step; and ten steps are little to do once more.
+2. The second save comes ten steps later, or when the first is written on all ranks, if that takes longer: a first save
+   takes new memory and plans its files, so only a second one tells what later ones cost. Then there is a plan.
+3. After each save the plan is made anew from the last few: what they held the loop for, by how much the steps beside
+   them were slower, how old each was when it was complete, and the time of an undisturbed step. The next save is at
+   most ten times as many steps away as were measured, since the first steps of a run may be unlike the later ones: on
+   an accelerator they may be no more than queued.
+
+Each rank makes its own plan, and the greatest holds for all: that of the rank that loses most, for which all others
+wait. The ranks exchange these numbers in every save, on a group of their own and without waiting: the result is taken
+up at the next call, so all ranks always know the same next step.
+
+The room of :mod:`stagereg.checkpoint.checkpointer` calls all this; nothing here saves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from stagereg import record
+from stagereg.checkpoint import interval
+from stagereg.checkpoint.agreement import Agreement
+
+__all__ = ["Automatic", "Fixed", "Schedule"]
+
+_log = logging.getLogger(__name__)
+
+_FIRST_STEPS = 10
+"""Steps until the first save, and from it to the second."""
+_STEPS = 200
+"""Undisturbed steps whose median counts, the newest."""
+_FORESIGHT = 10
+"""How many times the steps that were measured a plan goes ahead at most."""
+_SAVES = 5
+"""Saves that count, the newest: a disk that becomes slow is noticed within so many."""
+
+
+class Schedule:
+    """What both kinds of schedule have in common. For the training thread, but for :meth:`ended`."""
+
+    @property
+    def every(self) -> int:
+        """The present interval in steps."""
+        raise NotImplementedError
+
+    def due(self, step: int) -> bool:
+        """Whether to save after ``step``. Called once a step; the same on all ranks; not collective."""
+        raise NotImplementedError
+
+    def postponed(self, step: int) -> bool:
+        """Whether a save that is due has to wait, since there is nothing to plan with yet. Collective."""
+        return False
+
+    def began(self, step: int) -> None:
+        """Take notice of a save that begins."""
+
+    def held(self, step: int, seconds: float) -> None:
+        """Take notice of what a save has held the training loop for. Collective: all ranks, also those that failed."""
+
+    def ended(self, age: float | None) -> None:
+        """Take notice of how old a state was when its checkpoint was complete, ``None`` for lost. On any thread."""
+
+    def restored(self, step: int) -> None:
+        """Go on from ``step``. On all ranks."""
+
+
+class Fixed(Schedule):
+    """Saves at the positive multiples of ``every``."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    @property
+    def every(self) -> int:
+        """As it was given."""
+        return self._every
+
+    def due(self, step: int) -> bool:
+        """Whether ``step`` is a positive multiple of ``every``."""
+        return step > 0 and step % self._every == 0
+
+
+class Automatic(Schedule):
+    """Saves as often as loses least; see the module.
+
+    Args:
+        mtbf_s: mean time between failures of the whole job, above 0.
+        ranks: that save together, on a group that nothing else is exchanged on.
+        clock: seconds, ever growing.
+    """
+
+    def __init__(self, mtbf_s: float, ranks: Agreement, clock: Callable[[], float] = record.now) -> None:
+        self._mtbf_s = mtbf_s
+        self._ranks = ranks
+        self._clock = clock
+        self._every = _FIRST_STEPS
+        self._next: int | None = None
+        self._answer: Callable[[], list[float]] | None = None
+        self._saves = 0
+        self._saved = 0
+        self._step: int | None = None
+        self._since: float | None = None
+        self._quiet = True
+        self._undisturbed: deque[float] = deque(maxlen=_STEPS)
+        self._beside: list[float] = []
+        self._stalls: deque[float] = deque(maxlen=_SAVES)
+        self._slowdowns: deque[float] = deque(maxlen=_SAVES)
+        self._ages: deque[float] = deque(maxlen=_SAVES)
+        self._first_began = 0.0
+        self._begun = 0  # on the training thread, so that neither counter needs a lock
+        self._ended = 0  # on another
+        self._measured = 0
+        self._told = 0
+
+    @property
+    def every(self) -> int:
+        """The present interval in steps. Waits until the ranks have agreed, which they have but for an instant."""
+        self._hear()
+        return self._every
+
+    def due(self, step: int) -> bool:
+        """Whether the step that all ranks have agreed upon has come; measures the step that has ended."""
+        self._hear()
+        self._measure(step)
+        if self._next is None:
+            self._next = max(step - 1, 0) + _FIRST_STEPS
+        return step >= self._next
+
+    def postponed(self, step: int) -> bool:
+        """Whether the first save is still being written on some rank: then look again after twice as many steps."""
+        if self._saves != 1:
+            return False
+        (busy,) = self._ranks.greatest([float(self._under_way() > 0)])()
+        self._since = self._clock()
+        if busy:
+            self._next = step + max(1, step - self._saved)
+        return busy > 0
+
+    def began(self, step: int) -> None:
+        """Take notice of a save that begins."""
+        self._first_began = self._first_began or self._clock()
+        self._begun += 1
+
+    def held(self, step: int, seconds: float) -> None:
+        """Take notice of what a save has held the loop for, and begin to agree on the next. Collective."""
+        self._hear()
+        if self._saves == 1:
+            self._stalls.clear()  # of the first save, which took longer than others do
+        self._stalls.append(seconds)
+        if self._beside and self._undisturbed:
+            usual = median(self._undisturbed)
+            self._slowdowns.append(max(0.0, sum(self._beside) - usual * len(self._beside)))
+        self._beside.clear()
+        self._saves += 1
+        self._saved = step
+        self._next = step + self._every
+        if self._saves > 1:
+            self._answer = self._ranks.greatest(self._plan())
+        self._step, self._since, self._quiet = step, self._clock(), self._under_way() == 0
+
+    def ended(self, age: float | None) -> None:
+        """Take notice of how old a state was when its checkpoint was complete, ``None`` for lost. On any thread."""
+        if age is not None:
+            self._ages.append(age)
+        self._ended += 1
+
+    def restored(self, step: int) -> None:
+        """Save next after the steps of the present plan, or after the first ones where there is none."""
+        self._hear()
+        self._next = step + self._every
+        self._step, self._since = step, None
+
+    def _measure(self, step: int) -> None:
+        now = self._clock()
+        if self._since is not None and self._step is not None and step > self._step:
+            self._measured += step - self._step
+            seconds = (now - self._since) / (step - self._step)
+            if self._quiet:
+                self._undisturbed.append(seconds)
+            else:
+                self._beside.extend([seconds] * (step - self._step))
+        self._step, self._since, self._quiet = step, now, self._under_way() == 0
+
+    def _under_way(self) -> int:
+        return self._begun - self._ended
+
+    def _plan(self) -> list[float]:
+        """This rank's interval in steps, 0 where it cannot tell, what it comes from, and how many steps it has seen."""
+        cost = median(self._stalls) + (median(self._slowdowns) if self._slowdowns else 0.0)
+        write = max(self._ages, default=self._clock() - self._first_began)
+        step_s = median(self._undisturbed or self._beside or [0.0])
+        if not step_s > 0:
+            return [0.0, cost, write, step_s, float(self._measured)]
+        least = interval.least(cost, write)
+        steps = interval.in_steps(interval.best(cost, self._mtbf_s, write), step_s, least)
+        return [float(steps), cost, write, step_s, float(self._measured)]
+
+    def _hear(self) -> None:
+        """Take up what the ranks have agreed upon, if they were asked."""
+        if self._answer is None:
+            return
+        answer, self._answer = self._answer, None
+        steps, cost, write, step_s, measured = answer()
+        self._every = int(min(steps, _FORESIGHT * max(measured, 1))) or self._every
+        self._next = self._saved + self._every
+        record.tell("plan", step=self._saved, every=self._every, cost=cost, write=write, step_seconds=step_s)
+        if self._ranks.rank == 0 and not 2 / 3 < self._every / (self._told or 1) < 3 / 2:
+            self._told = self._every
+            _log.info(
+                "stagereg: saves every %d steps: a checkpoint costs %.3g s and is written after %.3g s, a step takes "
+                "%.3g s, and a failure is expected every %.3g h",
+                *(self._every, cost, write, step_s, self._mtbf_s / 3600),
+            )

@@ -1,0 +1,223 @@
+"""What a checkpoint of a job takes, for ``stagereg plan``: by given rates, by a recorded run, or measured here.
+
+Everything is told for one rank, since all ranks copy and write at the same time: a rank's share of the state, and the
+seconds that copying and writing it take. Where a time comes from is told with it, in words for the user.
+
+Measuring uses the cases of ``stagereg bench`` on a small state, a few rounds of each: seconds, not minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import statistics
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagereg import machine, output
+from stagereg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stagereg.bench.measure import Case
+    from stagereg.bench.states import State
+    from stagereg.sweep.run import Run
+
+__all__ = ["Costs", "Rates", "by_rates", "by_run", "count_text", "measured", "size_text"]
+
+_GIB = 2**30
+_MOST_BYTES = 128 * 2**20
+"""Of the state that is measured with; larger ones are no faster or slower by the byte."""
+_LEAST_BYTES = 16 * 2**20
+_ROUNDS = 4
+_STORAGE = "dcp"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast one rank is, in bytes a second.
+
+    Attributes:
+        stall: bytes of state over the seconds that the training loop is held.
+        stage: bytes of state over the seconds until the copy is complete.
+        write: bytes of state over the seconds until a copy is on the disk.
+        told: where that comes from.
+    """
+
+    stall: float | None = None
+    stage: float | None = None
+    write: float | None = None
+    told: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one checkpoint takes.
+
+    Attributes:
+        nbytes: of the state, all ranks together.
+        ranks: how many there are.
+        cost_s: seconds that training loses to it.
+        write_s: seconds that its state is old when it is complete.
+        step_s: seconds of a training step, ``None`` where nobody told.
+        told: where that comes from, and what is assumed.
+    """
+
+    nbytes: int
+    ranks: int
+    cost_s: float
+    write_s: float
+    step_s: float | None
+    told: tuple[str, ...]
+
+
+def by_rates(nbytes: int, ranks: int, rates: Rates) -> Costs:
+    """Compute the costs of ``nbytes`` on ``ranks`` ranks from rates, which must all be there."""
+    assert rates.stall is not None
+    assert rates.stage is not None
+    assert rates.write is not None
+    share = nbytes / ranks
+    told = [*rates.told, "Steps beside a checkpoint are taken to be as fast as others: only a run (--run) tells."]
+    if ranks > 1:
+        told.append(
+            f"Each of the {ranks} ranks copies and writes its share, {size_text(share)}, at these rates at once."
+        )
+    return Costs(nbytes, ranks, share / rates.stall, share / rates.stage + share / rates.write, None, tuple(told))
+
+
+def by_run(run: Run, nbytes: int | None, ranks: int | None) -> Costs:
+    """Take the costs from a recorded run; scaled by the bytes of a rank where ``nbytes`` or ``ranks`` are others.
+
+    Raises:
+        ConfigError: the run has no complete checkpoint, or does not tell how large.
+    """
+    from stagereg.sweep.checkpoints import saved
+    from stagereg.sweep.figures import figures
+
+    known = figures(run)
+    ages = [one.end - one.start for one in saved(run) if one.state == "complete"]
+    if not ages or "state_bytes" not in known or "stall_ms" not in known:
+        raise ConfigError(
+            f"--run {run.directory}: no checkpoint was completed in it, so there is nothing to plan with. Let it run "
+            "until there are a few, or give --state (and rates, or they are measured here)."
+        )
+    world = int(run.ranks[0].start.get("world_size", len(run.ranks)))
+    its_bytes = int(known["state_bytes"])
+    count = len(ages)
+    what = f"{count_text(count, 'checkpoint')} of {size_text(its_bytes)} on {count_text(world, 'rank')}"
+    told = [f"From {run.directory}: {what}."]
+    if "lost_s" in known:
+        cost = known["lost_s"] / count
+        told.append(
+            "The cost is its lost training time: stalls, and by how much steps beside a checkpoint were slower."
+        )
+    else:
+        cost = known["stall_ms"] / 1e3
+        told.append("The cost is the stall alone: too few of its steps had no checkpoint beside them to tell more.")
+    costs = Costs(its_bytes, world, cost, statistics.median(ages), known.get("step_s"), ())
+    wanted_bytes, wanted_ranks = nbytes or its_bytes, ranks or world
+    factor = (wanted_bytes / wanted_ranks) / (its_bytes / world)
+    if abs(factor - 1) > 1e-3:
+        told.append(f"A rank has {factor:.3g} times as many bytes as there: times are taken to grow with them.")
+    cost_s, write_s = costs.cost_s * factor, max(costs.write_s, costs.cost_s) * factor
+    return replace(costs, nbytes=wanted_bytes, ranks=wanted_ranks, cost_s=cost_s, write_s=write_s, told=tuple(told))
+
+
+def measured(given: Rates, share: float, stager: str, folder: str) -> Rates:
+    """Measure here what is not given.
+
+    Args:
+        share: bytes of a rank, so that less than usual is measured with where there is less.
+        stager: which copies; a name of the registry.
+        folder: on the disk to write to.
+
+    Raises:
+        ConfigError: it cannot be measured here; the message has the reason.
+    """
+    from stagereg.bench import states
+
+    nbytes = int(min(max(share, _LEAST_BYTES), _MOST_BYTES))
+    state = states.make("large", nbytes / _GIB)
+    found, told = given, []
+    with _quiet():
+        if given.stage is None:
+            output.working(f"copying {size_text(nbytes)} with {stager}")
+            stall_s, stage_s = _stage_seconds(state, stager)
+            found = replace(found, stall=state.nbytes / stall_s, stage=state.nbytes / stage_s)
+            told.append(
+                f"Copying was measured on this machine: {state.nbytes / stage_s / _GIB:.2f} GiB/s, "
+                f"with {stager} on {size_text(state.nbytes)} in host memory."
+            )
+            if stall_s < 0.9 * stage_s:
+                told.append(f"The loop is held for {stall_s / stage_s:.0%} of that.")
+        if given.write is None:
+            output.working(f"writing {size_text(nbytes)} to {folder}")
+            rate = state.nbytes / _write_seconds(state, Path(folder))
+            found = replace(found, write=rate)
+            told.append(
+                f"Writing was measured on this machine: {rate / _GIB:.2f} GiB/s, durable, with {_STORAGE}, by "
+                "one process. Ranks that share a storage write slower: give --write-gib-s, its rate by their number."
+            )
+    output.working()
+    if busy := machine.noise_warning(machine.describe("cpu")["load"][0], machine.cores()):
+        told.append(busy)
+    return replace(found, told=(*given.told, *told))
+
+
+def _stage_seconds(state: State, stager: str) -> tuple[float, float]:
+    """Seconds that the loop is held for, and until the copy is complete."""
+    from stagereg.bench import staging
+
+    found = _medians([case for case in staging.cases(state, "cpu") if case.rows[0].partition(":")[0] == stager], state)
+    return found[0], found[-1]
+
+
+def _write_seconds(state: State, folder: Path) -> float:
+    from stagereg.bench import write
+
+    place = Path(tempfile.mkdtemp(prefix="stagereg-plan-", dir=folder))
+    try:
+        cases = write.cases(state, place, lambda text: None)
+        return _medians([case for case in cases if case.rows[0] == _STORAGE], state)[0]
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _medians(cases: Sequence[Case], state: State) -> list[float]:
+    from stagereg.bench.measure import Watch, interleave
+
+    series = interleave(cases, _ROUNDS, Watch(), state.change)
+    for one in series:
+        if not one.samples:
+            raise ConfigError(f"{one.row} cannot be measured here ({one.missing or one.failure}): give its rate.")
+    return [one.median for one in series]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    log = logging.getLogger("stagereg")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes, to three digits."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes / 2**10:.3g} KiB"
+
+
+def count_text(count: int, noun: str) -> str:
+    """A number of things."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

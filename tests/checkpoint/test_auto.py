@@ -1,0 +1,324 @@
+"""``every="auto"``: when it saves, that all ranks save at the same steps, and what becomes of a slow or dead writer."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from stagereg import registry
+from stagereg.checkpoint import interval
+from stagereg.checkpoint.agreement import Agreement
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.schedule import Automatic
+from stagereg.config import schema
+from stagereg.config.instantiate import instantiate
+from stagereg.errors import CheckpointError, ConfigError, StagingError
+from stagereg.stagers.blocking import BlockingAsyncStager
+from stagereg.testing.ranks import run_ranks
+
+MTBF_S = 6 * 3600.0
+
+
+class Training:
+    """A rank in simulated time: a step takes ``step_s``, a save holds it ``stall_s`` and is written after ``write_s``.
+
+    A step that begins while a save is under way takes ``slower`` times as long.
+    """
+
+    def __init__(self, step_s: float, stall_s: float, write_s: float, slower: float = 1.0, ranks: Any = None) -> None:
+        self.step_s, self.stall_s, self.write_s, self.slower = step_s, stall_s, write_s, slower
+        self.now = 1000.0
+        self.schedule = Automatic(MTBF_S, ranks or Agreement(), lambda: self.now)
+        self.pending: list[float] = []
+        self.saved: list[int] = []
+        self.busy: list[int] = []
+
+    def steps(self, first: int, last: int, noise: Callable[[], float] = lambda: 1.0) -> list[int]:
+        """Train these steps, saving when it is time; return the steps that were saved."""
+        for step in range(first, last + 1):
+            self.now += self.step_s * noise() * (self.slower if self.pending else 1.0)
+            self.end_writes()
+            if self.schedule.due(step) and not self.schedule.postponed(step):
+                if self.pending:
+                    self.busy.append(step)
+                self.save(step, noise())
+        return self.saved
+
+    def save(self, step: int, noise: float = 1.0) -> None:
+        """Save, however early that is."""
+        self.schedule.began(step)
+        self.pending.append(self.now)
+        self.now += self.stall_s * noise
+        self.end_writes()
+        self.schedule.held(step, self.stall_s * noise)
+        self.saved.append(step)
+
+    def end_writes(self) -> None:
+        """Commit what has been written by now."""
+        while self.pending and self.now - self.pending[0] >= self.write_s * (1 - 1e-6):
+            self.pending.pop(0)
+            self.schedule.ended(self.write_s)
+
+    @property
+    def best(self) -> int:
+        """The interval in steps that is best for these times."""
+        beside = -(-(self.write_s - self.stall_s) // (self.step_s * self.slower)) if self.write_s > self.stall_s else 0
+        cost = self.stall_s + beside * self.step_s * (self.slower - 1)
+        taken = interval.best(cost, MTBF_S, self.write_s)
+        return interval.in_steps(taken, self.step_s, interval.least(cost, self.write_s))
+
+
+def test_it_saves_after_ten_steps_and_twenty_and_then_as_often_as_is_best() -> None:
+    rank = Training(step_s=0.5, stall_s=0.2, write_s=2.0)
+    saved = rank.steps(1, 1000)
+    assert saved[:2] == [10, 20]
+    assert rank.schedule.every == rank.best == round(interval.optimum(0.2, MTBF_S) / 0.5)
+    assert {later - earlier for earlier, later in pairwise(saved[1:])} == {rank.best}
+
+
+TIMES = st.floats(-3, 2).map(lambda power: 10.0**power)
+
+
+@settings(max_examples=40, deadline=None)
+@given(TIMES, TIMES, TIMES, st.floats(1, 2))
+def test_no_save_comes_before_the_one_before_is_written_and_the_plan_is_the_best(
+    step: float, stall: float, write: float, slower: float
+) -> None:
+    rank = Training(step, stall, write, slower)
+    rank.steps(1, 1000)
+    assert rank.busy == []
+    if len(rank.saved) > 1:
+        assert rank.schedule.every == pytest.approx(min(rank.best, 10 * rank.saved[-1]), rel=0.02, abs=1)
+
+
+def test_the_second_save_waits_until_the_first_is_written() -> None:
+    rank = Training(step_s=1.0, stall_s=0.1, write_s=100.0)
+    saved = rank.steps(1, 300)
+    assert saved[0] == 10
+    assert 110 <= saved[1] < 10 + 2 * 100 + 10
+
+
+def test_a_first_save_that_is_slow_does_not_count_for_long() -> None:
+    rank = Training(step_s=0.5, stall_s=30.0, write_s=31.0)
+    rank.steps(1, 10)
+    rank.stall_s, rank.write_s = 0.2, 2.0
+    rank.steps(11, 200)
+    assert len(rank.saved) == 2
+    assert rank.schedule.every == rank.best
+
+
+def test_the_next_save_is_at_most_ten_times_as_far_as_was_measured() -> None:
+    rank = Training(step_s=1e-3, stall_s=1.0, write_s=1.0)
+    assert interval.best(1.0, MTBF_S) / 1e-3 > 200_000
+    assert rank.steps(1, 2500) == [10, 20, 20 + 190, 210 + 2090]  # the first step has no beginning
+
+
+def test_steps_that_are_slower_beside_a_write_count_as_cost() -> None:
+    alike, slower = Training(0.5, 0.2, 10.0), Training(0.5, 0.2, 10.0, slower=1.5)
+    for rank in (alike, slower):
+        rank.steps(1, 2000)
+    assert slower.schedule.every == pytest.approx(slower.best, rel=0.02)
+    assert slower.schedule.every > 2 * alike.schedule.every
+
+
+def test_the_plan_follows_a_disk_that_becomes_slow() -> None:
+    rank = Training(step_s=1.0, stall_s=0.2, write_s=2.0)
+    rank.steps(1, 500)
+    before = rank.schedule.every
+    rank.stall_s, rank.write_s = 5.0, 900.0
+    rank.steps(501, 10_000)
+    assert before < 900 - 5 <= rank.schedule.every
+    assert rank.schedule.every == rank.best
+
+
+def test_a_resumed_run_measures_anew_and_a_restore_in_between_keeps_the_plan() -> None:
+    fresh = Training(step_s=0.5, stall_s=0.2, write_s=2.0)
+    fresh.schedule.restored(500)
+    assert fresh.steps(501, 530) == [510, 520]
+    plan = fresh.schedule.every
+    fresh.schedule.restored(100)
+    assert fresh.steps(101, 100 + plan)[2:] == [100 + plan]
+
+
+def test_a_save_by_the_program_itself_begins_a_new_interval() -> None:
+    rank = Training(step_s=0.5, stall_s=0.2, write_s=2.0)
+    rank.steps(1, 25)
+    plan = rank.schedule.every
+    rank.save(25)
+    assert rank.steps(26, 25 + plan)[3:] == [25 + plan]
+
+
+def test_checkpoints_that_are_lost_leave_a_plan() -> None:
+    rank = Training(step_s=0.5, stall_s=0.2, write_s=2.0)
+    rank.schedule.began(1)
+    rank.schedule.ended(None)
+    rank.schedule.held(1, 0.2)
+    rank.schedule.began(2)
+    rank.schedule.ended(None)
+    rank.schedule.held(2, 0.2)
+    assert rank.schedule.every >= 1
+
+
+def many_runs(rank: int, world_size: int, seeds: int) -> list[list[int]]:
+    runs = []
+    ranks = Agreement()
+    for seed in range(seeds):
+        chance = random.Random(seed * world_size + rank)  # each rank has times of its own
+        times = [10 ** chance.uniform(*between) for between in ((-2, 0), (-2, 1), (-2, 1))]
+        training = Training(*times, slower=chance.uniform(1, 2), ranks=ranks)
+        extra = random.Random(seed).sample(range(1, 300), 2)  # at the same steps on all ranks
+        for first, last in zip([1, *sorted(extra)], [*sorted(extra), 300], strict=True):
+            training.steps(first, last - 1, lambda chance=chance: chance.uniform(0.5, 2))  # type: ignore[misc]
+            training.save(last)
+        runs.append([*training.saved, training.schedule.every])
+    return runs
+
+
+def two_groups(rank: int) -> list[int]:
+    """Ranks 0 and 1 save together, and rank 2 for itself."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    training = Training([0.1, 0.2, 0.4][rank], 0.1, 1.0, ranks=Agreement(groups[rank // 2]))
+    training.steps(1, 800)
+    return [*training.saved, training.schedule.every]
+
+
+class Breaks(BlockingAsyncStager):
+    broken = False
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        if self.broken:
+            raise StagingError(("x",), "is broken here")
+        return super().stage(state_dict)
+
+
+def with_files(rank: int, root: str) -> tuple[list[int], list[str], int | None, int]:
+    """After each step the one last saved, the errors, and the step restored; rank 1 cannot stage that of step 30."""
+    stager = Breaks()
+    state = {"x": torch.ones(3), f"own.rank{rank}": rank}
+    saved: list[int] = []
+    errors: list[str] = []
+    with Checkpointer(f"{root}/auto", every="auto", keep=9, stager=stager) as checkpointer:
+        for step in range(1, 41):
+            stager.broken = rank == 1 and step == 30
+            try:
+                if step == 30:
+                    checkpointer.save(step, state)
+                elif checkpointer.maybe_save(step, state):
+                    checkpointer.wait()
+            except CheckpointError as error:
+                errors.append(str(error))
+            saved.append(checkpointer.saved or 0)
+        try:
+            checkpointer.wait()
+        except CheckpointError as error:
+            errors.append(str(error))
+        dist.barrier()
+        step = checkpointer.restore(state)
+    return saved, errors, step, checkpointer.every
+
+
+def differing(rank: int, root: str) -> str:
+    try:
+        Checkpointer(f"{root}/differing", every="auto" if rank else 7)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def all_of_it(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    return {
+        "runs": many_runs(rank, world_size, seeds=10),
+        "groups": two_groups(rank),
+        "files": with_files(rank, root),
+        "differing": differing(rank, root),
+    }
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(all_of_it, nproc=3, args=(str(tmp_path_factory.mktemp("ranks")),))
+
+
+def test_all_ranks_save_at_the_same_steps_whatever_each_of_them_measures(told: list[dict[str, Any]]) -> None:
+    for runs in zip(*(one["runs"] for one in told), strict=True):
+        assert all(run == runs[0] for run in runs)
+    assert len({tuple(run) for run in told[0]["runs"]}) > 5  # that is, they have something to agree upon
+
+
+def test_ranks_of_other_groups_are_not_asked(told: list[dict[str, Any]]) -> None:
+    first, second, third = (one["groups"] for one in told)
+    assert first == second
+    assert first[-1] == Training(0.1, 0.1, 1.0).best  # of the rank whose steps are shorter
+    assert third[-1] == Training(0.4, 0.1, 1.0).best < first[-1]
+
+
+def test_ranks_stay_together_when_one_cannot_stage(told: list[dict[str, Any]]) -> None:
+    saved = [one["files"][0] for one in told]
+    assert all(steps == saved[0] for steps in saved)
+    assert {10, 20, 30} <= set(saved[0])
+    assert all("is broken here" in " ".join(one["files"][1]) for one in told)
+    steps = {one["files"][2] for one in told}
+    assert len(steps) == 1
+    assert steps <= set(saved[0]) - {30}
+
+
+def test_ranks_that_were_told_differently_all_hear_of_it(told: list[dict[str, Any]]) -> None:
+    assert {one["differing"] for one in told} == {"every must be the same on all ranks, which have 7, auto, auto."}
+
+
+def test_every_is_a_number_from_the_first_step_to_the_last(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), every="auto", keep=9) as checkpointer:
+        assert checkpointer.every == 10
+        saved = []
+        for step in range(1, 22):
+            if checkpointer.maybe_save(step, {"x": 1}):
+                saved.append(step)
+                checkpointer.wait()
+        assert saved == [10, 20]
+        assert isinstance(checkpointer.every, int)
+        assert checkpointer.every > 20  # what takes milliseconds is not worth a save every few of such steps
+    with Checkpointer(str(tmp_path), every="auto") as checkpointer:
+        assert checkpointer.restore({"x": 0}) == 20
+        assert [step for step in range(21, 31) if checkpointer.maybe_save(step, {"x": 1})] == [30]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"every": "atuo"}, r"every is 'atuo'\. Did you mean 'auto'\?"),
+        ({"every": 0}, "every must be a whole number of at least 1, not 0"),
+        ({"every": True}, "every must be a whole number"),
+        ({"mtbf": datetime.timedelta(0)}, "mtbf must be a duration above 0"),
+        ({"mtbf": 6}, "mtbf must be a duration above 0"),
+    ],
+)
+def test_what_is_of_no_use_is_refused(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Checkpointer(str(tmp_path), **arguments)
+
+
+def config(**values: Any) -> Any:
+    typed = OmegaConf.structured(schema.schema(registry.find("checkpoint", "default")))
+    return OmegaConf.merge(typed, values)
+
+
+@pytest.mark.parametrize("every", [50, "auto"])
+def test_a_config_takes_a_number_of_steps_or_auto(every: object, tmp_path: Path) -> None:
+    with instantiate(config(dir=str(tmp_path), every=every, mtbf="90m")) as checkpointer:
+        assert checkpointer.every == (50 if every == 50 else 10)
+
+
+def test_a_config_that_misspells_auto_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'atuo'\. Did you mean 'auto'\?"):
+        instantiate(config(dir=str(tmp_path), every="atuo"))

@@ -1,0 +1,153 @@
+"""The interval's formulas: against the papers' own figures, simulated failures, and a search for the best."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagereg.checkpoint import interval
+from stagereg.errors import ConfigError
+
+# In units of the mean time between failures, which the formulas scale with.
+COSTS = st.floats(-6, 0.3).map(lambda power: 10.0**power)
+MTBFS = st.floats(0, 7).map(lambda power: 10.0**power)
+
+
+@pytest.mark.parametrize(("mtbf_h", "minutes"), [(24.0, 117), (6.0, 57), (0.25, 9.1)])
+def test_daly_gives_the_figures_of_his_paper(mtbf_h: float, minutes: float) -> None:
+    # Figures 3 to 5 of the paper: dumps of 5 minutes.
+    digits = 1 if minutes < 10 else 0
+    assert round(interval.daly(300, mtbf_h * 3600) / 60, digits) == minutes
+
+
+@settings(deadline=None)
+@given(COSTS, MTBFS)
+def test_daly_is_near_the_optimum_where_it_says_so_and_young_where_costs_are_small(cost: float, mtbf: float) -> None:
+    optimum = interval.optimum(cost * mtbf, mtbf)
+    assert abs(interval.daly(cost * mtbf, mtbf) / optimum - 1) < (0.01 if cost < 0.7 else 0.07)
+    if cost < 1e-4:
+        assert interval.young(cost * mtbf, mtbf) == pytest.approx(optimum, rel=0.006)
+
+
+def least_of(function: Callable[[float], float], low: float, high: float) -> float:
+    """The argument at which ``function`` is least, by golden sections over its logarithm."""
+    a, b, part = math.log(low), math.log(high), (math.sqrt(5) - 1) / 2
+    for _ in range(50):
+        left, right = b - part * (b - a), a + part * (b - a)
+        a, b = (a, right) if function(math.exp(left)) < function(math.exp(right)) else (left, b)
+    return math.exp((a + b) / 2)
+
+
+@settings(deadline=None)
+@given(COSTS, MTBFS, st.floats(0, 2), st.floats(0, 1))
+def test_the_interval_taken_loses_least_whatever_restarts_and_writing_take(
+    cost: float,
+    mtbf: float,
+    restart: float,
+    write: float,  # written within M: otherwise nothing is of any use
+) -> None:
+    times = (cost * mtbf, mtbf, restart * mtbf, write * mtbf)
+    taken = interval.best(times[0], mtbf, times[3])
+    # Searched without the factor that all intervals share: after long restarts it leaves nothing to tell apart.
+    found = least_of(lambda at: interval.lost_fraction(at, cost * mtbf, mtbf, 0.0, times[3]), taken / 20, taken * 20)
+    assert taken == pytest.approx(found, rel=0.01)
+    assert interval.lost_fraction(taken, *times) <= interval.lost_fraction(found, *times) + 1e-12
+
+
+def simulated(
+    at: float, cost: float, mtbf: float, restart: float, write: float, seed: int, lives: int
+) -> tuple[float, float]:
+    """Live through failures; return the lost fraction, and the standard error of that.
+
+    Knows nothing of the formula: a life is a restart, then work, held by each checkpoint, until the failure; what it
+    has brought is the work that its last complete checkpoint holds.
+    """
+    chance = random.Random(seed)
+    gains, spans = [], []
+    for _ in range(lives):
+        span = chance.expovariate(1 / mtbf)
+        now, work, kept, complete = restart, 0.0, 0.0, -math.inf
+        while True:
+            begins = max(now + at, complete)  # a save waits for the one before
+            complete = begins + max(write, cost)
+            if complete > span:
+                break
+            work += at
+            kept = work
+            now = begins + cost
+        gains.append(kept)
+        spans.append(span)
+    total = sum(spans)
+    useful = sum(gains) / total
+    # Of a ratio of two sums over independent lives, to first order.
+    squares = sum((gain - useful * span) ** 2 for gain, span in zip(gains, spans, strict=True))
+    return 1 - useful, math.sqrt(squares) / total
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(0.03, 1.5), st.floats(0.001, 0.3), st.floats(0, 0.3), st.floats(0, 1.0), st.integers(0, 2**32), MTBFS)
+def test_the_lost_fraction_is_that_of_simulated_failures(
+    at: float, cost: float, restart: float, write: float, seed: int, mtbf: float
+) -> None:
+    times = [part * mtbf for part in (at, cost, 1.0, restart, write)]
+    found, error = simulated(*times, seed, lives=4000)  # type: ignore[misc]
+    assert interval.lost_fraction(*times) == pytest.approx(found, abs=5 * error)
+
+
+def test_what_writing_takes_adds_to_the_loss_but_moves_the_optimum_only_as_a_bound() -> None:
+    cost, mtbf = 2.0, 3600.0
+    free = interval.optimum(cost, mtbf)
+    assert interval.best(cost, mtbf, write_s=free / 2) == free
+    losses = [interval.lost_fraction(free, cost, mtbf, write_s=write) for write in (0, cost, 30, 60)]
+    assert losses[0] == losses[1] < losses[2] < losses[3]
+    assert interval.best(cost, mtbf, write_s=3 * free) == pytest.approx(3 * free - cost)
+
+
+@settings(deadline=None)
+@given(st.floats(0, 1e9), st.floats(0, 1e9), st.floats(1e-6, 1e9), st.floats(0, 1e9), st.floats(0, 1e9))
+def test_any_times_give_a_fraction(at: float, cost: float, mtbf: float, restart: float, write: float) -> None:
+    assert 0 <= interval.lost_fraction(at, cost, mtbf, restart, write) <= 1
+    assert 0 <= interval.best(cost, mtbf, write) < math.inf
+
+
+@settings(deadline=None)
+@given(st.floats(1e-3, 1e6), st.floats(1e-4, 1e3), st.floats(0, 1e6))
+def test_steps_are_the_nearest_whole_number_that_leaves_time_to_write(at: float, step: float, least: float) -> None:
+    steps = interval.in_steps(at, step, least)
+    assert steps >= 1
+    assert steps * step >= least * (1 - 1e-9)
+    if steps > 1 and (steps - 1) * step >= least:
+        assert abs(steps - at / step) <= 0.5 + 1e-9
+
+
+def test_a_whole_number_of_steps_is_not_rounded_up_for_what_floats_lose() -> None:
+    assert interval.in_steps(0.3, 0.1, 0.3) == 3
+
+
+@pytest.mark.parametrize(
+    ("times", "named"),
+    [
+        ({"cost_s": -1.0}, "cost_s"),
+        ({"mtbf_s": 0.0}, "mtbf_s"),
+        ({"mtbf_s": math.inf}, "mtbf_s"),
+        ({"interval_s": math.nan}, "interval_s"),
+        ({"restart_s": -0.1}, "restart_s"),
+        ({"write_s": math.inf}, "write_s"),
+    ],
+)
+def test_a_time_of_no_use_is_named(times: dict[str, float], named: str) -> None:
+    good = {"interval_s": 1.0, "cost_s": 1.0, "mtbf_s": 10.0, "restart_s": 1.0, "write_s": 1.0}
+    with pytest.raises(ConfigError, match=named):
+        interval.lost_fraction(**(good | times))
+
+
+def test_no_torch_is_needed() -> None:
+    code = "import sys, stagereg.checkpoint.interval; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,209 @@
+"""What the checkpointer tells of itself while a run is recorded: enough to draw who did what when."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stagereg import record
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.errors import CheckpointError, StagingError
+from stagereg.registry import build
+from stagereg.stagers.blocking import BlockingAsyncStager
+from stagereg.stagers.protocol import AsyncStager
+from stagereg.testing.ranks import run_ranks
+
+
+class Clock:
+    """Advances by one second whenever it is looked at, so that moments can be told apart by their order."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> float:
+        with self._lock:
+            self.now += 1.0
+            return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(record, "now", made)
+    return made
+
+
+def events(directory: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / record.file_name(rank)).read_text().splitlines()]
+
+
+def of(directory: Path, event: str) -> list[dict[str, Any]]:
+    return [told for told in events(directory) if told["event"] == event]
+
+
+STATE = {"x": torch.ones(1000), "y": torch.ones(10, dtype=torch.float64), "n": 7}
+BYTES = 4 * 1000 + 8 * 10
+
+
+def test_each_step_save_copy_and_write_is_told_with_its_bytes(tmp_path: Path) -> None:
+    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), every=2, keep=9) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.maybe_save(step, STATE)
+        checkpointer.wait()
+        stats = checkpointer.stats
+    assert [told["step"] for told in of(tmp_path, "step")] == [1, 2, 3, 4, 5]
+    assert [(told["step"], told["seconds"]) for told in of(tmp_path, "stall")] == [
+        (2, stats.stall_seconds[0]),
+        (4, stats.stall_seconds[1]),
+    ]
+    stages, writes = of(tmp_path, "stage"), of(tmp_path, "write")
+    assert [(told["step"], told["bytes"]) for told in stages] == [(2, BYTES), (4, BYTES)]
+    assert [(told["step"], told["seconds"]) for told in writes] == list(zip((2, 4), stats.write_seconds, strict=True))
+    files = [path for path in (tmp_path / "c" / "step-00000004").iterdir() if path.suffix == ".distcp"]
+    assert writes[1]["bytes"] >= sum(path.stat().st_size for path in files) >= BYTES
+    for stall, stage, write in zip(of(tmp_path, "stall"), stages, writes, strict=True):
+        assert stall["start"] <= stage["start"]
+        assert stage["start"] + stage["seconds"] <= stall["start"] + stall["seconds"]
+        assert stage["start"] < write["start"]
+        assert write["start"] + write["seconds"] <= write["t"]
+
+
+class Promises(AsyncStager):
+    """Hands out a promise that somebody else keeps, or has the loop wait in ``synchronize_staging``."""
+
+    def __init__(self, clock: Clock, synchronizes: bool) -> None:
+        self._synchronize_after_execute = synchronizes
+        self.clock = clock
+        self.returned = self.synchronized = 0.0
+        self.promise: Future[dict[str, Any]] = Future()
+        self._copy: dict[str, Any] = {}
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        self._copy = BlockingAsyncStager().stage(state_dict)
+        self.returned = self.clock()
+        return self._copy if self._synchronize_after_execute else self.promise
+
+    def synchronize_staging(self) -> None:
+        self.synchronized = self.clock()
+
+    def keep(self) -> float:
+        kept = self.clock()
+        self.promise.set_result(self._copy)
+        return kept
+
+
+def test_the_copy_of_a_stager_that_promises_ends_when_the_promise_is_kept(tmp_path: Path, clock: Clock) -> None:
+    stager = Promises(clock, synchronizes=False)
+    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=stager) as checkpointer:
+        checkpointer.save(1, STATE)
+        kept = stager.keep()
+    (stage,) = of(tmp_path, "stage")
+    (stall,) = of(tmp_path, "stall")
+    assert stall["start"] + stall["seconds"] < kept < stage["start"] + stage["seconds"]
+    assert stall["start"] < stage["start"] < stager.returned
+
+
+def test_the_copy_of_a_stager_that_synchronizes_ends_when_that_has_returned(tmp_path: Path, clock: Clock) -> None:
+    stager = Promises(clock, synchronizes=True)
+    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=stager) as checkpointer:
+        checkpointer.save(1, STATE)
+    (stage,) = of(tmp_path, "stage")
+    (stall,) = of(tmp_path, "stall")
+    assert stager.synchronized < stage["start"] + stage["seconds"] < stall["start"] + stall["seconds"]
+
+
+class Blocking(BlockingAsyncStager):
+    """Done when ``stage`` returns, and says that there is nothing to synchronize."""
+
+    _synchronize_after_execute = False
+    returned = 0.0
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        staged = super().stage(state_dict)
+        self.returned = record.now()
+        return staged
+
+
+def test_the_copy_of_any_other_stager_ends_when_stage_has_returned(tmp_path: Path, clock: Clock) -> None:
+    stager = Blocking()
+    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=stager) as checkpointer:
+        checkpointer.save(1, STATE)
+    (stage,) = of(tmp_path, "stage")
+    assert stage["start"] + stage["seconds"] == stager.returned + 1
+
+
+class Full(DcpStorage):
+    """A full disk."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_save_that_fails_is_told_as_lost_and_its_copy_still_counts(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(str(tmp_path / "c"), storage=Full())
+    with record.recording(tmp_path, 0, 1):
+        checkpointer.save(3, STATE)
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpointer.close()
+    (lost,) = of(tmp_path, "lost")
+    assert lost["step"] == 3
+    assert "No space left on device" in lost["error"]
+    assert [told["bytes"] for told in of(tmp_path, "stage")] == [BYTES]
+    assert of(tmp_path, "write") == []
+
+
+class Breaks(BlockingAsyncStager):
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        raise StagingError(("x",), "is broken here")
+
+
+def test_what_could_not_be_staged_is_lost_and_was_no_copy(tmp_path: Path) -> None:
+    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=Breaks()) as checkpointer:
+        with pytest.raises(CheckpointError, match="is broken here"):
+            checkpointer.save(4, STATE)
+        checkpointer.wait()
+    assert ["is broken here" in told["error"] for told in of(tmp_path, "lost")] == [True]
+    assert [told["event"] for told in events(tmp_path)] == ["start", "lost", "end"]
+
+
+def test_saved_is_the_step_last_given_to_save(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), every=2) as checkpointer:
+        assert checkpointer.saved is None
+        for step in range(1, 6):
+            checkpointer.maybe_save(step, STATE)
+        assert checkpointer.saved == 4
+        checkpointer.save(5, STATE)
+        assert checkpointer.saved == 5
+
+
+def two_ranks(rank: int, world_size: int, root: str) -> None:
+    with record.recording(Path(root), rank, world_size), Checkpointer(f"{root}/c") as checkpointer:
+        checkpointer.save(1, {f"x.rank{rank}": torch.ones(1000 * (rank + 1))})
+        checkpointer.wait()
+
+
+def test_each_rank_tells_of_its_own_bytes(tmp_path: Path) -> None:
+    run_ranks(two_ranks, nproc=2, args=(str(tmp_path),))
+    for rank in range(2):
+        told = {one["event"]: one for one in events(tmp_path, rank)}
+        own = sum(path.stat().st_size for path in (tmp_path / "c/step-00000001").glob(f"__{rank}_*"))
+        assert told["stage"]["bytes"] >= 4000 * (rank + 1)
+        assert own <= told["write"]["bytes"] <= own + (tmp_path / "c/step-00000001/.metadata").stat().st_size
+
+
+def test_the_memory_of_the_process_that_writes_is_counted(tmp_path: Path) -> None:
+    with record.recording(tmp_path, 0, 1):
+        with Checkpointer(str(tmp_path / "c"), stager=build("stager", "shared")) as checkpointer:
+            checkpointer.save(1, STATE)
+            checkpointer.wait()
+            of_writer = record.peak_rss(checkpointer.writer_pid)
+        own = record.peak_rss()
+    assert of(tmp_path, "end")[0]["peak_rss"] >= own + of_writer > own

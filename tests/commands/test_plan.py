@@ -1,0 +1,268 @@
+"""``stagereg plan``: its interval is the best there is, it says where its times are from, and refuses nonsense."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagereg import cli, record
+from stagereg.checkpoint import interval
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.commands.losses import Job, duration_text
+
+GIVEN = ("--stage-gib-s", "2", "--write-gib-s", "0.5")
+"""Rates, so that nothing is measured."""
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert cli.main(["plan", "--json", *arguments]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def test_the_interval_is_the_best_for_each_ranks_share(capsys: pytest.CaptureFixture[str]) -> None:
+    told = plan(capsys, "--mtbf", "6h", "--ranks", "1024", "--state", "1TiB", "--step", "1.2s", *GIVEN)
+    assert (told["cost_s"], told["write_s"]) == (0.5, 0.5 + 2.0)  # 1 GiB a rank
+    assert told["optimum_s"] == interval.optimum(0.5, 6 * 3600)
+    assert told["steps"] == round(told["optimum_s"] / 1.2)
+    assert told["interval_s"] == told["steps"] * 1.2
+    assert told["young_s"] == interval.young(0.5, 6 * 3600)
+    assert told["daly_s"] == interval.daly(0.5, 6 * 3600)
+    assert told["lost"] == interval.lost_fraction(told["interval_s"], 0.5, 6 * 3600, 300, 2.5)
+    assert min(one["total"] for one in told["intervals"]) == told["lost"]
+    assert {"half", "double"} <= {one["name"] for one in told["intervals"]}
+
+
+def test_of_machines_that_fail_one_by_one_the_job_fails_as_often_as_all_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = plan(capsys, "--mtbf-per-node", "50000h", "--nodes", "128", "--state", "8GiB", *GIVEN)
+    assert told["mtbf_s"] == 50000 * 3600 / 128
+    assert told["steps"] is None
+
+
+def test_where_writing_takes_longest_it_sets_the_interval_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--mtbf", "10h", "--state", "20GiB", "--stage-gib-s", "20", "--write-gib-s", "0.01")
+    told = plan(capsys, *arguments)
+    assert told["interval_s"] == told["least_s"] == pytest.approx(2000)
+    assert told["least_s"] > told["optimum_s"]
+    assert cli.main(["plan", *arguments]) == 0
+    assert "Writing sets the interval" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("mtbf", "hardly"), [("6h", False), ("5m", True), ("1s", True)])
+def test_it_says_so_if_training_would_hardly_get_on(
+    mtbf: str, hardly: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--mtbf", mtbf, "--state", "1TiB", "--ranks", "8", "--stage-gib-s", "1", "--write-gib-s", "1")
+    assert plan(capsys, *arguments)["hardly"] == hardly
+    assert cli.main(["plan", *arguments]) == 0
+    assert ("hardly get on" in capsys.readouterr().out) == hardly
+
+
+def test_the_text_names_the_setting_the_assumptions_and_the_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--mtbf", "6h", "--state", "1TiB", "--ranks", "1024", "--step", "1.2s", *GIVEN]) == 0
+    told = capsys.readouterr().out
+    assert "checkpoint.every=122" in told
+    assert "checkpoint.mtbf=6h" in told
+    assert "of the whole job" in told
+    for word in ("Young", "Daly", "Vaidya", "Copying is given", "at random"):
+        assert word in told
+
+
+# -- from a run
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """A run of one rank: 12 steps of 1 s, two checkpoints of 400 KB that hold the loop 2 s and are there after 5 s."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    lines: list[dict[str, Any]] = [{"event": "start", "format": 1, "rank": 0, "world_size": 1, "t": 0.0}]
+    now = 0.0
+    for step in range(1, 13):
+        now += 1.0
+        lines.append({"event": "step", "step": step, "t": now})
+        if step in (4, 8):
+            lines.append({"event": "stall", "step": step, "start": now, "seconds": 2.0, "t": now + 2})
+            lines.append({"event": "stage", "step": step, "start": now, "seconds": 2.0, "bytes": 400_000, "t": now + 2})
+            lines.append({"event": "write", "step": step, "start": now + 2, "seconds": 3.0, "bytes": 4e5, "t": now + 5})
+            now += 2.0
+    lines.append({"event": "end", "seconds": now, "status": "completed", "t": now})
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return directory
+
+
+def test_a_run_tells_cost_age_step_and_size(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = plan(capsys, "--mtbf", "1h", "--run", str(recorded))
+    assert (told["state_bytes"], told["ranks"]) == (400_000, 1)
+    assert (told["cost_s"], told["write_s"], told["step_s"]) == pytest.approx((2.0, 5.0, 1.0))
+    assert told["steps"] == round(interval.optimum(2.0, 3600))
+    assert "2 checkpoints" in " ".join(told["assumptions"])
+
+
+def test_the_times_of_a_run_are_scaled_to_the_bytes_of_a_rank(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = plan(capsys, "--mtbf", "1h", "--run", str(recorded), "--state", "8MB", "--ranks", "4", "--step", "3s")
+    assert (told["cost_s"], told["write_s"], told["step_s"]) == pytest.approx((10.0, 25.0, 3.0))
+    assert "5 times as many bytes" in " ".join(told["assumptions"])
+
+
+def test_what_a_checkpointer_records_can_be_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"x": torch.ones(10_000)}
+    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), every=5) as checkpointer:
+        for step in range(1, 21):
+            checkpointer.maybe_save(step, state)
+            checkpointer.wait()
+        stats = checkpointer.stats
+    told = plan(capsys, "--mtbf", "1h", "--run", str(tmp_path))
+    assert told["state_bytes"] == 40_000
+    assert 0 < told["cost_s"] < sum(stats.stall_seconds) + 1
+    assert told["write_s"] >= min(stats.write_seconds)
+
+
+# -- measured here
+
+
+def test_what_is_not_given_is_measured_here_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = plan(capsys, "--mtbf", "6h", "--state", "16MiB", "--stager", "blocking", "--dir", str(tmp_path))
+    assumed = [line for line in told["assumptions"] if "measured on this machine" in line]
+    rates = [float(re.search(r"([\d.]+) GiB/s", line)[1]) for line in assumed]  # type: ignore[index]
+    assert len(rates) == 2
+    share = 16 / 1024
+    assert told["cost_s"] == pytest.approx(share / rates[0], rel=0.1)
+    assert told["write_s"] == pytest.approx(share / rates[0] + share / rates[1], rel=0.1)
+    assert "with blocking" in assumed[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- files
+
+
+def test_the_curve_is_written_as_picture_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ("--mtbf", "6h", "--state", "1TiB", "--ranks", "1024", "--step", "1.2s", *GIVEN)
+    told = plan(capsys, *arguments, "--output", str(tmp_path / "new"))
+    assert [Path(name).name for name in told["files"]] == ["plan.csv", "plan.svg", "plan.png"]
+    rows = list(csv.DictReader((tmp_path / "new/plan.csv").open()))
+    least = min(rows, key=lambda row: float(row["lost"]))
+    assert float(least["interval_s"]) == pytest.approx(told["optimum_s"], rel=0.03)
+    assert float(least["interval_steps"]) == pytest.approx(float(least["interval_s"]) / 1.2, rel=1e-4)
+    for row in rows:
+        parts = (float(row[name]) for name in ("lost_to_checkpoints", "done_twice", "lost_to_restarts"))
+        assert sum(parts) == pytest.approx(float(row["lost"]), abs=1e-5)
+    picture = (tmp_path / "new/plan.svg").read_text()
+    assert "122 steps" in picture
+    assert "Daly 2006" in picture
+    assert (tmp_path / "new/plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_without_matplotlib_the_numbers_are_written_and_one_line_says_why_no_picture_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert cli.main(["plan", "--mtbf", "6h", "--state", "1GiB", *GIVEN, "--output", str(tmp_path)]) == 0
+    assert "pip install 'stagereg[report]'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.csv"]
+
+
+TIMES = st.floats(-3, 6).map(lambda power: 10.0**power)
+
+
+@settings(deadline=None)
+@given(TIMES, TIMES, st.floats(0, 1e5), TIMES)
+def test_the_parts_make_up_the_whole_and_as_good_means_at_most_one_percent_more(
+    cost: float, write: float, restart: float, mtbf: float
+) -> None:
+    job = Job(cost, write, restart, mtbf)
+    best = job.loss(job.best_s)
+    low, high = job.near(0.01)
+    assert low <= job.best_s <= high
+    assert max(job.loss(low).total, job.loss(high).total) <= best.total + 0.0101
+    for loss in (best, job.loss(job.best_s / 3), job.loss(job.best_s * 3)):
+        parts = (loss.checkpoints, loss.twice, loss.restarts)
+        assert min(parts) >= -1e-12
+        assert sum(parts) == pytest.approx(loss.total, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0001, "0.1 ms"),
+        (1.5, "1.5 s"),
+        (59.97, "1 min"),
+        (60, "1 min"),
+        (157, "2 min 37 s"),
+        (3599.9, "1 h"),
+        (3661, "1 h 1 min"),
+        (86399, "1 d"),
+        (2 * 86400 + 3600, "2 d 1 h"),
+        (50 * 86400, "50 d"),
+    ],
+)
+def test_durations_are_written_as_people_write_them(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+# -- nonsense
+
+GOOD = {"--mtbf": "6h", "--state": "1GiB", "--stage-gib-s": "2", "--write-gib-s": "0.5"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"--mtbf": None}, "How often does the job fail"),
+        ({"--mtbf": "0h"}, "--mtbf is a time above 0"),
+        ({"--mtbf": "6 parsecs"}, "--mtbf: '6 parsecs' has no unit of time"),
+        ({"--mtbf": "often"}, "--mtbf: 'often' is not a duration"),
+        ({"--mtbf-per-node": "9h"}, "give one of them"),
+        ({"--nodes": "3"}, "--nodes goes with --mtbf-per-node"),
+        ({"--mtbf": None, "--mtbf-per-node": "9h"}, "needs --nodes"),
+        ({"--mtbf": None, "--mtbf-per-node": "9h", "--nodes": "0"}, "--nodes takes a whole number from 1 on"),
+        ({"--state": None}, "How large is a checkpoint"),
+        ({"--state": "0"}, "--state is 0 bytes"),
+        ({"--state": "1 lightyear"}, "--state: '1 lightyear'"),
+        ({"--ranks": "1.5"}, "--ranks takes a whole number from 1 on, not '1.5'"),
+        ({"--ranks": "0"}, "--ranks takes a whole number from 1 on, not '0'"),
+        ({"--stage-gib-s": "0"}, "--stage-gib-s takes a number of GiB a second above 0"),
+        ({"--write-gib-s": "fast"}, "--write-gib-s takes a number of GiB a second above 0, as in 2.5, not 'fast'"),
+        ({"--write-gib-s": "nan"}, "--write-gib-s takes a number"),
+        ({"--restart": "soon"}, "--restart: 'soon' is not a duration"),
+        ({"--step": "0s"}, "--step is a time above 0"),
+        ({"--run": "/nowhere"}, "leave --stage-gib-s and --write-gib-s out"),
+        ({"--run": "/nowhere", "--stage-gib-s": None, "--write-gib-s": None}, "/nowhere"),
+        ({"--stage-gib-s": None, "--stager": "pined_cached"}, "pinned_cached"),
+        ({"--output": __file__}, "--output"),
+    ],
+)
+def test_nonsense_is_refused_on_one_screen(
+    changed: dict[str, str | None], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [part for name, value in (GOOD | changed).items() if value is not None for part in (name, value)]
+    assert cli.main(["plan", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) < 10
+
+
+def test_a_run_without_a_checkpoint_is_refused(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recorded / "metrics.jsonl"
+    lines = [line for line in file.read_text().splitlines(keepends=True) if '"write"' not in line]
+    file.write_text("".join(lines))
+    assert cli.main(["plan", "--mtbf", "6h", "--run", str(recorded)]) == 2
+    assert "no checkpoint was completed" in capsys.readouterr().err
