@@ -3,7 +3,8 @@
 Every rank is a fresh interpreter that runs the same script and composes the same config again, so the typed config
 needs no way through a pickle, and it works the same below joblib or submitit. The parent has composed, made the run
 directory and written ``.hydra`` before; from here it only watches, hands signals on, collects what failed ranks have to
-tell and brings rank 0's return value back.
+tell and brings rank 0's return value back. In a scheduler's job with several tasks, each task does that for its part of
+the ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from typing import Any
 from stagereg.config.command import Command
 from stagereg.config.libc import tuned
 from stagereg.config.rank import Handover, environment
+from stagereg.config.tasks import Task
 from stagereg.errors import LaunchError
 
 __all__ = ["RanksFailedError", "checked_nproc", "launch"]
 
 _GRACE_S = 3
 """Seconds ranks have to end after a signal, before they are killed."""
+_GATHER_S = 600
+"""Seconds in which the tasks of a scheduler's job may start one after another."""
 _RANKS_PER_CORE = 4
 _ELASTIC = "torch.distributed.elastic"
 
@@ -56,20 +60,26 @@ def checked_nproc(value: Any) -> int:
 def launch(command: Command, hydra: Any, nproc: int) -> Any:
     """Run one job on ``nproc`` fresh local ranks and return rank 0's value; all ranks have ended when it comes back.
 
+    In a scheduler's job with several tasks (:class:`Task`) these are the ranks of this task, and only the first task
+    has a value to return.
+
     Args:
         command: how this program was started.
         hydra: the ``hydra`` node of the job's composed config.
-        nproc: number of local ranks, two or more.
+        nproc: number of local ranks; two or more, or at least one where there are several tasks.
 
     Raises:
         RanksFailedError: a rank failed.
         SystemExit: a signal stopped the run (code 130 for SIGINT, 143 for SIGTERM).
     """
+    task = Task.current()
+    first = task.index * nproc if task is not None else 0
+    ranks = range(first, first + nproc)
     with tempfile.TemporaryDirectory(prefix="stagereg-run-") as folder:
         handover = Handover(os.getpid(), Path(folder), time.time())
-        with _Signals(handover, nproc) as signals:
+        with _Signals(handover, ranks) as signals:
             try:
-                _run_elastic(command.for_ranks(hydra), nproc, handover, hydra.runtime.cwd, signals)
+                _run_elastic(command.for_ranks(hydra), ranks, task, handover, hydra.runtime.cwd, signals)
             except BaseException as error:
                 received = signals.received or getattr(error, "sigval", None)
                 if received is None:
@@ -79,38 +89,52 @@ def launch(command: Command, hydra: Any, nproc: int) -> Any:
         return json.loads(handover.result.read_text()) if handover.result.exists() else None
 
 
-def _run_elastic(words: Sequence[str], nproc: int, handover: Handover, folder: str, signals: _Signals) -> None:
+def _run_elastic(
+    words: Sequence[str], ranks: range, task: Task | None, handover: Handover, folder: str, signals: _Signals
+) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     interpreter, *arguments = words
     # Elastic fills ${local_rank} into arguments; a dollar of ours is to stay one.
     arguments = [argument.replace("$", "$$") for argument in arguments]
-    start = elastic_launch(_elastic_config(nproc, handover.folder), interpreter)
-    with _in_folder(folder), environment(_rank_variables(handover)), _quiet_elastic():
+    start = elastic_launch(_elastic_config(len(ranks), task, handover.folder), interpreter)
+    here = task is None or task.machines == 1
+    with _in_folder(folder), environment(_rank_variables(handover, here)), _quiet_elastic():
         try:
             signals.listen()
             start(*arguments)
         except ChildFailedError as failed:
-            raise RanksFailedError(_told(handover, nproc, failed.failures)) from None
+            raise RanksFailedError(_told(handover, failed.failures)) from None
 
 
-def _elastic_config(nproc: int, folder: Path) -> Any:
+def _elastic_config(nproc: int, task: Task | None, folder: Path) -> Any:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     # Settings that older releases of torch do not know.
     recent: dict[str, Any] = {"shutdown_timeout": _GRACE_S, "signals_to_handle": ""}
     known = {each.name for each in dataclasses.fields(LaunchConfig)}
+    meeting: dict[str, Any] = {
+        "run_id": folder.name,
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "127.0.0.1:0",
+        "rdzv_configs": {"is_host": True, "timeout": 60},
+        "local_addr": "127.0.0.1",
+    }
+    if task is not None:  # the ranks of task 0 are to come first, which this rendezvous alone can promise
+        meeting = {
+            "run_id": task.job,
+            "rdzv_backend": "static",
+            "rdzv_endpoint": task.meeting,
+            "rdzv_configs": {"rank": task.index, "timeout": _GATHER_S},
+        }
+    nodes = 1 if task is None else task.count
     return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=nodes,
+        max_nodes=nodes,
         nproc_per_node=nproc,
-        run_id=folder.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        rdzv_configs={"is_host": True, "timeout": 60},
-        local_addr="127.0.0.1",
+        **meeting,
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
@@ -118,12 +142,12 @@ def _elastic_config(nproc: int, folder: Path) -> Any:
     )
 
 
-def _rank_variables(handover: Handover) -> dict[str, str]:
-    """The environment of ranks: cores are shared out among processes, not threads, and all of it is on this machine.
+def _rank_variables(handover: Handover, here: bool) -> dict[str, str]:
+    """The environment of ranks: cores are shared out among processes, not threads; ``here`` is on this machine alone.
 
     What it has to do with staging is told in :mod:`stagereg.config.libc`.
     """
-    defaults = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+    defaults = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if here and sys.platform == "linux" else {})
     # Elastic sets this one in the parent and leaves it there; naming it here takes it back in the end.
     elastics = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
     chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
@@ -138,10 +162,10 @@ class _Signals:
     the middle of an import, so it is terminated instead. What comes after the first signal changes nothing any more.
     """
 
-    def __init__(self, handover: Handover, nproc: int) -> None:
+    def __init__(self, handover: Handover, ranks: range) -> None:
         self.received: signal.Signals | None = None
         self._listening = False
-        self._ready = [handover.ready(rank) for rank in range(nproc)]
+        self._ready = [handover.ready(rank) for rank in ranks]
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
@@ -198,9 +222,9 @@ def _quiet_elastic() -> Iterator[None]:
             logger.disabled = disabled
 
 
-def _told(handover: Handover, nproc: int, failures: Mapping[int, Any]) -> str:
+def _told(handover: Handover, failures: Mapping[int, Any]) -> str:
     """What the ranks told of their failures, or else how the first of them ended."""
-    told = {rank: handover.error(rank).read_text() for rank in range(nproc) if handover.error(rank).exists()}
+    told = handover.errors()
     if not told:
         codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
         # Elastic terminates the others as soon as one has ended badly; that is no news.

@@ -21,6 +21,7 @@ from typing import Any
 from stagereg.config.command import Command, overrides, wants_no_job, wants_sweep
 from stagereg.config.launch import RanksFailedError, checked_nproc, launch
 from stagereg.config.rank import Rank, alone, described, environment, is_rank, leave
+from stagereg.config.tasks import Task
 from stagereg.errors import ConfigError, LaunchError, StageregError
 
 __all__ = ["main"]
@@ -38,8 +39,9 @@ def main(
     tensors, the accelerator's own beside it where there is one. ``nproc`` of the config says how many local ranks to
     start; under ``torchrun`` the ranks given are used. Modules named by ``plugins``, in a config or on the command
     line, are imported before options are chosen (:mod:`stagereg.config.plugins`). What rank 0 returns is the job's
-    return value, for sweepers and callbacks; from several ranks it comes as JSON. ``train(cfg)`` runs the function in
-    this process, with no command line, and returns its value.
+    return value, for sweepers and callbacks; from several ranks it comes as JSON. Meanwhile each rank records what
+    checkpointers, joins and :func:`stagereg.log` tell in the job's output directory. ``train(cfg)`` runs the function
+    in this process, with no command line and no recording, and returns its value.
 
     Args:
         config_path: folder of the configs, relative to the script, as in ``hydra.main``.
@@ -97,13 +99,23 @@ def _import_plugins() -> None:
 def _follow(rank: Rank) -> None:
     """Make this rank's command line the one of its run."""
     if wants_sweep(sys.argv[1:]):
-        plain = f"python {sys.argv[0]} -m nproc={rank.world_size} ..."
-        raise LaunchError(f"a sweep needs fresh ranks for each job, torchrun starts them only once: run `{plain}`")
+        raise LaunchError(_how_to_sweep(rank))
     if wants_no_job(sys.argv[1:]):
         if rank.rank > 0:
             leave(0)
         return
     sys.argv = [*sys.argv, *rank.overrides()]
+
+
+def _how_to_sweep(rank: Rank) -> str:
+    """What to run in place of ``torchrun ... train.py -m``."""
+    plain = f"python {sys.argv[0]} -m nproc={rank.local_world_size}"
+    why = "a sweep needs fresh ranks for each job, torchrun starts them only once"
+    if not rank.far:
+        return f"{why}: run `{plain} ...`"
+    nodes = rank.world_size // rank.local_world_size
+    slurm = f"hydra/launcher=submitit_slurm hydra.launcher.nodes={nodes}"
+    return f"{why}: over {nodes} machines each job has to be a scheduler's own: run `{plain} {slurm} ...`, once"
 
 
 def _run_hydra(job: _Job, arguments: dict[str, Any]) -> None:
@@ -174,10 +186,10 @@ class _Job:
         from omegaconf import OmegaConf
 
         nproc = checked_nproc(OmegaConf.select(cfg, "nproc", default=1))
-        if nproc > 1:
+        if nproc > 1 or Task.current() is not None:
             return launch(self._command, HydraConfig.get(), nproc)
         try:
-            return alone(self._task, cfg)
+            return alone(self._task, cfg, recorded=True)
         except Exception as error:
             raise RanksFailedError(f"rank 0: {described(error)}") from error
 

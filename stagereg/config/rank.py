@@ -2,7 +2,11 @@
 
 A rank is a process with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its environment, whoever
 started it: ``stagereg.main`` or ``torchrun``. All ranks of a run share one directory, one ``.hydra`` and one log, which
-belong to rank 0, and one clock. When ranks fail, the cause is told once, and errors that merely follow from it are not.
+belong to rank 0, and one clock; in that directory each rank records its job (:mod:`stagereg.record`). When ranks fail,
+the cause is told once, and errors that merely follow from it are not.
+
+``torchrun --max-restarts`` starts ranks over and over on one store. So each start of all ranks is an *attempt* with
+keys of its own (:func:`_attempt`), and attempts after the first go on in the directory of the first.
 
 Starting ranks is left to ``launch``, Hydra to ``main``.
 """
@@ -26,6 +30,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from stagereg import record
+from stagereg.config import pulse
 from stagereg.config.command import quoted, without_callbacks
 from stagereg.errors import LaunchError, StageregError, UnevenInputsError
 
@@ -36,6 +42,14 @@ log = logging.getLogger(__name__)
 _HANDOVER = "STAGEREG_HANDOVER"
 _LINGER_S = 3.0
 """Seconds a failed rank waits for the others to reach their end too, before its own end takes them down."""
+_GATHER = timedelta(minutes=10)
+"""How long the ranks of a run may start one after another."""
+_SILENT_S = 5.0
+"""Seconds without a word after which a rank of another machine is called lost, where something has failed already."""
+_PATIENCE_S = 60.0
+"""Likewise where nothing has, and this rank only waits for the others to end."""
+_NAMED = 8
+"""Ranks that a message names at most."""
 _TOGETHER_S = 60.0
 """Likewise where the error has reached all ranks on purpose: others may still be saving what there is."""
 _LOST_PEER = (
@@ -79,6 +93,11 @@ class Handover:
         """What the rank has to tell about its failure, where it is not only a consequence of another rank's."""
         return self.folder / f"{rank}.error"
 
+    def errors(self) -> dict[int, str]:
+        """What ranks have told, by rank; those of other machines among them, where they are the cause."""
+        files = sorted(self.folder.glob("*.error"), key=lambda file: int(file.stem))
+        return {int(file.stem): file.read_text() for file in files}
+
     @property
     def result(self) -> Path:
         """Rank 0's return value, JSON."""
@@ -95,35 +114,52 @@ class Rank:
     local_world_size: int
     handover: Handover | None
     store: Any
+    runs: Any = None
+    """Of this run in all its attempts; ``store`` is of this attempt."""
 
     @classmethod
     def current(cls) -> Rank | None:
-        """This process's place, or ``None`` when nobody has made it a rank. Waits for the store of the run."""
+        """This process's place, or ``None`` when nobody has made it a rank. Waits for the other ranks to be there.
+
+        Raises:
+            LaunchError: they were not there in time.
+        """
         if not is_rank():
             return None
         handover = Handover.received()
         if handover is not None:
             _end_with(handover.pid)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            _end_with(os.getppid())
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.rendezvous import rendezvous
 
         store, rank, world_size = next(iter(rendezvous("env://")))
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        return cls(rank, world_size, local_rank, local_world_size, handover, PrefixStore("stagereg", store))
+        runs = PrefixStore("stagereg", store)
+        attempt = PrefixStore(_attempt(runs, rank, world_size) if handover is None else "0", runs)
+        return cls(rank, world_size, local_rank, local_world_size, handover, attempt, runs)
 
     @property
     def leads(self) -> bool:
         """Whether the run's directory, ``.hydra``, log and callbacks are this process's."""
         return self.rank == 0 and self.handover is None
 
+    @property
+    def far(self) -> bool:
+        """Whether some of the ranks are on other machines, or below other agents at least."""
+        return self.local_world_size < self.world_size
+
     def overrides(self) -> list[str]:
         """Hydra overrides that make this rank follow its run; waits for rank 0 where that decides the directory."""
         follow: list[str] = []
         if self.handover is None and self.rank > 0:
-            self.store.wait(["run"], timedelta(minutes=10))
+            _await_key(self.store, "run", "rank 0 did not begin")
             run = json.loads(self.store.get("run"))
             follow += [f"hydra.run.dir={quoted(run['dir'])}", *run["without_callbacks"]]
+        if self.leads and (begun := self._begun()):
+            follow.append(f"hydra.run.dir={quoted(begun['dir'])}")
         if not self.leads:
             follow.append("hydra.output_subdir=null")
         if self.rank > 0:
@@ -135,12 +171,14 @@ class Rank:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self._agree_on_run(cfg)
+        beating = pulse.Pulse(self.store, self.rank) if self.far else contextlib.nullcontext()
         try:
-            with _process_group(PrefixStore("group", self.store), self):
+            with beating, _process_group(PrefixStore("group", self.store), self):
                 if self.handover is not None:
                     self.handover.ready(self.rank).touch()
                 try:
-                    value = task(cfg)
+                    with record.recording(_run_directory(), self.rank, self.world_size):
+                        value = task(cfg)
                 except Exception as error:
                     # Before the group closes, so that a cause is known before anybody can suffer from it.
                     self._tell_cause(error)
@@ -159,16 +197,24 @@ class Rank:
             self.handover.result.write_text(_as_json(value))
         return value
 
+    def _begun(self) -> dict[str, Any] | None:
+        """Directory and time of this run's first attempt, if this is not the first."""
+        begun: dict[str, Any] | None = json.loads(self.runs.get("begun")) if self.runs.check(["begun"]) else None
+        return begun
+
     def _agree_on_run(self, cfg: Any) -> None:
         """Tell the other ranks of the run, where it is ours, and give ``${now:...}`` the same answer on all of them."""
         from hydra.core.hydra_config import HydraConfig
         from omegaconf import OmegaConf
 
-        if self.leads:
+        if self.rank == 0:
             hydra = HydraConfig.get()
-            run = {"dir": hydra.runtime.output_dir, "time": time.time(), "without_callbacks": without_callbacks(hydra)}
-            self.store.set("run", json.dumps(run))
-        at = self.handover.started_at if self.handover else json.loads(self.store.get("run"))["time"]
+            now_s = self.handover.started_at if self.handover is not None else time.time()
+            begun = self._begun() or {"dir": hydra.runtime.output_dir, "time": now_s}
+            self.runs.set("begun", json.dumps(begun))
+            self.store.set("run", json.dumps(begun | {"without_callbacks": without_callbacks(hydra)}))
+        _await_key(self.store, "run", "rank 0 did not begin")
+        at = json.loads(self.store.get("run"))["time"]
         started = datetime.fromtimestamp(at)
 
         def now(pattern: str) -> str:
@@ -181,28 +227,59 @@ class Rank:
 
     def fail(self, error: Exception) -> NoReturn:
         """End this rank because of an error: tell it, if it is a cause, once all ranks had the chance to."""
-        with contextlib.suppress(Exception):
+        try:
             self._tell_cause(error)
             self._say_ended()
             self._await_others(_TOGETHER_S if isinstance(error, UnevenInputsError) else _LINGER_S)
-            if not self.store.check(["cause"]):
-                self._tell(error)
+            if self.store.check(["cause"]):
+                self._pass_on(*json.loads(self.store.get("cause")))
+            else:
+                lost = self._names(self._lost(_SILENT_S))
+                self._tell(error, lost and f"{lost} Seen here:\n")
+        except Exception:  # of the store; others may have told a cause before it went
+            if self.far and _is_consequence(error):
+                host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                gone = f"lost rank 0's torchrun or machine: the store of this run, on {host}, is gone."
+                self._print(error, f"{gone} If a rank there told a cause, that is it. Seen here:\n")
         leave(1)
 
     def _tell_cause(self, error: Exception) -> None:
         if not _is_consequence(error):
-            self.store.set("cause", str(self.rank))
+            self.store.set("cause", json.dumps([self.rank, described(error)]))
             self._tell(error)
 
-    def _tell(self, error: Exception) -> None:
+    def _pass_on(self, rank: int, text: str) -> None:
+        """Hand a cause to this machine's parent, which hears nothing of other machines."""
+        if self.handover is not None and self.far:
+            self.handover.error(rank).write_text(text)
+
+    def _tell(self, error: Exception, preface: str = "") -> None:
         """Tell an error, unless the same was told before, here or by another rank; consequences are all the same."""
-        text = described(error)
-        if self.store.add(f"told/{'' if _is_consequence(error) else text}", 1) > 1:
-            return
+        text = "" if _is_consequence(error) else described(error)
+        if self.store.add(f"told/{text}", 1) == 1:
+            self._print(error, preface)
+
+    def _print(self, error: Exception, preface: str = "") -> None:
+        text = preface + described(error)
         if self.handover is not None:
             self.handover.error(self.rank).write_text(text)
         else:
             print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
+
+    def _lost(self, for_s: float) -> tuple[int, ...]:
+        """The ranks on several machines that have not come to their end, and say nothing for so many seconds."""
+        if not self.far:
+            return ()  # whoever has started the ranks sees how they end
+        left = [rank for rank in range(self.world_size) if not self.store.check([f"ended/{rank}"])]
+        return tuple(pulse.silent(self.store, left, for_s))
+
+    def _names(self, ranks: tuple[int, ...]) -> str:
+        """Who these ranks are, as a message begins; empty if there is none."""
+        if not ranks:
+            return ""
+        named = ", ".join(f"rank {rank} ({pulse.place(self.store, rank)})" for rank in ranks[:_NAMED])
+        more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+        return f"lost {named}{more}: not a word for seconds; killed, or the machine is gone."
 
     def _say_ended(self) -> None:
         self.store.set(f"ended/{self.rank}", "")
@@ -210,8 +287,13 @@ class Rank:
     def _await_others(self, limit_s: float) -> None:
         """Wait until all ranks have come to the end of the job, well or not."""
         deadline = time.monotonic() + limit_s
+        look = time.monotonic() + _PATIENCE_S
         ended = [f"ended/{rank}" for rank in range(self.world_size)]
         while not self.store.check(ended) and time.monotonic() < deadline:
+            if time.monotonic() > look:
+                if lost := self._lost(_PATIENCE_S):
+                    raise LaunchError(self._names(lost))
+                look = time.monotonic() + _PATIENCE_S
             time.sleep(0.02)
 
 
@@ -220,16 +302,63 @@ def is_rank() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
-def alone(task: Callable[[Any], Any], cfg: Any) -> Any:
-    """Run the job in this process, as the only rank; a process group that is already there is used and kept."""
+def _attempt(runs: Any, rank: int, world_size: int) -> str:
+    """The name of this start of all ranks, the same on all of them and of no earlier one on this store.
+
+    Elastic's own count will not do: an agent that only follows another one's restart does not count it. So each process
+    draws a number, and rank 0's is the name. It answers every number drawn until all ranks have heard; an answer to a
+    process of an earlier attempt is read by nobody.
+    """
+    mine = runs.add("drawn", 1)
+    if rank > 0:
+        _await_key(runs, f"answer/{mine}", "rank 0 did not start")
+        name: str = runs.get(f"answer/{mine}").decode()
+        runs.add(f"heard/{name}", 1)
+        return name
+    answered, deadline = 0, time.monotonic() + _GATHER.total_seconds()
+    while (heard := runs.add(f"heard/{mine}", 0)) < world_size - 1:
+        drawn = runs.add("drawn", 0)
+        for number in range(answered + 1, drawn + 1):
+            runs.set(f"answer/{number}", str(mine))
+        answered = drawn
+        if time.monotonic() > deadline:
+            raise LaunchError(f"{heard + 1} of {world_size} ranks have started within {_GATHER}: look at the others")
+        time.sleep(0.01)
+    return str(mine)
+
+
+def _await_key(store: Any, key: str, or_else: str) -> None:
+    try:
+        store.wait([key], _GATHER)
+    except RuntimeError as error:
+        raise LaunchError(f"{or_else} within {_GATHER}, or its machine is lost: {error}") from error
+
+
+def alone(task: Callable[[Any], Any], cfg: Any, recorded: bool = False) -> Any:
+    """Run the job in this process, as the only rank; a process group that is already there is used and kept.
+
+    Args:
+        task: the job.
+        cfg: its config.
+        recorded: whether to record it in the directory of Hydra's job, which has to be there.
+    """
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
+    with contextlib.ExitStack() as job:
+        if not (dist.is_available() and dist.is_initialized()):
+            place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+            job.enter_context(environment(place))
+            me = Rank(0, 1, 0, 1, None, None)
+            job.enter_context(_process_group(dist.HashStore(), me))  # type: ignore[attr-defined]
+        if recorded:
+            job.enter_context(record.recording(_run_directory(), dist.get_rank(), dist.get_world_size()))
         return task(cfg)
-    me = Rank(0, 1, 0, 1, None, None)
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    with environment(place), _process_group(dist.HashStore(), me):  # type: ignore[attr-defined]
-        return task(cfg)
+
+
+def _run_directory() -> Path:
+    from hydra.core.hydra_config import HydraConfig
+
+    return Path(HydraConfig.get().runtime.output_dir)
 
 
 def described(error: BaseException) -> str:
