@@ -34,6 +34,10 @@ _STYLES = {
     "not shown": "yellow",
     "missing": "dim",
     "broken": "bold red",
+    "best": "bold green",
+    "tie": "cyan",
+    "failed": "bold red",
+    "unfinished": "yellow",
 }
 """What a verdict looks like on a terminal; any other word is plain."""
 

@@ -100,6 +100,8 @@ def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> 
         f"stagereg/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "conf").rglob("*") if p.suffix in (".py", ".yaml")
     }
     sources |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "stagereg/commands/templates").rglob("*.in")}
+    pages = (ROOT / "stagereg/sweep/render/templates").rglob("*")
+    sources |= {p.relative_to(ROOT).as_posix() for p in pages if p.is_file()}
     plugin = "hydra_plugins/stagereg_plugin.py"
     assert shipped == sources - {f"stagereg/config/{plugin}"} | {plugin}
 

@@ -1,0 +1,131 @@
+"""``hydra/sweeper=interleaved``: all combinations like Hydra's basic sweeper, and each of them ``sweep.repeats`` times.
+
+Repeats of a combination are not run in a row but in rounds, each of which has every combination once and starts with
+another one than the round before: a machine that gets slower or busier on the way is then slower for all of them. One
+job more runs the first combination again as if it were another one; how far it is off tells what noise looks like here.
+Which is which stands in ``sweep.repeat`` and ``sweep.again`` of a job's config.
+
+A job that leaves by ``sys.exit`` has failed or ended, and takes nobody along. What the jobs are compared by is left to
+:mod:`stagereg.sweep`, starting them to Hydra's launchers. Imports nothing heavy: Hydra scans this at every start.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+from stagereg.errors import ConfigError, LaunchError
+
+__all__ = ["KEYS", "InterleavedSweeper", "RepeatsError", "interleaved"]
+
+KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.repeat", "sweep.again")
+"""What goes for a sweep and not for what its jobs do."""
+_REPEAT, _AGAIN = "++sweep.repeat", "++sweep.again"
+_STOPPED = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)}
+"""Exit codes that say that a signal has stopped the program: no matter of one job."""
+
+
+class RepeatsError(ConfigError, ConfigCompositionException):
+    """``sweep.repeats`` is no number of repeats, or a key of the sweep itself was swept over."""
+
+
+class InterleavedSweeper(BasicSweeper):
+    """Hydra's basic sweeper with repeats.
+
+    Args:
+        max_batch_size: jobs given to the launcher at a time; ``None`` for all at once.
+        params: parameters that are always swept, as in the basic sweeper.
+        repeats: how many times to run each combination; checked before the first job.
+    """
+
+    # Hydra 1.3 takes no sweeper from elsewhere. The file that packaging puts there has this class.
+    __module__ = "hydra_plugins.stagereg_plugin"
+
+    def __init__(
+        self, max_batch_size: int | None = None, params: dict[str, str] | None = None, repeats: Any = 1
+    ) -> None:
+        super().__init__(max_batch_size, params)
+        self._repeats = repeats
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        super().setup(hydra_context=hydra_context, task_function=_Contained(task_function), config=config)
+
+    def sweep(self, arguments: list[str]) -> Any:
+        """Run the jobs.
+
+        Raises:
+            RepeatsError: no job has run.
+        """
+        _check_repeats(self._repeats)
+        return super().sweep(arguments)
+
+    def split_arguments(  # type: ignore[override]
+        self, overrides: list[Override], max_batch_size: int | None
+    ) -> list[list[list[str]]]:
+        """The jobs in batches; the basic sweeper asks for them."""
+        for override in overrides:
+            if override.is_sweep_override() and override.key_or_group in KEYS:
+                raise RepeatsError(
+                    f"{override.input_line}: {override.key_or_group} goes for the whole sweep and takes one value"
+                )
+        (combinations,) = BasicSweeper.split_arguments(overrides, None)
+        return list(self.split_overrides_to_chunks(interleaved(combinations, self._repeats), max_batch_size))
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Compose what differs by more than the repeat."""
+        different = {tuple(o for o in job if o.partition("=")[0] not in (_REPEAT, _AGAIN)): job for job in batch}
+        super().validate_batch_is_legal(list(different.values()))
+
+
+def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[list[str]]:
+    """Return the overrides of the jobs that run each of ``combinations`` ``repeats`` times, in their order.
+
+    Round r starts with combination r. The job that runs the first one again opens a round near the middle, and never
+    stands beside one of the jobs it is going to be compared with, where there is another combination. With one repeat
+    there is nothing to tell apart, and nothing is added.
+    """
+    if repeats == 1:
+        return [list(combination) for combination in combinations]
+    number = len(combinations)
+    apart = [r for r in range(1, repeats) if r % number and (r - 2) % number] or [1]
+    middle = min(apart, key=lambda r: abs(2 * r - repeats))
+    jobs = []
+    for repeat in range(repeats):
+        if repeat == middle:
+            jobs.append([*combinations[0], f"{_REPEAT}=0", f"{_AGAIN}=true"])
+        first = repeat % number
+        for combination in (*combinations[first:], *combinations[:first]):
+            jobs.append([*combination, f"{_REPEAT}={repeat}"])
+    return jobs
+
+
+class _Contained:
+    """A task whose ``sys.exit`` ends it alone; picklable when the task is."""
+
+    __wrapped__: Callable[[Any], Any]
+
+    def __init__(self, task: Callable[[Any], Any]) -> None:
+        functools.update_wrapper(self, task, updated=())
+
+    def __call__(self, cfg: Any) -> Any:
+        try:
+            return self.__wrapped__(cfg)
+        except SystemExit as left:
+            if left.code in _STOPPED:
+                raise
+            if left.code:
+                raise LaunchError(f"left by sys.exit({left.code!r})") from None
+            return None
+
+
+def _check_repeats(repeats: Any) -> None:
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise RepeatsError(f"sweep.repeats={repeats} is no number of repeats: use 1 or more, such as sweep.repeats=3")

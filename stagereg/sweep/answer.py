@@ -1,0 +1,108 @@
+"""The sentence a sweep ends in: which combination is best, and whether the difference is real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stagereg.sweep.compare import Comparison, Row
+
+__all__ = ["sentences"]
+
+_NAMED = 3
+"""Rows that are named before the rest is counted."""
+_FEW = 3
+"""Runs of a combination from which on a difference beyond their spread is worth saying without reserve."""
+
+
+def sentences(comparison: Comparison) -> str:
+    """Return one sentence, or two."""
+    best = comparison.best
+    return _none(comparison) if best is None else " ".join(_about(comparison, best))
+
+
+def _none(comparison: Comparison) -> str:
+    name = comparison.ranking.name
+    jobs = [job for row in comparison.rows for job in row.jobs]
+    if not any(job.status == "completed" for job in jobs):
+        failed = sum(job.status == "failed" for job in jobs)
+        how = "failed" if failed == len(jobs) else "failed or unfinished" if failed else "unfinished"
+        return f"No answer: the only job is {how}." if len(jobs) == 1 else f"No answer: all {len(jobs)} jobs are {how}."
+    if not any(name in row.cells for row in comparison.rows):
+        there = ", ".join(one.name for one in comparison.metrics)
+        others = f". Figures there are: {there}." if there else ", nor any other."
+        return f"No answer by {name}: no completed job has that figure{others}"
+    return f"No answer by {name}: every combination that has it failed, or lacks it, in some of its runs."
+
+
+def _about(comparison: Comparison, best: Row) -> Iterator[str]:
+    ranking, ties = comparison.ranking, comparison.ties
+    rivals = [row for row in comparison.candidates if row is not best]
+    head = f"Best by {ranking.name}: {_told(comparison, best)}"
+    if not rivals:
+        others = any(row is not best and not row.again for row in comparison.rows)
+        why = "no other combination completed all its runs with that figure"
+        yield f"{head}; {why if others else 'there is no other combination to compare it with'}."
+    elif ties:
+        yield f"{head}; it ties with {_others(ties, rivals)}: {_because(comparison, best, ties)}."
+    else:
+        yield _apart(comparison, head, best, rivals)
+    yield from _unreliable(comparison, best)
+
+
+def _told(comparison: Comparison, row: Row) -> str:
+    return f"{row.label}, {comparison.ranking.text(row.cells[comparison.ranking.name].median)}"
+
+
+def _others(ties: Sequence[Row], rivals: Sequence[Row]) -> str:
+    if len(ties) > _NAMED and len(ties) == len(rivals):
+        return f"all {len(ties)} others"
+    named = [row.label for row in ties[:_NAMED]]
+    if len(ties) > _NAMED:
+        named.append(f"{len(ties) - _NAMED} more")
+    return f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
+
+
+def _because(comparison: Comparison, best: Row, ties: Sequence[Row]) -> str:
+    from stagereg.sweep.compare import Tie
+
+    reasons = {comparison.tie(best, row) for row in ties}
+    if reasons == {Tie.EQUAL}:
+        return "the figures are equal"
+    if Tie.OVERLAP in reasons:
+        return (
+            "their runs overlap" if len(reasons) == 1 else "the difference is smaller than the spread, or runs overlap"
+        )
+    if reasons == {Tie.NOISE}:
+        return "the difference is smaller than that between two sets of runs of one combination"
+    return "the difference is smaller than the spread"
+
+
+def _apart(comparison: Comparison, head: str, best: Row, rivals: Sequence[Row]) -> str:
+    """No rival ties with the best: how far can that be trusted?"""
+    name = comparison.ranking.name
+    sign = -1 if comparison.ranking.better == "higher" else 1
+    following = min(rivals, key=lambda row: sign * row.cells[name].median)
+    counts = sorted({len(row.cells[name].values) for row in (best, following)})
+    if counts[0] == 1:
+        once = "one run each" if counts == [1] else "one of the two has a single run"
+        trust = f"{once}, so nothing says whether the difference is real; sweep.repeats={_FEW} would"
+    else:
+        each = f"{counts[0]} runs each" if len(counts) == 1 else "their runs"
+        trust = f"the difference is larger than the spread of {each}, "
+        trust += (
+            "so it is most likely real" if counts[0] >= _FEW else "but so few prove little; sweep.repeats=5 would help"
+        )
+    return f"{head}, before {_told(comparison, following)}: {trust}."
+
+
+def _unreliable(comparison: Comparison, best: Row) -> Iterator[str]:
+    """A combination that looks better still, had it not failed in some runs."""
+    name = comparison.ranking.name
+    sign = -1 if comparison.ranking.better == "higher" else 1
+    failing = [row for row in comparison.rows if not row.again and name in row.cells and "failed" in row.status]
+    better = [row for row in failing if sign * row.cells[name].median < sign * best.cells[name].median]
+    if better:
+        row = min(better, key=lambda row: sign * row.cells[name].median)
+        yield f"{_told(comparison, row)}, is out: {row.status}."

@@ -1,0 +1,335 @@
+"""``hydra/callbacks=compare``: each job leaves a ``result.json``, and a sweep ends with the comparison of all of them.
+
+Hydra calls this around every job, in the process in which it has started it, wherever the launcher has put that; and
+at the start and the end of a sweep, in the program itself. Between the two only files are shared, so it makes no
+difference who runs the jobs and who chooses them.
+
+Promises: what must stop a sweep, such as a metric that nobody knows, does so before the first job; a job that fails has
+a row like the others, and they go on; what goes wrong here costs no job its result. A sweep with a failed job ends with
+exit code 1, after its table. Hydra ends a sweep without calling anybody when it is interrupted: then one line says how
+to see what is there.
+
+What a job's figures are is left to :mod:`stagereg.sweep.figures`, comparing to ``compare``, pictures to ``render``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from stagereg import __version__, machine, record
+from stagereg.config.command import Command
+from stagereg.config.interleaved import KEYS
+from stagereg.config.rank import described, is_rank
+from stagereg.errors import ConfigError, StageregError
+from stagereg.output import say
+from stagereg.sweep.compare import compare
+from stagereg.sweep.figures import figures
+from stagereg.sweep.metrics import DIRECTIONS, directed
+from stagereg.sweep.result import RESULT, JobResult, results, split
+from stagereg.sweep.run import Run
+
+__all__ = ["Compare"]
+
+log = logging.getLogger(__name__)
+
+_METRIC = "stall_ms"
+_SWEEPS_OWN = (
+    "hydra.mode",
+    "hydra.run",
+    "hydra.sweep",
+    "hydra.sweeper",
+    "hydra.launcher",
+    "hydra/sweeper",
+    "hydra/launcher",
+)
+_CLOCKS_S = 1.0
+"""Seconds by which a job's ranks may seem to begin before the job."""
+
+
+class Compare(Callback):
+    """Hydra's callback of a comparison.
+
+    Args:
+        metric: what combinations are ranked by, and what a sweeper that searches is given; ``None`` ranks by the stall
+            of a checkpoint where that is known, else by the loss, and gives the sweeper what the task returned.
+        direction: ``"minimize"``, ``"maximize"``, or ``None`` for what makes sense for the metric.
+    """
+
+    def __init__(self, metric: str | None = None, direction: str | None = None) -> None:
+        self._metric = metric
+        self._direction = direction
+        # Workers of a launcher get a copy of this and know nothing of the command line.
+        self._start = _started_as()
+        self._begin()
+        self._early_end: _EarlyEnd | None = None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Refuse what would make the sweep worthless. Leaves by ``SystemExit``: Hydra only warns of anything else."""
+        try:
+            self._check(config)
+        except StageregError as error:
+            _stop(error)
+        self._early_end = _EarlyEnd(_sweep_directory(config))
+
+    def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began = record.now()
+        self._load = os.getloadavg()
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Write the job's ``result.json``; in a sweep, let it go on and give the sweeper its number."""
+        failed = job_return.status != JobStatus.COMPLETED
+        # The public property would raise the job's error.
+        value = job_return._return_value
+        found: dict[str, float] = {}
+        try:
+            result = self._result(config, None if failed else value, value if failed else None)
+            found = result.figures
+            result.write()
+        except Exception as error:
+            log.error("The result of this job could not be written: %s", _words(error))
+        if config.hydra.mode != RunMode.MULTIRUN:
+            return
+        if failed:
+            words = _words(value)
+            log.error("This job failed, the sweep goes on:%s%s", "\n" if "\n" in words else " ", words)
+        job_return.status = JobStatus.COMPLETED
+        job_return.return_value = self._for_sweeper(config, failed, value, found)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Print the comparison and write the report. Leaves by ``SystemExit`` with code 1 when a job has failed."""
+        from stagereg.sweep import render
+        from stagereg.sweep.render.tables import terminal
+
+        if self._early_end is not None:
+            self._early_end.forget()
+        directory = _sweep_directory(config)
+        try:
+            jobs = results(directory)
+            comparison = compare(jobs, self._metric or _usual_metric(jobs), self._direction)
+            terminal(comparison)
+            written = render.write(comparison, directory)
+            say(f"\nReport: {next(path for path in written if path.suffix == '.html')}")
+        except Exception as error:
+            _stop(error, f"`stagereg report {shlex.quote(str(directory))}` tries again.")
+        if any(job.status != "completed" for job in jobs):
+            sys.exit(1)
+
+    def _check(self, config: DictConfig) -> None:
+        ranking = directed(self._metric or _METRIC, self._direction)
+        sweeper = config.hydra.sweeper
+        repeats = OmegaConf.select(config, "sweep.repeats", default=1) if OmegaConf.is_dict(config.get("sweep")) else 1
+        if "repeats" not in sweeper and repeats != 1:
+            raise ConfigError(
+                f"sweep.repeats={repeats} needs hydra/sweeper=interleaved: {sweeper._target_.rpartition('.')[2]} "
+                "chooses its jobs by itself, so leave sweep.repeats at 1 with it"
+            )
+        searched = _searched(sweeper)
+        if self._metric is None or not isinstance(searched, str):
+            return
+        if DIRECTIONS.get(searched) != ranking.better:
+            right = next(name for name, better in DIRECTIONS.items() if better == ranking.better)
+            raise ConfigError(
+                f"sweep.metric={self._metric} is to {right}, but hydra.sweeper.direction={searched}: "
+                f"set hydra.sweeper.direction={right}"
+            )
+
+    def _result(self, config: DictConfig, returned: Any, error: Exception | None) -> JobResult:
+        hydra = config.hydra
+        directory = Path(hydra.runtime.output_dir)
+        given = [str(word) for word in hydra.overrides.task]
+        overrides, repeat, again = split(given)
+        job = {key: None if OmegaConf.is_missing(hydra.job, key) else hydra.job[key] for key in ("num", "id", "name")}
+        returned = _plain(returned)
+        run = _run(directory, self._began)
+        return JobResult(
+            directory=directory,
+            status="completed" if error is None else "failed",
+            error=None if error is None else _told(error),
+            overrides=overrides,
+            job=job,
+            repeat=repeat,
+            again=again,
+            started=self._began,
+            seconds=record.now() - self._began,
+            returned=returned,
+            figures=_known("figures", lambda: figures(run, returned)),
+            versions=_known("versions", _versions),
+            environment=_known("environment", lambda: _environment(run, self._load)),
+            command=self._command(hydra, overrides),
+        )
+
+    def _for_sweeper(self, config: DictConfig, failed: bool, value: Any, found: dict[str, float]) -> Any:
+        sweeper = config.hydra.sweeper
+        if not failed:
+            if self._metric is None or isinstance(_searched(sweeper), list):
+                return value
+            if self._metric in found:
+                return found[self._metric]
+            log.warning("%s is not known of this job, so it cannot be ranked", self._metric)
+        return _worst(_searched(sweeper))
+
+    def _command(self, hydra: Any, overrides: Iterable[str]) -> str:
+        """The shell command that runs this job alone."""
+        own = [word for word in hydra.overrides.hydra if not _is_sweeps_own(_key(word))]
+        job = [word for word in overrides if _key(word) not in KEYS]
+        return shlex.join([*self._start, *job, *own])
+
+
+class _EarlyEnd:
+    """Says at the end of the program what a sweep has left that did not come to its own end."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._process = os.getpid()
+        atexit.register(self._tell)
+
+    def forget(self) -> None:
+        atexit.unregister(self._tell)
+
+    def _tell(self) -> None:
+        if os.getpid() != self._process:
+            return
+        done = sum(1 for _ in self._directory.rglob(RESULT))
+        if done:
+            report = f"`stagereg report {shlex.quote(str(self._directory))}`"
+            jobs = "1 job" if done == 1 else f"{done} jobs"
+            print(f"The sweep has not come to its end: {report} shows what is done, {jobs}.", file=sys.stderr)
+
+
+def _sweep_directory(config: DictConfig) -> Path:
+    return Path(config.hydra.runtime.cwd, str(config.hydra.sweep.dir))
+
+
+def _searched(sweeper: Any) -> Any:
+    """In which direction a sweeper searches, or a list of several; ``None`` where it does not search."""
+    direction = OmegaConf.select(sweeper, "direction")
+    if OmegaConf.is_list(direction):
+        return [getattr(each, "name", each) for each in direction]
+    return getattr(direction, "name", direction)
+
+
+def _worst(searched: Any) -> Any:
+    """What a sweeper gets for a job that has no number.
+
+    Optuna refuses NaN and so would end the sweep. A trial without a value, which it takes for a failed one, ends it
+    too where all have failed, or a grid's last. As the worst there is, it is avoided from then on.
+    """
+    if isinstance(searched, list):
+        return [_worst(each) for each in searched]
+    return {"minimize": math.inf, "maximize": -math.inf}.get(searched, math.nan)
+
+
+def _usual_metric(jobs: Iterable[JobResult]) -> str:
+    known = set().union(*(job.figures for job in jobs))
+    return "loss" if _METRIC not in known and "loss" in known else _METRIC
+
+
+def _stop(error: Exception, advice: str = "") -> NoReturn:
+    text = "stagereg: " * isinstance(error, StageregError) + _words(error)
+    print("\n".join(filter(None, (text, advice))), file=sys.stderr, flush=True)
+    raise SystemExit(1) from None
+
+
+def _words(error: BaseException) -> str:
+    # `described` would go by a switch of Hydra's that stagereg.main has on while callbacks run.
+    return str(error) if isinstance(error, StageregError) else described(error)
+
+
+# -- what a job leaves behind
+
+
+def _run(directory: Path, began: float) -> Run | None:
+    """What the ranks have recorded, if they have: not what an earlier run has left in the same directory."""
+    try:
+        run = Run.read(directory)
+    except ConfigError:
+        return None
+    except Exception as error:
+        log.error("What this job has recorded cannot be read: %s", _words(error))
+        return None
+    return run if run.began >= began - _CLOCKS_S else None
+
+
+def _known(what: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return ask()
+    except Exception as error:
+        log.error("The %s of this job are not known: %s", what, _words(error))
+        return {}
+
+
+def _versions() -> dict[str, str]:
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "hydra-core")}
+    return {"stagereg": __version__, **versions, "python": platform.python_version()}
+
+
+def _environment(run: Run | None, load: Sequence[float]) -> dict[str, Any]:
+    """Where the job ran, with what its ranks say of a device that this process has never used."""
+    import torch
+
+    told = machine.describe("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
+    start = run.ranks[0].start if run is not None else {}
+    return told | {"load": list(load)} | {name: start[name] for name in ("host", "device") if name in start}
+
+
+def _plain(returned: Any) -> Any:
+    """What a task has returned as JSON has it; nothing where it is no plain number, text, list or dict."""
+    try:
+        return json.loads(json.dumps(returned, default=lambda scalar: scalar.item()))
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        log.warning("a %s is no plain number, text, list or dict: what the task returned is dropped", type(returned))
+        return None
+
+
+def _told(error: Exception) -> str:
+    """An error with what matters of it in the first line, whose traceback, if there is one, comes below."""
+    text = _words(error)
+    head, _, rest = text.partition("Traceback (most recent call last):\n")
+    if not rest or "\n" in head:
+        return text
+    cause = rest.rpartition("Traceback (most recent call last):\n")[2].splitlines()
+    said = next((line for line in cause if line.strip() and not line.startswith(" ")), str(error))
+    return f"{head}{said}\n{text}"
+
+
+# -- the command line of a job
+
+
+def _started_as() -> list[str]:
+    """How this program was started, up to its overrides, in the words of who did."""
+    command = Command.of_this_process()
+    program, *rest = (sys.orig_argv[0], *command.start[1:], *command.flags)
+    if not is_rank():
+        return [program, *rest]
+    if rest[0] == "-u":  # torchrun's own
+        del rest[0]
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    return ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else []), f"--nproc-per-node={ranks}", *rest]
+
+
+def _is_sweeps_own(key: str) -> bool:
+    return any(key == own or key.startswith((f"{own}.", f"{own}/")) for own in _SWEEPS_OWN)
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]

@@ -1,0 +1,78 @@
+"""What a run logged with ``stagereg.log``, as curves over its steps: the loss, and each other number in a small panel.
+
+Needs matplotlib; the figure becomes a file by :mod:`stagereg.sweep.render.plots`, whose style it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stagereg.sweep.render.plots import COLOURS, plain, styled
+from stagereg.sweep.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["curves_figure", "logged"]
+
+_LOSS = "loss"
+_MOST = 9
+"""Panels of one picture."""
+_ACROSS = 3
+_WIDTH = 12.0
+"""Inches, as is the height of a line of panels."""
+_HEIGHT = 2.6
+
+
+def logged(run: Run) -> dict[str, dict[int, list[tuple[int, float]]]]:
+    """What was logged, by name, and there by rank: (step, value) in the order of telling; NaN for no number.
+
+    The loss comes first, the other names as they were first told; ``samples`` are counts that figures are made of, and
+    are left out.
+    """
+    curves: dict[str, dict[int, list[tuple[int, float]]]] = {_LOSS: {}}
+    for rank in run.ranks:
+        for step, _, values in rank.logs:
+            for name, value in values.items():
+                if name != "samples":
+                    points = curves.setdefault(name, {}).setdefault(rank.rank, [])
+                    points.append((step, math.nan if value is None else value))
+    return {name: ranks for name, ranks in curves.items() if ranks}
+
+
+def curves_figure(run: Run) -> Figure | None:
+    """Draw what ``run`` logged; ``None`` where there is nothing of that. Rank 0 in colour, the other ranks behind it.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    curves = logged(run)
+    if not curves:
+        return None
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    shown = list(curves.items())[:_MOST]
+    across = min(len(shown), _ACROSS)
+    down = math.ceil(len(shown) / across)
+    with styled():
+        figure = Figure(figsize=(_WIDTH, _HEIGHT * down + 0.2), layout="constrained")
+        for place, (name, ranks) in enumerate(shown):
+            axes = figure.add_subplot(down, across, place + 1)
+            for rank in sorted(ranks, reverse=True):
+                steps, values = zip(*ranks[rank], strict=True)
+                colour, width = (COLOURS["best"], 1.5) if rank == min(ranks) else (COLOURS["plain"], 0.7)
+                axes.plot(steps, values, color=colour, linewidth=width, marker=_marker(values), markersize=3)
+            others = f", rank {min(ranks)} and the others (grey)" if len(ranks) > 1 else ""
+            axes.set_title(plain(f"{name}{others}"))
+            axes.set_xlabel("step")
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axes.grid(axis="y")
+    return figure
+
+
+def _marker(values: Sequence[float]) -> str:
+    """A dot at each value where a line alone would hide that there are few, or show nothing of single ones."""
+    return "o" if len(values) <= 2 or any(math.isnan(value) for value in values) else ""

@@ -1,0 +1,88 @@
+"""A comparison for people: tables, the picture, and the page, all from the same rows.
+
+``tables`` prints and makes CSV and Markdown, ``plots`` draws, ``page`` makes the HTML; :func:`write` leaves the files
+of a sweep. Only reads what it is given and, for configs and timelines, the directories of the jobs; so a sweep can be
+rendered again at any time. Importing this imports neither matplotlib nor Jinja2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagereg.errors import ConfigError
+from stagereg.sweep.render import page, plots, tables
+
+if TYPE_CHECKING:
+    from stagereg.sweep.compare import Comparison
+
+__all__ = ["FILES", "write"]
+
+FILES = ("compare.csv", "compare.md", "compare.svg", "compare.png", "report.html")
+"""What :func:`write` leaves in a directory, in this order."""
+_MOST_TIMELINES = 8
+"""Rows of a sweep whose first run is drawn."""
+_LONGEST_SVG = 200_000
+"""Characters from which on a timeline is an image in the page."""
+_DOTS_PER_INCH = 110.0
+"""Of such an image."""
+
+
+def write(comparison: Comparison, directory: Path | str) -> list[Path]:
+    """Write the files of ``comparison`` and return their paths; who calls is one process.
+
+    Where there is nothing to draw, or no matplotlib, the pictures are left out (older ones are removed); the latter is
+    said on stderr in a line.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    documents: dict[str, bytes] = {
+        "compare.csv": tables.csv_text(comparison).encode(),
+        "compare.md": tables.markdown_text(comparison).encode(),
+    }
+    pictures: list[page.Picture] = []
+    timelines: list[page.Picture] = []
+    try:
+        figure = plots.compare_figure(comparison)
+        if figure is not None:
+            svg = plots.svg_text(figure)
+            documents |= {"compare.svg": svg.encode(), "compare.png": plots.png_bytes(figure)}
+            pictures = [page.Picture(f"{comparison.ranking.name} and the rest", svg, words=_WORDS)]
+        timelines = list(_timelines(comparison))
+    except ImportError as error:
+        print(f"no picture ({error}): pip install 'stagereg[report]'", file=sys.stderr)
+    documents["report.html"] = page.compare_page(comparison, pictures, timelines).encode()
+    for name in FILES:
+        if name in documents:
+            (directory / name).write_bytes(documents[name])
+        else:
+            (directory / name).unlink(missing_ok=True)
+    return [directory / name for name in FILES if name in documents]
+
+
+_WORDS = "Each line is a row of the table, in its order: hollow points are single runs, the bar is their middle half."
+
+
+def _timelines(comparison: Comparison) -> Iterator[page.Picture]:
+    """A timeline of the first run of each row that recorded one, best first."""
+    from stagereg.sweep.run import Run
+    from stagereg.sweep.timeline import timeline_figure
+
+    drawn = 0
+    for row in tables.ordered(comparison):
+        job = next((job for job in row.jobs if job.status == "completed"), None)
+        if job is None or row.again or drawn == _MOST_TIMELINES:
+            continue
+        with contextlib.suppress(ConfigError):  # a run without records has no timeline; the table is there anyway
+            figure = timeline_figure(Run.read(job.directory), None)
+            words = f"The first run of the row, {job.directory}"
+            svg = plots.svg_text(figure)
+            png = plots.png_bytes(figure, _DOTS_PER_INCH) if len(svg) > _LONGEST_SVG else b""
+            yield page.Picture(row.label, "" if png else svg, png, words)
+            drawn += 1

@@ -1,0 +1,517 @@
+"""Reports as one file of HTML each: the answer first, then the table, the pictures, the configs and the environment.
+
+A page needs nothing but itself: style, script and pictures are inside, and its content policy forbids it the network.
+Whatever comes out of a run (overrides, configs, errors, directory names) is text and stays text. Two pages stand on one
+base template: :func:`compare_page` for a sweep and :func:`run_page` for a single run.
+
+Writes no file; Jinja2 is imported when a page is made.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagereg.sweep.metrics import METRICS
+from stagereg.sweep.render import tables
+from stagereg.sweep.render.plots import COLOURS
+
+if TYPE_CHECKING:
+    from stagereg.sweep.compare import Cell, Comparison, Row
+    from stagereg.sweep.metrics import Metric
+    from stagereg.sweep.result import JobResult
+    from stagereg.sweep.run import Run
+
+__all__ = ["Picture", "Table", "compare_page", "run_page"]
+
+_LONGEST_CONFIG = 200_000
+"""Characters of a config that a page takes."""
+_LINE = 180
+"""Characters that are still read on top of a page."""
+_NONE = "-"
+_VERDICTS = ("best", "tie", "", "A/A", "unfinished", "failed")
+"""In the order in which they are sorted."""
+_FEW = 3
+"""Runs from which on a difference beyond their spread is called real."""
+_LONG = 28
+"""Characters of a parameter from which on its text is folded."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a page.
+
+    Attributes:
+        title: its heading; for timelines of a sweep what the run is.
+        svg: an SVG document as ``plots.svg_text`` makes it; it goes into the page and follows light and dark.
+        png: a PNG file's bytes, for what is too much for SVG; used where ``svg`` is empty.
+        words: what there is to see, for who cannot see it and as the caption.
+    """
+
+    title: str
+    svg: str = ""
+    png: bytes = b""
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a page that can be sorted by each column: numbers as numbers, the rest as text, None as a gap, last.
+
+    Attributes:
+        title: its heading.
+        columns: the heads.
+        rows: as many values each as there are columns; floats are written with few digits and sorted with all.
+        words: a line below the heading.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | float | int | None, ...], ...]
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A head: what it says, also on closer look, and how a first click sorts; ``ranked`` is words with numbers."""
+
+    head: str
+    hint: str = ""
+    numeric: bool = False
+    ranked: bool = False
+    first: str = "ascending"
+    sorted: str = ""
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A cell: its text, a smaller text behind it, and the key it is sorted by, None for a gap."""
+
+    text: str
+    small: str = ""
+    key: str | None = None
+    mark: str = ""
+    verdict: str = ""
+    hint: str = ""
+    code: bool = False
+    chip: bool = False
+    numeric: bool = False
+    error: bool = False
+    long: bool = False
+    span: int = 1
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A row; one of kind ``last`` stays below the others however they are sorted."""
+
+    cells: tuple[_Cell, ...]
+    kind: str = ""
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What a template draws as a table."""
+
+    label: str
+    columns: tuple[_Column, ...]
+    lines: tuple[_Line, ...]
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """One fact below the answer."""
+
+    head: str
+    text: str
+    words: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A picture as it goes into the page: ``svg`` is markup, ``png`` an address that holds the bytes."""
+
+    title: str
+    svg: str
+    png: str
+    words: str
+
+
+@dataclass(frozen=True)
+class _Detail:
+    """One combination, opened: where its jobs lie, how to run it again, and its config."""
+
+    title: str
+    verdict: str
+    error: str
+    note: str
+    command: str
+    config: str
+    jobs: tuple[tuple[str, str, str], ...] = field(default_factory=tuple)
+
+
+def compare_page(comparison: Comparison, pictures: Sequence[Picture] = (), timelines: Sequence[Picture] = ()) -> str:
+    """Return the page of a sweep: the sentence, tiles, table, ``pictures``, ``timelines``, configs and environment."""
+    rows = tables.ordered(comparison)
+    jobs = [job for row in rows for job in row.jobs]
+    best = comparison.best
+    return _rendered(
+        "compare.html",
+        title=f"Sweep {comparison.directory.name}",
+        directory=str(comparison.directory),
+        when=_when(jobs),
+        answer=comparison.answer,
+        verdict=_certainty(comparison)[2],
+        tiles=_tiles(comparison, jobs),
+        command=_again(best.jobs) if best else "",
+        warnings=[*comparison.warnings, *_incomplete(rows)],
+        notes=list(tables.notes(rows)),
+        constant=list(comparison.constant),
+        table=_comparison_table(comparison, rows),
+        measured=any(map(tables.measured, rows)),
+        again=tables.AGAIN if any(row.again for row in rows) else "",
+        pictures=[_drawn(picture, f"p{place}-") for place, picture in enumerate(pictures)],
+        timelines=[_drawn(picture, f"t{place}-") for place, picture in enumerate(timelines)],
+        details=[_detail(row, comparison) for row in rows],
+        environment=_facts([{**job.environment, **job.versions} for job in jobs]),
+        report=f"stagereg report {comparison.directory}",
+    )
+
+
+def run_page(
+    run: Run,
+    figures: Mapping[str, float],
+    pictures: Sequence[Picture] = (),
+    *,
+    answer: str = "",
+    tables: Sequence[Table] = (),
+    config: str = "",
+    command: str = "",
+    environment: Mapping[str, Any] | None = None,
+    warnings: Sequence[str] = (),
+) -> str:
+    """Return the page of a single run.
+
+    Args:
+        run: what its ranks told; gives the heading, how it ended and the versions.
+        figures: its figures as ``figures.figures`` gives them; those that are metrics come first, with their units.
+        pictures: the timeline, the loss curve …, in this order.
+        answer: the sentence on top; one is made of the figures where it is empty.
+        tables: further tables below the figures, such as one of its checkpoints.
+        config: the text of its config (YAML).
+        command: the command line that runs it again.
+        environment: names and values, as ``machine.describe`` gives them.
+        warnings: lines for the top of the page; that the run failed, and of what, is said below them anyway.
+    """
+    return _rendered(
+        "run.html",
+        title=f"Run {run.directory.name}",
+        directory=str(run.directory),
+        answer=answer or _summary(run, figures),
+        verdict="good" if run.status == "completed" else "bad",
+        tiles=_run_tiles(run, figures),
+        warnings=list(warnings),
+        figures=_figures_table(figures),
+        tables=[_generic(table) for table in tables],
+        pictures=[_drawn(picture, f"p{place}-") for place, picture in enumerate(pictures)],
+        config=_cut(config),
+        command=command,
+        environment=_facts([{**run.versions, **(environment or {})}]),
+        report=f"stagereg report {run.directory}",
+    )
+
+
+def _rendered(template: str, **values: Any) -> str:
+    import jinja2
+    from markupsafe import Markup
+
+    from stagereg import __version__
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    shelf = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    script = f"\n{loader.get_source(shelf, 'sort.js')[0]}"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return shelf.get_template(template).render(
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+        version=__version__,
+        **values,
+    )
+
+
+def _drawn(picture: Picture, prefix: str) -> _Drawn:
+    png = f"data:image/png;base64,{base64.b64encode(picture.png).decode()}" if picture.png and not picture.svg else ""
+    svg = _inline(picture.svg, prefix, f"{picture.title}. {picture.words}") if picture.svg else ""
+    return _Drawn(picture.title, svg, png, picture.words)
+
+
+def _inline(document: str, prefix: str, told: str) -> Any:
+    """The SVG as markup for a page: names of its own, no size of its own, and colours that the page may change.
+
+    Trusts the document: matplotlib escapes all text in it.
+    """
+    from markupsafe import Markup, escape
+
+    text = document[document.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r'^<svg([^>]*?) width="[^"]*"', r"<svg\1", text)
+    text = re.sub(r'^<svg([^>]*?) height="[^"]*"', r"<svg\1", text)
+    text = re.sub(r"<[^>]+>", lambda tag: _of_the_page(tag[0], prefix), text)
+    return Markup(f'<svg role="img" aria-label="{escape(told)}"{text[4:]}')
+
+
+def _of_the_page(tag: str, prefix: str) -> str:
+    tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", tag)
+    for name, colour in COLOURS.items():
+        tag = tag.replace(f": {colour}", f": var(--plot-{name}, {colour})")
+    return tag
+
+
+def _comparison_table(comparison: Comparison, rows: Sequence[Row]) -> _Shown:
+    ranking = comparison.ranking
+    columns = [_Column("verdict", ranked=True)]
+    numeric = {name: _all_numbers(row.parameters.get(name) for row in rows) for name in comparison.parameters}
+    columns += [_Column(name, numeric=numeric[name]) for name in comparison.parameters]
+    columns.append(_Column("runs", numeric=True))
+    for metric in comparison.metrics:
+        first = "descending" if metric.better == "higher" else "ascending"
+        now = first if metric.name == ranking.name else ""
+        columns.append(_Column(metric.head, _hint(metric), numeric=True, first=first, sorted=now))
+    if not comparison.metrics:
+        columns.append(_Column("error"))
+    lines = tuple(_comparison_line(row, comparison, numeric) for row in rows)
+    words = f"{tables.counted(len(rows), 'row')}, ranked by {ranking.name}"
+    return _Shown("Comparison", tuple(columns), lines, words)
+
+
+def _comparison_line(row: Row, comparison: Comparison, numeric: Mapping[str, bool]) -> _Line:
+    kind = tables.verdict(row, comparison)
+    cells = [_Cell(kind, key=str(_VERDICTS.index(kind)), chip=bool(kind), verdict=kind)]
+    for name in comparison.parameters:
+        value = row.parameters.get(name)
+        text = _NONE if value is None else value
+        cells.append(_Cell(text, key=value, code=True, numeric=numeric[name], long=len(text) > _LONG))
+    done = sum(job.status == "completed" for job in row.jobs)
+    cells.append(_Cell(tables.runs(row), key=str(done), numeric=True, hint=row.note, mark="†" if row.note else ""))
+    if not tables.measured(row):
+        said = tables.first_line(row.error) or ("ended before it had told its end" if kind == "unfinished" else "")
+        cells.append(_Cell(said, error=True, span=max(1, len(comparison.metrics))))
+        return _Line(tuple(cells), kind, last=row.status != "completed")
+    cells += [_metric_cell(tables.known(row, metric)) for metric in comparison.metrics]
+    return _Line(tuple(cells), kind)
+
+
+def _metric_cell(cell: Cell | None) -> _Cell:
+    if cell is None:
+        return _Cell(_NONE, numeric=True)
+    return _Cell(
+        tables.median_text(cell),
+        small=tables.spread_text(cell),
+        key=repr(cell.median),
+        mark=tables.MARKS.get(cell.verdict, ""),
+        verdict=cell.verdict,
+        hint=f"{tables.counted(len(cell.values), 'run')}: {', '.join(map(tables.number, cell.values))}",
+        numeric=True,
+    )
+
+
+def _hint(metric: Metric) -> str:
+    better = f" {metric.better.capitalize()} is better." if metric.better else ""
+    unit = f" In {metric.unit}." if metric.unit else ""
+    return f"{metric.name}: {metric.doc.rstrip('.')}.{unit}{better}"
+
+
+def _generic(table: Table) -> _Shown:
+    numeric = [_numbers(row[place] for row in table.rows) for place in range(len(table.columns))]
+    columns = tuple(_Column(head, numeric=one) for head, one in zip(table.columns, numeric, strict=True))
+    lines = tuple(
+        _Line(tuple(_plain_cell(value, one) for value, one in zip(row, numeric, strict=True))) for row in table.rows
+    )
+    return _Shown(table.title, columns, lines, table.words)
+
+
+def _plain_cell(value: str | float | int | None, numeric: bool) -> _Cell:
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return _Cell(_NONE, numeric=numeric)
+    text = value if isinstance(value, str) else tables.number(value)
+    return _Cell(text, key=value if isinstance(value, str) else repr(value), numeric=numeric)
+
+
+def _figures_table(figures: Mapping[str, float]) -> _Shown:
+    """The metrics there are, then the other figures by name."""
+    metrics = [metric for metric in METRICS if metric.name in figures]
+    others = sorted(set(figures) - {metric.name for metric in metrics})
+    lines = [(metric.name, figures[metric.name], metric.unit, f"{metric.doc.rstrip('.')}.") for metric in metrics] + [
+        (name, figures[name], "", "") for name in others
+    ]
+    cells = (
+        _Line(
+            (
+                _Cell(name, key=name, code=True),
+                _Cell(tables.number(value), key=repr(value), numeric=True),
+                _Cell(unit, key=unit or None),
+                _Cell(doc, key=doc or None),
+            )
+        )
+        for name, value, unit, doc in lines
+    )
+    columns = (_Column("figure"), _Column("value", numeric=True), _Column("unit"), _Column("what it is"))
+    return _Shown("Figures", columns, tuple(cells))
+
+
+def _certainty(comparison: Comparison) -> tuple[str, str, str]:
+    """Whether the answer is one: in a word or two, in a sentence, and which colour that has."""
+    ranking, best = comparison.ranking, comparison.best
+    if best is None:
+        return "unknown", f"no combination completed with {ranking.name}", "bad"
+    if comparison.ties:
+        return "a tie", f"{tables.counted(len(comparison.ties), 'other')} cannot be told from the best", "open"
+    rivals = [row for row in comparison.candidates if row is not best]
+    counts = [len(row.cells[ranking.name].values) for row in (best, *rivals)]
+    if not rivals:
+        return "not known", "no other combination has this figure in all its runs", "open"
+    if min(counts) == 1:
+        return "not proven", "one run says nothing about the spread; sweep.repeats=3 would", "open"
+    if min(counts) < _FEW:
+        return "likely", f"larger than the spread, but of {min(counts)} runs only", "open"
+    return "real", "larger than the spread of the runs", "good"
+
+
+def _tiles(comparison: Comparison, jobs: Sequence[JobResult]) -> list[_Tile]:
+    ranking, best = comparison.ranking, comparison.best
+    tiles = []
+    if best is not None and (cell := tables.known(best, ranking)):
+        said = f"{tables.median_text(cell)} {tables.spread_text(cell)}".rstrip()
+        tiles.append(_Tile(f"best {ranking.name}", said, best.label, "best"))
+    tiles.append(_Tile("the difference is", *_certainty(comparison)))
+    done = sum(job.status == "completed" for job in jobs)
+    rows = [row for row in comparison.rows if not row.again]
+    repeats = f"{tables.counted(len(rows), 'combination')}, {tables.counted(comparison.repeats, 'run')} each"
+    again = "; and the A/A row" if len(rows) < len(comparison.rows) else ""
+    tiles.append(_Tile("runs", f"{done} of {len(jobs)} completed", repeats + again, "" if done == len(jobs) else "bad"))
+    return tiles
+
+
+def _incomplete(rows: Sequence[Row]) -> list[str]:
+    """Say what failed, in one line, so that it is seen before the table."""
+    broken = [row for row in rows if row.status != "completed"]
+    if not broken:
+        return []
+    names = "; ".join(f"{tables.named(row)} ({row.status})" for row in broken)
+    where = names if len(names) < _LINE else "they are the last of the table, and their errors are with their configs"
+    return [f"{len(broken)} of {tables.counted(len(rows), 'row')} did not complete: {where}."]
+
+
+def _detail(row: Row, comparison: Comparison) -> _Detail:
+    jobs = tuple(
+        (
+            str(job.directory),
+            job.status,
+            f"repeat {job.repeat}{', A/A' if job.again else ''}, {tables.number(job.seconds)} s"
+            if job.seconds
+            else f"repeat {job.repeat}",
+        )
+        for job in row.jobs
+    )
+    config = next((text for job in row.jobs if (text := _config(job.directory))), "")
+    kind = tables.verdict(row, comparison)
+    return _Detail(tables.named(row), kind, row.error, row.note, _again(row.jobs), config, jobs)
+
+
+def _again(jobs: Sequence[JobResult]) -> str:
+    return next((job.command for job in jobs if job.command), "")
+
+
+def _config(directory: Path) -> str:
+    try:
+        return _cut((directory / ".hydra" / "config.yaml").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return ""
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _LONGEST_CONFIG:
+        return text
+    return f"{text[:_LONGEST_CONFIG]}\n# {len(text) - _LONGEST_CONFIG} more characters are left out here"
+
+
+def _when(jobs: Iterable[JobResult]) -> str:
+    """When the first of the jobs began."""
+    began = min((job.started for job in jobs if job.started > 0), default=None)
+    return "" if began is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began))
+
+
+def _facts(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Names and values; where the runs differ, all of them. The load is of the first run: it always differs."""
+    told: list[tuple[str, str]] = []
+    for name in dict.fromkeys(name for one in environments for name in one):
+        values = [_text(one[name]) for one in environments if one.get(name) not in (None, "")]
+        different = list(dict.fromkeys(values[:1] if name == "load" else values))
+        if different:
+            told.append((name, "; ".join(different)))
+    return told
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return tables.number(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_text, value))
+    return json.dumps(value, default=str)
+
+
+def _summary(run: Run, figures: Mapping[str, float]) -> str:
+    """A sentence of what is known."""
+    parts = [tables.counted(run.world_size, "rank")]
+    if "steps" in figures:
+        parts.append(tables.counted(int(figures["steps"]), "step"))
+    if "checkpoints" in figures:
+        parts.append(tables.counted(int(figures["checkpoints"]), "checkpoint"))
+    said = ", ".join(parts)
+    if "stall_ms" in figures:
+        said += f": a checkpoint held training for {tables.number(figures['stall_ms'])} ms"
+        if "lost_percent" in figures:
+            said += f", {tables.number(figures['lost_percent'])} % of its time was lost to them"
+    return f"{said}."
+
+
+def _run_tiles(run: Run, figures: Mapping[str, float]) -> list[_Tile]:
+    kind = {"completed": "good", "failed": "bad"}.get(run.status, "open")
+    tiles = [_Tile("status", run.status, run.error or f"after {tables.number(run.seconds)} s", kind)]
+    for metric in METRICS:
+        if metric.name in figures and len(tiles) < 4:
+            unit = f" {metric.unit}" if metric.unit else ""
+            words = re.split(r"[:.]", metric.doc)[0]
+            tiles.append(_Tile(metric.name, f"{tables.number(figures[metric.name])}{unit}", words))
+    return tiles
+
+
+def _all_numbers(texts: Iterable[str | None]) -> bool:
+    """Whether all texts there are read as numbers."""
+
+    def reads(text: str) -> bool:
+        try:
+            return math.isfinite(float(text))
+        except ValueError:
+            return False
+
+    return all(reads(text) for text in texts if text is not None)
+
+
+def _numbers(values: Iterable[str | float | int | None]) -> bool:
+    return not any(isinstance(value, str) for value in values)

@@ -1,0 +1,309 @@
+"""What one job of a sweep leaves behind: ``result.json`` in its output directory, and how all of a sweep are found.
+
+The file is there completely or not at all. A job without one was killed, or nobody compared when it ran; what can be
+known of it is taken from what Hydra and the ranks have left. Reading never changes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stagereg.errors import ConfigError
+from stagereg.record import FILES
+from stagereg.sweep.figures import figures, number
+from stagereg.sweep.run import NewerError, Run
+
+__all__ = ["FORMAT", "RESULT", "JobResult", "results", "split"]
+
+RESULT = "result.json"
+FORMAT = 1
+_STATUSES = ("completed", "failed", "unfinished")
+_INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(143)")
+"""How a rank says that it was not its job's fault."""
+_DEEPEST = 20
+"""Levels of what a task returns that are kept as they are."""
+_OVERRIDES = Path(".hydra", "overrides.yaml")
+_HYDRA = Path(".hydra", "hydra.yaml")
+_SWEEP = "multirun.yaml"
+_MARK = re.compile(r"\+{0,2}sweep\.(repeat|again)=(.*)")
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How one job went.
+
+    Attributes:
+        directory: its output directory.
+        status: ``"completed"``, ``"failed"``, or ``"unfinished"``: killed half-way, or still running.
+        error: why it failed, or ``None``.
+        overrides: of the task, as they were given; without those that only tell repeats apart.
+        job: Hydra's ``num`` (``None`` outside of a sweep), ``id`` and ``name``.
+        repeat: which run of its combination this is, from 0 on.
+        again: whether it runs the first combination once more, as if it were another one.
+        started: seconds since the epoch.
+        seconds: how long it took.
+        returned: what the task returned, as JSON has it.
+        figures: by name, see :func:`stagereg.sweep.figures.figures`; all finite.
+        versions: of stagereg, torch, hydra-core and python.
+        environment: what it ran on, see :func:`stagereg.machine.describe`.
+        command: the command line that runs this job alone; empty if unknown.
+    """
+
+    directory: Path
+    status: str = "completed"
+    error: str | None = None
+    overrides: tuple[str, ...] = ()
+    job: dict[str, Any] = field(default_factory=dict)
+    repeat: int = 0
+    again: bool = False
+    started: float = 0.0
+    seconds: float = 0.0
+    returned: Any = None
+    figures: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
+
+    def write(self, path: Path | None = None) -> Path:
+        """Write it, completely or not at all, to ``path`` or to its own directory. Raises: ``OSError``."""
+        path = self.directory / RESULT if path is None else Path(path)
+        told = {"format": FORMAT, **{name: getattr(self, name) for name in _FIELDS}}
+        text = json.dumps(_plain(told), indent=1, allow_nan=False) + "\n"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            with temporary.open("x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+
+    @classmethod
+    def read(cls, path: Path | str) -> JobResult:
+        """Read a ``result.json``, or the one in a directory.
+
+        Raises:
+            ConfigError: it is not there, not of the project, damaged, or of a newer version.
+        """
+        path = Path(path)
+        path = path / RESULT if path.is_dir() else path
+        try:
+            told = json.loads(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is damaged: {error}.") from error
+        return cls(path.parent, **_fields(told, path))
+
+    @classmethod
+    def of_directory(cls, directory: Path | str) -> JobResult:
+        """What is known of the job that ran in ``directory``, also where it left no result.
+
+        Without a result it is what its ranks have told: completed or failed if all of them told such an end, else
+        unfinished. It is unfinished, too, where its result cannot be read; its error then says so.
+
+        Raises:
+            ConfigError: a newer version of the project wrote there, or no job did.
+        """
+        directory = Path(directory)
+        trouble = ""
+        if (directory / RESULT).exists():
+            try:
+                return cls.read(directory)
+            except NewerError:
+                raise
+            except ConfigError as error:
+                trouble = str(error)
+        elif not _is_job(directory):
+            raise ConfigError(_nothing_in(directory))
+        return _without_result(directory, trouble)
+
+    def has(self, name: str) -> bool:
+        """Whether a figure is known, and finite."""
+        return math.isfinite(self.figures.get(name, math.nan))
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts jobs as they were planned: by number, then by directory, ``9`` before ``10``."""
+        num = self.job.get("num")
+        return (num if isinstance(num, int) else math.inf, _natural(self.directory))
+
+
+_FIELDS = tuple(name for name in JobResult.__dataclass_fields__ if name != "directory")
+
+
+def results(sweep_dir: Path | str) -> list[JobResult]:
+    """Every job in or below a directory, in the order they were planned.
+
+    A job is a folder with ``result.json``, ``.hydra/overrides.yaml`` or ``metrics.jsonl``.
+
+    Raises:
+        ConfigError: the directory is not there, holds no job, or holds several sweeps; or a newer version of the
+            project wrote there.
+    """
+    sweep_dir = Path(sweep_dir)
+    if not sweep_dir.is_dir():
+        raise ConfigError(
+            f"{sweep_dir} is {'a file' if sweep_dir.exists() else 'not there'}: name the directory of a sweep."
+        )
+    sweeps: list[Path] = []
+    jobs = list(_jobs(sweep_dir, sweeps))
+    if len(sweeps) > 1:
+        newest = max(sweeps, key=lambda path: (path / _SWEEP).stat().st_mtime)
+        raise ConfigError(f"{sweep_dir} holds {len(sweeps)} sweeps: name one of them. The newest is {newest}.")
+    if not jobs:
+        raise ConfigError(_nothing_in(sweep_dir))
+    return sorted(map(JobResult.of_directory, jobs), key=lambda job: job.order)
+
+
+def split(overrides: Iterable[str]) -> tuple[tuple[str, ...], int, bool]:
+    """Part overrides into those of the combination, and which repeat of it this is and whether it is the A/A job."""
+    kept: list[str] = []
+    marks = {"repeat": "0", "again": "false"}
+    for override in overrides:
+        mark = _MARK.fullmatch(override)
+        if mark is None:
+            kept.append(override)
+        else:
+            marks[mark[1]] = mark[2].strip("'\" ")
+    repeat = int(marks["repeat"]) if marks["repeat"].isdecimal() else 0
+    return tuple(kept), repeat, marks["again"].lower() == "true"
+
+
+def _jobs(root: Path, sweeps: list[Path]) -> Iterator[Path]:
+    """Folders of jobs; what lies below one is the job's own. Fills ``sweeps`` with the folders Hydra calls that."""
+    for folder, below, names in os.walk(root):
+        path = Path(folder)
+        if _SWEEP in names:
+            sweeps.append(path)
+        if _is_job(path):
+            below.clear()
+            yield path
+        below[:] = [name for name in below if not name.startswith(".")]
+
+
+def _is_job(path: Path) -> bool:
+    return any((path / name).is_file() for name in (RESULT, _OVERRIDES, FILES.replace("*", "")))
+
+
+def _nothing_in(path: Path) -> str:
+    return (
+        f"{path} holds no job: there is no folder with {RESULT}, {_OVERRIDES} or {FILES.replace('*', '')}, neither it "
+        "nor any below. Name the directory of a sweep (hydra.sweep.dir) or of a run (hydra.run.dir)."
+    )
+
+
+def _natural(path: Path) -> tuple[tuple[int, int, str], ...]:
+    parts = re.split(r"(\d+)", str(path))
+    return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)
+
+
+def _without_result(directory: Path, trouble: str) -> JobResult:
+    """What Hydra and the ranks have left of a job."""
+    overrides, repeat, again = split(_overrides(directory / _OVERRIDES))
+    known: dict[str, Any] = {"overrides": overrides, "job": _job(directory / _HYDRA), "repeat": repeat, "again": again}
+    try:
+        run = Run.read(directory)
+    except NewerError:
+        raise
+    except ConfigError:
+        return JobResult(
+            directory, "unfinished", trouble or "killed, or still running: it has told nothing yet", **known
+        )
+    interrupted = any(sign in run.error for sign in _INTERRUPTED)
+    status = "unfinished" if trouble or interrupted else run.status
+    ending = run.error or (None if status == "completed" else "killed half-way, or still running")
+    return JobResult(
+        directory,
+        status,
+        trouble or ending,
+        **known,
+        started=run.began,
+        seconds=run.seconds,
+        figures=figures(run),
+        versions=run.versions,
+    )
+
+
+def _overrides(path: Path) -> list[str]:
+    told = _yaml(path)
+    return [str(each) for each in told] if isinstance(told, list) else []
+
+
+def _job(path: Path) -> dict[str, Any]:
+    """Number, id and name of the job by Hydra's own config; what it does not say is left out."""
+    told = _yaml(path)
+    for name in ("hydra", "job"):
+        told = told.get(name) if isinstance(told, dict) else None
+    if not isinstance(told, dict):
+        return {}
+    return {name: told[name] for name in ("num", "id", "name") if told.get(name) not in (None, "???")}
+
+
+def _yaml(path: Path) -> Any:
+    """What a file of Hydra says, with nothing interpolated; ``None`` if it cannot be read."""
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except Exception:  # whatever YAML and OmegaConf have to say of a torn file
+        return None
+
+
+def _fields(told: Any, path: Path) -> dict[str, Any]:
+    """The fields of a result, each of its type. Raises: ``ConfigError`` for what is no result."""
+    if not isinstance(told, dict) or not isinstance(told.get("format"), int) or "status" not in told:
+        raise ConfigError(f"{path} is no result of a job: stagereg has not written it.")
+    if told["format"] > FORMAT:
+        raise NewerError(
+            f"{path} was written by a newer stagereg (format {told['format']}; this one reads formats up to {FORMAT}). "
+            "Update stagereg to read it."
+        )
+    if told["status"] not in _STATUSES:
+        raise ConfigError(f"{path} is no result of a job: its status is {told['status']!r}.")
+    numbers = {str(name): number(value) for name, value in _of(dict, told, "figures").items()}
+    return {
+        "status": told["status"],
+        "error": None if told.get("error") is None else str(told["error"]),
+        "overrides": tuple(map(str, _of(list, told, "overrides"))),
+        "job": _of(dict, told, "job"),
+        "repeat": int(number(told.get("repeat")) or 0),
+        "again": told.get("again") is True,
+        "started": number(told.get("started")) or 0.0,
+        "seconds": number(told.get("seconds")) or 0.0,
+        "returned": told.get("returned"),
+        "figures": {name: value for name, value in numbers.items() if value is not None},
+        "versions": {str(name): str(value) for name, value in _of(dict, told, "versions").items()},
+        "environment": _of(dict, told, "environment"),
+        "command": str(told.get("command") or ""),
+    }
+
+
+def _of(kind: type[Any], told: Mapping[str, Any], name: str) -> Any:
+    value = told.get(name)
+    return value if isinstance(value, kind) else kind()
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """The value as JSON can have it: NaN and infinity as null, what JSON has no type for as a number or as text."""
+    if value is None or isinstance(value, (bool, str, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if depth < _DEEPEST and isinstance(value, Mapping):
+        return {str(key): _plain(each, depth + 1) for key, each in value.items()}
+    if depth < _DEEPEST and isinstance(value, (list, tuple)):
+        return [_plain(each, depth + 1) for each in value]
+    found = number(value)
+    return str(value) if found is None else found

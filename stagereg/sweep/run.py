@@ -1,0 +1,346 @@
+"""One run as its ranks have recorded it: the lines of :mod:`stagereg.record`, read back into records of plain values.
+
+Runs end in every way: a torn last line is what a killed process was writing, and is left out; a damaged line elsewhere
+is left out and counted; a rank without an ``end`` was killed or is still running. Where a directory was used twice,
+what follows the last start of each file counts. What the figures of a run are is for :mod:`stagereg.sweep.figures`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stagereg.errors import ConfigError
+from stagereg.record import FILES, FORMAT
+
+__all__ = ["NewerError", "RankRecord", "Run", "Span"]
+
+_NAME = re.compile(r"metrics(?:\.rank(\d+))?\.jsonl")
+
+
+class NewerError(ConfigError):
+    """What is to be read was written by a newer version of the project, and might be misread."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time on a rank.
+
+    Attributes:
+        step: the training step that it belongs to.
+        start: when it began, in seconds as told by :func:`stagereg.record.now`.
+        seconds: how long it took.
+        nbytes: bytes that it moved; 0 where none were told.
+    """
+
+    step: int
+    start: float
+    seconds: float
+    nbytes: int = 0
+
+    @property
+    def end(self) -> float:
+        """When it ended, on the same clock as ``start``."""
+        return self.start + self.seconds
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank has told. All times are seconds since the epoch, on the clock of the rank's machine.
+
+    Attributes:
+        rank: the rank.
+        start: what it said of itself when it began: world size, host, versions.
+        steps: (step, when it had ended) for each training step; of ``stagereg.log`` where no checkpointer told steps.
+        stalls: how long each save held the training loop.
+        stages: from the beginning of each copy until it was complete, with this rank's bytes of tensor data.
+        writes: from all ranks having staged to the commit, with the bytes of this rank's files.
+        lost: (step, error) of each save that failed.
+        logs: (step, when, values) of each ``stagereg.log``; ``None`` stands for NaN or infinity.
+        join: steps taken with data, steps shadowed, samples seen; summed over the joins that were left.
+        end: seconds, status, error, peak memory; ``None`` for a rank that was killed or is still running.
+        damaged: lines that could not be read, a torn last one aside.
+        first: when it told something first.
+        last: when it told something last.
+    """
+
+    rank: int
+    start: dict[str, Any] = field(default_factory=dict)
+    steps: tuple[tuple[int, float], ...] = ()
+    stalls: tuple[Span, ...] = ()
+    stages: tuple[Span, ...] = ()
+    writes: tuple[Span, ...] = ()
+    lost: tuple[tuple[int, str], ...] = ()
+    logs: tuple[tuple[int, float, dict[str, float | None]], ...] = ()
+    join: dict[str, float] | None = None
+    end: dict[str, Any] | None = None
+    damaged: int = 0
+    first: float = 0.0
+    last: float = 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: what each of its ranks has told, and where.
+
+    Attributes:
+        directory: the run's output directory.
+        ranks: the records there are, sorted by rank.
+    """
+
+    directory: Path
+    ranks: tuple[RankRecord, ...]
+
+    @classmethod
+    def read(cls, directory: Path | str) -> Run:
+        """Read the files of a run, which may still be growing.
+
+        Raises:
+            ConfigError: there are none, or nothing in them is of a run.
+            NewerError: a newer version of the project wrote them.
+        """
+        directory = Path(directory)
+        found = {int(named[1] or 0): path for path in directory.glob(FILES) if (named := _NAME.fullmatch(path.name))}
+        if not found:
+            raise ConfigError(
+                f"{directory} holds no run: there is no metrics.jsonl in it. Programs under stagereg.main write one "
+                "into their output directory."
+            )
+        try:
+            records = [_rank_record(rank, path) for rank, path in sorted(found.items())]
+        except OSError as error:
+            raise ConfigError(f"{directory} cannot be read: {error}") from error
+        told = [record for record in records if record is not None]
+        if not told:
+            raise ConfigError(f"{directory} holds no run: what is in {found[min(found)]} is not of stagereg.")
+        size = told[0].start.get("world_size", math.inf) if told[0].rank == 0 else math.inf
+        # Files of ranks beyond that are of an earlier run in the same directory.
+        return cls(directory, tuple(record for record in told if record.rank < size))
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the run had, by its own account or by the files there are."""
+        return max(int(record.start.get("world_size", record.rank + 1)) for record in self.ranks)
+
+    @property
+    def began(self) -> float:
+        """When the first of its ranks began, in seconds since the epoch."""
+        return min(record.first for record in self.ranks)
+
+    @property
+    def seconds(self) -> float:
+        """From the first thing that was told to the last."""
+        return max(record.last for record in self.ranks) - self.began
+
+    @property
+    def finished(self) -> bool:
+        """Whether every rank has told how it ended, well or not."""
+        return len(self.ranks) == self.world_size and all(record.end is not None for record in self.ranks)
+
+    @property
+    def status(self) -> str:
+        """``"completed"``, ``"failed"`` (some rank has said so) or ``"unfinished"`` (killed, or still running)."""
+        if self.error:
+            return "failed"
+        return "completed" if self.finished else "unfinished"
+
+    @property
+    def error(self) -> str:
+        """What the rank has said that failed first, with the rank; empty if none has."""
+        ends = [(record.end, record) for record in self.ranks if record.end is not None]
+        failed = [(record.last, record.rank, end) for end, record in ends if end["status"] != "completed"]
+        if not failed:
+            return ""
+        _, rank, end = min(failed, key=lambda each: each[:2])
+        return f"rank {rank}: {end.get('error') or 'it failed'}"
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of stagereg, torch, hydra-core and python, as far as they were told."""
+        start = self.ranks[0].start
+        names = ("stagereg", "torch", "hydra-core", "python")
+        return {name: start[name] for name in names if isinstance(start.get(name), str)}
+
+    @property
+    def damaged(self) -> int:
+        """How many lines of all ranks could not be read, torn last ones aside."""
+        return sum(record.damaged for record in self.ranks)
+
+
+class _Damaged(Exception):
+    """A line is not what its event says."""
+
+
+def _rank_record(rank: int, path: Path) -> RankRecord | None:
+    """Return what the file tells of its last recording, or ``None`` if no line in it is of a recording."""
+    told = _Told()
+    for line in _lines(path):
+        try:
+            event = _event(line)
+            if event["event"] == "start":
+                _check_format(event, path)
+                begun = _Told()
+                begun.take(event)
+                told = begun
+            else:
+                told.take(event)
+        except _Damaged:
+            told.damaged += 1
+    return told.record(rank)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file; without the last one if it is torn."""
+    *whole, last = path.read_bytes().split(b"\n")
+    yield from (line for line in whole if line.strip())
+    if last.strip():
+        try:
+            _event(last)
+        except _Damaged:
+            return
+        yield last
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(line, parse_constant=lambda name: None)
+    except (ValueError, RecursionError):
+        raise _Damaged from None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        raise _Damaged
+    _number(event, "t")
+    return event
+
+
+def _check_format(event: Mapping[str, Any], path: Path) -> None:
+    wanted = event.get("format", FORMAT)
+    if isinstance(wanted, int) and wanted > FORMAT:
+        raise NewerError(
+            f"{path} was written by a newer stagereg ({event.get('stagereg', 'unknown')}, format {wanted}); this one "
+            f"reads formats up to {FORMAT}. Update stagereg to read it."
+        )
+
+
+class _Told:
+    """The events of one recording so far."""
+
+    def __init__(self) -> None:
+        self.damaged = 0
+        self._events: dict[str, list[Any]] = {}
+        self._first = math.inf
+        self._last = -math.inf
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Keep an event; one of an unknown name is of a later version or of somebody else. Raises: ``_Damaged``."""
+        read = _READ.get(event["event"])
+        if read is None:
+            return
+        taken = read(event)
+        self._events.setdefault(event["event"], []).append(taken)
+        self._first = min(self._first, event["t"])
+        self._last = max(self._last, event["t"])
+
+    def record(self, rank: int) -> RankRecord | None:
+        if not self._events:
+            return None
+        told = self._events
+        logs = tuple(told.get("log", ()))
+        return RankRecord(
+            rank=rank,
+            start=told.get("start", [{}])[-1],
+            steps=_firsts(told.get("step") or [(step, t) for step, t, _ in logs]),
+            stalls=tuple(told.get("stall", ())),
+            stages=tuple(told.get("stage", ())),
+            writes=tuple(told.get("write", ())),
+            lost=tuple(told.get("lost", ())),
+            logs=logs,
+            join=_total(told.get("join", ())),
+            end=told.get("end", [None])[-1],
+            damaged=self.damaged,
+            first=self._first,
+            last=self._last,
+        )
+
+
+def _firsts(steps: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The steps without those that say the same step again."""
+    kept: list[tuple[int, float]] = []
+    for step, t in steps:
+        if not kept or kept[-1][0] != step:
+            kept.append((step, t))
+    return tuple(kept)
+
+
+def _total(joins: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    if not joins:
+        return None
+    return {name: sum(join.get(name, 0) for join in joins) for name in sorted(set().union(*joins))}
+
+
+def _number(event: Mapping[str, Any], name: str) -> float:
+    value = _real(event.get(name))
+    if value is None:
+        raise _Damaged
+    return value
+
+
+def _step(event: Mapping[str, Any]) -> int:
+    return int(_number(event, "step"))
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    nbytes = int(_number(event, "bytes")) if "bytes" in event else 0
+    return Span(_step(event), _number(event, "start"), max(0.0, _number(event, "seconds")), nbytes)
+
+
+def _start(event: Mapping[str, Any]) -> dict[str, Any]:
+    if "world_size" in event and (not isinstance(event["world_size"], int) or event["world_size"] < 1):
+        raise _Damaged
+    return _without(event, "event")
+
+
+def _log(event: Mapping[str, Any]) -> tuple[int, float, dict[str, float | None]]:
+    values = event.get("values")
+    if not isinstance(values, dict):
+        raise _Damaged
+    return _step(event), float(event["t"]), {str(name): _real(value) for name, value in values.items()}
+
+
+def _real(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
+
+
+def _end(event: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(event.get("status"), str):
+        raise _Damaged
+    return _without(event, "event")
+
+
+def _join(event: Mapping[str, Any]) -> dict[str, float]:
+    return {name: _number(event, name) for name in ("steps", "shadowed", "samples") if event.get(name) is not None}
+
+
+def _without(event: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in event.items() if name not in names}
+
+
+_READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "start": _start,
+    "step": lambda event: (_step(event), float(event["t"])),
+    "stall": _span,
+    "stage": _span,
+    "write": _span,
+    "lost": lambda event: (_step(event), str(event.get("error", ""))),
+    "join": _join,
+    "log": _log,
+    "end": _end,
+}
+"""How each event is read; whatever it has besides is left to later versions."""

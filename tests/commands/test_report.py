@@ -1,0 +1,287 @@
+"""``stagereg report``: what it is given, it finds out by itself; what it makes is what the sweep made."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stagereg import cli
+from stagereg.errors import ConfigError
+from stagereg.sweep import place
+
+from ..sweep.samples import FAILING, Sample, failed, rank_file, sweep, write_hydra, write_run
+
+RUN_FILES = ["report.html", "timeline.png", "timeline.svg"]
+needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert cli.main(["report", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert cli.main(["report", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    return told
+
+
+@needs_matplotlib
+def test_a_run_is_told_in_tables_and_leaves_its_timeline_and_page(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_hydra(write_run(here / "run"), ["lr=0.1"], config="lr: 0.1\n")
+    told = report(capsys, "run")
+    assert "run: Completed: 40 steps on 2 ranks" in told
+    assert "4 checkpoints, each held training for 2.1 ms (median)" in told
+    rows = [line.split() for line in told.splitlines()]
+    assert ["10", "0.1", "2.1", "5", "20", "25", "128", "complete"] in rows
+    assert ["1", "here", "40", "3", "8.4", "0", "0.5", "completed"] in rows
+    assert ["stall_ms", "2.1", "ms"] in rows
+    assert (
+        sorted(path.name for path in (here / "run").iterdir() if path.suffix in (".html", ".svg", ".png")) == RUN_FILES
+    )
+    page = (here / "run" / "report.html").read_text()
+    assert "lr: 0.1" in page
+    assert page.count("<svg") == 2, "the timeline and the loss"
+    assert (here / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_is_compared_again_and_failed_jobs_are_no_failure_of_the_report(
+    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
+) -> None:
+    sweep(here / "sweep")
+    told = report(capsys, "sweep", "--output", "elsewhere")
+    assert "Best by stall_ms: stager=pinned_cached" in told
+    assert "the loss is not finite" in told
+    assert {"compare.csv", "compare.md", "report.html"} <= set(os.listdir("elsewhere"))
+    assert "report.html" not in os.listdir("sweep")
+
+
+def test_json_has_the_same_figures_and_writes_no_file_unasked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep(here / "sweep")
+    write_run(here / "run", Sample(killed=True))
+    before = sorted(here.rglob("*"))
+    told = json.loads(report(capsys, "sweep", "--json"))
+    assert (told["kind"], told["metric"], told["files"]) == ("sweep", "stall_ms", [])
+    by_status = {row["parameters"]["stager"]: row for row in told["rows"]}
+    assert by_status["missing"]["status"] in ("failed", "unfinished")
+    assert by_status["pinned_cached"]["cells"]["stall_ms"]["verdict"] in ("best", "tie")
+    told = json.loads(report(capsys, "run", "--json"))
+    assert (told["kind"], told["status"]) == ("run", "unfinished")
+    assert told["figures"]["checkpoints"] == 3
+    assert [one["state"] for one in told["checkpoints"]] == ["complete"] * 3 + ["not complete"]
+    assert told["ranks"][1]["state"] == "told no end"
+    assert sorted(here.rglob("*")) == before
+
+
+def test_a_sweep_is_ranked_by_what_it_was_run_with_unless_told_otherwise(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep(here / "sweep")
+    for config in here.glob("sweep/*/.hydra/config.yaml"):
+        config.write_text("sweep: {metric: samples_per_s, direction: minimize}\n")
+    told = json.loads(report(capsys, "sweep", "--json"))
+    assert (told["metric"], told["better"]) == ("samples_per_s", "lower")
+    told = json.loads(report(capsys, "sweep", "--json", "--metric", "samples_per_s"))
+    assert (told["metric"], told["better"]) == ("samples_per_s", "higher")
+    told = json.loads(report(capsys, "sweep", "--json", "--metric", "shadowed_steps", "--direction", "maximize"))
+    assert (told["metric"], told["better"]) == ("shadowed_steps", "higher")
+    assert "There is no metric 'stal_ms'. Did you mean 'stall_ms'?" in refused(capsys, "sweep", "--metric", "stal_ms")
+
+
+def test_a_job_that_told_nothing_is_told_by_its_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed(here / "job", 0, FAILING.split()).write()
+    told = report(capsys, "job")
+    assert "job: Failed." in told
+    assert "It failed: rank 1: RuntimeError: the loss is not finite" in told
+    assert "There is no metrics.jsonl in job" in told
+    assert os.listdir("job") == ["result.json"]
+
+
+def test_what_is_missing_or_damaged_in_the_records_is_said(
+    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
+) -> None:
+    write_run(here / "run", Sample(ranks=3))
+    rank_file(here / "run", 1).unlink()
+    file = rank_file(here / "run", 0)
+    file.write_text(file.read_text().replace('"event": "stall"', '"event": stall', 2))
+    told = report(capsys, "run")
+    assert "2 lines of its records are damaged" in told
+    assert "There are no records of rank 1:" in told
+
+
+def test_many_checkpoints_are_cut_short_on_the_terminal_alone(
+    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
+) -> None:
+    write_run(here / "run", Sample(steps=100, every=5, ranks=1))
+    table = report(capsys, "run").partition("Checkpoints")[2].partition("Ranks")[0]
+    steps = [line.split()[0] for line in table.splitlines()[3:] if line.strip()]
+    assert steps == ["5", "10", "15", "20", "25", "30", "…", "75", "80", "85", "90", "95", "100"]
+    page = (here / "run" / "report.html").read_text()
+    assert all(f">{step}<" in page for step in range(5, 101, 5))
+
+
+@needs_matplotlib
+def test_the_window_is_that_of_the_timeline(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(here / "run")
+    report(capsys, "run", "--window", "0.1:0.2")
+    assert "0.100 s to 0.200 s of" in (here / "run" / "timeline.svg").read_text()
+    for wrong in ("5", "a:b", "2:1", "-1:2", "nan:1"):
+        assert "--window takes seconds since the start" in refused(capsys, "run", f"--window={wrong}")
+    assert "There is nothing to draw from 50 s to 60 s" in refused(capsys, "run", "--window=50:60")
+
+
+def test_without_matplotlib_one_line_says_so_and_the_rest_is_there(
+    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
+) -> None:
+    write_run(here / "run")
+    (here / "run" / "timeline.svg").write_text("of a report before")
+    assert cli.main(["report", "run"]) == 0
+    told = capsys.readouterr()
+    assert told.err == "no picture: pip install 'stagereg[report]'\n"
+    assert "Checkpoints" in told.out
+    assert sorted(os.listdir("run")) == ["metrics.jsonl", "metrics.rank1.jsonl", "report.html"]
+
+
+def test_where_nothing_can_be_written_the_tables_are_there_and_the_reason(
+    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
+) -> None:
+    write_run(here / "run")
+    (here / "file").write_text("")
+    assert cli.main(["report", "run", "--output", "file/below"]) == 2
+    told = capsys.readouterr()
+    assert "Checkpoints" in told.out
+    assert "Cannot write in file/below: Not a directory. `--output DIR` names another place." in told.err
+
+
+def test_options_of_the_other_kind_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(here / "run")
+    sweep(here / "sweep")
+    assert "rank the jobs of a sweep, and run is a single run" in refused(capsys, "run", "--metric", "loss")
+    assert "and sweep is a sweep: name a job of it" in refused(capsys, "sweep", "--window", "1:2")
+
+
+def test_without_tensorboard_one_line_says_so_before_anything_is_made(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(here / "run")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
+    told = refused(capsys, "run", "--tensorboard", "board")
+    assert told == "stagereg: --tensorboard needs the package tensorboard: pip install 'stagereg[tensorboard]'\n"
+    assert "report.html" not in os.listdir("run")
+
+
+# -- what it was given
+
+
+RUN = "outputs/2026-11-21/10-00-00"
+SWEEP = "multirun/2026-11-21/12-00-00"
+
+
+def a_house(root: Path) -> None:
+    """Runs and sweeps as Hydra puts them, and what people take for them."""
+    write_hydra(write_run(root / RUN), ["lr=1"])
+    write_hydra(write_run(root / "outputs/2026-11-21/11-00-00"), ["lr=2"])
+    sweep(root / SWEEP, {"stager=blocking": 30.0}, repeats=1, again=False, failing="", unfinished="")
+    checkpoints = root / RUN / "checkpoints"
+    (checkpoints / "step-00000010").mkdir(parents=True)
+    (checkpoints / "latest").symlink_to("step-00000010")
+    (root / "empty").mkdir()
+    (root / "other/conf").mkdir(parents=True)
+    (root / "alone/step-00000010").mkdir(parents=True)
+    for age, name in enumerate([SWEEP, "outputs/2026-11-21/11-00-00"]):
+        for path in (root / name, *(root / name).iterdir()):
+            os.utime(path, (2e9 - 100 * age, 2e9 - 100 * age))
+
+
+NAME_THE_RUN = f"Name the run:\n  stagereg report {RUN}\n"
+NEWEST_RUN = "  stagereg report outputs/2026-11-21/11-00-00  # a run\n"
+LOOKED_FOR = "a run has metrics.jsonl, result.json or .hydra/overrides.yaml in it, a sweep has runs in it, one a job"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (f"{RUN}/checkpoints", f"has checkpoints, which say nothing of the run that wrote them. {NAME_THE_RUN}"),
+        (f"{RUN}/checkpoints/latest", NAME_THE_RUN),
+        (f"{RUN}/checkpoints/step-00000010", NAME_THE_RUN),
+        (f"{RUN}/.hydra", f"has the configs of a run. {NAME_THE_RUN}"),
+        (f"{RUN}/metrics.jsonl", f"is a file. {NAME_THE_RUN}"),
+        (f"{SWEEP}/multirun.yaml", f"is a file. Name the sweep:\n  stagereg report {SWEEP}\n"),
+        ("multirun", f"but has some below. The newest:\n  stagereg report {SWEEP}  # a sweep\n"),
+        ("outputs", f"The newest:\n{NEWEST_RUN}  stagereg report {RUN}  # a run\n"),
+        (".", f"The newest:\n  stagereg report {SWEEP}  # a sweep\n{NEWEST_RUN}  stagereg report {RUN}  # a run\n"),
+        ("empty", f"has none below: {LOOKED_FOR}; it is empty.\n"),
+        ("other", f"{LOOKED_FOR}; there is: conf/.\n"),
+        ("alone", "alone has checkpoints, which say nothing of the run that wrote them"),
+        ("outptus", "There is no directory outptus. Did you mean 'outputs'?"),
+        ("outputs/2026-11-22/x", "has: 2026-11-21.\n"),
+    ],
+)
+def test_what_is_neither_is_answered_with_what_there_is(
+    given: str, told: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_house(here)
+    assert told in refused(capsys, given)
+
+
+@pytest.mark.parametrize("subdir", ["${hydra.job.num}", "x/${hydra.job.override_dirname}", "'job_${hydra.job.num}'"])
+def test_a_sweep_without_hydras_mark_is_known_by_its_jobs(subdir: str, here: Path) -> None:
+    # Hydra's Optuna sweeper leaves no multirun.yaml.
+    parts = subdir.strip("'").split("/")
+    names = [[*parts[:-1], f"{parts[-1].partition('$')[0]}{name}"] for name in ("a=1", "a=2")]
+    for name in names:
+        job = write_hydra(here.joinpath("sweep", *name), ["a=1"])
+        text = f"hydra:\n  sweep:\n    dir: multirun/x\n    subdir: {subdir}\n  mode: MULTIRUN\n"
+        (job / ".hydra" / "hydra.yaml").write_text(text)
+    assert place.kind_of(here / "sweep") == "sweep"
+    assert place.kind_of(here.joinpath("sweep", *names[0])) == "run"
+    if len(parts) == 1:
+        assert not place.is_sweep(here)
+
+
+def test_jobs_by_number_are_a_sweep_and_runs_by_the_clock_are_not(here: Path) -> None:
+    write_run(here / "trials" / "0")
+    write_run(here / "today" / "10-00-00")
+    assert place.is_sweep(here / "trials")
+    assert not place.is_sweep(here / "today")
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(["step-1", "0", "a", ".hydra", "multirun.yaml", "result.json", "latest"]), max_size=5))
+def test_any_directory_gets_an_answer(tmp_path: Path, names: list[str]) -> None:
+    path = tmp_path
+    for name in names:
+        path = path / name
+    path.mkdir(parents=True, exist_ok=True)
+    if place.is_run(tmp_path) or place.is_sweep(tmp_path):
+        assert place.kind_of(tmp_path) in ("run", "sweep")
+        return
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
+        place.kind_of(tmp_path)

@@ -1,0 +1,287 @@
+"""The page of a sweep and of a run, in a real browser: answer first, sortable by mouse and keys, alone in the world."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagereg.sweep.compare import Comparison, Row
+from stagereg.sweep.render import page, plots
+from stagereg.sweep.run import RankRecord, Run
+
+Rows = Callable[..., Row]
+Compared = Callable[..., Comparison]
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SVG = (
+    '<?xml version="1.0"?>\n<svg width="72pt" height="36pt" viewBox="0 0 72 36"><g id="a" style="fill: #1b2430"/></svg>'
+)
+EVIL = "</script><script>window.owned = 1</script><img src=x onerror='window.owned = 2'>"
+CONTRAST = """() => {
+  const canvas = document.createElement("canvas").getContext("2d");
+  const rgb = (colour) => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data]; };
+  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255).map((c) => c <= 0.03928 ? c / 12.92 :
+    ((c + 0.055) / 1.055) ** 2.4).reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (one) => { for (let e = one; e; e = e.parentElement) {
+    const c = rgb(getComputedStyle(e).backgroundColor); if (c[3] === 255) return c; } return [255, 255, 255, 255]; };
+  const told = {};
+  for (const name of ["h1", ".kicker", ".words", ".warnings li", ".tile strong", ".tile span", "td.best",
+      "td.tie small", "tr.failed td", "td.error", ".chip.best", ".chip.tie", ".chip.aa", ".chip.failed",
+      "th button", "footer"])
+    for (const one of document.querySelectorAll(name)) {
+      const [a, b] = [light(rgb(getComputedStyle(one).color)), light(ground(one))];
+      told[name] = Math.min(told[name] ?? 99, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05));
+    }
+  return told;
+}"""
+
+
+class Opened:
+    """A page in a browser, and what it asked for and complained about."""
+
+    def __init__(self, context: Any, path: Path) -> None:
+        self.view = context.new_page()
+        self.asked: list[str] = []
+        self.complaints: list[str] = []
+        self.view.set_default_timeout(10_000)
+        self.view.on("request", lambda request: self.asked.append(request.url))
+        self.view.on("console", lambda message: self.complaints.append(message.text))
+        self.view.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.view.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
+        self.view.goto(path.as_uri())
+
+    def column(self, number: int) -> list[str]:
+        """The texts of a column, from top to bottom; of rows without it what they have last."""
+        rows = self.view.locator("#table tbody tr")
+        return [row.locator("td").nth(min(number, row.locator("td").count() - 1)).inner_text() for row in rows.all()]
+
+    def numbers(self, head: str) -> list[float | None]:
+        """The keys of a column, top to bottom; None for gaps."""
+        found: list[float | None] = self.view.evaluate(
+            """(head) => { const heads = [...document.querySelectorAll("#table th")];
+            const at = heads.findIndex((one) => one.innerText.trim().startsWith(head));
+            return [...document.querySelectorAll("#table tbody tr")].map((row) =>
+              row.cells[at]?.dataset.key === undefined ? null : Number(row.cells[at].dataset.key)); }""",
+            head,
+        )
+        return found
+
+    def sorted_by(self) -> dict[str, str]:
+        """Which heads say how they are sorted."""
+        heads = self.view.locator("#table th").all()
+        return {
+            head.inner_text().strip(): way
+            for head in heads
+            if (way := head.get_attribute("aria-sort")) in ("ascending", "descending")
+        }
+
+
+Opener = Callable[..., Opened]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of stagereg[test]")
+    if CHROMIUM is None:
+        pytest.skip("needs chromium, and there is none on the path")
+    with playwright.sync_playwright() as running:
+        started = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Opener]:
+    contexts = []
+
+    def open_(text: str, **settings: Any) -> Opened:
+        path = tmp_path / "report.html"
+        path.write_text(text, encoding="utf-8")
+        contexts.append(browser.new_context(offline=True, **settings))
+        return Opened(contexts[-1], path)
+
+    yield open_
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture(scope="module")
+def usual(comparison: Comparison) -> str:
+    return page.compare_page(comparison, [page.Picture("stall", SVG, words="All runs.")])
+
+
+def test_the_page_asks_nobody_and_complains_of_nothing(opened: Opener, usual: str) -> None:
+    one = opened(usual)
+    one.view.locator("#table th button").first.click()
+    assert [url for url in one.asked if not url.startswith(("file://", "data:"))] == []
+    assert one.complaints == []
+    assert "http" not in usual.replace("http-equiv", "")
+
+
+def test_the_answer_is_on_the_first_screen_and_the_table_begins_there(
+    opened: Opener, usual: str, comparison: Comparison
+) -> None:
+    view = opened(usual, viewport={"width": 1280, "height": 800}).view
+    assert view.locator("h1").inner_text() == comparison.answer
+    assert "The machine was busy." in view.locator(".warnings").inner_text()
+    assert view.locator(".tile strong").all_inner_texts() == ["9.10 ±0.95", "a tie", "10 of 11 completed"]
+    table = view.locator("#table").bounding_box()
+    assert table["y"] < 600
+    best = view.locator("#table tbody tr").first
+    assert best.inner_text().split()[:3] == ["best", "overlapped", "counted"]
+    assert best.locator("td.best .mark").inner_text() == "*"
+    assert best.locator("td.best .mark").get_attribute("aria-label") == "best"
+    assert best.locator("td.tie .mark").inner_text() == "~"
+
+
+def test_a_click_sorts_by_number_and_back_with_gaps_and_failed_rows_last(opened: Opener, usual: str) -> None:
+    one = opened(usual)
+    assert one.sorted_by() == {"stall ms": "ascending"}
+    head = one.view.get_by_role("button", name="samples/s")
+    head.click()
+    assert one.sorted_by() == {"samples/s": "descending"}
+    assert one.numbers("samples/s") == [18000.0, 17950.0, 9050.0, 9020.0, None]
+    head.click()
+    assert one.sorted_by() == {"samples/s": "ascending"}
+    assert one.numbers("samples/s") == [9020.0, 9050.0, 17950.0, 18000.0, None]
+    assert one.column(0)[-1] == "failed"
+    assert one.view.locator(".live").inner_text() == "Sorted by samples/s, ascending."
+    for way in ("ascending", "descending"):
+        one.view.get_by_role("button", name="loss").click()
+        assert one.sorted_by() == {"loss": way}
+        assert one.numbers("loss") == [*((2.4, 2.5) if way == "ascending" else (2.5, 2.4)), None, None, None]
+        assert one.column(0)[-1] == "failed"
+
+
+def test_the_keyboard_alone_sorts(opened: Opener, usual: str) -> None:
+    one = opened(usual)
+    for _ in range(30):
+        one.view.keyboard.press("Tab")
+        if one.view.evaluate("document.activeElement.innerText").startswith("stager"):
+            break
+    one.view.keyboard.press("Enter")
+    assert one.sorted_by() == {"stager": "ascending"}
+    assert one.column(1) == ["blocking", "blocking", "overlapped", "pinned", "pinned"]
+    one.view.keyboard.press("Space")
+    assert one.sorted_by() == {"stager": "descending"}
+    assert one.column(1) == ["pinned", "overlapped", "blocking", "blocking", "pinned"]
+    assert one.view.evaluate("document.activeElement.innerText").startswith("stager")
+
+
+def test_numbers_among_parameters_are_sorted_as_numbers(row_of: Rows, compared: Compared, opened: Opener) -> None:
+    rows = [row_of({"threads": text}, {"stall_ms": (1.0,)}) for text in ("10", "9", "1e3", "-2")]
+    one = opened(page.compare_page(compared(rows)))
+    one.view.get_by_role("button", name="threads").click()
+    assert one.column(1) == ["-2", "9", "10", "1e3"]
+
+
+def test_what_comes_out_of_a_run_stays_text(row_of: Rows, compared: Compared, opened: Opener, tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text(f"name: {EVIL}\n")
+    rows = [
+        row_of({EVIL: EVIL}, {"stall_ms": (1.0,)}, {"stall_ms": "best"}, directory=tmp_path),
+        row_of({EVIL: "b"}, {}, error=EVIL),
+    ]
+    evil = compared(rows, warnings=[EVIL])
+    job = replace(rows[0].jobs[0], environment={EVIL: EVIL}, command=EVIL)
+    evil = replace(evil, rows=(replace(rows[0], jobs=(job,), note=EVIL), rows[1]), directory=Path(EVIL))
+    pytest.importorskip("matplotlib", reason="pictures need stagereg[report]")
+    figure = plots.compare_figure(evil)
+    assert figure is not None
+    drawn = page.Picture(EVIL, plots.svg_text(figure), words=EVIL)
+    text = page.compare_page(evil, [drawn], [page.Picture(EVIL, png=b"x", words=EVIL)])
+    one = opened(text)
+    assert one.view.evaluate("window.owned") is None
+    assert one.view.locator("script").count() == 1
+    assert one.view.locator("img").count() == 1
+    one.view.locator(".box summary").last.click()
+    assert one.view.locator("pre.config").first.text_content() == f"name: {EVIL}\n"
+    assert one.view.title().startswith("Sweep ")
+    one.view.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=y onerror=\"window.owned = 3\">')")
+    one.view.wait_for_function("document.querySelector('img[src=y]').complete")
+    assert one.view.evaluate("window.owned") is None
+    assert not any(url.startswith("http") for url in one.asked)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_words_can_be_read_in_light_and_in_dark(opened: Opener, usual: str, scheme: str) -> None:
+    view = opened(usual, color_scheme=scheme).view
+    told = view.evaluate(CONTRAST)
+    assert len(told) == 16
+    assert {name: ratio for name, ratio in told.items() if ratio < 4.5} == {}
+    ground = view.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (max(json.loads(f"[{ground[4:-1]}]")) < 60) == (scheme == "dark")
+    ink = view.locator("svg g").evaluate("(one) => getComputedStyle(one).fill")
+    assert (ink == "rgb(27, 36, 48)") == (scheme == "light")
+
+
+def test_on_a_narrow_screen_the_table_scrolls_in_its_box_and_the_page_does_not(opened: Opener, usual: str) -> None:
+    view = opened(usual, viewport={"width": 360, "height": 700}).view
+    assert view.evaluate("document.documentElement.scrollWidth") <= 360
+    box = view.locator(".scroll:has(#table)")
+    assert box.evaluate("(one) => one.scrollWidth > one.clientWidth")
+    assert box.get_attribute("tabindex") == "0"
+
+
+def test_a_print_is_light_and_cuts_nothing_off(opened: Opener, usual: str) -> None:
+    view = opened(usual, color_scheme="dark").view
+    view.emulate_media(media="print", color_scheme="dark")
+    assert view.evaluate("getComputedStyle(document.body).color") == "rgb(27, 36, 48)"
+    assert view.locator(".scroll:has(#table)").evaluate("(one) => getComputedStyle(one).overflowX") == "visible"
+    assert not view.locator(".arrow").first.is_visible()
+
+
+def test_the_page_of_a_run_shows_figures_tables_pictures_and_how_it_ended(opened: Opener) -> None:
+    start = {"world_size": 2, "torch": "2.13.0", "t": 10.0}
+    ended = {"status": "failed", "error": "it stumbled"}
+    run = Run(Path("runs/7"), tuple(RankRecord(rank, start, end=ended, last=15.0) for rank in range(2)))
+    rows = ((1, 3.25, "x"), (10, 0.5, "y"), (2, None, "z"), (3, math.nan, "w"))
+    text = page.run_page(
+        run,
+        {"stall_ms": 1.25, "steps": 30.0, "zeal": 3.0, "loss": 0.5},
+        [page.Picture("Timeline", SVG), page.Picture("Loss", png=b"\x89PNG")],
+        tables=[page.Table("Checkpoints", ("step", "stall", "name"), rows)],
+        config="a: 1",
+        command="python train.py a=1",
+        environment={"cores": 2},
+        warnings=["beware"],
+    )
+    view = opened(text).view
+    assert "beware" in view.locator(".warnings").inner_text()
+    assert "rank 0: it stumbled" in view.locator(".tile.bad").inner_text()
+    assert view.locator("h1").inner_text() == "2 ranks, 30 steps: a checkpoint held training for 1.25 ms."
+    assert view.locator("#table tbody td:first-child").all_inner_texts() == ["stall_ms", "loss", "steps", "zeal"]
+    for _ in range(2):
+        view.locator("#table-1 th button").nth(1).click()
+    assert view.locator("#table-1 tbody td:first-child").all_inner_texts() == ["1", "10", "2", "3"]
+    view.locator("#table-1 th button").first.click()
+    assert view.locator("#table-1 tbody td:first-child").all_inner_texts() == ["1", "2", "3", "10"]
+    assert view.locator("h2").all_inner_texts()[:2] == ["Timeline", "Loss"]
+    assert "2.13.0" in view.locator(".facts").inner_text()
+
+
+def test_the_same_comparison_gives_the_same_page(comparison: Comparison, usual: str) -> None:
+    assert page.compare_page(comparison, [page.Picture("stall", SVG, words="All runs.")]) == usual
+
+
+@pytest.mark.parametrize(
+    ("runs", "ties", "words"),
+    [((1, 1), False, "not proven"), ((2, 2), False, "likely"), ((3, 3), False, "real"), ((3, 3), True, "a tie")],
+)
+def test_the_page_says_no_more_than_the_runs_do(
+    runs: tuple[int, int], ties: bool, words: str, row_of: Rows, compared: Compared
+) -> None:
+    verdicts = ("best", "tie" if ties else "")
+    rows = [
+        row_of({"a": str(place)}, {"stall_ms": (5.0 + place,) * count}, {"stall_ms": verdict})
+        for place, (count, verdict) in enumerate(zip(runs, verdicts, strict=True))
+    ]
+    assert f"<strong>{words}</strong>" in page.compare_page(compared(rows))

@@ -1,0 +1,129 @@
+"""The picture of a comparison: the same bytes each time, text as text, any numbers, and nobody's state changed."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from stagereg.sweep.compare import Comparison, Row
+from stagereg.sweep.metrics import metric
+from stagereg.sweep.render import plots
+
+matplotlib = pytest.importorskip("matplotlib", reason="pictures need stagereg[report]")
+
+Rows = Callable[..., Row]
+Compared = Callable[..., Comparison]
+
+
+def drawn(comparison: Comparison) -> str:
+    figure = plots.compare_figure(comparison)
+    assert figure is not None
+    return plots.svg_text(figure)
+
+
+def texts(document: str) -> list[str]:
+    root = ElementTree.fromstring(document)
+    return ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+@pytest.fixture(scope="module")
+def document(comparison: Comparison) -> str:
+    return drawn(comparison)
+
+
+def test_every_row_its_numbers_and_its_error_are_there_as_text(document: str) -> None:
+    told = texts(document)
+    for label in ("overlapped · counted", "pinned · counted", "blocking · planned", "blocking · planned (A/A)"):
+        assert label in told
+    assert "9.10 ±0.95" in told
+    assert any(text.endswith("failed: CheckpointError: the disk is full") for text in told)
+    assert {"stall ms", "samples/s", "loss"} <= set(told)
+    assert any("lower is better" in text for text in told)
+
+
+def test_best_tie_and_again_differ_in_shape_not_only_in_colour() -> None:
+    shapes = [shape for shape, _ in plots._SHAPES.values()]
+    assert len(set(shapes)) == len(shapes)
+    assert set(plots._SHAPES) == {"best", "tie", "A/A", ""}
+
+
+def test_the_same_comparison_gives_the_same_bytes_whatever_the_user_has_set(
+    comparison: Comparison, document: str
+) -> None:
+    before = dict(matplotlib.rcParams)
+    with matplotlib.rc_context({"font.size": 30.0, "axes.linewidth": 7.0, "svg.fonttype": "path"}):
+        assert drawn(comparison) == document
+        assert matplotlib.rcParams["font.size"] == 30.0
+    assert dict(matplotlib.rcParams) == before
+    assert "<dc:date>" not in document
+    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+
+
+@pytest.mark.parametrize("values", [(5.0,), (0.0,), (0.0, 0.0), (-3.0, 4.0), (1e-9, 1e9), (7.0, 7.0), (1e12,)])
+def test_any_values_can_be_drawn(values: tuple[float, ...], row_of: Rows, compared: Compared) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told = texts(drawn(compared([row_of({"a": str(value)}, {"stall_ms": (value,)}) for value in values])))
+    assert all(math.isfinite(float(tick.replace(",", ""))) for tick in told if re.fullmatch(r"-?[\d.,]+(e.\d+)?", tick))
+
+
+def test_ticks_of_close_values_can_be_told_apart(row_of: Rows, compared: Compared) -> None:
+    rows = [row_of({"a": f"x{place}"}, {"loss": (2.30455 + place / 1e5,)}) for place in range(4)]
+    ticks = [text for text in texts(drawn(compared(rows, "loss"))) if re.fullmatch(r"2\.30\d+", text)]
+    axis = [tick for tick in ticks if ticks.count(tick) == 1]
+    assert len(axis) > 2
+
+
+def test_forty_rows_from_a_thousandth_to_a_million_have_their_own_labels(row_of: Rows, compared: Compared) -> None:
+    long = "torch.optim.some_module." + "x" * 100
+    rows = [
+        row_of({"a": f"{long}{place}", "b": "y" * 80}, {"stall_ms": (10 ** (-3 + place * 9 / 39),) * 2})
+        for place in range(40)
+    ]
+    figure = plots.compare_figure(compared(rows))
+    assert figure is not None
+    (axes,) = figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(set(labels)) == 40
+    assert max(map(len, labels)) <= 50
+    assert axes.get_xscale() == "log"
+    per_row = axes.get_window_extent().height / figure.dpi / 40
+    assert per_row > 0.2
+    figure.draw_without_rendering()
+    assert min(label.get_window_extent().x0 for label in axes.get_yticklabels()) >= 0
+
+
+def test_where_nothing_was_measured_there_is_no_picture(row_of: Rows, compared: Compared) -> None:
+    failed = row_of({"a": "1"}, {}, error="boom")
+    nothing = row_of({"a": "2"}, {"stall_ms": (math.nan,)})
+    assert plots.compare_figure(compared([failed, nothing])) is None
+
+
+def test_a_value_that_is_no_number_is_left_out(row_of: Rows, compared: Compared) -> None:
+    rows = [row_of({"a": "1"}, {"stall_ms": (math.nan,)}), row_of({"a": "2"}, {"stall_ms": (3.0, 4.0, 5.0)})]
+    document = drawn(compared(rows))
+    assert "nan" not in document.lower()
+
+
+def test_where_the_figure_that_ranks_is_nowhere_another_is_drawn(row_of: Rows, compared: Compared) -> None:
+    comparison = compared([row_of({"a": "1"}, {"loss": (3.0,)})], "stall_ms")
+    assert "loss" in texts(drawn(replace(comparison, ranking=metric("stall_ms"))))
+
+
+def test_a_png_says_nothing_of_when_it_was_made(row_of: Rows, compared: Compared) -> None:
+    figures = [plots.compare_figure(compared([row_of({"a": "1"}, {"loss": (3.0,)})], "loss")) for _ in range(2)]
+    one, other = (plots.png_bytes(figure) for figure in figures if figure is not None)
+    assert one == other
+    assert one.startswith(b"\x89PNG")
+
+
+def test_dollars_and_markup_are_letters(row_of: Rows, compared: Compared) -> None:
+    strange = r"$x^2$ \alpha <b>&"
+    assert strange in texts(drawn(compared([row_of({"a": strange}, {"stall_ms": (3.0,)})])))

@@ -1,0 +1,86 @@
+"""What a sweep leaves to look at: five files, or those that can be made, and a line about the rest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stagereg.sweep import render
+from stagereg.sweep.compare import Comparison, Row
+
+Rows = Callable[..., Row]
+Compared = Callable[..., Comparison]
+
+
+def recorded(directory: Path) -> Path:
+    """A directory in which one rank has told of ten steps and a checkpoint."""
+    told: list[dict[str, object]] = [{"event": "start", "t": 0.0, "format": 1, "rank": 0, "world_size": 1}]
+    told += [{"event": "step", "t": 1.0 + step, "step": step} for step in range(10)]
+    told.append({"event": "stall", "t": 5.5, "step": 4, "start": 5.1, "seconds": 0.3})
+    told.append({"event": "end", "t": 12.0, "seconds": 12.0, "status": "completed", "error": None})
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in told))
+    return directory
+
+
+def test_all_five_files_are_written_and_the_page_has_a_timeline_of_each_run(
+    row_of: Rows, compared: Compared, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need stagereg[report]")
+    rows = [
+        row_of({"a": name}, {"stall_ms": (value,)}, directory=recorded(tmp_path / name))
+        for name, value in (("slow", 3.0), ("fast", 1.0))
+    ]
+    rows.append(row_of({"a": "unrecorded"}, {"stall_ms": (2.0,)}, directory=tmp_path / "nothing"))
+    paths = render.write(compared(rows), tmp_path / "new" / "report")
+    assert tuple(path.name for path in paths) == render.FILES
+    assert all(path.stat().st_size for path in paths)
+    page = paths[-1].read_text()
+    assert page.count('class="box timeline"') == 2
+    assert page.index("Timelines") < page.index("<summary><code>a=fast") < page.index("<summary><code>a=slow")
+    assert paths[3].read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_line_says_so_and_the_rest_is_there(
+    comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    paths = render.write(comparison, tmp_path)
+    assert [path.name for path in paths] == ["compare.csv", "compare.md", "report.html"]
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert "pip install 'stagereg[report]'" in said.err
+    assert 'id="table"' in paths[-1].read_text()
+
+
+def test_where_all_failed_no_older_picture_stays(row_of: Rows, compared: Compared, tmp_path: Path) -> None:
+    failed = compared([row_of({"a": "1"}, {}, error="boom"), row_of({"a": "2"}, {}, error="boom")])
+    (tmp_path / "compare.svg").write_text("of yesterday")
+    (tmp_path / "other.txt").write_text("mine")
+    names = {path.name for path in render.write(failed, tmp_path)}
+    assert names == {"compare.csv", "compare.md", "report.html"}
+    assert {path.name for path in tmp_path.iterdir()} == names | {"other.txt"}
+
+
+def test_a_page_takes_no_more_than_so_much_of_a_config(comparison: Comparison, tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("x: 1\n" * 100_000)
+    job = replace(comparison.rows[0].jobs[0], directory=tmp_path)
+    one = replace(comparison, rows=(replace(comparison.rows[0], jobs=(job,)),))
+    text = render.page.compare_page(one)
+    assert len(text) < 300_000
+    assert "more characters are left out here" in text
+
+
+def test_importing_it_imports_neither_matplotlib_nor_jinja2() -> None:
+    code = "import sys, stagereg.sweep.render; print({'matplotlib', 'jinja2', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,251 @@
+"""Runs and sweeps as programs leave them, made by hand: every time and size in them is chosen, so figures can be told.
+
+The run of :class:`Sample` as it stands, on each rank: 40 steps of 10 ms, of which the 10th, 20th, 30th and 40th are
+saved. A save holds the loop for 2 ms, staging goes on for 5 ms from its start, writing for 20 ms after that, and
+each step that staging or writing overlaps takes 1 ms longer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stagereg.sweep.result import JobResult
+
+BEGAN = 1_750_000_000.0
+MIB = 2**20
+VERSIONS = {"stagereg": "0.1.0", "torch": "2.13.0", "hydra-core": "1.3.8", "python": "3.11.9"}
+ENVIRONMENT = {**VERSIONS, "cpu": "a processor", "cores": 2, "load": [0.1, 0.1, 0.1], "host": "here"}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a run went through, in seconds and bytes; see :func:`write_run`."""
+
+    ranks: int = 2
+    steps: int = 40
+    every: int = 10
+    step_s: float = 0.010
+    stall_s: float = 0.002
+    stage_s: float = 0.005
+    write_s: float = 0.020
+    slower_s: float = 0.001
+    nbytes: int = 64 * MIB
+    samples: int = 8
+    shadowed: int = 3
+    peak_rss: int = 512 * MIB
+    loss: float = 2.5
+    began: float = BEGAN
+    host: str = "here"
+    versions: Mapping[str, str] = field(default_factory=lambda: VERSIONS)
+    killed: bool = False
+    """Whether the ranks end in the middle of their last line."""
+
+    def events(self, rank: int) -> Iterator[dict[str, Any]]:
+        """What the rank tells, in order of time; each rank stalls for 0.1 ms longer than the one before."""
+        t = self.began
+        place = {"rank": rank, "world_size": self.ranks, "pid": 100 + rank, "host": self.host}
+        yield {"event": "start", "t": t, "format": 1, "time": "2026-11-21T10:00:00+0000", **place, **self.versions}
+        stall = self.stall_s + 1e-4 * rank
+        busy_until = t
+        late: list[dict[str, Any]] = []
+        for step in range(1, self.steps + 1):
+            overlapped = busy_until - t > 1e-6
+            t += self.step_s + (self.slower_s if overlapped else 0.0)
+            ready = [event for event in late if event["t"] <= t]
+            late = [event for event in late if event["t"] > t]
+            yield from ready
+            yield {"event": "step", "t": t, "step": step}
+            values = {"loss": self.loss + (self.steps - step) / self.steps, "samples": self.samples}
+            yield {"event": "log", "t": t, "step": step, "values": values}
+            if step % self.every == 0:
+                staged, written = t + self.stage_s, t + self.stage_s + self.write_s
+                yield {"event": "stall", "t": t + stall, "step": step, "start": t, "seconds": stall}
+                size = {"step": step, "bytes": self.nbytes}
+                late.append({"event": "stage", "t": staged, **size, "start": t, "seconds": self.stage_s})
+                late.append({"event": "write", "t": written, **size, "start": staged, "seconds": self.write_s})
+                t, busy_until = t + stall, written
+        if self.killed:
+            return
+        yield from late
+        t = max(t, busy_until)
+        shadowed = self.shadowed if rank else 0
+        yield {"event": "join", "t": t, "steps": self.steps - shadowed, "shadowed": shadowed}
+        yield {
+            "event": "end",
+            "t": t,
+            "seconds": t - self.began,
+            "status": "completed",
+            "peak_rss": self.peak_rss,
+        }
+
+
+def write_events(path: Path, events: Sequence[Mapping[str, Any]], torn: str = "") -> None:
+    """Add lines to the file of a rank, and at its end a part of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+        file.write(torn)
+
+
+def rank_file(directory: Path, rank: int) -> Path:
+    return directory / (f"metrics.rank{rank}.jsonl" if rank else "metrics.jsonl")
+
+
+def write_run(directory: Path, sample: Sample | None = None) -> Path:
+    """Write the files of a run as its ranks would, and return its directory."""
+    sample = sample or Sample()
+    for rank in range(sample.ranks):
+        torn = '{"event":"step","t":17500000' if sample.killed else ""
+        write_events(rank_file(directory, rank), list(sample.events(rank)), torn)
+    return directory
+
+
+def write_hydra(directory: Path, overrides: Sequence[str], num: int | None = None, config: str = "seed: 1\n") -> Path:
+    """Write what Hydra leaves in the directory of a job before the job begins."""
+    folder = directory / ".hydra"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "overrides.yaml").write_text("".join(f"- {override}\n" for override in overrides) or "[]\n")
+    (folder / "config.yaml").write_text(config)
+    number = "???" if num is None else num
+    (folder / "hydra.yaml").write_text(f"hydra:\n  job:\n    name: train\n    num: {number}\n    id: ${{x:y}}\n")
+    return directory
+
+
+def result(directory: Path, num: int = 0, **fields: Any) -> JobResult:
+    """A completed job with no figures, unless told otherwise."""
+    given: dict[str, Any] = {
+        "status": "completed",
+        "job": {"num": num, "id": str(num), "name": "train"},
+        "started": BEGAN + 60 * num,
+        "seconds": 50.0,
+        "versions": dict(VERSIONS),
+        "environment": dict(ENVIRONMENT),
+        "command": " ".join(["python train.py", *fields.get("overrides", ())]),
+    }
+    return JobResult(directory=directory, **given | fields)
+
+
+def failed(directory: Path, num: int, overrides: Sequence[str], **fields: Any) -> JobResult:
+    """A job that has raised."""
+    error = "rank 1: RuntimeError: the loss is not finite\nTraceback (most recent call last):\n  ..."
+    return result(directory, num, status="failed", error=error, overrides=tuple(overrides), **fields)
+
+
+def jobs(
+    figures: Mapping[str, Sequence[Mapping[str, float]]],
+    directory: Path = Path("sweep"),
+    constant: Sequence[str] = ("train.steps=40", "nproc=2"),
+    again: Sequence[Mapping[str, float]] = (),
+    **fields: Any,
+) -> list[JobResult]:
+    """The completed jobs of a sweep, repeats in turns, as results in memory.
+
+    Args:
+        figures: the figures of each repeat, by combination as one would type it (``"stager=blocking lr=1"``).
+        directory: of the sweep; jobs are in 0, 1, 2 …
+        constant: overrides that all jobs share.
+        again: likewise of the A/A row, which repeats the first combination.
+        **fields: of all results.
+    """
+    planned: list[tuple[str, int, bool, Mapping[str, float]]] = []
+    for repeat in range(max(map(len, figures.values()), default=0)):
+        planned += [(name, repeat, False, each[repeat]) for name, each in figures.items() if repeat < len(each)]
+    planned += [(next(iter(figures)), repeat, True, each) for repeat, each in enumerate(again)]
+    return [
+        result(
+            directory / str(num),
+            num,
+            overrides=(*constant, *name.split()),
+            repeat=repeat,
+            again=is_again,
+            figures=dict(told),
+            **fields,
+        )
+        for num, (name, repeat, is_again, told) in enumerate(planned)
+    ]
+
+
+STALLS = {
+    "stager=blocking join.mode=planned": 31.0,
+    "stager=blocking join.mode=counted": 31.5,
+    "stager=pinned_cached join.mode=planned": 3.0,
+    "stager=pinned_cached join.mode=counted": 3.05,
+    "stager=overlapped join.mode=planned": 9.0,
+    "stager=overlapped join.mode=counted": 9.1,
+}
+"""The combinations of :func:`sweep` and their median stall in ms; the two best tie."""
+FAILING = "stager=missing join.mode=planned"
+UNFINISHED = "stager=missing join.mode=counted"
+
+
+def figures(stall_ms: float, **others: float) -> dict[str, float]:
+    """All that is known of a run whose checkpoints stalled for that long."""
+    whole = {
+        "stall_ms": stall_ms,
+        "lost_percent": stall_ms / 10,
+        "samples_per_s": 1600 - 4 * stall_ms,
+        "staged_gib_per_s": 30 / stall_ms,
+        "write_gib_per_s": 1.25,
+        "peak_host_gib": 1.0,
+        "loss": 2.5,
+        "shadowed_steps": 3.0,
+        "steps": 40.0,
+        "checkpoints": 4.0,
+        "train_s": 0.41,
+        "lost_s": stall_ms / 1e3,
+        "stall_s": 4 * stall_ms / 1e3,
+        "bytes_staged": 512.0 * MIB,
+        "state_bytes": 128.0 * MIB,
+        "write_s": 0.02,
+        "step_s": 0.01,
+    }
+    return whole | others
+
+
+def sweep(
+    directory: Path,
+    stalls: Mapping[str, float] = STALLS,
+    repeats: int = 3,
+    noise: float = 0.1,
+    again: bool = True,
+    failing: str = FAILING,
+    unfinished: str = UNFINISHED,
+    runs: bool = False,
+) -> Path:
+    """Write a sweep to disk as its jobs would, and return its directory.
+
+    Args:
+        directory: where it goes.
+        stalls: median stall in ms, by combination.
+        repeats: of each combination; they differ by ``noise`` ms.
+        noise: see ``repeats``; the A/A row differs as much.
+        again: whether there is an A/A job.
+        failing: a combination of which each job failed; empty for none.
+        unfinished: a combination whose last job was killed half-way and left no result; empty for none.
+        runs: whether each job has the files of its run, too.
+    """
+    around = [(at - (repeats - 1) / 2) * noise for at in range(repeats)]
+    planned = {name: [figures(stall + each) for each in around] for name, stall in stalls.items()}
+    every = jobs(planned, directory, again=[figures(next(iter(stalls.values())) + noise)] if again else ())
+    num = len(every)
+    if failing:
+        overrides = ("train.steps=40", "nproc=2", *failing.split())
+        every += [failed(directory / str(num + at), num + at, overrides, repeat=at) for at in range(repeats)]
+    for job in every:
+        number = job.job["num"]
+        write_hydra(
+            job.directory, [*job.overrides, f"++sweep.repeat={job.repeat}", f"++sweep.again={job.again}"], number
+        )
+        if runs and job.status == "completed":
+            write_run(job.directory, Sample(stall_s=job.figures["stall_ms"] / 1e3, began=job.started))
+        job.write()
+    if unfinished:
+        last = directory / str(len(every))
+        write_hydra(last, ["train.steps=40", "nproc=2", *unfinished.split(), "++sweep.repeat=0"], len(every))
+        write_run(last, Sample(killed=True, began=BEGAN + 60 * len(every)))
+    (directory / "multirun.yaml").write_text("hydra: {}\n")
+    return directory

@@ -1,0 +1,337 @@
+"""``hydra/callbacks=compare``: what jobs leave, what stops a sweep, and what does not."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from stagereg.sweep import result as result_room
+from stagereg.sweep.callback import Compare
+from stagereg.sweep.result import JobResult
+
+from . import programs
+from .programs import App
+
+HYDRA_1_4 = Path(sys.prefix) / "hydra-1.4" / "bin" / "python"
+BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[App, subprocess.CompletedProcess[str]]:
+    """A sweep of jobs that go well, raise, leave by sys.exit, and return something else."""
+    app = App(tmp_path_factory.mktemp("mixed"), programs.PLAIN, programs.PLAIN_CONFIG)
+    return app, app.sweep("a=raise,exit,fine,other", "b=2,1")
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> App:
+    return App(tmp_path, programs.PLAIN, programs.PLAIN_CONFIG)
+
+
+def test_jobs_that_fail_have_a_result_and_the_others_run(mixed: Any) -> None:
+    app, ended = mixed
+    jobs = app.results()
+    assert [job["overrides"][0] for job in jobs] == [f"a={a}" for a in ("raise", "exit", "fine", "other") for _ in "12"]
+    assert [job["status"] for job in jobs] == ["failed"] * 4 + ["completed"] * 4
+    assert jobs[0]["error"].splitlines()[0] == "KeyError: 'no cheese <b>today</b>'"
+    assert "Traceback" in jobs[0]["error"]
+    assert jobs[2]["error"] == "left by sys.exit(3)"
+    assert jobs[4]["error"] is None
+    assert ended.returncode == 1
+
+
+def test_the_sweep_ends_with_the_table_and_files_that_have_every_row(mixed: Any) -> None:
+    app, ended = mixed
+    answer = ended.stdout.partition("Best by returned.score: ")[2]
+    assert answer.startswith("a=fine b=1"), ended.stdout + ended.stderr
+    assert ended.stdout.count("KeyError: 'no cheese <b>today</b>'") >= 2
+    out = app.folder / "out"
+    assert f"Report: {out / 'report.html'}" in ended.stdout
+    with (out / "compare.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 8
+    assert "<b>today" not in (out / "report.html").read_text()
+    assert (out / "compare.md").exists()
+
+
+def test_a_job_without_the_metric_completes_and_says_so(mixed: Any) -> None:
+    app, ended = mixed
+    jobs = app.results()
+    assert "returned.score" not in jobs[6]["figures"]
+    assert jobs[6]["figures"]["returned.tokens"] == 5
+    assert ended.stdout.count("returned.score is not known of this job") == 2
+
+
+def test_a_result_says_what_ran_where_and_how_to_run_it_alone(mixed: Any) -> None:
+    app, _ = mixed
+    job = app.results()[4]
+    assert job["overrides"] == ["a=fine", "b=2"]
+    assert (job["job"]["num"], job["job"]["name"]) == (4, "app")
+    assert job["figures"] == {"loss": 0.5, "returned.score": 2.0}
+    assert job["returned"] == {"loss": 0.5, "score": 2}
+    assert set(job["versions"]) == {"stagereg", "torch", "hydra-core", "python"}
+    assert job["environment"]["cores"] >= 1
+    assert shlex.split(job["command"]) == [sys.executable, "-W", "ignore", "app.py", "a=fine", "b=2"]
+    alone = subprocess.run(
+        f"{job['command']} hydra.run.dir=alone", shell=True, cwd=app.folder, env=programs.environment(), timeout=60
+    )
+    assert alone.returncode == 0
+    again = json.loads((app.folder / "alone" / "result.json").read_text())
+    assert again["job"]["num"] is None
+    kept = ("status", "overrides", "returned", "figures", "command")
+    assert {key: again[key] for key in kept} == {key: job[key] for key in kept}
+
+
+def test_an_unknown_metric_stops_the_sweep_before_any_job(app: App) -> None:
+    ended = app.sweep("a=fine,raise", "sweep.metric=stal_ms")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("stagereg: There is no metric 'stal_ms'. Did you mean 'stall_ms'?")
+    assert len(ended.stderr.splitlines()) == 1
+    assert not (app.folder / "out").exists()
+
+
+@pytest.mark.slow
+def test_an_app_that_uses_sweep_for_something_else_is_ranked_by_its_loss(app: App) -> None:
+    (app.folder / "app.yaml").write_text("{a: fine, b: 1, sweep: mine}\n")
+    ended = app.sweep("hydra/callbacks=compare", "b=1,4")
+    assert ended.returncode == 0, ended.stderr
+    assert "Best by loss: b=4" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HYDRA_1_4.exists(), reason=f"Hydra 1.4 is not installed beside: no {HYDRA_1_4}")
+def test_a_sweep_ends_in_its_table_on_hydra_1_4(app: App) -> None:
+    ended = app.sweep("a=fine,exit", "sweep.repeats=2", python=HYDRA_1_4)
+    assert ended.returncode == 1
+    assert "Best by returned.score: a=fine" in ended.stdout, ended.stdout + ended.stderr
+    assert [job["status"] for job in app.results()] == ["completed", "failed", "completed", "failed", "completed"]
+    assert app.results()[0]["versions"]["hydra-core"].startswith("1.4.")
+
+
+def test_an_interrupted_sweep_says_how_to_see_what_is_done(tmp_path: Path) -> None:
+    app = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
+    command = [sys.executable, "app.py", "-m", "hydra.sweep.dir=out", "nproc=1", "a=fine,hang,raise"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=programs.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            assert any("IN THE JOB" in line for line in parent.stdout)
+            parent.send_signal(signal.SIGINT)
+            _, stderr = parent.communicate(timeout=30)
+        finally:
+            parent.kill()
+    assert parent.returncode == 130
+    told = f"The sweep has not come to its end: `stagereg report {tmp_path / 'out'}` shows what is done, 1 job."
+    assert stderr.splitlines()[-2:] == ["stopped by SIGINT", told]
+    assert [job["status"] for job in app.results()] == ["completed"]
+    assert result_room.JobResult.of_directory(tmp_path / "out" / "1").status == "unfinished"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_ranks_that_die_raise_or_leave_are_rows_and_the_stall_of_the_others_is_known(tmp_path: Path) -> None:
+    app = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
+    ended = app.sweep("a=killed,raise,exit,fine", limit_s=220)
+    assert ended.returncode == 1
+    jobs = app.results()
+    assert [job["status"] for job in jobs] == ["failed", "failed", "failed", "completed"]
+    assert jobs[0]["error"].splitlines()[0] == "rank 1: died of SIGKILL"
+    assert jobs[1]["error"].splitlines()[0].endswith(": KeyError: 'no cheese <b>today</b>'")
+    assert jobs[2]["error"].splitlines()[0].endswith("left by sys.exit(3)")
+    assert jobs[3]["figures"]["stall_ms"] > 0
+    assert jobs[3]["figures"]["checkpoints"] == 2
+    assert "Best by stall_ms: a=fine" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_below_torchrun_a_run_leaves_a_result_with_the_command_of_torchrun(tmp_path: Path) -> None:
+    App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "app.py", "b=3", "hydra.run.dir=run"]
+    ended = subprocess.run(command, cwd=tmp_path, env=programs.environment(), capture_output=True, timeout=220)
+    assert ended.returncode == 0, ended.stderr
+    job = JobResult.read(tmp_path / "run")
+    assert job.returned == {"loss": 1 / 3, "score": 3}
+    words = shlex.split(job.command)
+    assert words[:2] == ["torchrun", "--nproc-per-node=2"]
+    assert Path(words[2]).name == "app.py"
+    assert words[3:] == ["b=3"]
+
+
+# -- what the callback does by itself, without a program around it
+
+
+def config(directory: Path, sweeper: dict[str, Any] | None = None, mode: str = "MULTIRUN", **sweep: Any) -> DictConfig:
+    return OmegaConf.create(
+        {
+            "hydra": {
+                "mode": RunMode[mode],
+                "sweeper": {"_target_": BASIC} | (sweeper or {}),
+                "runtime": {"output_dir": str(directory / "0"), "cwd": str(directory)},
+                "sweep": {"dir": "."},
+                "overrides": {"task": ["a=1"], "hydra": ["hydra/launcher=joblib", "hydra.job.chdir=true"]},
+                "job": {"num": 0, "id": "0", "name": "app"},
+            },
+            "sweep": sweep,
+        }
+    )
+
+
+def ended(value: Any, status: JobStatus = JobStatus.COMPLETED) -> JobReturn:
+    returned = JobReturn(status=status)
+    returned.return_value = value
+    return returned
+
+
+def handed(directory: Path, returned: JobReturn, metric: str | None, sweeper: dict[str, Any] | None = None) -> Any:
+    """What a sweeper gets for a job that has returned that."""
+    callback = Compare(metric)
+    callback.on_job_end(config(directory, sweeper), returned)
+    assert returned.status == JobStatus.COMPLETED
+    return returned.return_value
+
+
+def test_a_sweeper_gets_the_number_it_is_to_search_by(tmp_path: Path) -> None:
+    told = {"score": 3, "loss": 0.5}
+    assert handed(tmp_path, ended(dict(told)), "returned.score") == 3
+    assert handed(tmp_path, ended(dict(told)), "loss") == 0.5
+    assert handed(tmp_path, ended(0.25), "loss") == 0.25
+    assert handed(tmp_path, ended(dict(told)), None) == told
+    several = {"direction": ["minimize", "maximize"], "_target_": OPTUNA}
+    assert handed(tmp_path, ended([1, 2]), "loss", several) == [1, 2]
+
+
+def test_a_failed_job_is_no_number_or_the_worst_for_a_sweeper_that_searches(tmp_path: Path) -> None:
+    def failed() -> JobReturn:
+        return ended(KeyError("x"), JobStatus.FAILED)
+
+    for returned, status in ((failed(), "failed"), (ended({"score": 3}), "completed")):
+        value = handed(tmp_path, returned, "stall_ms")
+        assert value != value
+        assert JobResult.read(tmp_path / "0").status == status
+    for direction, worst in (
+        ("minimize", math.inf),
+        ("maximize", -math.inf),
+        (["maximize", "minimize"], [-math.inf, math.inf]),
+    ):
+        assert handed(tmp_path, failed(), "stall_ms", {"_target_": OPTUNA, "direction": direction}) == worst
+    assert handed(tmp_path, ended({"score": 3}), "stall_ms", {"direction": "minimize"}) == math.inf
+
+
+def test_a_single_job_that_fails_stays_failed_and_leaves_its_result(tmp_path: Path) -> None:
+    returned = ended(KeyError("x"), JobStatus.FAILED)
+    Compare().on_job_end(config(tmp_path, mode="RUN"), returned)
+    assert returned.status == JobStatus.FAILED
+    assert JobResult.read(tmp_path / "0").status == "failed"
+    assert JobResult.read(tmp_path / "0").error == "KeyError: 'x'"
+
+
+@pytest.mark.parametrize("broken", ["write", "figures", "describe", "read"])
+def test_what_goes_wrong_here_costs_no_job_its_number_and_no_sweep_its_end(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("the disk is full")
+
+    where = {
+        "write": "stagereg.sweep.callback.JobResult.write",
+        "figures": "stagereg.sweep.callback.figures",
+        "describe": "stagereg.machine.describe",
+        "read": "stagereg.sweep.callback.Run.read",
+    }
+    monkeypatch.setattr(where[broken], fail)
+    assert handed(tmp_path, ended(0.5), None) == 0.5
+    failed = handed(tmp_path, ended(KeyError("x"), JobStatus.FAILED), None)
+    assert failed != failed
+    assert "the disk is full" in caplog.text
+    assert (tmp_path / "0" / "result.json").exists() == (broken != "write")
+
+
+@pytest.mark.parametrize(
+    ("metric", "direction", "sweeper", "sweep", "line"),
+    [
+        ("stal_ms", None, {}, {}, "There is no metric 'stal_ms'. Did you mean 'stall_ms'?"),
+        ("loss", "down", {}, {}, "minimize or maximize, not 'down'"),
+        ("shadowed_steps", None, {}, {}, "sweep.direction=minimize"),
+        ("loss", None, {}, {"repeats": 3}, "sweep.repeats=3 needs hydra/sweeper=interleaved: BasicSweeper chooses"),
+        (
+            "loss",
+            None,
+            {"direction": "maximize"},
+            {},
+            "hydra.sweeper.direction=maximize: set hydra",
+        ),
+        ("samples_per_s", None, {"direction": "minimize"}, {}, "samples_per_s is to maximize, but"),
+    ],
+)
+def test_what_would_make_the_sweep_worthless_is_refused_before_it(
+    metric: str,
+    direction: str | None,
+    sweeper: dict[str, Any],
+    sweep: dict[str, Any],
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        Compare(metric, direction).on_multirun_start(config(tmp_path, sweeper, **sweep))
+    assert left.value.code == 1
+    told = capsys.readouterr().err
+    assert told.startswith("stagereg: ")
+    assert line in told
+    assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("metric", "direction", "sweeper"),
+    [
+        (None, None, {"direction": "maximize"}),
+        ("loss", "maximize", {"direction": "maximize"}),
+        ("samples_per_s", None, {"direction": "maximize"}),
+        ("loss", None, {"direction": ["minimize", "maximize"]}),
+        ("loss", None, {"repeats": 3}),
+    ],
+)
+def test_what_makes_sense_is_not_refused(
+    metric: str | None, direction: str | None, sweeper: dict[str, Any], tmp_path: Path
+) -> None:
+    callback = Compare(metric, direction)
+    callback.on_multirun_start(config(tmp_path, sweeper, **({"repeats": 3} if "repeats" in sweeper else {})))
+    assert callback._early_end is not None
+    callback._early_end.forget()
+
+
+def test_a_sweep_that_cannot_be_compared_says_how_to_try_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        Compare("loss").on_multirun_end(config(tmp_path))
+    assert left.value.code == 1
+    told = capsys.readouterr().err
+    assert "holds no job" in told
+    assert f"`stagereg report {tmp_path}` tries again" in told
+
+
+def test_the_command_of_a_job_has_what_is_its_own_and_nothing_of_the_sweep(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    made.hydra.overrides.task = ["a='x y'", "sweep.repeats=3", "++sweep.repeat=1", "+sweep.mine=2"]
+    Compare().on_job_end(made, ended(1.0))
+    words = shlex.split(JobResult.read(tmp_path / "0").command)
+    assert words[-3:] == ["a='x y'", "+sweep.mine=2", "hydra.job.chdir=true"]
+    assert words[0] == sys.orig_argv[0]
+    assert os.sep not in words[0] or Path(words[0]).exists()

@@ -1,0 +1,495 @@
+"""A comparison says which combination is best only where the runs say so, and says what they do not say."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from stagereg.errors import ConfigError
+from stagereg.sweep.compare import Cell, Comparison, Row, compare
+from stagereg.sweep.result import JobResult, results
+
+from .samples import BEGAN, ENVIRONMENT, FAILING, STALLS, UNFINISHED, VERSIONS, failed, jobs, result, sweep
+
+
+def stalls(again: list[float] | None = None, **values: list[float]) -> list[JobResult]:
+    """Jobs with these stalls, by the name of the stager."""
+    figures = {f"stager={name}": [{"stall_ms": each} for each in several] for name, several in values.items()}
+    return jobs(figures, again=[{"stall_ms": each} for each in again or []])
+
+
+def verdicts(comparison: Comparison, name: str = "stall_ms") -> list[str]:
+    return [row.cells[name].verdict if name in row.cells else "-" for row in comparison.rows]
+
+
+class TestRows:
+    def test_a_sweep_has_a_row_for_each_combination(self, tmp_path: Path) -> None:
+        told = compare(results(sweep(tmp_path)))
+        first, again = told.rows[:2]
+        assert (told.parameters, told.constant) == (("stager", "join.mode"), ("train.steps=40", "nproc=2"))
+        assert [row.label for row in told.rows] == [next(iter(STALLS)), *STALLS, FAILING, UNFINISHED]
+        assert (first.parameters, again.parameters) == ({"stager": "blocking", "join.mode": "planned"},) * 2
+        assert [row.again for row in told.rows] == [False, True] + [False] * 7
+        assert [row.status for row in told.rows] == ["completed"] * 7 + ["failed", "unfinished"]
+        assert [len(row.jobs) for row in told.rows] == [3, 1, 3, 3, 3, 3, 3, 3, 1]
+        assert told.rows[-2].error.startswith("rank 1: RuntimeError: the loss is not finite\n")
+        assert "killed half-way" in told.rows[-1].error
+        assert told.rows[-1].cells == {}
+        assert (told.directory, told.repeats, told.ranking.name) == (tmp_path, 3, "stall_ms")
+        assert told.best is not None
+        assert told.best.label == "stager=pinned_cached join.mode=planned"
+        assert [row.label for row in told.ties] == ["stager=pinned_cached join.mode=counted"]
+
+    def test_repeats_are_told_by_median_and_quartiles(self) -> None:
+        (row,) = compare(stalls(a=[4.0, 1.0, 2.0, 3.0])).rows
+        assert row.cells["stall_ms"] == Cell(2.5, 1.5, (4.0, 1.0, 2.0, 3.0), "best")
+
+    def test_one_value_has_no_spread(self) -> None:
+        assert Cell.of([2.0]) == Cell(2.0, None, (2.0,))
+
+    def test_overrides_are_one_combination_in_any_order_and_with_any_plus(self) -> None:
+        given = [["a=1", "+b=2"], ["++b=2", "a=1"], ["a=9", "b=2", "a=1"]]
+        told = compare([result(Path(str(at)), at, overrides=tuple(each)) for at, each in enumerate(given)])
+        assert [len(row.jobs) for row in told.rows] == [3]
+        assert told.parameters == ()
+
+    def test_what_only_some_jobs_override_is_swept(self) -> None:
+        given = [("a=1",), ("a=1", "b=2"), ("a=1", "~c")]
+        told = compare([result(Path(str(at)), at, overrides=each) for at, each in enumerate(given)])
+        assert told.parameters == ("b", "~c")
+        assert [row.parameters for row in told.rows] == [{}, {"b": "2"}, {"~c": ""}]
+        assert [row.label for row in told.rows] == ["as configured", "b=2", "~c="]
+        assert told.constant == ("a=1",)
+
+    def test_a_job_whose_overrides_are_lost_sweeps_nothing(self) -> None:
+        told = compare([*stalls(a=[1.0], b=[2.0]), result(Path("sweep/9"), 9, status="unfinished", overrides=())])
+        assert told.parameters == ("stager",)
+        assert told.constant == ("train.steps=40", "nproc=2")
+
+    def test_columns_are_the_figures_that_any_completed_job_has(self) -> None:
+        told = [
+            result(Path("0"), 0, overrides=("a=0",), figures={"loss": 1.0, "train_s": 3.0, "returned.b": 1.0}),
+            result(Path("1"), 1, overrides=("a=1",), figures={"stall_ms": 1.0, "returned.a": 2.0}),
+            failed(Path("2"), 2, ("a=2",), figures={"samples_per_s": 9.0}),
+        ]
+        assert [one.name for one in compare(told).metrics] == ["stall_ms", "loss", "returned.a", "returned.b"]
+
+    def test_what_tasks_return_has_a_best_only_where_it_ranks(self) -> None:
+        told = jobs({"a=1": [{"returned.acc": 0.5, "loss": 1.0}], "a=2": [{"returned.acc": 0.75, "loss": 2.0}]})
+        assert verdicts(compare(told, "loss"), "returned.acc") == ["", ""]
+        assert verdicts(compare(told, "returned.acc"), "returned.acc") == ["best", ""]
+        assert verdicts(compare(told, "returned.acc", "maximize"), "returned.acc") == ["", "best"]
+
+    def test_each_column_has_its_own_best(self) -> None:
+        told = jobs(
+            {
+                "a=1": [{"stall_ms": 1.0, "samples_per_s": 10.0, "shadowed_steps": 3.0}],
+                "a=2": [{"stall_ms": 2.0, "samples_per_s": 20.0, "shadowed_steps": 1.0}],
+            }
+        )
+        comparison = compare(told)
+        assert verdicts(comparison, "stall_ms") == ["best", ""]
+        assert verdicts(comparison, "samples_per_s") == ["", "best"]
+        assert verdicts(comparison, "shadowed_steps") == ["", ""]
+
+    def test_a_column_in_which_all_are_equal_has_no_best_unless_it_ranks(self) -> None:
+        told = jobs({f"a={at}": [{"stall_ms": float(at), "loss": 2.5}] * 3 for at in range(1, 4)})
+        assert verdicts(compare(told), "loss") == ["", "", ""]
+        assert verdicts(compare(told, "loss"), "loss") == ["best", "tie", "tie"]
+
+
+class TestTies:
+    def test_a_difference_within_the_spread_of_either_is_a_tie(self) -> None:
+        wide, narrow = [10.0, 14.0, 18.0, 22.0, 26.0], [12.0, 13.0, 14.5, 16.0, 17.0]
+        assert verdicts(compare(stalls(a=wide, b=[each + 7 for each in narrow]))) == ["best", "tie"]
+        assert verdicts(compare(stalls(a=narrow, b=[each + 4 for each in wide]))) == ["best", "tie"]
+        assert verdicts(compare(stalls(a=wide, b=[each + 12 for each in narrow]))) == ["best", ""]
+
+    def test_a_difference_as_large_as_the_spread_is_a_tie(self) -> None:
+        assert verdicts(compare(stalls(a=[1.0, 2.0, 3.0, 4.0, 5.0], b=[4.0] * 5))) == ["best", "tie"]
+        assert verdicts(compare(stalls(a=[1.0, 2.0, 3.0, 4.0, 5.0], b=[5.25] * 5))) == ["best", ""]
+
+    def test_figures_that_differ_by_rounding_are_equal(self) -> None:
+        assert verdicts(compare(stalls(a=[2.0 + 1e-9] * 5, b=[2.0] * 5))) == ["tie", "best"]
+        assert verdicts(compare(stalls(a=[2.0 + 1e-4] * 5, b=[2.0] * 5))) == ["", "best"]
+
+    def test_a_difference_that_the_same_combination_shows_is_a_tie(self) -> None:
+        assert verdicts(compare(stalls(a=[10.0] * 5, b=[11.0] * 5, again=[11.5]))) == ["best", "", "tie"]
+        assert verdicts(compare(stalls(a=[10.0] * 5, b=[11.0] * 5, again=[10.5]))) == ["best", "", ""]
+        assert verdicts(compare(stalls(a=[10.0] * 5, b=[11.0] * 5, again=[8.5]))) == ["best", "", "tie"]
+
+    def test_few_runs_tie_where_they_overlap(self) -> None:
+        assert verdicts(compare(stalls(a=[1.0, 1.0, 3.0], b=[2.5, 2.5, 2.5]))) == ["best", "tie"]
+        assert verdicts(compare(stalls(a=[1.0, 1.0, 2.0], b=[2.5, 2.5, 2.5]))) == ["best", ""]
+        assert verdicts(compare(stalls(a=[1.0] * 5 + [9.0], b=[2.5] * 6))) == ["best", ""]
+
+    def test_of_runs_that_are_all_the_same_hardly_ever_a_winner_is_named(self) -> None:
+        drawn = random.Random(6)
+        named = 0
+        for _ in range(200):
+            rows = {name: [drawn.gauss(10, 1) for _ in range(3)] for name in "ab"}
+            named += not compare(stalls(**rows)).ties
+        assert named <= 0.1 * 200
+
+    def test_runs_that_differ_by_more_than_chance_have_a_winner(self) -> None:
+        drawn = random.Random(6)
+        for _ in range(20):
+            rows = {name: [drawn.gauss(mean, 1) for _ in range(5)] for name, mean in [("a", 30), ("b", 10), ("c", 20)]}
+            assert verdicts(compare(stalls(**rows))) == ["", "best", ""]
+
+    def test_the_a_a_row_is_never_best_itself(self) -> None:
+        comparison = compare(stalls(a=[10.0] * 3, b=[20.0] * 3, again=[1.0]))
+        assert comparison.best is not None
+        assert not comparison.best.again
+
+
+class TestJobsThatDidNotComplete:
+    def test_a_combination_that_failed_once_is_not_best_and_the_answer_says_so(self) -> None:
+        told = stalls(a=[1.0, 1.0], b=[5.0, 5.0, 5.0])
+        told.append(failed(Path("sweep/9"), 9, told[0].overrides, figures={"stall_ms": 0.1}))
+        comparison = compare(told)
+        assert verdicts(comparison) == ["", "best"]
+        assert comparison.rows[0].status == "1 of 3 failed"
+        assert comparison.rows[0].cells["stall_ms"].values == (1.0, 1.0)
+        assert comparison.answer.endswith("stager=a, 1 ms, is out: 1 of 3 failed.")
+
+    def test_an_unfinished_repeat_does_not_count_but_leaves_its_combination_in(self) -> None:
+        told = stalls(a=[1.0, 1.0], b=[5.0, 5.0])
+        last = {"status": "unfinished", "error": None, "figures": {"stall_ms": 9.0}, "started": BEGAN + 900}
+        told.append(replace(told[0], directory=Path("sweep/9"), **last))
+        comparison = compare(told)
+        assert verdicts(comparison) == ["best", ""]
+        assert comparison.rows[0].status == "1 of 3 unfinished"
+        assert comparison.warnings == ("1 job was killed half-way or is still running: its figures do not count.",)
+
+    def test_a_combination_whose_runs_lack_the_figure_now_and_then_is_not_best(self) -> None:
+        told = jobs({"a=1": [{"loss": 1.0, "stall_ms": 1.0}, {"stall_ms": 1.0}], "a=2": [{"loss": 2.0}, {"loss": 2.0}]})
+        comparison = compare(told, "loss")
+        assert verdicts(comparison, "loss") == ["", "best"]
+        assert comparison.rows[0].note == "no loss in 1 of 2 runs"
+
+    def test_a_figure_that_is_not_finite_is_none(self) -> None:
+        comparison = compare(stalls(a=[math.nan, 1.0, 1.0], b=[math.inf, math.nan], c=[2.0]))
+        assert [row.cells.get("stall_ms") for row in comparison.rows] == [
+            Cell(1.0, 0.0, (1.0, 1.0)),
+            None,
+            Cell(2.0, None, (2.0,), "best"),
+        ]
+
+    def test_the_error_of_a_row_is_that_of_a_failed_job_before_that_of_an_unfinished_one(self) -> None:
+        told = [result(Path("0"), 0, status="unfinished", error="killed"), failed(Path("1"), 1, ())]
+        assert compare(told).rows[0].error.startswith("rank 1: RuntimeError")
+        assert compare(told[:1]).rows[0].error == "killed"
+
+    def test_a_job_killed_before_it_told_its_versions_belongs_to_its_combination(self) -> None:
+        told = stalls(a=[1.0, 2.0])
+        told.append(replace(told[0], directory=Path("sweep/9"), status="unfinished", versions={}))
+        assert [len(row.jobs) for row in compare(told).rows] == [3]
+
+
+class TestAnswer:
+    @pytest.mark.parametrize(
+        ("told", "answer"),
+        [
+            (
+                stalls(a=[1.2, 1.1, 1.3], b=[3.4, 3.5, 3.6]),
+                "Best by stall_ms: stager=a, 1.2 ms, before stager=b, 3.5 ms: the difference is larger than the spread "
+                "of 3 runs each, so it is most likely real.",
+            ),
+            (
+                stalls(a=[1.0, 1.1], b=[3.0, 3.1]),
+                "Best by stall_ms: stager=a, 1.05 ms, before stager=b, 3.05 ms: the difference is larger than the "
+                "spread of 2 runs each, but so few prove little; sweep.repeats=5 would help.",
+            ),
+            (
+                stalls(a=[1.2], b=[3.4], c=[2.0]),
+                "Best by stall_ms: stager=a, 1.2 ms, before stager=c, 2 ms: one run each, so nothing says whether the "
+                "difference is real; sweep.repeats=3 would.",
+            ),
+            (
+                stalls(a=[1.2, 1.2], b=[3.4]),
+                "Best by stall_ms: stager=a, 1.2 ms, before stager=b, 3.4 ms: one of the two has a single run, so "
+                "nothing says whether the difference is real; sweep.repeats=3 would.",
+            ),
+            (
+                stalls(a=[1.0, 2.0, 3.0], b=[2.5, 2.5, 2.5], c=[9.0] * 3),
+                "Best by stall_ms: stager=a, 2 ms; it ties with stager=b: the difference is smaller than the spread.",
+            ),
+            (
+                stalls(a=[1.0], b=[1.0], c=[1.0]),
+                "Best by stall_ms: stager=a, 1 ms; it ties with stager=b and stager=c: the figures are equal.",
+            ),
+            (
+                stalls(a=[1.0] * 3, b=[2.0] * 3, again=[4.0]),
+                "Best by stall_ms: stager=a, 1 ms; it ties with stager=b: the difference is smaller than that between "
+                "two sets of runs of one combination.",
+            ),
+            (
+                stalls(a=[1.0, 1.0, 3.0], b=[2.5, 2.5, 2.5]),
+                "Best by stall_ms: stager=a, 1 ms; it ties with stager=b: their runs overlap.",
+            ),
+            (
+                stalls(**{name: [1.0] for name in "abcde"}),
+                "Best by stall_ms: stager=a, 1 ms; it ties with all 4 others: the figures are equal.",
+            ),
+            (
+                stalls(**{name: [1.0] for name in "abcde"}, z=[2.0]),
+                "Best by stall_ms: stager=a, 1 ms; it ties with stager=b, stager=c, stager=d and 1 more: the figures "
+                "are equal.",
+            ),
+            (
+                stalls(a=[1.0, 2.0]),
+                "Best by stall_ms: as configured, 1.5 ms; there is no other combination to compare it with.",
+            ),
+            (
+                [*stalls(a=[1.0]), failed(Path("sweep/9"), 9, ("train.steps=40", "nproc=2", "stager=z"))],
+                "Best by stall_ms: stager=a, 1 ms; no other combination completed all its runs with that figure.",
+            ),
+            (
+                jobs({"a=1": [{"loss": 1.0}]}),
+                "No answer by stall_ms: no completed job has that figure. Figures there are: loss.",
+            ),
+            (
+                jobs({"a=1": [{}]}),
+                "No answer by stall_ms: no completed job has that figure, nor any other.",
+            ),
+            ([failed(Path("0"), 0, ())], "No answer: the only job is failed."),
+            (
+                [failed(Path("0"), 0, ()), result(Path("1"), 1, status="unfinished")],
+                "No answer: all 2 jobs are failed or unfinished.",
+            ),
+        ],
+    )
+    def test_it_is_a_sentence_that_claims_no_more_than_the_runs_say(self, told: list[JobResult], answer: str) -> None:
+        assert compare(told).answer == answer
+
+    def test_no_combination_that_always_worked_is_no_answer(self) -> None:
+        told = stalls(a=[1.0])
+        told.append(failed(Path("sweep/9"), 9, told[0].overrides))
+        assert compare(told).answer == (
+            "No answer by stall_ms: every combination that has it failed, or lacks it, in some of its runs."
+        )
+
+    def test_higher_is_better_where_it_is(self) -> None:
+        told = jobs(
+            {
+                "a=1": [{"samples_per_s": 10.0}] * 3,
+                "a=2": [{"samples_per_s": 30.0}] * 3,
+                "a=3": [{"samples_per_s": 20.0}] * 3,
+            }
+        )
+        assert compare(told, "samples_per_s").answer.startswith(
+            "Best by samples_per_s: a=2, 30 samples/s, before a=3, 20 samples/s: the difference"
+        )
+
+
+class TestWarnings:
+    def test_results_of_two_versions_have_rows_of_their_own(self) -> None:
+        new = stalls(a=[1.0, 1.1], b=[2.0, 2.1], again=[1.2])
+        old = [
+            replace(
+                job,
+                directory=Path("sweep", f"{99 + at}"),
+                versions=VERSIONS | {"torch": "2.12.0"},
+                started=job.started + 3600,
+            )
+            for at, job in enumerate(new)
+        ]
+        comparison = compare([*new, *old])
+        assert [(row.versions, row.parameters["stager"], row.again) for row in comparison.rows] == [
+            ("torch 2.13.0", "a", False),
+            ("torch 2.13.0", "a", True),
+            ("torch 2.12.0", "a", False),
+            ("torch 2.12.0", "a", True),
+            ("torch 2.13.0", "b", False),
+            ("torch 2.12.0", "b", False),
+        ]
+        assert [row.note for row in comparison.rows[:3]] == ["measured with torch 2.13.0"] * 2 + [
+            "measured with torch 2.12.0"
+        ]
+        (warning,) = comparison.warnings
+        assert warning.startswith("Results of different versions are mixed (torch 2.13.0; torch 2.12.0).")
+        assert "stager=a (torch 2.13.0)" in comparison.answer
+
+    def test_the_difference_of_an_a_a_pair_is_within_one_version(self) -> None:
+        told = stalls(a=[10.0] * 5, b=[12.0] * 5, again=[10.5])
+        older = replace(told[0], directory=Path("sweep/99"), versions=VERSIONS | {"torch": "2.12.0"})
+        comparison = compare([*told, replace(older, figures={"stall_ms": 90.0})])
+        assert {row.label: row.cells["stall_ms"].verdict for row in comparison.rows if not row.again} == {
+            "stager=a (torch 2.13.0)": "best",
+            "stager=b (torch 2.13.0)": "",
+            "stager=a (torch 2.12.0)": "",
+        }
+
+    def test_other_machines_are_told(self) -> None:
+        told = stalls(a=[1.0], b=[2.0])
+        moved = replace(told[1], environment=ENVIRONMENT | {"cores": 8, "host": "there"})
+        assert compare([told[0], moved]).warnings == (
+            "The jobs ran on different machines (a processor, 2 cores; a processor, 8 cores): what differs between "
+            "rows may come from the machine.",
+        )
+
+    def test_jobs_that_ran_beside_each_other_are_told(self) -> None:
+        told = [replace(job, started=BEGAN) for job in stalls(a=[1.0], b=[2.0], c=[3.0])]
+        elsewhere = replace(told[2], environment=ENVIRONMENT | {"host": "there"})
+        assert compare(told).warnings[0].startswith("Up to 3 jobs ran at the same time on one machine")
+        assert compare([*told[:2], elsewhere]).warnings[0].startswith("Up to 2 jobs")
+        assert compare([told[0], elsewhere]).warnings == ()
+        in_turn = [replace(job, started=BEGAN + 49.5 * at) for at, job in enumerate(told)]
+        assert compare(in_turn).warnings == ()
+
+    def test_jobs_of_an_earlier_sweep_in_the_same_directory_are_told(self) -> None:
+        told = stalls(a=[1.0], b=[2.0], c=[3.0])
+        left = replace(told[2], started=BEGAN - 3600)
+        assert compare([*told[:2], left]).warnings[0].startswith("1 job was over before the first one began")
+        assert compare([*told[:2], replace(told[2], started=BEGAN - 20)]).warnings[0].startswith("Up to 2 jobs ran")
+
+    def test_rows_without_the_figure_that_ranks_are_told(self) -> None:
+        told = jobs({"a=1": [{"stall_ms": 1.0}], "a=2": [{"loss": 1.0}]})
+        assert compare(told).warnings == ("No run of a=2 has stall_ms.",)
+
+    def test_lost_time_that_counts_only_stalls_is_told(self) -> None:
+        told = jobs({"a=1": [{"lost_percent": 1.0}], "a=2": [{"lost_percent": 2.0, "step_s": 0.1}]})
+        comparison = compare(told, "lost_percent")
+        assert comparison.rows[0].note.startswith("lost_percent counts only stalls")
+        assert comparison.warnings[0].startswith("The lost_percent of a=1 counts only stalls")
+
+    def test_checkpoints_that_could_not_be_saved_are_told(self) -> None:
+        told = jobs({"a=1": [{"stall_ms": 1.0, "lost_checkpoints": 2.0}]})
+        assert compare(told).rows[0].note == "2 checkpoints could not be saved"
+
+
+class TestBadInput:
+    def test_an_unknown_metric_or_direction_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="Did you mean 'stall_ms'"):
+            compare(stalls(a=[1.0]), "stal_ms")
+        with pytest.raises(ConfigError, match="minimize or maximize"):
+            compare(stalls(a=[1.0]), "stall_ms", "down")
+
+    def test_nothing_cannot_be_compared(self) -> None:
+        with pytest.raises(ConfigError, match="no jobs"):
+            compare([])
+
+    def test_directories_may_be_relative_absolute_or_both(self) -> None:
+        relative, absolute = result(Path("a/0"), 0), result(Path("/x/1"), 1)
+        assert compare([relative]).directory == Path("a")
+        assert compare([relative, result(Path("b/1"), 1)]).directory == Path(".")
+        assert compare([relative, absolute]).directory == Path("/")
+
+
+FIGURE = st.integers(1, 40).map(float)
+VALUES = st.lists(FIGURE, min_size=1, max_size=6)
+SWEEPS = st.dictionaries(st.sampled_from("abcdef"), VALUES, min_size=1, max_size=5)
+AGAIN = st.lists(FIGURE, max_size=2)
+
+
+def of(told: dict[str, list[float]], again: list[float], metric: str = "stall_ms") -> list[JobResult]:
+    figures = {f"stager={name}": [{metric: each} for each in several] for name, several in told.items()}
+    return jobs(figures, again=[{metric: each} for each in again])
+
+
+def seen(rows: tuple[Row, ...]) -> list[tuple[object, ...]]:
+    return [(row.label, row.again, row.cells, row.status, row.note) for row in rows]
+
+
+@settings(deadline=None, max_examples=40)
+@given(told=SWEEPS, again=AGAIN, order=st.randoms(use_true_random=False))
+def test_the_order_of_results_changes_nothing(
+    told: dict[str, list[float]], again: list[float], order: random.Random
+) -> None:
+    every = of(told, again)
+    shuffled = order.sample(every, len(every))
+    assert compare(shuffled) == compare(every)
+
+
+@settings(deadline=None, max_examples=40)
+@given(told=SWEEPS, again=AGAIN, exponent=st.integers(-8, 8))
+def test_other_units_change_no_verdict(told: dict[str, list[float]], again: list[float], exponent: int) -> None:
+    factor = 2.0**exponent
+    scaled = compare(
+        of({name: [v * factor for v in values] for name, values in told.items()}, [v * factor for v in again])
+    )
+    plain = compare(of(told, again))
+    for one, other in zip(scaled.rows, plain.rows, strict=True):
+        cell, before = one.cells["stall_ms"], other.cells["stall_ms"]
+        assert cell.median == before.median * factor
+        assert cell.spread == (None if before.spread is None else before.spread * factor)
+        assert cell.verdict == before.verdict
+
+
+@settings(deadline=None, max_examples=40)
+@given(told=SWEEPS, again=AGAIN)
+def test_to_maximize_is_to_minimize_the_negative(told: dict[str, list[float]], again: list[float]) -> None:
+    negative = of({name: [-v for v in values] for name, values in told.items()}, [-v for v in again], "returned.x")
+    assert verdicts(compare(of(told, again, "returned.x"), "returned.x", "maximize"), "returned.x") == verdicts(
+        compare(negative, "returned.x", "minimize"), "returned.x"
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(told=SWEEPS, values=VALUES, fails=st.integers(1, 3))
+def test_a_failed_job_changes_no_other_row(told: dict[str, list[float]], values: list[float], fails: int) -> None:
+    every = of(told, [])
+    assume(len(told) > 1)
+    more = [failed(Path(f"sweep/{90 + at}"), 90 + at, ("train.steps=40", "nproc=2", "stager=z")) for at in range(fails)]
+    before, after = compare(every), compare([*every, *more])
+    assert seen(after.rows[:-1]) == seen(before.rows)
+    assert after.answer == before.answer
+    assert after.rows[-1].status == "failed"
+
+
+@settings(deadline=None, max_examples=40)
+@given(told=SWEEPS, again=AGAIN, name=st.sampled_from("abcdef"))
+def test_a_row_with_the_same_values_is_never_beaten(
+    told: dict[str, list[float]], again: list[float], name: str
+) -> None:
+    assume(name in told)
+    comparison = compare(of({**told, "twin": told[name]}, again))
+    marks = {row.parameters.get("stager"): row.cells["stall_ms"].verdict for row in comparison.rows if not row.again}
+    assert (marks[name], marks["twin"]) in [("best", "tie"), ("tie", "tie"), ("", "")]
+
+
+@settings(deadline=None, max_examples=60)
+@given(told=SWEEPS, again=AGAIN)
+@example(told={"a": [1.0, 2.0, 3.0], "b": [2.0]}, again=[])
+def test_the_best_has_the_best_median_and_whoever_is_within_the_noise_of_it_ties(
+    told: dict[str, list[float]], again: list[float]
+) -> None:
+    comparison = compare(of(told, again))
+    best = comparison.best
+    assert best is not None
+    top = best.cells["stall_ms"]
+    first = comparison.rows[0].cells["stall_ms"].median
+    noise = abs(first - statistics.median(again)) if again else 0.0
+    for row in comparison.rows:
+        cell = row.cells["stall_ms"]
+        if row.again:
+            assert cell.verdict == ""
+            continue
+        assert cell.median >= top.median
+        within = cell.median - top.median <= max(cell.spread or 0.0, top.spread or 0.0, noise)
+        apart = max(top.values) < min(cell.values) or min(len(top.values), len(cell.values)) >= 5
+        assert (row is best or cell.verdict == "tie") == (within or not apart)
+
+
+@settings(deadline=None, max_examples=60)
+@given(told=SWEEPS, again=AGAIN)
+def test_one_run_each_claims_nothing(told: dict[str, list[float]], again: list[float]) -> None:
+    once = {name: values[:1] for name, values in told.items()}
+    answer = compare(of(once, again)).answer
+    assert "real" not in answer or "nothing says whether the difference is real" in answer
+
+
+def test_reading_and_comparing_imports_no_torch() -> None:
+    code = "import sys, stagereg.sweep.compare; print([m for m in ('torch', 'matplotlib', 'rich') if m in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout.strip() == "[]"

@@ -1,0 +1,289 @@
+"""Figures are what the lines of a run say, as far as it is known, and mean what their metric says."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stagereg.sweep.figures import figures
+from stagereg.sweep.metrics import METRICS
+from stagereg.sweep.run import RankRecord, Run, Span
+
+from .samples import MIB, Sample, write_run
+
+GIB = 2**30
+
+
+def run_of(*ranks: RankRecord) -> Run:
+    return Run(Path("run"), ranks)
+
+
+def steps(*durations: float, start: float = 0.0) -> tuple[tuple[int, float], ...]:
+    """Steps from 1 on, the first of which ends at ``start``."""
+    told = [(1, start)]
+    for duration in durations:
+        told.append((told[-1][0] + 1, told[-1][1] + duration))
+    return tuple(told)
+
+
+def test_a_whole_run_has_all_figures(tmp_path: Path) -> None:
+    found = figures(Run.read(write_run(tmp_path)))
+    # By the second rank, which stalls longest: 39 steps of 10 ms, 9 of them overlapped and 1 ms longer, 4 stalls.
+    train_s, lost_s = 0.39 + 9e-3 + 4 * 2.1e-3, 9e-3 + 4 * 2.1e-3
+    assert found == pytest.approx(
+        {
+            "stall_ms": 2.1,
+            "lost_percent": 100 * lost_s / train_s,
+            "samples_per_s": 2 * 39 * 8 / train_s,
+            "staged_gib_per_s": 128 / 1024 / 0.005,
+            "write_gib_per_s": 128 / 1024 / 0.020,
+            "peak_host_gib": 1.0,
+            "loss": 2.5,
+            "shadowed_steps": 3,
+            "steps": 40,
+            "checkpoints": 4,
+            "train_s": train_s,
+            "lost_s": lost_s,
+            "stall_s": 4 * 2.1e-3,
+            "bytes_staged": 4 * 128 * MIB,
+            "state_bytes": 128 * MIB,
+            "write_s": 0.020,
+            "step_s": 0.010,
+        },
+        rel=1e-3,
+    )
+    assert {one.name for one in METRICS} <= found.keys()
+
+
+def test_a_killed_run_has_what_is_known(tmp_path: Path) -> None:
+    found = figures(Run.read(write_run(tmp_path, Sample(killed=True, steps=41))))
+    assert found["checkpoints"] == 3  # the fourth was being written
+    assert found["stall_ms"] == pytest.approx(2.1)
+    assert not found.keys() & {"peak_host_gib", "shadowed_steps"}
+
+
+def test_peak_memory_is_known_only_of_all_ranks(tmp_path: Path) -> None:
+    run = Run.read(write_run(tmp_path))
+    assert figures(run)["peak_host_gib"] == 1.0
+    assert "peak_host_gib" not in figures(Run(tmp_path, (run.ranks[0], replace(run.ranks[1], end=None))))
+    assert "peak_host_gib" not in figures(Run(tmp_path, run.ranks[:1]))
+
+
+def test_a_checkpoint_is_as_slow_as_its_slowest_rank_and_as_large_as_all() -> None:
+    one = RankRecord(0, stalls=(Span(1, 0, 1.0), Span(2, 5, 3.0)), stages=(Span(1, 0, 2.0, GIB), Span(2, 5, 1.0, GIB)))
+    two = RankRecord(1, stalls=(Span(1, 0, 2.0), Span(2, 5, 1.0)), stages=(Span(1, 0, 1.0, GIB), Span(2, 5, 4.0, GIB)))
+    found = figures(run_of(one, two))
+    assert found["stall_ms"] == 2500
+    assert found["stall_s"] == 5
+    assert found["staged_gib_per_s"] == (2 / 2 + 2 / 4) / 2
+    assert found["state_bytes"] == 2 * GIB
+
+
+def test_a_step_that_is_saved_twice_is_two_checkpoints() -> None:
+    twice = (Span(4, 0, 1.0), Span(4, 5, 3.0))
+    found = figures(run_of(RankRecord(0, stalls=twice, writes=twice), RankRecord(1, stalls=twice)))
+    assert (found["stall_ms"], found["stall_s"], found["checkpoints"]) == (2000, 4, 2)
+
+
+def test_what_took_no_time_or_moved_nothing_has_no_rate() -> None:
+    found = figures(run_of(RankRecord(0, stages=(Span(1, 0, 0.0, GIB),), writes=(Span(1, 0, 1.0),))))
+    assert not found.keys() & {"staged_gib_per_s", "write_gib_per_s"}
+
+
+class TestLostTime:
+    def test_nothing_is_lost_to_checkpoints_in_a_run_without_any(self) -> None:
+        found = figures(run_of(RankRecord(0, steps=steps(1, 1, 1))))
+        assert found == {"steps": 4, "train_s": 3, "step_s": 1}
+
+    def test_the_stall_of_the_last_step_counts_and_one_before_the_first_does_not(self) -> None:
+        record = RankRecord(0, steps=steps(1, 1, 1, 1), stalls=(Span(0, -9, 2.0), Span(5, 4.0, 1.0)))
+        found = figures(run_of(record))
+        assert (found["train_s"], found["lost_s"], found["lost_percent"]) == (5, 1, 20)
+
+    def test_the_time_between_the_last_step_and_a_later_save_is_no_training(self) -> None:
+        record = RankRecord(0, steps=steps(1, 1, 1), stalls=(Span(4, 500, 1.0),))
+        assert figures(run_of(record))["train_s"] == 4
+
+    def test_steps_beside_background_work_are_compared_with_undisturbed_ones(self) -> None:
+        record = RankRecord(0, steps=steps(1, 1, 3, 1.5, 1), stalls=(Span(3, 2, 0.5),), writes=(Span(3, 2.5, 3.0),))
+        found = figures(run_of(record))
+        assert (found["step_s"], found["lost_s"]) == (1, 0.5 + (2.5 - 1) + (1.5 - 1))
+
+    def test_quick_steps_make_up_for_slow_ones(self) -> None:
+        write = Span(3, 2.1, 1.9)
+        record = RankRecord(0, steps=steps(1, 1, 1.5, 0.5, 1), stalls=(Span(3, 2, 0.25),), writes=(write,))
+        assert figures(run_of(record))["lost_s"] == pytest.approx(0.25)  # 1.25 and 0.5 are less than twice 1
+
+    def test_staging_within_the_stall_disturbs_no_step(self) -> None:
+        held = Span(2, 1, 0.5)
+        record = RankRecord(0, steps=steps(1, 1.5, 1, 1), stalls=(held,), stages=(held,))
+        found = figures(run_of(record))
+        assert (found["step_s"], found["lost_s"]) == (1, 0.5)
+
+    def test_only_stalls_count_where_fewer_than_three_steps_were_undisturbed(self) -> None:
+        stall, write = Span(1, 0, 0.5), Span(1, 0.5, 3.0)
+        two = figures(
+            run_of(RankRecord(0, steps=steps(1.5, 9, 1, 1), stalls=(stall,), writes=(replace(write, seconds=9),)))
+        )
+        three = figures(
+            run_of(RankRecord(0, steps=steps(1.5, 9, 1, 1, 1), stalls=(stall,), writes=(replace(write, seconds=9),)))
+        )
+        assert two["lost_s"] == 0.5
+        assert "step_s" not in two
+        assert three["lost_s"] == 8.5
+        assert three["step_s"] == 1
+
+    def test_the_work_of_other_ranks_disturbs_on_the_same_machine_only(self) -> None:
+        here, there = {"host": "a"}, {"host": "b"}
+        own = RankRecord(0, here, steps=steps(1, 2, 1, 1), stalls=(Span(9, 99, 0.0),))
+        write = (Span(2, 1.5, 1.0),)
+        assert figures(run_of(own, RankRecord(1, here, writes=write)))["lost_s"] == 1
+        assert figures(run_of(own, RankRecord(1, there, writes=write)))["lost_s"] == 0
+        assert figures(run_of(replace(own, start={}), RankRecord(1, {}, writes=write)))["lost_s"] == 0
+
+    def test_logs_that_skip_steps_are_compared_step_by_step(self) -> None:
+        told = ((10, 0.0), (20, 10.0), (25, 15.0), (30, 20.0), (40, 40.0))
+        record = RankRecord(0, steps=told, stalls=(Span(1, -1, 0.5),), writes=(Span(30, 30, 1.0),))
+        assert figures(run_of(record))["lost_s"] == 10
+
+    @settings(deadline=None)
+    @given(
+        durations=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+        stalls=st.lists(st.tuples(st.integers(-2, 40), st.integers(0, 4)), min_size=1, max_size=4),
+        writes=st.lists(st.tuples(st.integers(-2, 40), st.integers(0, 6)), max_size=4),
+    )
+    def test_it_is_what_counting_every_second_gives(
+        self, durations: list[int], stalls: list[tuple[int, int]], writes: list[tuple[int, int]]
+    ) -> None:
+        record = RankRecord(
+            0,
+            steps=steps(*durations),
+            stalls=tuple(Span(at, start, seconds) for at, (start, seconds) in enumerate(stalls)),
+            writes=tuple(Span(at, start, seconds) for at, (start, seconds) in enumerate(writes)),
+        )
+        held = {second for start, seconds in stalls for second in range(start, start + seconds)}
+        busy = {second for start, seconds in writes for second in range(start, start + seconds)} - held
+        last = sum(durations)
+        lost = len([second for second in held if second >= 0])
+        training = len({*range(last), *held} - {second for second in held if second < 0})
+        usual, disturbed, began = [], [], 0
+        for duration in durations:
+            during = set(range(began, began + duration))
+            (disturbed if during & busy else usual).append(len(during - held))
+            began += duration
+        if len(usual) >= 3:
+            lost += max(0, sum(disturbed) - len(disturbed) * statistics.median(usual))
+        found = figures(run_of(record))
+        assert found["lost_s"] == pytest.approx(lost)
+        assert found["train_s"] == pytest.approx(training)
+        assert found["lost_percent"] == pytest.approx(100 * lost / training)
+
+
+class TestSamples:
+    def test_those_logged_come_before_those_counted_by_the_join(self) -> None:
+        logs = tuple((step, float(step), {"samples": 10.0}) for step in (1, 2, 3))
+        join = {"steps": 3, "shadowed": 0, "samples": 12}
+        logged = RankRecord(0, steps=steps(1, 1), logs=logs, join=join)
+        counted = RankRecord(0, steps=steps(1, 1), join=join)
+        assert figures(run_of(logged))["samples_per_s"] == 20 / 2
+        assert figures(run_of(counted))["samples_per_s"] == 8 / 2
+        assert "samples_per_s" not in figures(
+            run_of(RankRecord(0, steps=steps(1, 1), join={"steps": 3, "shadowed": 0}))
+        )
+
+    def test_ranks_without_data_add_nothing(self) -> None:
+        counted = RankRecord(0, steps=steps(1, 1), join={"steps": 3, "shadowed": 0, "samples": 12})
+        empty = RankRecord(1, steps=steps(1, 1), join={"steps": 0, "shadowed": 3, "samples": 0})
+        found = figures(run_of(counted, empty))
+        assert (found["samples_per_s"], found["shadowed_steps"]) == (4, 3)
+
+
+class TestLoss:
+    LOGS = ((1, 1.0, {"loss": 3.0}), (2, 2.0, {"loss": 2.0}), (3, 3.0, {"gap": 1.0}))
+
+    @pytest.mark.parametrize(
+        ("returned", "loss"),
+        [
+            (1.5, 1.5),
+            ({"loss": 1.5, "accuracy": 0.5}, 1.5),
+            (None, 2.0),
+            ({"accuracy": 0.5}, 2.0),
+            ("text", 2.0),
+            (True, 2.0),
+            ([1.0, 2.0], 2.0),
+            (math.nan, None),
+            ({"loss": math.inf}, None),
+        ],
+    )
+    def test_it_is_what_the_task_returned_or_what_rank_0_logged_last(self, returned: Any, loss: float | None) -> None:
+        run = run_of(RankRecord(0, logs=self.LOGS), RankRecord(1, logs=((9, 9.0, {"loss": 9.0}),)))
+        assert figures(run, returned).get("loss") == loss
+
+    def test_a_loss_that_was_no_number_in_the_end_is_not_known(self) -> None:
+        diverged = (*self.LOGS, (4, 4.0, {"loss": None}))
+        assert "loss" not in figures(run_of(RankRecord(0, logs=diverged)))
+
+
+def test_numbers_that_a_task_returns_have_figures_also_without_a_run() -> None:
+    returned = {"accuracy": 0.5, "count": 3, "nan": math.nan, "name": "x", "flag": True, "list": [1], "loss": 1}
+    assert figures(None, returned) == {"returned.accuracy": 0.5, "returned.count": 3.0, "loss": 1.0}
+    assert figures(None) == {}
+
+
+class Scalar:
+    """Like a tensor: a number if it has one element."""
+
+    def __init__(self, *elements: float) -> None:
+        self.elements = elements
+
+    def __float__(self) -> float:
+        if len(self.elements) != 1:
+            raise RuntimeError("only one element tensors can be converted to scalars")
+        return self.elements[0]
+
+
+def test_what_can_be_made_a_number_is_one() -> None:
+    assert figures(None, {"loss": Scalar(1.5), "many": Scalar(1, 2)}) == {"loss": 1.5}
+    assert figures(None, Scalar(math.nan)) == {}
+
+
+def test_saves_that_failed_are_counted(tmp_path: Path) -> None:
+    run = run_of(RankRecord(0, lost=((3, "disk"),), stalls=(Span(3, 0, 1.0),)), RankRecord(1))
+    found = figures(run)
+    assert (found["checkpoints"], found["lost_checkpoints"]) == (0, 1)
+
+
+EVENTS = st.lists(
+    st.tuples(st.integers(-3, 50), st.floats(-5, 60), st.floats(0, 20), st.integers(0, 2**50)), max_size=6
+).map(lambda spans: tuple(Span(*each) for each in spans))
+RANKS = st.lists(
+    st.builds(
+        RankRecord,
+        rank=st.just(0),
+        start=st.sampled_from([{}, {"host": "a"}, {"world_size": 2}]),
+        steps=st.lists(st.tuples(st.integers(-3, 50), st.floats(-5, 60)), max_size=6).map(tuple),
+        stalls=EVENTS,
+        stages=EVENTS,
+        writes=EVENTS,
+        join=st.sampled_from([None, {}, {"steps": 0, "shadowed": 1}, {"samples": 4}, {"steps": 2, "samples": 4}]),
+        end=st.sampled_from([None, {"status": "failed"}, {"status": "completed", "peak_rss": 5}]),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(ranks=RANKS)
+def test_whatever_was_told_figures_are_finite_and_nothing_lost_is_negative(ranks: list[RankRecord]) -> None:
+    found = figures(run_of(*(replace(record, rank=rank) for rank, record in enumerate(ranks))))
+    assert all(math.isfinite(value) for value in found.values())
+    assert found.get("lost_s", 0) >= 0
+    assert found.get("train_s", 1) > 0

@@ -1,0 +1,91 @@
+"""Sweeps with the launchers and sweepers of the ecosystem: the same table, whoever runs the jobs and chooses them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from . import programs
+from .programs import App
+
+JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
+SUBMITIT = ("hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=1")
+OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1")
+
+
+def needs(*modules: str) -> None:
+    for module in modules:
+        pytest.importorskip(module)
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> App:
+    return App(tmp_path, programs.PLAIN, programs.PLAIN_CONFIG)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> App:
+    return App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(("hydra_plugins.hydra_joblib_launcher", *JOBLIB), id="joblib"),
+        pytest.param(("hydra_plugins.hydra_submitit_launcher", *SUBMITIT), id="submitit", marks=pytest.mark.slow),
+    ],
+)
+def test_a_launcher_runs_the_jobs_elsewhere_and_the_sweep_ends_as_always(launcher: tuple[str, ...], app: App) -> None:
+    needs(launcher[0])
+    ended = app.sweep(*launcher[1:], "a=fine,raise,exit", "b=2")
+    assert ended.returncode == 1
+    jobs = app.results()
+    assert [job["status"] for job in jobs] == ["completed", "failed", "failed"], ended.stdout + ended.stderr
+    assert jobs[2]["error"] == "left by sys.exit(3)"
+    assert jobs[0]["command"].endswith("app.py a=fine b=2")
+    assert "Best by returned.score: a=fine" in ended.stdout
+
+
+def test_optuna_searches_by_the_metric_and_a_job_that_fails_does_not_end_its_study(app: App) -> None:
+    needs("hydra_plugins.hydra_optuna_sweeper")
+    words = ("hydra/sweeper/sampler=grid", "a=choice(fine,raise)", "b=choice(2,1)", "hydra.sweeper.n_trials=4")
+    ended = app.sweep(*OPTUNA, *words)
+    assert ended.returncode == 1
+    assert sorted(job["status"] for job in app.results()) == ["completed", "completed", "failed", "failed"]
+    best = (app.folder / "out" / "optimization_results.yaml").read_text()
+    assert "best_value: 1.0" in best
+    assert "Best by returned.score: a=fine b=1" in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(("hydra_plugins.hydra_joblib_launcher", *JOBLIB), id="joblib"),
+        pytest.param(("hydra_plugins.hydra_submitit_launcher", *SUBMITIT), id="submitit"),
+    ],
+)
+def test_ranks_start_below_a_launchers_worker(launcher: tuple[str, ...], ranks: App) -> None:
+    needs(launcher[0])
+    ended = ranks.sweep(*launcher[1:], "stager=blocking,overlapped", "sweep.repeats=2", limit_s=220)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    jobs = ranks.results()
+    assert [job["repeat"] for job in jobs] == [0, 0, 0, 1, 1]
+    assert [job["again"] for job in jobs] == [False, False, True, False, False]
+    assert all(job["figures"]["stall_ms"] > 0 for job in jobs)
+    assert "Best by stall_ms: " in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_optuna_minimises_the_stall_of_ranks(ranks: App) -> None:
+    needs("hydra_plugins.hydra_optuna_sweeper")
+    words = ("stager=blocking,overlapped", "hydra.sweeper.n_trials=3")
+    ended = ranks.sweep(*OPTUNA, *words, limit_s=220)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    stalls = [job["figures"]["stall_ms"] for job in ranks.results()]
+    assert len(stalls) == 3
+    best = (ranks.folder / "out" / "optimization_results.yaml").read_text()
+    assert f"best_value: {min(stalls)}" in best

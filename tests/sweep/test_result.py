@@ -1,0 +1,219 @@
+"""A job leaves a result that is there completely or not at all, and is found again whatever state it was left in."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagereg.errors import ConfigError
+from stagereg.sweep.result import RESULT, JobResult, results, split
+
+from .samples import BEGAN, VERSIONS, Sample, rank_file, result, sweep, write_events, write_hydra, write_run
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    told = result(
+        tmp_path / "3",
+        3,
+        status="failed",
+        error="two\nlines",
+        overrides=("a=1", "+b='x y'"),
+        repeat=2,
+        again=True,
+        returned={"loss": 1.5, "names": ["a"]},
+        figures={"stall_ms": 1.25},
+    )
+    assert told.write() == tmp_path / "3" / RESULT
+    assert JobResult.read(tmp_path / "3") == JobResult.read(tmp_path / "3" / RESULT) == told
+    assert JobResult.of_directory(tmp_path / "3") == told
+
+
+def test_a_result_is_strict_json_of_this_format(tmp_path: Path) -> None:
+    class Loss:
+        def __float__(self) -> float:
+            return 2.0
+
+    returned = {"nan": math.nan, 1: math.inf, "loss": Loss(), "path": Path("a/b"), "pair": (1, None), "set": {1}}
+    written = result(tmp_path, returned=returned, figures={"loss": math.nan, "stall_ms": 1.0}).write()
+    told = json.loads(written.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert told["format"] == 1
+    assert told["returned"] == {"nan": None, "1": None, "loss": 2.0, "path": "a/b", "pair": [1, None], "set": "{1}"}
+    assert JobResult.read(written).figures == {"stall_ms": 1.0}
+
+
+def test_what_a_task_returns_may_contain_itself(tmp_path: Path) -> None:
+    returned: list[Any] = []
+    returned.append(returned)
+    assert JobResult.read(result(tmp_path, returned=returned).write()).status == "completed"
+
+
+def test_a_result_that_cannot_be_written_leaves_the_old_one_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result(tmp_path, returned=1).write()
+
+    def full(handle: int) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        result(tmp_path, returned=2).write()
+    assert os.listdir(tmp_path) == [RESULT]
+    assert JobResult.read(tmp_path).returned == 1
+
+
+def test_a_result_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        assert result(tmp_path).write().stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"format": 1, "status": "comp', "is damaged"),
+        ("", "is damaged"),
+        ("[" * 100_000, "is damaged"),
+        ("\xff", "is damaged"),
+        ("[1, 2]", "is no result of a job"),
+        ('{"accuracy": 0.5}', "is no result of a job"),
+        ('{"format": 1, "status": "great"}', "its status is 'great'"),
+        ('{"format": 1, "status": ["failed"]}', "its status is"),
+    ],
+)
+def test_what_is_no_result_says_so_and_its_job_is_unfinished(tmp_path: Path, text: str, said: str) -> None:
+    write_hydra(tmp_path, ["lr=1"], 4)
+    (tmp_path / RESULT).write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=f"{RESULT} {said}|{said}"):
+        JobResult.read(tmp_path)
+    job = JobResult.of_directory(tmp_path)
+    assert (job.status, job.overrides, job.job["num"]) == ("unfinished", ("lr=1",), 4)
+    assert said in (job.error or "")
+    write_run(tmp_path)
+    job = JobResult.of_directory(tmp_path)
+    assert job.status == "unfinished"
+    assert said in (job.error or "")
+    assert job.figures["loss"] == 2.5
+
+
+def test_fields_of_a_wrong_type_are_as_if_they_were_not_there(tmp_path: Path) -> None:
+    figures = {"stall_ms": "fast", "loss": None, "steps": 4, "lost_percent": True}
+    told = {"format": 1, "status": "completed", "figures": figures, "overrides": "a=1", "seconds": "long", "job": []}
+    (tmp_path / RESULT).write_text(json.dumps(told).replace("4}", '4, "write_s": NaN}'))
+    job = JobResult.read(tmp_path)
+    assert (job.figures, job.overrides, job.seconds, job.job) == ({"steps": 4.0}, (), 0.0, {})
+
+
+def test_a_newer_result_stops_whoever_reads_it(tmp_path: Path) -> None:
+    result(tmp_path / "0").write()
+    newer = result(tmp_path / "1").write()
+    newer.write_text(newer.read_text().replace('"format": 1', '"format": 2'))
+    for read in (JobResult.read, JobResult.of_directory):
+        with pytest.raises(ConfigError, match=r"1/result\.json was written by a newer stagereg \(format 2; .*Update"):
+            read(tmp_path / "1")
+    with pytest.raises(ConfigError, match="newer stagereg"):
+        results(tmp_path)
+
+
+class TestWithoutResult:
+    def test_a_job_that_was_killed_is_unfinished_and_tells_what_is_known(self, tmp_path: Path) -> None:
+        write_hydra(tmp_path, ["stager=blocking", "++sweep.repeat=2", "++sweep.again=true"], 7)
+        write_run(tmp_path, Sample(killed=True))
+        job = JobResult.of_directory(tmp_path)
+        assert (job.status, job.overrides, job.repeat, job.again) == ("unfinished", ("stager=blocking",), 2, True)
+        assert job.error == "killed half-way, or still running"
+        assert job.job["num"] == 7
+        assert (job.started, job.versions) == (BEGAN, VERSIONS)
+        assert job.seconds == pytest.approx(0.406, rel=0.1)
+        assert job.figures["stall_ms"] == pytest.approx(2.1)
+
+    def test_a_job_that_has_told_nothing_is_unfinished(self, tmp_path: Path) -> None:
+        job = JobResult.of_directory(write_hydra(tmp_path / "newer", ["a=1"], 0))
+        assert (job.status, job.error) == ("unfinished", "killed, or still running: it has told nothing yet")
+
+    def test_a_run_that_tells_its_end_has_ended_that_way(self, tmp_path: Path) -> None:
+        assert JobResult.of_directory(write_run(tmp_path / "a")).status == "completed"
+        end = {"event": "end", "t": BEGAN + 9, "seconds": 9, "status": "failed"}
+        for name, error, status in [
+            ("b", "ValueError: no", "failed"),
+            ("c", "KeyboardInterrupt: ", "unfinished"),
+            ("d", "left by sys.exit(143)", "unfinished"),
+        ]:
+            write_run(tmp_path / name, Sample(killed=True))
+            rank_file(tmp_path / name, 1).unlink()
+            write_events(rank_file(tmp_path / name, 1), [*Sample(killed=True).events(1), {**end, "error": error}])
+            job = JobResult.of_directory(tmp_path / name)
+            assert (job.status, job.error) == (status, f"rank 1: {error}")
+
+    def test_torn_files_of_hydra_are_as_if_they_were_not_there(self, tmp_path: Path) -> None:
+        write_hydra(tmp_path, ["a=1"], 0)
+        (tmp_path / ".hydra" / "overrides.yaml").write_text("- 'a=")
+        (tmp_path / ".hydra" / "hydra.yaml").write_text("hydra: {job: ")
+        job = JobResult.of_directory(tmp_path)
+        assert (job.overrides, job.job) == ((), {})
+
+    def test_a_newer_recording_stops_whoever_reads_it(self, tmp_path: Path) -> None:
+        write_hydra(tmp_path / "0", ["a=1"], 0)
+        write_events(tmp_path / "0" / "metrics.jsonl", [{"event": "start", "t": 1, "format": 2}])
+        with pytest.raises(ConfigError, match="newer stagereg"):
+            results(tmp_path)
+
+    def test_a_folder_that_is_no_job_says_what_was_looked_for(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*overrides\.yaml.*metrics\.jsonl"):
+            JobResult.of_directory(tmp_path)
+
+
+class TestResults:
+    def test_all_jobs_of_a_sweep_come_in_the_order_they_were_planned(self, tmp_path: Path) -> None:
+        found = results(sweep(tmp_path, repeats=2))
+        assert [job.job["num"] for job in found] == list(range(2 * 6 + 1 + 2 + 1))
+        assert [job.status for job in found[-3:]] == ["failed", "failed", "unfinished"]
+
+    def test_jobs_without_a_number_come_as_their_folders_are_numbered(self, tmp_path: Path) -> None:
+        for name in ("trials/10", "trials/9", "trials/b/1"):
+            result(tmp_path / name, job={}).write()
+        assert [str(job.directory.relative_to(tmp_path / "trials")) for job in results(tmp_path)] == ["9", "10", "b/1"]
+
+    def test_what_lies_below_a_job_or_is_hidden_is_no_job(self, tmp_path: Path) -> None:
+        result(tmp_path / "0").write()
+        write_run(tmp_path / "0" / "logs")
+        write_run(tmp_path / ".submitit" / "0")
+        assert [job.directory for job in results(tmp_path)] == [tmp_path / "0"]
+
+    def test_a_run_is_a_sweep_of_one_job(self, tmp_path: Path) -> None:
+        assert [job.directory for job in results(write_run(tmp_path))] == [tmp_path]
+
+    def test_a_folder_of_several_sweeps_is_told_to_be_narrowed_down(self, tmp_path: Path) -> None:
+        for at, name in enumerate(["10-00-00", "11-00-00"]):
+            sweep(tmp_path / name, repeats=1)
+            os.utime(tmp_path / name / "multirun.yaml", (at, at))
+        with pytest.raises(ConfigError, match=r"holds 2 sweeps: .*The newest is .*11-00-00\."):
+            results(tmp_path)
+
+    def test_where_there_is_nothing_it_is_said_what_was_looked_for(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*hydra\.sweep\.dir"):
+            results(tmp_path)
+        (tmp_path / "multirun.yaml").write_text("")
+        with pytest.raises(ConfigError, match=r"holds no job"):
+            results(tmp_path)
+        with pytest.raises(ConfigError, match=r"absent is not there"):
+            results(tmp_path / "absent")
+        with pytest.raises(ConfigError, match=r"multirun\.yaml is a file"):
+            results(tmp_path / "multirun.yaml")
+
+
+def test_repeats_are_told_from_combinations() -> None:
+    assert split(["a=1", "++sweep.repeat=3", "++sweep.again=True"]) == (("a=1",), 3, True)
+    assert split(["sweep.repeats=3", "sweep.again=false", "x.sweep.repeat=1"]) == (
+        ("sweep.repeats=3", "x.sweep.repeat=1"),
+        0,
+        False,
+    )
+    assert split([]) == ((), 0, False)

@@ -1,0 +1,217 @@
+"""A run is read back as it was recorded, however it ended and whatever has happened to its files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from stagereg import record
+from stagereg.errors import ConfigError
+from stagereg.sweep.run import RankRecord, Run, Span
+
+from .samples import BEGAN, Sample, rank_file, write_events, write_run
+
+START = {"event": "start", "t": 5.0, "format": 1, "rank": 0, "world_size": 1, "host": "here", "stagereg": "0.1.0"}
+END = {"event": "end", "t": 9.0, "seconds": 4.0, "status": "completed", "error": None, "peak_rss": 7}
+SHORT = b"".join(json.dumps(event).encode() + b"\n" for event in [*Sample(steps=3, every=2).events(0)])
+
+
+def lines(directory: Path, *events: object, rank: int = 0) -> Run:
+    """Read a run of these events, and lines of raw text."""
+    directory.mkdir(exist_ok=True)
+    text = (event if isinstance(event, str) else json.dumps(event) for event in events)
+    rank_file(directory, rank).write_text("".join(f"{line}\n" for line in text))
+    return Run.read(directory)
+
+
+def test_what_record_writes_is_read_back(tmp_path: Path) -> None:
+    with record.recording(tmp_path, 0, 1):
+        before = record.now()
+        record.tell("step", step=3)
+        record.tell("stall", step=3, start=before, seconds=0.5)
+        record.tell("stage", step=3, start=before, seconds=0.25, bytes=1024)
+        record.tell("write", step=3, start=before + 1, seconds=2, bytes=2048)
+        record.tell("lost", step=2, error="the disk is full")
+        record.tell("join", steps=5, shadowed=2, samples=40)
+        record.log(3, loss=2.5, gap=math.nan)
+    run = Run.read(tmp_path)
+    (mine,) = run.ranks
+    assert [step for step, _ in mine.steps] == [3]
+    assert mine.stalls == (Span(3, before, 0.5),)
+    assert mine.stages == (Span(3, before, 0.25, 1024),)
+    assert mine.writes == (Span(3, before + 1, 2, 2048),)
+    assert mine.writes[0].end == before + 3
+    assert mine.lost == ((2, "the disk is full"),)
+    assert mine.join == {"samples": 40, "shadowed": 2, "steps": 5}
+    assert [(step, values) for step, _, values in mine.logs] == [(3, {"loss": 2.5, "gap": None})]
+    assert mine.end is not None
+    assert mine.end["peak_rss"] > 0
+    assert (run.world_size, run.finished, run.status, run.error, run.damaged) == (1, True, "completed", "", 0)
+    assert set(run.versions) == {"stagereg", "torch", "hydra-core", "python"}
+    assert run.began <= before <= run.began + run.seconds
+
+
+def test_ranks_are_sorted_by_number(tmp_path: Path) -> None:
+    write_run(tmp_path, Sample(ranks=12, steps=2))
+    assert [record.rank for record in Run.read(tmp_path).ranks] == list(range(12))
+
+
+@settings(deadline=None)
+@given(at=st.integers(0, len(SHORT)))
+@example(at=len(SHORT) - 1)
+def test_a_file_that_ends_anywhere_is_read_up_to_there(at: int) -> None:
+    complete = SHORT[:at].count(b"\n") + SHORT[:at].endswith(b"}")
+    with TemporaryDirectory() as folder:
+        rank_file(Path(folder), 0).write_bytes(SHORT[:at])
+        if not complete:
+            with pytest.raises(ConfigError, match="holds no run"):
+                Run.read(folder)
+            return
+        run = Run.read(folder)
+    (told,) = run.ranks
+    expected = [json.loads(line)["event"] for line in SHORT.splitlines()[:complete]]
+    assert run.damaged == 0
+    assert len(told.steps) == expected.count("step")
+    assert len(told.stalls) == expected.count("stall")
+    assert (told.end is None) == ("end" not in expected)
+
+
+NEARLY_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["step", "end", "t"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["event", "t", "step"]), inner),
+    max_leaves=6,
+)
+GARBAGE = st.one_of(
+    st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), min_size=1).filter(str.strip).map(str.encode),
+    st.binary(min_size=1).map(lambda raw: raw.replace(b"\n", b"") or b"x").filter(bytes.strip),
+    NEARLY_JSON.filter(lambda value: not isinstance(value, dict) or not isinstance(value.get("event"), str)).map(
+        lambda value: json.dumps(value).encode()
+    ),
+    st.sampled_from(["stall", "log", "end", "join", "step", "start"]).map(
+        lambda name: json.dumps({"event": name, "t": 1, "world_size": 0, "steps": "x"}).encode()
+    ),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(garbage=st.lists(GARBAGE, max_size=5), at=st.integers(1, SHORT.count(b"\n") - 1))
+@example(garbage=[b'{"event": "step", "t": 1' + b"0" * 400 + b', "step": 1}'], at=2)
+@example(garbage=[b'{"event": "stall", "t": 1, "step": 1, "start": null, "seconds": 1}'], at=2)
+@example(garbage=[b"[" * 20000], at=2)
+def test_damaged_lines_are_left_out_and_counted(garbage: list[bytes], at: int) -> None:
+    whole = SHORT.splitlines()
+    with TemporaryDirectory() as folder:
+        rank_file(Path(folder), 0).write_bytes(b"\n".join([*whole[:at], *garbage, *whole[at:]]) + b"\n")
+        run = Run.read(folder)
+        rank_file(Path(folder), 0).write_bytes(SHORT)
+        clean = Run.read(folder)
+    (told,), (expected,) = run.ranks, clean.ranks
+    assert run.damaged == len(garbage)
+    assert (told.steps, told.stalls, told.logs, told.end) == (
+        expected.steps,
+        expected.stalls,
+        expected.logs,
+        expected.end,
+    )
+
+
+def test_events_of_later_versions_are_passed_over(tmp_path: Path) -> None:
+    run = lines(tmp_path, START, {"event": "thermals", "t": 6.0, "celsius": 90}, {**END, "more": [1]})
+    assert run.damaged == 0
+    assert run.finished
+
+
+def test_what_follows_the_last_start_counts(tmp_path: Path) -> None:
+    run = lines(
+        tmp_path,
+        START,
+        {"event": "step", "t": 6, "step": 1},
+        END,
+        "torn",
+        {**START, "t": 20},
+        {"event": "step", "t": 21, "step": 7},
+    )
+    (told,) = run.ranks
+    assert told.steps == ((7, 21.0),)
+    assert told.end is None
+    assert (run.began, run.damaged) == (20, 0)
+
+
+def test_files_of_ranks_that_the_last_run_did_not_have_are_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, Sample(ranks=3, steps=2))
+    write_run(tmp_path, Sample(ranks=2, steps=2, began=BEGAN + 100))
+    assert [record.rank for record in Run.read(tmp_path).ranks] == [0, 1]
+
+
+def test_steps_come_from_logs_where_no_checkpointer_told_them(tmp_path: Path) -> None:
+    logs = [{"event": "log", "t": 6 + t, "step": step, "values": {"loss": 1}} for t, step in enumerate([1, 1, 2, 4])]
+    assert lines(tmp_path, START, *logs).ranks[0].steps == ((1, 6.0), (2, 8.0), (4, 9.0))
+    told = lines(tmp_path, START, *logs, {"event": "step", "t": 30, "step": 1})
+    assert told.ranks[0].steps == ((1, 30.0),)
+
+
+def test_joins_that_were_left_one_after_the_other_are_summed(tmp_path: Path) -> None:
+    joins = [
+        {"event": "join", "t": 6, "steps": 5, "shadowed": 1, "samples": 10},
+        {"event": "join", "t": 7, "steps": 3, "shadowed": 0},
+    ]
+    assert lines(tmp_path, START, *joins).ranks[0].join == {"steps": 8, "shadowed": 1, "samples": 10}
+    assert lines(tmp_path, START).ranks[0].join is None
+
+
+def test_a_run_is_unfinished_until_every_rank_has_told_its_end(tmp_path: Path) -> None:
+    assert lines(tmp_path, {**START, "world_size": 2}, END).status == "unfinished"
+    assert lines(tmp_path, START, rank=1).status == "unfinished"
+    run = lines(tmp_path, START, END, rank=1)
+    assert (run.status, run.finished) == ("completed", True)
+
+
+def test_a_run_has_failed_when_some_rank_says_so(tmp_path: Path) -> None:
+    lines(tmp_path, {**START, "world_size": 3})
+    lines(tmp_path, START, {**END, "status": "failed", "error": "RuntimeError: rank 2 is gone"}, rank=1)
+    run = lines(tmp_path, START, {**END, "t": 8.9, "status": "failed", "error": "ValueError: no"}, rank=2)
+    assert (run.status, run.error, run.finished) == ("failed", "rank 2: ValueError: no", False)
+
+
+def test_a_newer_format_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl was written by a newer stagereg \(0\.9, format 2\).*Update"):
+        lines(tmp_path, {**START, "format": 2, "stagereg": "0.9"})
+
+
+def test_a_directory_without_a_run_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
+        Run.read(tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
+        Run.read(tmp_path / "absent")
+    (tmp_path / "metrics_of_mine.jsonl").write_text('{"event": "step", "t": 1, "step": 1}\n')
+    with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
+        Run.read(tmp_path)
+    (tmp_path / "taken" / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"taken cannot be read"):
+        Run.read(tmp_path / "taken")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is not of stagereg"):
+        lines(tmp_path, {"loss": 1.0}, {"event": "mine", "t": 3})
+
+
+def test_a_record_made_by_hand_needs_no_more_than_its_rank() -> None:
+    run = Run(Path("run"), (RankRecord(0, first=1.0, last=3.0),))
+    assert (run.world_size, run.began, run.seconds, run.status) == (1, 1.0, 2.0, "unfinished")
+
+
+def test_writing_below_a_growing_file_goes_on(tmp_path: Path) -> None:
+    write_events(rank_file(tmp_path, 0), [START], torn='{"event": "st')
+    assert len(Run.read(tmp_path).ranks[0].steps) == 0
+    with rank_file(tmp_path, 0).open("a") as file:
+        file.write('ep", "t": 6, "step": 1}\n')
+    assert Run.read(tmp_path).ranks[0].steps == ((1, 6.0),)

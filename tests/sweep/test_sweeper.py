@@ -1,0 +1,155 @@
+"""``hydra/sweeper=interleaved``: which jobs a sweep has, in which order, and what it refuses before the first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagereg.config.interleaved import InterleavedSweeper, RepeatsError, interleaved
+from stagereg.errors import ConfigError
+
+HYDRA_1_4 = Path(sys.prefix) / "hydra-1.4" / "bin" / "python"
+
+# Nothing of stagereg is imported: an app has the sweeper where stagereg is installed.
+APP = """
+import json, sys, hydra
+from omegaconf import OmegaConf
+
+@hydra.main(config_path=".", config_name="app")
+def main(cfg):
+    print("JOB", json.dumps(OmegaConf.to_container(cfg)), flush=True)
+    if cfg.exit and cfg.a == 1:
+        sys.exit(*cfg.exit)
+
+main()
+"""
+CONFIG = "defaults: [override hydra/sweeper: interleaved, _self_]\na: 0\nb: 0\nexit: []\n"
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Path:
+    (tmp_path / "app.py").write_text(APP)
+    (tmp_path / "app.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def sweep(
+    app: Path, *words: str, python: Path | str = sys.executable
+) -> tuple[list[dict[str, object]], subprocess.CompletedProcess[str]]:
+    """The configs of the jobs, and how the program ended."""
+    command = [str(python), "-W", "ignore", "app.py", "-m", *words]
+    ended = subprocess.run(command, cwd=app, capture_output=True, text=True, timeout=60, check=False)
+    return [json.loads(line[4:]) for line in ended.stdout.splitlines() if line.startswith("JOB ")], ended
+
+
+def combination(job: list[str]) -> str:
+    return job[0]
+
+
+def mark(job: list[str], key: str) -> str | None:
+    return next((word.partition("=")[2] for word in job if word.startswith(f"++sweep.{key}=")), None)
+
+
+@given(st.integers(1, 8), st.integers(2, 9))
+def test_every_round_has_every_combination_once_and_starts_with_another_one(number: int, repeats: int) -> None:
+    jobs = interleaved([[f"a={value}"] for value in range(number)], repeats)
+    plain = [job for job in jobs if mark(job, "again") is None]
+    rounds = [plain[at : at + number] for at in range(0, len(plain), number)]
+    assert len(rounds) == repeats
+    for index, members in enumerate(rounds):
+        assert {mark(job, "repeat") for job in members} == {str(index)}
+        assert sorted(map(combination, members)) == sorted(f"a={value}" for value in range(number))
+        assert combination(members[0]) == f"a={index % number}"
+
+
+@given(st.integers(1, 8), st.integers(2, 9))
+def test_one_job_runs_the_first_combination_again_and_not_beside_its_likes(number: int, repeats: int) -> None:
+    jobs = interleaved([[f"a={value}"] for value in range(number)], repeats)
+    again = [at for at, job in enumerate(jobs) if mark(job, "again") is not None]
+    assert len(again) == 1
+    assert combination(jobs[again[0]]) == "a=0"
+    assert 0 < again[0] < len(jobs) - 1
+    if number > 1:
+        for left, right in pairwise(jobs):
+            if jobs[again[0]] in (left, right):
+                assert combination(left) != combination(right)
+
+
+@given(st.integers(1, 8))
+def test_one_repeat_adds_nothing(number: int) -> None:
+    combinations = [[f"a={value}", "b=1"] for value in range(number)]
+    assert interleaved(combinations, 1) == combinations
+
+
+@pytest.mark.parametrize("repeats", [0, -1, 1.5, True, None, "many", "3"])
+def test_what_is_no_number_of_repeats_is_refused_before_anything_else(repeats: object) -> None:
+    # Not set up, it would fail in another way as soon as it went on.
+    with pytest.raises(RepeatsError, match=rf"^sweep.repeats={repeats} is no number of repeats: use 1 or more"):
+        InterleavedSweeper(repeats=repeats).sweep([])
+    assert issubclass(RepeatsError, ConfigError)
+
+
+@pytest.mark.parametrize(
+    "word", ["sweep.repeats=1,2", "++sweep.metric=loss,stall_ms", "sweep.again=choice(true,false)"]
+)
+def test_what_goes_for_the_whole_sweep_is_not_swept_over(word: str) -> None:
+    overrides = OverridesParser.create().parse_overrides(["a=1,2", word])
+    with pytest.raises(RepeatsError, match="goes for the whole sweep and takes one value"):
+        InterleavedSweeper(repeats=1).split_arguments(overrides, None)
+
+
+def test_batches_are_as_large_as_the_basic_sweepers() -> None:
+    overrides = OverridesParser.create().parse_overrides(["a=1,2,3"])
+    batches = InterleavedSweeper(repeats=2).split_arguments(overrides, 3)
+    assert [len(batch) for batch in batches] == [3, 3, 1]
+
+
+def test_jobs_run_in_rounds_and_know_which_repeat_they_are(app: Path) -> None:
+    jobs, ended = sweep(app, "a=1,2", "b=3", "+sweep.repeats=2")
+    assert ended.returncode == 0, ended.stderr
+    told = [(job["a"], job["sweep"].get("repeat"), job["sweep"].get("again")) for job in jobs]
+    assert told == [(1, 0, None), (2, 0, None), (1, 0, True), (2, 1, None), (1, 1, None)]
+    assert {job["b"] for job in jobs} == {3}
+    folders = sorted(path.parent.parent.name for path in app.rglob("overrides.yaml"))
+    assert folders == ["0", "1", "2", "3", "4"]
+
+
+def test_a_wrong_number_of_repeats_is_one_line_and_no_job_runs(app: Path) -> None:
+    jobs, ended = sweep(app, "a=1,2", "+sweep.repeats=many")
+    assert ended.returncode == 1
+    assert jobs == []
+    assert ended.stderr.startswith("sweep.repeats=many is no number of repeats: use 1 or more, such as sweep.repeats=3")
+    assert "Traceback" not in ended.stderr
+    assert not (app / "multirun").exists()
+
+
+def test_a_job_that_leaves_by_itself_lets_the_others_run(app: Path) -> None:
+    jobs, ended = sweep(app, "a=1,2", "exit=[0]")
+    assert (ended.returncode, [job["a"] for job in jobs]) == (0, [1, 2])
+
+
+@pytest.mark.slow
+def test_a_job_that_leaves_with_an_error_has_failed(app: Path) -> None:
+    jobs, ended = sweep(app, "a=1,2", "exit=[3]")
+    assert (ended.returncode, [job["a"] for job in jobs]) == (1, [1, 2])
+    assert "left by sys.exit(3)" in ended.stderr
+
+
+def test_a_job_that_a_signal_has_stopped_stops_the_sweep(app: Path) -> None:
+    jobs, ended = sweep(app, "a=1,2", "exit=[130]")
+    assert (ended.returncode, [job["a"] for job in jobs]) == (130, [1])
+
+
+@pytest.mark.skipif(not HYDRA_1_4.exists(), reason=f"Hydra 1.4 is not installed beside: no {HYDRA_1_4}")
+def test_the_sweeper_is_found_and_works_on_hydra_1_4(app: Path) -> None:
+    jobs, ended = sweep(app, "a=1,2", "+sweep.repeats=2", python=HYDRA_1_4)
+    assert ended.returncode == 0, ended.stderr
+    assert [job["a"] for job in jobs] == [1, 2, 1, 2, 1]

@@ -1,0 +1,291 @@
+"""The timeline of a run: what is drawn lies where the ranks said it was, and long runs show a stretch of themselves."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagereg.errors import ConfigError
+from stagereg.sweep.checkpoints import Saved, saved
+from stagereg.sweep.curves import curves_figure, logged
+from stagereg.sweep.run import RankRecord, Run, Span
+from stagereg.sweep.steps import with_data, without_stalls
+from stagereg.sweep.timeline import timeline_figure, usual_window
+
+from .samples import BEGAN, Sample, write_run
+
+matplotlib = pytest.importorskip("matplotlib")
+
+from stagereg.sweep.render.plots import COLOURS, svg_text  # noqa: E402 - only where there is matplotlib
+
+STALL, STAGE, WRITE, STEP = (COLOURS[name] for name in ("failed", "best", "good", "plain"))
+Read = Callable[..., Run]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    def made(**facts: Any) -> Run:
+        return Run.read(write_run(tmp_path / str(len(list(tmp_path.iterdir()))), Sample(**facts)))
+
+    return made
+
+
+def bars(figure: Any, colour: str, hatched: bool = False) -> list[tuple[float, float, float]]:
+    """(start, end, middle of the lane) of each bar of that colour; of the hatched ones, which have none, if asked."""
+    found = []
+    for drawn in figure.axes[0].collections:
+        faces = drawn.get_facecolor()
+        if hatched != bool(drawn.get_hatch()):
+            continue
+        if not hatched and (not len(faces) or matplotlib.colors.to_hex(faces[0]) != colour):
+            continue
+        for path in drawn.get_paths():
+            box = path.get_extents()
+            found.append((box.x0, box.x1, (box.y0 + box.y1) / 2))
+    return sorted(found, key=lambda bar: (bar[2], bar[0]))
+
+
+def texts(figure: Any) -> list[str]:
+    return [text.get_text() for text in (*figure.texts, *figure.axes[0].texts)]
+
+
+def legend(figure: Any) -> str:
+    return " | ".join(text.get_text() for text in figure.legends[0].get_texts())
+
+
+def test_stalls_staging_and_writing_lie_where_the_ranks_said_they_were(read: Read) -> None:
+    run = read(ranks=2)
+    figure = timeline_figure(run)
+    for colour, name in ((STALL, "stalls"), (STAGE, "stages"), (WRITE, "writes")):
+        drawn = bars(figure, colour)
+        told = [(span.start - run.began, span.end - run.began) for rank in run.ranks for span in getattr(rank, name)]
+        assert [bar[:2] for bar in drawn] == [pytest.approx(each, abs=1e-6) for each in told]
+        assert len({bar[2] for bar in drawn}) == 2, "each rank has a lane of its own"
+
+
+def test_lanes_of_a_rank_are_below_each_other_and_ranks_too(read: Read) -> None:
+    figure = timeline_figure(read(ranks=2))
+    lanes = [sorted({bar[2] for bar in bars(figure, colour)}) for colour in (STEP, STAGE, WRITE)]
+    order = [lane[rank] for rank in (0, 1) for lane in lanes]
+    assert order == sorted(order)
+    assert figure.axes[0].get_ylim()[0] > figure.axes[0].get_ylim()[1], "the first rank is on top"
+    assert {bar[2] for bar in bars(figure, STALL)} == set(lanes[0]), "a stall is where training would be"
+
+
+def test_steps_fill_the_time_between_stalls(read: Read) -> None:
+    run = read(ranks=1, steps=30)
+    figure = timeline_figure(run)
+    lane = sorted([*bars(figure, STEP), *bars(figure, STALL)])
+    for (_, end, _), (start, _, _) in itertools.pairwise(lane):
+        assert start == pytest.approx(end, abs=1e-6)
+    assert len(bars(figure, STEP)) == 29, "when the first one began, nobody knows"
+
+
+def test_checkpoints_have_their_step_and_what_did_not_become_complete_says_so(read: Read) -> None:
+    complete, killed = texts(timeline_figure(read())), texts(timeline_figure(read(killed=True)))
+    assert [step for step in ("10", "20", "30", "40") if step in complete] == ["10", "20", "30", "40"]
+    assert "40 not complete" in killed
+    assert "40" not in killed
+    assert any("ended half-way" in text for text in killed)
+    assert not any("ended half-way" in text for text in complete)
+
+
+@pytest.mark.parametrize(("shadowed", "hatched"), [(7, 7), (0, 0)])
+def test_steps_without_data_are_hatched(shadowed: int, hatched: int, read: Read) -> None:
+    figure = timeline_figure(read(ranks=2, shadowed=shadowed))
+    empty = bars(figure, "", hatched=True)
+    assert len(empty) == hatched
+    assert ("without data" in legend(figure)) == (hatched > 0)
+    if empty:
+        steps = [bar for bar in bars(figure, STEP) if bar[2] == empty[0][2]]
+        assert max(end for _, end, _ in steps) == pytest.approx(empty[0][0]), "they are the last ones"
+
+
+def test_a_rank_that_left_its_loop_is_hatched_up_to_the_end_of_the_others(read: Read) -> None:
+    run = read(ranks=2, shadowed=0)
+    early = run.ranks[1].steps[29][1]
+    left = replace(run.ranks[1], steps=run.ranks[1].steps[:30], join={"steps": 30, "shadowed": 10})
+    (band,) = bars(timeline_figure(replace(run, ranks=(run.ranks[0], left))), "", hatched=True)
+    assert band[:2] == pytest.approx((early - run.began, run.ranks[0].steps[-1][1] - run.began), abs=1e-6)
+
+
+def test_a_long_run_shows_a_stretch_around_its_first_checkpoints_and_says_so(read: Read) -> None:
+    run = read(ranks=1, steps=1000, every=50)
+    figure = timeline_figure(run)
+    start, end = figure.axes[0].get_xlim()
+    told = " ".join(texts(figure))
+    assert "a stretch around the first checkpoints" in told
+    assert f"of {run.ranks[0].steps[-1][1] - run.began + 0.1:.0f}" in told
+    first = saved(run)[0]
+    assert start < first.start
+    assert first.end < end
+    assert len(bars(figure, STEP)) <= 130
+    assert "stretch" not in " ".join(texts(timeline_figure(read(ranks=1))))
+
+
+def test_the_window_that_is_asked_for_is_shown(read: Read) -> None:
+    run = read(ranks=1, steps=1000, every=50)
+    figure = timeline_figure(run, (2.0, 3.0))
+    assert figure.axes[0].get_xlim() == (2.0, 3.0)
+    assert "2.0 s to 3.0 s of" in texts(figure)[-2] + texts(figure)[0]
+    assert timeline_figure(run, (2.0, float("inf"))).axes[0].get_xlim()[1] < 20
+    for nothing in ((500.0, 600.0), (3.0, 2.0)):
+        with pytest.raises(ConfigError, match="nothing to draw from"):
+            timeline_figure(run, nothing)
+
+
+def test_many_steps_in_one_window_are_drawn_as_stretches(read: Read) -> None:
+    run = read(ranks=1, steps=1000, every=100)
+    figure = timeline_figure(run, (0.0, 100.0))
+    drawn = bars(figure, STEP)
+    assert len(drawn) == 10
+    assert sum(end - start for start, end, _ in drawn) == pytest.approx(
+        sum(step.seconds for step in without_stalls(run.ranks[0])[1:])
+    )
+
+
+def test_of_many_ranks_those_that_stalled_longest_are_drawn(read: Read) -> None:
+    figure = timeline_figure(read(ranks=40, steps=10))
+    told = texts(figure)
+    assert [text for text in told if text.startswith("rank ")] == [f"rank {rank}" for rank in (0, *range(29, 40))]
+    assert any("12 of 40 ranks" in text for text in told)
+
+
+def test_a_run_without_steps_is_told_not_drawn() -> None:
+    with pytest.raises(ConfigError, match="no steps and no checkpoints"):
+        timeline_figure(Run(Path("run"), (RankRecord(0, {"t": BEGAN}),)))
+
+
+def test_the_picture_is_the_same_each_time_whatever_the_user_has_set(
+    read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = read(ranks=2, shadowed=3)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # an import of it would fail
+    first = svg_text(timeline_figure(run))
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red"}):
+        assert svg_text(timeline_figure(run)) == first
+        assert matplotlib.rcParams["font.size"] == 30
+    assert "<dc:date>" not in first
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    """Runs of a rank or two, of steps and stalls of any length, resumed at any step."""
+    ranks = []
+    first = draw(st.integers(1, 1000))
+    for rank in range(draw(st.integers(1, 2))):
+        t = BEGAN + draw(st.floats(0, 5))
+        start, steps, spans = t, [], []
+        every = draw(st.integers(1, 60))
+        seconds = draw(st.floats(1e-4, 10))
+        stall, write = draw(st.floats(0, 5)), draw(st.floats(0, 500))
+        for step in range(first, first + draw(st.sampled_from((0, 1, 5, 119, 121, 200)))):
+            t += seconds
+            steps.append((step, t))
+            if step % every == 0:
+                spans.append((step, t, stall, write))
+                t += stall
+        stalls = tuple(Span(step, at, stall) for step, at, stall, _ in spans)
+        writes = tuple(Span(step, at, write) for step, at, _, write in spans)
+        ranks.append(RankRecord(rank, {"t": start}, tuple(steps), stalls, writes=writes, first=start, last=t))
+    return Run(Path("run"), tuple(ranks))
+
+
+@settings(max_examples=50)
+@given(runs())
+def test_the_usual_window_has_the_first_checkpoint_and_not_too_many_steps(run: Run) -> None:
+    if not any(rank.steps for rank in run.ranks):
+        with pytest.raises(ConfigError):
+            usual_window(run)
+        return
+    start, end = usual_window(run)
+    assert 0 <= start < end
+    if saved(run):
+        assert start <= saved(run)[0].start + 1e-9
+        assert saved(run)[0].end <= end + 1e-9
+    elif max(len(rank.steps) for rank in run.ranks) > 120:
+        assert sum(start <= t - run.began <= end for _, t in run.ranks[0].steps) <= 122
+
+
+def test_a_first_checkpoint_that_outlasts_the_next_ones_is_in_the_usual_window_as_a_whole(read: Read) -> None:
+    run = read(ranks=1, steps=1000, every=50)
+    (slow, *others) = run.ranks[0].writes
+    slow = replace(slow, seconds=8.0)
+    run = replace(run, ranks=(replace(run.ranks[0], writes=(slow, *others)),))
+    assert usual_window(run)[1] >= slow.end - run.began
+    near = replace(run, ranks=(replace(run.ranks[0], writes=(replace(slow, seconds=1.2), *others)),))
+    assert usual_window(near)[1] >= slow.start + 1.2 - run.began
+
+
+@settings(max_examples=50)
+@given(runs())
+def test_steps_and_stalls_never_overlap_and_leave_no_gap(run: Run) -> None:
+    for rank in run.ranks:
+        steps = without_stalls(rank)
+        assert [step.step for step in steps] == [step for step, _ in rank.steps]
+        assert all(step.seconds >= 0 for step in steps)
+        if steps:
+            held = sum(span.seconds for span in rank.stalls if span.start < steps[-1].end)
+            whole = steps[-1].end - rank.start["t"]
+            assert sum(step.seconds for step in steps) + held == pytest.approx(
+                whole, rel=1e-6, abs=1e-6 * (1 + len(steps))
+            )
+
+
+def test_how_many_steps_had_data_is_what_the_join_said() -> None:
+    rank = RankRecord(0, steps=tuple((step, float(step)) for step in range(10)))
+    assert with_data(rank) == 10
+    assert with_data(replace(rank, join={"steps": 7, "shadowed": 3})) == 7
+    assert with_data(replace(rank, join={"steps": 10, "shadowed": 3})) == 10, "it shadowed after its loop"
+
+
+# -- the checkpoints and the curves beside it
+
+
+def test_a_checkpoint_is_as_slow_as_its_slowest_rank_and_as_large_as_all(read: Read) -> None:
+    run = read(ranks=3, stall_s=0.002, nbytes=100)
+    first = saved(run)[0]
+    assert (first.step, first.state, first.nbytes) == (10, "complete", 300)
+    assert first.stall_s == pytest.approx(0.0022, abs=1e-6)
+    assert first.end - first.start == pytest.approx(0.025, abs=1e-6)
+    assert [one.step for one in saved(run)] == [10, 20, 30, 40]
+
+
+def test_lost_checkpoints_have_their_error_and_a_step_saved_twice_is_two() -> None:
+    stalls = (Span(10, BEGAN + 1, 0.1), Span(10, BEGAN + 3, 0.3), Span(20, BEGAN + 5, 0.1))
+    writes = (Span(10, BEGAN + 1.1, 0.5), Span(10, BEGAN + 3.3, 0.5))
+    rank = RankRecord(0, {"t": BEGAN}, stalls=stalls, writes=writes, lost=((20, "disk full"), (30, "no copy")))
+    found = saved(Run(Path("run"), (rank,)))
+    assert [(one.step, one.state, one.error) for one in found if one.stall_s is not None] == [
+        (10, "complete", ""),
+        (10, "complete", ""),
+        (20, "lost", "disk full"),
+    ]
+    assert [one.stall_s for one in found if one.step == 10] == [0.1, 0.3]
+    assert Saved(30, 0.0, 0.0, None, None, None, 0, "lost", "no copy") in found
+
+
+def test_what_was_logged_is_drawn_but_for_the_counts_of_samples(read: Read) -> None:
+    run = read(ranks=2)
+    assert list(logged(run)) == ["loss"]
+    figure = curves_figure(run)
+    assert figure is not None
+    (axes,) = figure.axes
+    assert [len(line.get_xdata()) for line in axes.lines] == [40, 40]
+    assert axes.lines[-1].get_color() == COLOURS["best"], "rank 0 is on top"
+    assert curves_figure(replace(run, ranks=tuple(replace(rank, logs=()) for rank in run.ranks))) is None
+
+
+def test_numbers_that_are_none_are_gaps_in_a_curve() -> None:
+    rank = RankRecord(0, logs=((1, BEGAN, {"lr": 0.5}), (2, BEGAN, {"lr": None}), (3, BEGAN, {"loss": 1.0, "lr": 0.1})))
+    curves = logged(Run(Path("run"), (rank,)))
+    assert list(curves) == ["loss", "lr"], "the loss comes first"
+    assert curves["lr"][0][1][1] != curves["lr"][0][1][1]
