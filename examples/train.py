@@ -5,6 +5,8 @@ ranks train on the CPU in about a minute. Copy it, and put your model and your d
 
     python train.py stager=pinned_cached join.throw=true
     python train.py data=uneven parallel=fsdp2
+
+The losses it logs, what each checkpoint took and how uneven the ranks were are in the run's directory afterwards.
 """
 
 import math
@@ -13,7 +15,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -28,6 +29,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
+
+LOG_EVERY = 5
+"""Steps between two losses in the run's record: each waits for the device, which no step should have to."""
 
 
 class Model(nn.Module):
@@ -67,13 +71,28 @@ def load(cfg: DictConfig, rank: int, world: int) -> tuple[Tensor, Tensor]:
     return every[rank : len(every) // world * world : world], samples(held_out, cfg.context)
 
 
-def batches(data: Tensor, size: int, epochs: int, seed: int) -> Iterator[Tensor]:
-    """Yield batches of full size, shuffled anew in each epoch, the same ones whenever the seed is the same."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(epochs):
-        order = torch.randperm(len(data), generator=generator)
-        for at in range(0, len(data) - size + 1, size):
-            yield data[order[at : at + size]].long()
+class Batches:
+    """Batches of full size, shuffled anew in each epoch, the same ones whenever the seed is the same.
+
+    Has a length, as a ``DataLoader`` has: ranks that know theirs need not ask each other in every step.
+    """
+
+    def __init__(self, data: Tensor, size: int, epochs: int, seed: int, steps: range) -> None:
+        self.data, self.size, self.seed = data, size, seed
+        self.an_epoch = len(data) // size
+        self.steps = range(steps.start, min(steps.stop, epochs * self.an_epoch))
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        shuffled, order = 0, torch.empty(0)
+        for step in self.steps:
+            epoch, at = divmod(step, self.an_epoch)
+            while shuffled <= epoch:
+                order, shuffled = torch.randperm(len(self.data), generator=generator), shuffled + 1
+            yield self.data[order[at * self.size : (at + 1) * self.size]].long()
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
@@ -116,7 +135,11 @@ def train(cfg: DictConfig) -> float:
         return (total[0] / total[1]).item()
 
     def report(step: int) -> None:
-        note = f"  held-out {evaluate():.3f}" if step % cfg.train.eval_every == 0 else ""
+        note = ""
+        if step % cfg.train.eval_every == 0:
+            found = evaluate()
+            stagereg.log(step, held_out=found)
+            note = f"  held-out {found:.3f}"
         if rank == 0 and (note or sys.stdout.isatty()):
             bar, loss = "=" * (30 * step // cfg.train.steps), losses[-1].item() if losses else math.nan
             print(
@@ -127,11 +150,16 @@ def train(cfg: DictConfig) -> float:
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
         step = start = checkpointer.restore(state) or 0
         began = time.perf_counter()
-        mine = batches(text, cfg.data.batch, cfg.data.epochs, cfg.seed + rank)
+        mine = Batches(text, cfg.data.batch, cfg.data.epochs, cfg.seed + rank, range(start, cfg.train.steps))
+
+        def save_last(step: int) -> None:
+            if step not in (start, checkpointer.saved):
+                checkpointer.save(step, state)
+
         try:
             with join:
                 # All ranks run this for as long as one has data, on an empty batch once they have none themselves.
-                for batch in join.iterate(islice(mine, start, cfg.train.steps)):
+                for batch in join.iterate(mine):
                     loss, count = loss_of(model, batch.to(device))
                     join.mean(loss, count).backward()
                     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -141,13 +169,14 @@ def train(cfg: DictConfig) -> float:
                     if count:
                         losses.append(loss.detach() / count)
                     step += 1
+                    if count and step % LOG_EVERY == 0:
+                        stagereg.log(step, loss=losses[-1])
                     checkpointer.maybe_save(step, state)
                     report(step)
         except stagereg.UnevenInputsError:  # told to throw: all ranks are here, at the same step
-            checkpointer.save(step, state)
+            save_last(step)
             raise
-        if step % checkpointer.every:
-            checkpointer.save(step, state)
+        save_last(step)
         seconds = time.perf_counter() - began
     final = evaluate()
     summarize(rank, step - start, losses, cfg.data.batch, checkpointer, seconds, final)
