@@ -11,9 +11,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Command", "overrides", "quoted", "wants_no_job", "wants_sweep", "without_callbacks"]
+__all__ = ["Command", "overrides", "quoted", "wants_no_job", "wants_sweep", "without_callbacks", "without_logging"]
 
 _PARENTS_OWN = ("hydra.run", "hydra.sweep", "hydra.mode", "hydra.output_subdir", "hydra.launcher", "hydra.sweeper")
+_LOGGING = ("hydra.job_logging", "hydra.hydra_logging", "hydra/job_logging", "hydra/hydra_logging")
 _PARENTS_OWN_GROUPS = ("hydra/launcher", "hydra/sweeper")
 
 
@@ -80,6 +81,11 @@ def without_callbacks(hydra: Any) -> list[str]:
     return [f"~hydra.callbacks.{name}" for name in hydra.callbacks or ()]
 
 
+def without_logging(arguments: list[str]) -> list[str]:
+    """The arguments without overrides of Hydra's logging: rank 0 alone logs, the others have none to override."""
+    return [word for word in arguments if not word.lstrip("+~").startswith(_LOGGING)]
+
+
 def quoted(value: str) -> str:
     """A value as one quoted string of Hydra's override grammar."""
     return "'" + value.replace("'", "\\'") + "'"
@@ -94,4 +100,4 @@ def _parsed(arguments: list[str]) -> Any:
 
 def _is_parents_own(override: str) -> bool:
     key = override.lstrip("+~").partition("=")[0].partition("@")[0]
-    return any(key == own or key.startswith(own + ".") for own in (*_PARENTS_OWN, *_PARENTS_OWN_GROUPS))
+    return any(key == own or key.startswith((f"{own}.", f"{own}/")) for own in (*_PARENTS_OWN, *_PARENTS_OWN_GROUPS))

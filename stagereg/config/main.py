@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from stagereg.config.command import Command, overrides, wants_no_job, wants_sweep
+from stagereg.config.command import Command, overrides, wants_no_job, wants_sweep, without_logging
 from stagereg.config.launch import RanksFailedError, checked_nproc, launch
 from stagereg.config.rank import Rank, alone, described, environment, is_rank, leave
 from stagereg.config.tasks import Task
@@ -104,7 +104,8 @@ def _follow(rank: Rank) -> None:
         if rank.rank > 0:
             leave(0)
         return
-    sys.argv = [*sys.argv, *rank.overrides()]
+    given = sys.argv if rank.rank == 0 else without_logging(sys.argv)
+    sys.argv = [*given, *rank.overrides()]
 
 
 def _how_to_sweep(rank: Rank) -> str:
@@ -183,13 +184,17 @@ class _Job:
 
     def _run(self, cfg: Any) -> Any:
         from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
         from omegaconf import OmegaConf
+
+        from stagereg.config.interleaved import Contained
 
         nproc = checked_nproc(OmegaConf.select(cfg, "nproc", default=1))
         if nproc > 1 or Task.current() is not None:
             return launch(self._command, HydraConfig.get(), nproc)
+        one_of_several = HydraConfig.get().mode == RunMode.MULTIRUN
         try:
-            return alone(self._task, cfg, recorded=True)
+            return alone(Contained(self._task) if one_of_several else self._task, cfg, recorded=True)
         except Exception as error:
             raise RanksFailedError(f"rank 0: {described(error)}") from error
 

@@ -177,7 +177,7 @@ class Rank:
                 if self.handover is not None:
                     self.handover.ready(self.rank).touch()
                 try:
-                    with record.recording(_run_directory(), self.rank, self.world_size):
+                    with record.recording(_run_directory(), self.rank, self.world_size, **_device()):
                         value = task(cfg)
                 except Exception as error:
                     # Before the group closes, so that a cause is known before anybody can suffer from it.
@@ -351,7 +351,7 @@ def alone(task: Callable[[Any], Any], cfg: Any, recorded: bool = False) -> Any:
             me = Rank(0, 1, 0, 1, None, None)
             job.enter_context(_process_group(dist.HashStore(), me))  # type: ignore[attr-defined]
         if recorded:
-            job.enter_context(record.recording(_run_directory(), dist.get_rank(), dist.get_world_size()))
+            job.enter_context(record.recording(_run_directory(), dist.get_rank(), dist.get_world_size(), **_device()))
         return task(cfg)
 
 
@@ -359,6 +359,13 @@ def _run_directory() -> Path:
     from hydra.core.hydra_config import HydraConfig
 
     return Path(HydraConfig.get().runtime.output_dir)
+
+
+def _device() -> dict[str, str]:
+    """The accelerator of this rank, as a fact of its recording."""
+    import torch
+
+    return {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
 
 
 def described(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 
 from stagereg import registry
 from stagereg.config import schema
+from stagereg.config.interleaved import InterleavedSweeper
 from stagereg.config.plugins import NamedPlugins, PluginError, PluginSource
 from stagereg.errors import RegistryError, StageregError, UnknownNameError, nearest
 
@@ -131,7 +132,7 @@ class RegistrySearchPath(SearchPathPlugin):
 def offer() -> None:
     """Offer the options to Hydra in this process, where no installed plugin file does; twice is harmless."""
     plugins = Plugins.instance()
-    for plugin in (PluginSource, RegistrySource, RegistrySearchPath):
+    for plugin in (PluginSource, RegistrySource, RegistrySearchPath, InterleavedSweeper):
         plugins.register(plugin)
 
 

@@ -11,8 +11,10 @@ import json
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from stagereg.record import FILES, FORMAT
 __all__ = ["NewerError", "RankRecord", "Run", "Span"]
 
 _NAME = re.compile(r"metrics(?:\.rank(\d+))?\.jsonl")
+_decoded = json.JSONDecoder(parse_constant=lambda name: None).decode
+_NUMBERS = frozenset({int, float})
+"""What JSON has for a number; ``bool`` is none."""
 
 
 class NewerError(ConfigError):
@@ -128,7 +133,7 @@ class Run:
         """How many ranks the run had, by its own account or by the files there are."""
         return max(int(record.start.get("world_size", record.rank + 1)) for record in self.ranks)
 
-    @property
+    @cached_property
     def began(self) -> float:
         """When the first of its ranks began, in seconds since the epoch."""
         return min(record.first for record in self.ranks)
@@ -209,7 +214,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _event(line: bytes) -> dict[str, Any]:
     try:
-        event = json.loads(line, parse_constant=lambda name: None)
+        event = _decoded(line.decode())
     except (ValueError, RecursionError):
         raise _Damaged from None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
@@ -232,19 +237,21 @@ class _Told:
 
     def __init__(self) -> None:
         self.damaged = 0
-        self._events: dict[str, list[Any]] = {}
+        self._events: defaultdict[str, list[Any]] = defaultdict(list)
         self._first = math.inf
         self._last = -math.inf
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Keep an event; one of an unknown name is of a later version or of somebody else. Raises: ``_Damaged``."""
-        read = _READ.get(event["event"])
+        name, t = event["event"], event["t"]
+        read = _READ.get(name)
         if read is None:
             return
-        taken = read(event)
-        self._events.setdefault(event["event"], []).append(taken)
-        self._first = min(self._first, event["t"])
-        self._last = max(self._last, event["t"])
+        self._events[name].append(read(event))
+        if t < self._first:
+            self._first = t
+        if t > self._last:
+            self._last = t
 
     def record(self, rank: int) -> RankRecord | None:
         if not self._events:
@@ -313,9 +320,9 @@ def _log(event: Mapping[str, Any]) -> tuple[int, float, dict[str, float | None]]
 
 
 def _real(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        return None
-    return float(value)
+    if type(value) in _NUMBERS and -sys.float_info.max <= value <= sys.float_info.max:
+        return float(value)
+    return None
 
 
 def _end(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from stagereg.config.command import Command
 from stagereg.config.libc import tuned
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -134,7 +136,8 @@ def app(tmp_path):
 
 
 def test_plain_python_starts_ranks_that_share_one_folder_one_log_and_one_clock(app):
-    ended = app.run("text='a $$ {b} ${lr}'", "lr=2")
+    # Ranks above 0 have no logging whose level could be overridden.
+    ended = app.run("text='a $$ {b} ${lr}'", "lr=2", "hydra.job_logging.root.level=DEBUG")
     assert ended.returncode == 0, ended.stderr
     first, second = app.answer(0), app.answer(1)
     assert first["sum"] == second["sum"] == 3
@@ -148,6 +151,19 @@ def test_plain_python_starts_ranks_that_share_one_folder_one_log_and_one_clock(a
     (log,) = app.folder.rglob("*.log")
     assert re.findall("rank (.*) sees 3", log.read_text()) == ["0 of 2"]
     assert ended.stderr == ""
+
+
+def test_what_belongs_to_the_parent_alone_does_not_reach_the_ranks():
+    theirs = ["hydra/job_logging=none", "hydra.verbose=true", "+hydra.runner=1"]
+    own = ["hydra.sweep.dir=x", "hydra/launcher=joblib", "hydra/sweeper/sampler=grid", "+hydra.sweeper.params.a=1"]
+    job = {
+        "overrides": {"hydra": own + theirs, "task": ["lr=1"]},
+        "runtime": {"output_dir": "out"},
+        "job": {"num": 3, "id": "3"},
+    }
+    words = Command(("python", "a.py"), ()).for_ranks(OmegaConf.create(job | {"callbacks": None}))
+    assert words[:3] == ["python", "a.py", "lr=1"]
+    assert [word for word in words if word in own + theirs] == theirs
 
 
 def test_one_rank_runs_in_the_process_itself(app):

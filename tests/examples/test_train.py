@@ -118,7 +118,7 @@ def test_uneven_fsdp2_resumes_to_the_same_end_where_a_rank_has_no_batch_left(tmp
 
 def test_throw_stops_all_ranks_at_one_step_saves_it_and_names_the_exhausted_rank(tmp_path: Path) -> None:
     overrides = ["data=uneven", "join.throw=true", "data.files=8", "train.steps=60", "checkpoint.every=1000"]
-    done = run(*overrides, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
+    done = run(*overrides, "join.mode=counted", f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
     assert done.returncode == 1
     told = re.findall(r".*exhausted all inputs.*", done.stderr + done.stdout)
     assert len(told) == 1, done.stderr
@@ -127,3 +127,14 @@ def test_throw_stops_all_ranks_at_one_step_saves_it_and_names_the_exhausted_rank
     latest = (tmp_path / "run/checkpoints/latest").resolve()
     step = int(latest.name.removeprefix("step-"))
     assert saved(latest, tmp_path)["stagereg.step"] == step > 0
+
+
+@pytest.mark.slow
+def test_throw_takes_no_step_where_the_ranks_know_their_lengths(tmp_path: Path) -> None:
+    overrides = ["data=uneven", "join.throw=true", "data.files=8", "train.steps=60", "checkpoint.every=1000"]
+    done = run(*overrides, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.match(
+        r"rank \d: The inputs are uneven, so no step was taken: rank 0 has \d+", done.stderr.splitlines()[-1]
+    )
+    assert not (tmp_path / "run/checkpoints/latest").exists()
