@@ -33,19 +33,6 @@ _MIB = 2**20
 _GIB = 2**30
 _FIRST, _LAST = 6, 6
 """Checkpoints that a terminal shows of a run that has many."""
-_OTHERS = {
-    "steps": ("steps", ""),
-    "step_s": ("undisturbed step", "s"),
-    "train_s": ("training time", "s"),
-    "lost_s": ("lost to checkpoints", "s"),
-    "checkpoints": ("checkpoints", ""),
-    "lost_checkpoints": ("lost checkpoints", ""),
-    "stall_s": ("stalls in sum", "s"),
-    "write_s": ("write of a checkpoint", "s"),
-    "state_bytes": ("size of a checkpoint", "B"),
-    "bytes_staged": ("staged in all", "B"),
-}
-"""Heads and units of the figures that are no metrics."""
 _WORDS = (
     "What every rank did when. A stall is a checkpoint holding up training; staging and writing that lie below steps "
     "cost training no more than what they slow it down."
@@ -121,13 +108,14 @@ def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
     """What the sweep was ranked by when it ran, by the config of the first job that says so, else what makes sense."""
     from omegaconf import OmegaConf
 
+    from stagereg.sweep.metrics import usual
+
     for job in jobs:
         with contextlib.suppress(Exception):  # whatever YAML and OmegaConf have to say of a torn file
             config = OmegaConf.load(job.directory / ".hydra" / "config.yaml")
             if metric := OmegaConf.select(config, "sweep.metric"):
                 return str(metric), OmegaConf.select(config, "sweep.direction")
-    known = set().union(*(job.figures for job in jobs))
-    return ("loss" if "stall_ms" not in known and "loss" in known else "stall_ms"), None
+    return usual(set().union(*(job.figures for job in jobs))), None
 
 
 def _plain(comparison: Comparison) -> dict[str, Any]:
@@ -229,50 +217,48 @@ def _print(job: JobResult, recorded: Run | None, found: dict[str, float], warnin
 
 def _answer(job: JobResult, recorded: Run | None, found: dict[str, float]) -> str:
     """What the run was, in a sentence or two."""
+    from stagereg.sweep.metrics import counted, metric
+
     text = job.status.capitalize()
     if recorded is not None:
-        text += f": {_counted(found.get('steps', 0), 'step')} on {_counted(recorded.world_size, 'rank')}"
+        text += f": {counted(found.get('steps', 0), 'step')} on {counted(recorded.world_size, 'rank')}"
         text += f" in {_number(recorded.seconds)} s"
     if found.get("checkpoints"):
-        text += f". {_counted(found['checkpoints'], 'checkpoint')}"
-        text += f", each held training for {_number(found['stall_ms'])} ms (median)" if "stall_ms" in found else ""
-        text += f"; {_number(found['lost_percent'])}% of training time lost" if "lost_percent" in found else ""
+        text += f". {counted(found['checkpoints'], 'checkpoint')}"
+        if "stall_ms" in found:
+            text += f", each held training for {metric('stall_ms').text(found['stall_ms'])} (median)"
+        if "lost_percent" in found:
+            text += f"; {metric('lost_percent').text(found['lost_percent'])} of training time lost"
     return f"{text}."
 
 
-def _counted(number: float, noun: str) -> str:
-    return f"{number:,.0f} {noun}{'s' * (number != 1)}"
-
-
 def _warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
+    from stagereg.sweep.metrics import counted
+    from stagereg.sweep.render.tables import first_line
+
     if job.error:
-        yield f"It {'failed' if job.status == 'failed' else 'did not come to its end'}: {job.error}"
+        yield f"It {'failed' if job.status == 'failed' else 'did not come to its end'}: {first_line(job.error)}"
     if recorded is None:
         return
     if recorded.damaged:
-        yield f"{recorded.damaged} lines of its records are damaged; they are left out."
+        one = recorded.damaged == 1
+        are, they = ("is", "it is") if one else ("are", "they are")
+        yield f"{counted(recorded.damaged, 'line')} of its records {are} damaged; {they} left out."
     if len(recorded.ranks) < recorded.world_size:
         there = {rank.rank for rank in recorded.ranks}
         gone = [str(rank) for rank in range(recorded.world_size) if rank not in there]
         shown = ", ".join(gone[:8]) + ", …" * (len(gone) > 8)
-        yield f"There are no records of rank {shown}: the figures are those of the others."
+        ranks = "rank" if len(gone) == 1 else "ranks"
+        yield f"There are no records of {ranks} {shown}: the figures are those of the others."
 
 
 def _figures(found: dict[str, float]) -> Iterator[tuple[str, str]]:
-    """Heads and texts: what a comparison has columns for, then the rest."""
-    from stagereg.sweep.metrics import METRICS, RETURNED, metric
+    """Heads and texts."""
+    from stagereg.sweep.metrics import in_order, in_words
 
-    names = [one.name for one in METRICS] + sorted(name for name in found if name.startswith(RETURNED))
-    for name in names:
-        if name in found:
-            one = metric(name)
-            yield one.name, one.text(found[name])
-    for name, (head, unit) in _OTHERS.items():
-        if name in found:
-            yield (
-                head,
-                f"{_number(found[name] / _MIB)} MiB" if unit == "B" else f"{_number(found[name])} {unit}".rstrip(),
-            )
+    for name in in_order(found):
+        head, value, unit = in_words(name, found[name])
+        yield head, f"{_number(value)} {unit}".rstrip()
 
 
 _RANK_NAMES = ("rank", "host", "steps", "without_data", "stall_ms", "lost", "peak_gib", "state")
@@ -339,8 +325,9 @@ def _write(
         tables=_tables(recorded),
         config=_text(job.directory / ".hydra" / "config.yaml"),
         command=job.command,
-        environment={**job.environment, **recorded.versions},
+        environment={**recorded.environment, **job.environment, **recorded.versions},
         warnings=warnings,
+        error=(job.error or "") if "\n" in (job.error or "").strip() else "",
     )
     documents["report.html"] = text.encode()
     for name in ("timeline.svg", "timeline.png", "report.html"):

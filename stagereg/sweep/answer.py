@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stagereg.sweep.compare import Comparison, Row
+    from stagereg.sweep.result import JobResult
 
-__all__ = ["sentences"]
+__all__ = ["Trust", "repeated", "sentences", "trust"]
 
 _NAMED = 3
 """Rows that are named before the rest is counted."""
 _FEW = 3
 """Runs of a combination from which on a difference beyond their spread is worth saying without reserve."""
+
+
+class Trust(Enum):
+    """What can be said of the difference between the best and the next."""
+
+    NO_BEST = "no best"
+    ALONE = "alone"
+    TIE = "tie"
+    ONCE = "once"
+    FEW = "few"
+    REAL = "real"
+
+
+def trust(comparison: Comparison) -> Trust:
+    """Return how far the answer can be trusted."""
+    best = comparison.best
+    if best is None:
+        return Trust.NO_BEST
+    if (following := _following(comparison, best)) is None:
+        return Trust.ALONE
+    if comparison.ties:
+        return Trust.TIE
+    fewest = min(len(row.cells[comparison.ranking.name].values) for row in (best, following))
+    return Trust.ONCE if fewest == 1 else Trust.FEW if fewest < _FEW else Trust.REAL
+
+
+def repeated(comparison: Comparison, times: int) -> str:
+    """Return what would run the combinations so many times."""
+    if comparison.repeatable:
+        return f"sweep.repeats={times}"
+    return f"a sweep of the best ones with hydra/sweeper=interleaved sweep.repeats={times}"
 
 
 def sentences(comparison: Comparison) -> str:
@@ -26,14 +59,27 @@ def _none(comparison: Comparison) -> str:
     name = comparison.ranking.name
     jobs = [job for row in comparison.rows for job in row.jobs]
     if not any(job.status == "completed" for job in jobs):
-        failed = sum(job.status == "failed" for job in jobs)
-        how = "failed" if failed == len(jobs) else "failed or unfinished" if failed else "unfinished"
-        return f"No answer: the only job is {how}." if len(jobs) == 1 else f"No answer: all {len(jobs)} jobs are {how}."
+        return f"No answer: {_ended(jobs)}."
     if not any(name in row.cells for row in comparison.rows):
         there = ", ".join(one.name for one in comparison.metrics)
         others = f". Figures there are: {there}." if there else ", nor any other."
         return f"No answer by {name}: no completed job has that figure{others}"
     return f"No answer by {name}: every combination that has it failed, or lacks it, in some of its runs."
+
+
+def _ended(jobs: Sequence[JobResult]) -> str:
+    """What became of jobs none of which completed."""
+    failed = sum(job.status == "failed" for job in jobs)
+    unfinished = len(jobs) - failed
+    every = {1: "the only job", 2: "both jobs"}.get(len(jobs), f"all {len(jobs)} jobs")
+    if not unfinished:
+        return f"{every} failed"
+    be = "is" if unfinished == 1 else "are"
+    return (
+        f"of {len(jobs)} jobs {failed} failed and {unfinished} {be} unfinished"
+        if failed
+        else f"{every} {be} unfinished"
+    )
 
 
 def _about(comparison: Comparison, best: Row) -> Iterator[str]:
@@ -47,7 +93,7 @@ def _about(comparison: Comparison, best: Row) -> Iterator[str]:
     elif ties:
         yield f"{head}; it ties with {_others(ties, rivals)}: {_because(comparison, best, ties)}."
     else:
-        yield _apart(comparison, head, best, rivals)
+        yield _apart(comparison, head, best)
     yield from _unreliable(comparison, best)
 
 
@@ -79,22 +125,32 @@ def _because(comparison: Comparison, best: Row, ties: Sequence[Row]) -> str:
     return "the difference is smaller than the spread"
 
 
-def _apart(comparison: Comparison, head: str, best: Row, rivals: Sequence[Row]) -> str:
+def _apart(comparison: Comparison, head: str, best: Row) -> str:
     """No rival ties with the best: how far can that be trusted?"""
-    name = comparison.ranking.name
-    sign = -1 if comparison.ranking.better == "higher" else 1
-    following = min(rivals, key=lambda row: sign * row.cells[name].median)
-    counts = sorted({len(row.cells[name].values) for row in (best, following)})
-    if counts[0] == 1:
+    following = _following(comparison, best)
+    assert following is not None
+    counts = sorted({len(row.cells[comparison.ranking.name].values) for row in (best, following)})
+    trusted = trust(comparison)
+    if trusted is Trust.ONCE:
         once = "one run each" if counts == [1] else "one of the two has a single run"
-        trust = f"{once}, so nothing says whether the difference is real; sweep.repeats={_FEW} would"
+        words = f"{once}, so nothing says whether the difference is real; {repeated(comparison, _FEW)} would"
     else:
         each = f"{counts[0]} runs each" if len(counts) == 1 else "their runs"
-        trust = f"the difference is larger than the spread of {each}, "
-        trust += (
-            "so it is most likely real" if counts[0] >= _FEW else "but so few prove little; sweep.repeats=5 would help"
+        words = f"the difference is larger than the spread of {each}, "
+        words += (
+            "so it is most likely real"
+            if trusted is Trust.REAL
+            else f"but so few prove little; {repeated(comparison, 5)} would help"
         )
-    return f"{head}, before {_told(comparison, following)}: {trust}."
+    return f"{head}, before {_told(comparison, following)}: {words}."
+
+
+def _following(comparison: Comparison, best: Row) -> Row | None:
+    """The row that would be the best without the best."""
+    name = comparison.ranking.name
+    sign = -1 if comparison.ranking.better == "higher" else 1
+    rivals = (row for row in comparison.candidates if row is not best)
+    return min(rivals, key=lambda row: sign * row.cells[name].median, default=None)
 
 
 def _unreliable(comparison: Comparison, best: Row) -> Iterator[str]:

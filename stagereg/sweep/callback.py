@@ -40,7 +40,7 @@ from stagereg.errors import ConfigError, StageregError
 from stagereg.output import say
 from stagereg.sweep.compare import compare
 from stagereg.sweep.figures import figures
-from stagereg.sweep.metrics import DIRECTIONS, directed
+from stagereg.sweep.metrics import DIRECTIONS, directed, usual
 from stagereg.sweep.result import RESULT, JobResult, results, split
 from stagereg.sweep.run import Run
 
@@ -48,7 +48,6 @@ __all__ = ["Compare"]
 
 log = logging.getLogger(__name__)
 
-_METRIC = "stall_ms"
 _SWEEPS_OWN = (
     "hydra.mode",
     "hydra.run",
@@ -124,7 +123,8 @@ class Compare(Callback):
         directory = _sweep_directory(config)
         try:
             jobs = results(directory)
-            comparison = compare(jobs, self._metric or _usual_metric(jobs), self._direction)
+            metric = self._metric or usual(set().union(*(job.figures for job in jobs)))
+            comparison = compare(jobs, metric, self._direction)
             terminal(comparison)
             written = render.write(comparison, directory)
             say(f"\nReport: {next(path for path in written if path.suffix == '.html')}")
@@ -134,12 +134,12 @@ class Compare(Callback):
             sys.exit(1)
 
     def _check(self, config: DictConfig) -> None:
-        ranking = directed(self._metric or _METRIC, self._direction)
+        ranking = directed(self._metric or usual(()), self._direction)
         sweeper = config.hydra.sweeper
         repeats = OmegaConf.select(config, "sweep.repeats", default=1) if OmegaConf.is_dict(config.get("sweep")) else 1
         if "repeats" not in sweeper and repeats != 1:
             raise ConfigError(
-                f"sweep.repeats={repeats} needs hydra/sweeper=interleaved: {sweeper._target_.rpartition('.')[2]} "
+                f"sweep.repeats={repeats} needs hydra/sweeper=interleaved: {_sweeper(config.hydra)} "
                 "chooses its jobs by itself, so leave sweep.repeats at 1 with it"
             )
         searched = _searched(sweeper)
@@ -158,6 +158,7 @@ class Compare(Callback):
         given = [str(word) for word in hydra.overrides.task]
         overrides, repeat, again = split(given)
         job = {key: None if OmegaConf.is_missing(hydra.job, key) else hydra.job[key] for key in ("num", "id", "name")}
+        job["sweeper"] = _sweeper(hydra)
         returned = _plain(returned)
         run = _run(directory, self._began)
         return JobResult(
@@ -219,6 +220,10 @@ def _sweep_directory(config: DictConfig) -> Path:
     return Path(config.hydra.runtime.cwd, str(config.hydra.sweep.dir))
 
 
+def _sweeper(hydra: Any) -> str:
+    return str(hydra.sweeper._target_).rpartition(".")[2]
+
+
 def _searched(sweeper: Any) -> Any:
     """In which direction a sweeper searches, or a list of several; ``None`` where it does not search."""
     direction = OmegaConf.select(sweeper, "direction")
@@ -236,11 +241,6 @@ def _worst(searched: Any) -> Any:
     if isinstance(searched, list):
         return [_worst(each) for each in searched]
     return {"minimize": math.inf, "maximize": -math.inf}.get(searched, math.nan)
-
-
-def _usual_metric(jobs: Iterable[JobResult]) -> str:
-    known = set().union(*(job.figures for job in jobs))
-    return "loss" if _METRIC not in known and "loss" in known else _METRIC
 
 
 def _stop(error: Exception, advice: str = "") -> NoReturn:
@@ -287,8 +287,7 @@ def _environment(run: Run | None, load: Sequence[float]) -> dict[str, Any]:
     import torch
 
     told = machine.describe("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
-    start = run.ranks[0].start if run is not None else {}
-    return told | {"load": list(load)} | {name: start[name] for name in ("host", "device") if name in start}
+    return told | {"load": list(load)} | (run.environment if run is not None else {})
 
 
 def _plain(returned: Any) -> Any:

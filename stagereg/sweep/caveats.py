@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from stagereg.sweep.metrics import Metric
+from stagereg.sweep.metrics import Metric, counted
 from stagereg.sweep.result import JobResult
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def of_row(completed: Sequence[JobResult], versions: str, ranking: Metric) -> It
     if 0 < without < len(completed):
         yield f"no {ranking.name} in {without} of {len(completed)} runs"
     if lost := sum(int(job.figures.get("lost_checkpoints", 0)) for job in completed):
-        yield f"{_counted(lost, 'checkpoint')} could not be saved"
+        yield f"{counted(lost, 'checkpoint')} could not be saved"
     if _counts_only_stalls(completed):
         yield "lost_percent counts only stalls, since staging and writing left no step undisturbed"
 
@@ -49,7 +49,7 @@ def of(jobs: Sequence[JobResult], rows: Sequence[Row], ranking: Metric) -> Itera
     if older := _older(jobs):
         was = "was" if older == 1 else "were"
         yield (
-            f"{_counted(older, 'job')} {was} over before the first one began: left, it may be, by an earlier sweep in "
+            f"{counted(older, 'job')} {was} over before the first one began: left, it may be, by an earlier sweep in "
             "the same directory."
         )
     if beside := _beside(jobs):
@@ -57,7 +57,7 @@ def of(jobs: Sequence[JobResult], rows: Sequence[Row], ranking: Metric) -> Itera
     if unfinished := sum(job.status == "unfinished" for job in jobs):
         was, their = ("was", "its") if unfinished == 1 else ("were", "their")
         yield (
-            f"{_counted(unfinished, 'job')} {was} killed half-way or {'is' if unfinished == 1 else 'are'} still "
+            f"{counted(unfinished, 'job')} {was} killed half-way or {'is' if unfinished == 1 else 'are'} still "
             f"running: {their} figures do not count."
         )
     measured = [row for row in rows if row.cells]
@@ -102,10 +102,6 @@ def _beside(jobs: Sequence[JobResult]) -> int:
             running += change
             most = max(most, running)
     return most if most > 1 else 0
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _listed(labels: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from stagereg.sweep.run import Run, Span
 
-__all__ = ["Saved", "saved"]
+__all__ = ["Saved", "by_checkpoint", "saved"]
 
 _SPANS = ("stalls", "stages", "writes")
 
@@ -45,7 +45,7 @@ class Saved:
 
 def saved(run: Run) -> list[Saved]:
     """Return the checkpoints of ``run``, in the order in which they were begun."""
-    stalls, stages, writes = (_grouped(getattr(rank, name) for rank in run.ranks) for name in _SPANS)
+    stalls, stages, writes = (by_checkpoint(getattr(rank, name) for rank in run.ranks) for name in _SPANS)
     errors = {step: error for rank in run.ranks for step, error in rank.lost}
     keys = {*stalls, *stages, *writes}
     keys |= {(step, 0) for step in errors if (step, 0) not in keys}
@@ -55,8 +55,8 @@ def saved(run: Run) -> list[Saved]:
     return sorted(every, key=lambda one: (one.start, one.step))
 
 
-def _grouped(ranks: Iterable[Iterable[Span]]) -> defaultdict[tuple[int, int], list[Span]]:
-    """The spans of all ranks by step, and by whether it is the first of that step on its rank, the second …"""
+def by_checkpoint(ranks: Iterable[Iterable[Span]]) -> defaultdict[tuple[int, int], list[Span]]:
+    """Return the spans of all ranks by step, and by whether it is the first of that step on its rank, the second …"""
     groups: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
     for spans in ranks:
         seen: Counter[int] = Counter()

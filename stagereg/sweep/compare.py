@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
+from stagereg.config.interleaved import KEYS, InterleavedSweeper
 from stagereg.errors import ConfigError
 from stagereg.sweep import answer, caveats
 from stagereg.sweep.metrics import METRICS, RETURNED, Metric, directed
@@ -123,7 +124,7 @@ class Comparison:
     Attributes:
         directory: of the sweep.
         parameters: the keys that were swept.
-        constant: the overrides that all jobs share.
+        constant: the overrides that all jobs share, without those of the sweep itself.
         metrics: the columns: those that any row has.
         rows: one for each combination.
         repeats: how often each combination was to run.
@@ -154,6 +155,12 @@ class Comparison:
     def answer(self) -> str:
         """What came out, in a sentence or two: which is best, and whether the difference is real."""
         return answer.sentences(self)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the sweeper that chose the jobs takes ``sweep.repeats``, as far as they tell."""
+        told = {job.job.get("sweeper") for row in self.rows for job in row.jobs}
+        return told <= {None, InterleavedSweeper.__name__}
 
     @property
     def candidates(self) -> tuple[Row, ...]:
@@ -194,7 +201,7 @@ def compare(results: Sequence[JobResult], metric: str = "stall_ms", direction: s
     return Comparison(
         directory=_directory(jobs),
         parameters=parameters,
-        constant=tuple(o for o in jobs[0].overrides if not _by_key([o]).keys() & set(parameters)),
+        constant=tuple(o for o in jobs[0].overrides if _by_key([o]).keys() - set(parameters)),
         metrics=columns,
         rows=tuple(_judged(rows, columns, ranking)),
         repeats=1 + max(job.repeat for job in jobs),
@@ -207,9 +214,10 @@ def compare(results: Sequence[JobResult], metric: str = "stall_ms", direction: s
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, str]:
-    """Overrides by what they change; of two for one key, Hydra takes the last."""
+    """Overrides by what they change, if that is the program; of two for one key, Hydra takes the last."""
     parts = (override.partition("=") for override in overrides)
-    return {(key if key.startswith("~") else key.lstrip("+")): value for key, _, value in parts}
+    keys = {(key if key.startswith("~") else key.lstrip("+")): value for key, _, value in parts}
+    return {key: value for key, value in keys.items() if key not in KEYS}
 
 
 def _swept(jobs: Sequence[JobResult], taken: Sequence[Mapping[str, str]]) -> tuple[str, ...]:

@@ -11,11 +11,11 @@ import bisect
 import itertools
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stagereg.sweep.checkpoints import by_checkpoint
 from stagereg.sweep.metrics import RETURNED
 from stagereg.sweep.run import RankRecord, Run, Span
 
@@ -93,9 +93,9 @@ def _is_real(value: Any) -> bool:
 
 
 def _checkpoints(run: Run) -> dict[str, float]:
-    stalls = _by_checkpoint(run, lambda record: record.stalls)
-    stages = _by_checkpoint(run, lambda record: record.stages)
-    writes = _by_checkpoint(run, lambda record: record.writes)
+    stalls = by_checkpoint(record.stalls for record in run.ranks).values()
+    stages = by_checkpoint(record.stages for record in run.ranks).values()
+    writes = by_checkpoint(record.writes for record in run.ranks).values()
     found: dict[str, float] = {}
     if stalls:
         found["stall_ms"] = 1e3 * statistics.median(map(_slowest, stalls))
@@ -114,17 +114,6 @@ def _checkpoints(run: Run) -> dict[str, float]:
     if lost := max(len(record.lost) for record in run.ranks):
         found["lost_checkpoints"] = lost
     return found
-
-
-def _by_checkpoint(run: Run, spans: Callable[[RankRecord], Sequence[Span]]) -> list[list[Span]]:
-    """The ranks' spans of each checkpoint together: those of the same step, the first with the first of each rank."""
-    together: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
-    for record in run.ranks:
-        seen: defaultdict[int, int] = defaultdict(int)
-        for span in spans(record):
-            together[span.step, seen[span.step]].append(span)
-            seen[span.step] += 1
-    return list(together.values())
 
 
 def _slowest(spans: Iterable[Span]) -> float:

@@ -6,11 +6,24 @@ Computing them is for :mod:`stagereg.sweep.figures`.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from stagereg.errors import ConfigError, nearest
 
-__all__ = ["DIRECTIONS", "METRICS", "RETURNED", "Metric", "directed", "metric", "shown"]
+__all__ = [
+    "DIRECTIONS",
+    "METRICS",
+    "RETURNED",
+    "Metric",
+    "counted",
+    "directed",
+    "in_order",
+    "in_words",
+    "metric",
+    "shown",
+    "usual",
+]
 
 RETURNED = "returned."
 """What the name of a figure begins with that a task returns in a dict."""
@@ -108,6 +121,20 @@ METRICS = (
 )
 """All figures that have a name of their own, in the order of their columns."""
 _NAMES = tuple(one.name for one in METRICS)
+_MIB = 2**20
+_FACTS = {
+    "steps": ("steps", ""),
+    "step_s": ("undisturbed step", "s"),
+    "train_s": ("training time", "s"),
+    "lost_s": ("lost to checkpoints", "s"),
+    "checkpoints": ("checkpoints", ""),
+    "lost_checkpoints": ("lost checkpoints", ""),
+    "stall_s": ("stalls in sum", "s"),
+    "write_s": ("write of a checkpoint", "s"),
+    "state_bytes": ("size of a checkpoint", "MiB"),
+    "bytes_staged": ("staged in all", "MiB"),
+}
+"""Heads and units of the figures that nothing is ranked by."""
 
 
 def metric(name: str) -> Metric:
@@ -147,6 +174,29 @@ def directed(name: str, direction: str | None = None) -> Metric:
             f"The direction is minimize or maximize, not {direction!r}.{nearest(str(direction), DIRECTIONS)}"
         )
     return replace(found, better=DIRECTIONS[direction])
+
+
+def usual(known: Collection[str]) -> str:
+    """Return the name of what to rank by where nobody says: the stall of a checkpoint, or of what has none the loss."""
+    return "loss" if "stall_ms" not in known and "loss" in known else "stall_ms"
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return the names of figures as a list of them has them: metrics, what tasks returned, and then the rest."""
+    told = sorted(names)
+    order = [*_NAMES, *(name for name in told if name.startswith(RETURNED)), *_FACTS]
+    return sorted(told, key=lambda name: order.index(name) if name in order else len(order))
+
+
+def in_words(name: str, value: float) -> tuple[str, float, str]:
+    """Return what people read of a figure: its name in words if it has one, its number and its unit."""
+    head, unit = _FACTS.get(name, (name, next((one.unit for one in METRICS if one.name == name), "")))
+    return head, value / _MIB if unit == "MiB" else value, unit
+
+
+def counted(number: float, noun: str) -> str:
+    """Return such as ``1 run`` and ``2,000 runs``."""
+    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
 
 
 def shown(value: float) -> str:

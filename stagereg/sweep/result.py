@@ -45,7 +45,7 @@ class JobResult:
         status: ``"completed"``, ``"failed"``, or ``"unfinished"``: killed half-way, or still running.
         error: why it failed, or ``None``.
         overrides: of the task, as they were given; without those that only tell repeats apart.
-        job: Hydra's ``num`` (``None`` outside of a sweep), ``id`` and ``name``.
+        job: Hydra's ``num`` (``None`` outside of a sweep), ``id`` and ``name``, and the class of its ``sweeper``.
         repeat: which run of its combination this is, from 0 on.
         again: whether it runs the first combination once more, as if it were another one.
         started: seconds since the epoch.
@@ -233,6 +233,7 @@ def _without_result(directory: Path, trouble: str) -> JobResult:
         seconds=run.seconds,
         figures=figures(run),
         versions=run.versions,
+        environment=run.environment,
     )
 
 
@@ -242,13 +243,11 @@ def _overrides(path: Path) -> list[str]:
 
 
 def _job(path: Path) -> dict[str, Any]:
-    """Number, id and name of the job by Hydra's own config; what it does not say is left out."""
-    told = _yaml(path)
-    for name in ("hydra", "job"):
-        told = told.get(name) if isinstance(told, dict) else None
-    if not isinstance(told, dict):
-        return {}
-    return {name: told[name] for name in ("num", "id", "name") if told.get(name) not in (None, "???")}
+    """Number, id, name and sweeper of the job by Hydra's own config; what it does not say is left out."""
+    hydra = _of(dict, _yaml(path), "hydra")
+    job, sweeper = _of(dict, hydra, "job"), _of(dict, hydra, "sweeper")
+    told = {name: job[name] for name in ("num", "id", "name") if job.get(name) not in (None, "???")}
+    return told | ({"sweeper": str(sweeper["_target_"]).rpartition(".")[2]} if "_target_" in sweeper else {})
 
 
 def _yaml(path: Path) -> Any:
@@ -290,8 +289,8 @@ def _fields(told: Any, path: Path) -> dict[str, Any]:
     }
 
 
-def _of(kind: type[Any], told: Mapping[str, Any], name: str) -> Any:
-    value = told.get(name)
+def _of(kind: type[Any], told: Any, name: str) -> Any:
+    value = told.get(name) if isinstance(told, Mapping) else None
     return value if isinstance(value, kind) else kind()
 
 

@@ -173,6 +173,12 @@ class Run:
         return {name: start[name] for name in names if isinstance(start.get(name), str)}
 
     @property
+    def environment(self) -> dict[str, str]:
+        """What rank 0, or the first there is, told of its machine: ``host`` and, where it has one, ``device``."""
+        start = self.ranks[0].start
+        return {name: start[name] for name in ("host", "device") if isinstance(start.get(name), str)}
+
+    @property
     def damaged(self) -> int:
         """How many lines of all ranks could not be read, torn last ones aside."""
         return sum(record.damaged for record in self.ranks)

@@ -198,6 +198,7 @@ def test_lost_is_a_segment_less_the_same_rounds_segment_without_a_checkpoint() -
     assert (theirs.samples, theirs.missing) == ({}, "no process")
 
 
+@pytest.mark.slow
 def test_a_loop_that_dies_tells_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"(?s)1 torch threads.*nowhere"):
         stall.measured(["none"], 1, 1, 0.001, "nowhere", tmp_path)

@@ -58,7 +58,8 @@ def python(made: Path) -> Path:
     return made / "venv" / "bin" / "python"
 
 
-@pytest.mark.parametrize("kind", ["stager", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_new_package_passes_its_own_tests_and_check(kind: str, made: Path, python: Path) -> None:
     folder = made / "packages" / f"my-{kind.replace('_', '-')}"
     tests = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder)

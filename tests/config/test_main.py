@@ -231,7 +231,7 @@ def test_an_error_is_told_once_with_its_rank_and_not_its_consequences(app, start
 @pytest.mark.parametrize(
     ("what", "line"),
     [
-        ("fail_on_last", "rank 1: the cheese is out: buy some"),
+        pytest.param("fail_on_last", "rank 1: the cheese is out: buy some", marks=pytest.mark.slow),
         pytest.param("uneven", "rank 1: inputs ran out on rank 1", marks=pytest.mark.slow),
         ("die_on_last", "rank 1: died of SIGKILL"),
         pytest.param("exit_badly_on_last", "rank 1: left by sys.exit(3)", marks=pytest.mark.slow),
@@ -249,6 +249,7 @@ def test_the_same_error_on_all_ranks_is_one_line(app):
     assert re.fullmatch(r"rank [01]: no room for cheese\n", ended.stderr)
 
 
+@pytest.mark.slow
 def test_a_rank_may_leave_early_by_itself(app):
     ended = app.run("what=exit_on_last")
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -292,6 +293,7 @@ def test_an_unknown_key_is_one_line_with_the_nearest_name(app):
     assert re.fullmatch(r"stagereg: the config takes no 'npro'\. Did you mean 'nproc'\? It takes: .*\n", ended.stderr)
 
 
+@pytest.mark.slow
 def test_folders_and_configs_are_found_from_anywhere_and_chdir_is_hydras(app, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     command = [sys.executable, os.path.relpath(app.folder / "train.py", elsewhere), f"answers={app.answers}"]

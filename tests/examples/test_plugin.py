@@ -145,6 +145,7 @@ def test_its_options_are_typed_and_a_misspelt_one_gets_the_nearest(user: User) -
     assert "Did you mean 'bf16'" in user.run("bare.py", "stager=bf61", code=1).stderr
 
 
+@pytest.mark.slow
 def test_full_checkpoints_and_exports_of_averaged_weights_agree_and_plain_torch_reads_both(user: User) -> None:
     told = user.prints("finetune.py", *SMALL, "hydra.run.dir=run")
     assert "step 6 " in told

@@ -77,6 +77,7 @@ def test_readme_command_trains_from_its_folder_and_plain_torch_loads_the_checkpo
     assert len(list(tmp_path.glob("run/*.log"))) == 1
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     options = ["train.steps=8", "checkpoint.every=4", f"hydra.run.dir={tmp_path}/run"]

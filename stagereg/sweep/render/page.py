@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagereg.sweep.metrics import METRICS
+from stagereg.sweep.answer import Trust, repeated, trust
+from stagereg.sweep.metrics import METRICS, counted, in_order, in_words
 from stagereg.sweep.render import tables
 from stagereg.sweep.render.plots import COLOURS
 
@@ -39,8 +40,6 @@ _LINE = 180
 _NONE = "-"
 _VERDICTS = ("best", "tie", "", "A/A", "unfinished", "failed")
 """In the order in which they are sorted."""
-_FEW = 3
-"""Runs from which on a difference beyond their spread is called real."""
 _LONG = 28
 """Characters of a parameter from which on its text is folded."""
 
@@ -172,7 +171,7 @@ def compare_page(comparison: Comparison, pictures: Sequence[Picture] = (), timel
         directory=str(comparison.directory),
         when=_when(jobs),
         answer=comparison.answer,
-        verdict=_certainty(comparison)[2],
+        verdict=_CERTAINTY[trust(comparison)][2],
         tiles=_tiles(comparison, jobs),
         command=_again(best.jobs) if best else "",
         warnings=[*comparison.warnings, *_incomplete(rows)],
@@ -180,6 +179,7 @@ def compare_page(comparison: Comparison, pictures: Sequence[Picture] = (), timel
         constant=list(comparison.constant),
         table=_comparison_table(comparison, rows),
         measured=any(map(tables.measured, rows)),
+        ties=tables.TIES if tables.tied(rows) else "",
         again=tables.AGAIN if any(row.again for row in rows) else "",
         pictures=[_drawn(picture, f"p{place}-") for place, picture in enumerate(pictures)],
         timelines=[_drawn(picture, f"t{place}-") for place, picture in enumerate(timelines)],
@@ -194,31 +194,33 @@ def run_page(
     figures: Mapping[str, float],
     pictures: Sequence[Picture] = (),
     *,
-    answer: str = "",
+    answer: str,
     tables: Sequence[Table] = (),
     config: str = "",
     command: str = "",
     environment: Mapping[str, Any] | None = None,
     warnings: Sequence[str] = (),
+    error: str = "",
 ) -> str:
     """Return the page of a single run.
 
     Args:
-        run: what its ranks told; gives the heading, how it ended and the versions.
-        figures: its figures as ``figures.figures`` gives them; those that are metrics come first, with their units.
+        run: what its ranks told; gives the heading and how it ended.
+        figures: its figures as ``figures.figures`` gives them.
         pictures: the timeline, the loss curve …, in this order.
-        answer: the sentence on top; one is made of the figures where it is empty.
+        answer: the sentence on top.
         tables: further tables below the figures, such as one of its checkpoints.
         config: the text of its config (YAML).
         command: the command line that runs it again.
         environment: names and values, as ``machine.describe`` gives them.
-        warnings: lines for the top of the page; that the run failed, and of what, is said below them anyway.
+        warnings: lines for the top of the page.
+        error: what the run has failed of, in full; folded, for a line of it is expected among the warnings.
     """
     return _rendered(
         "run.html",
         title=f"Run {run.directory.name}",
         directory=str(run.directory),
-        answer=answer or _summary(run, figures),
+        answer=answer,
         verdict="good" if run.status == "completed" else "bad",
         tiles=_run_tiles(run, figures),
         warnings=list(warnings),
@@ -227,7 +229,8 @@ def run_page(
         pictures=[_drawn(picture, f"p{place}-") for place, picture in enumerate(pictures)],
         config=_cut(config),
         command=command,
-        environment=_facts([{**run.versions, **(environment or {})}]),
+        error=error,
+        environment=_facts([environment or {}]),
         report=f"stagereg report {run.directory}",
     )
 
@@ -293,7 +296,7 @@ def _comparison_table(comparison: Comparison, rows: Sequence[Row]) -> _Shown:
     if not comparison.metrics:
         columns.append(_Column("error"))
     lines = tuple(_comparison_line(row, comparison, numeric) for row in rows)
-    words = f"{tables.counted(len(rows), 'row')}, ranked by {ranking.name}"
+    words = f"{counted(len(rows), 'row')}, ranked by {ranking.name}"
     return _Shown("Comparison", tuple(columns), lines, words)
 
 
@@ -323,7 +326,7 @@ def _metric_cell(cell: Cell | None) -> _Cell:
         key=repr(cell.median),
         mark=tables.MARKS.get(cell.verdict, ""),
         verdict=cell.verdict,
-        hint=f"{tables.counted(len(cell.values), 'run')}: {', '.join(map(tables.number, cell.values))}",
+        hint=f"{counted(len(cell.values), 'run')}: {', '.join(map(tables.number, cell.values))}",
         numeric=True,
     )
 
@@ -351,43 +354,34 @@ def _plain_cell(value: str | float | int | None, numeric: bool) -> _Cell:
 
 
 def _figures_table(figures: Mapping[str, float]) -> _Shown:
-    """The metrics there are, then the other figures by name."""
-    metrics = [metric for metric in METRICS if metric.name in figures]
-    others = sorted(set(figures) - {metric.name for metric in metrics})
-    lines = [(metric.name, figures[metric.name], metric.unit, f"{metric.doc.rstrip('.')}.") for metric in metrics] + [
-        (name, figures[name], "", "") for name in others
-    ]
-    cells = (
-        _Line(
-            (
-                _Cell(name, key=name, code=True),
-                _Cell(tables.number(value), key=repr(value), numeric=True),
-                _Cell(unit, key=unit or None),
-                _Cell(doc, key=doc or None),
+    docs = {metric.name: f"{metric.doc.rstrip('.')}." for metric in METRICS}
+    lines = []
+    for name in in_order(figures):
+        head, value, unit = in_words(name, figures[name])
+        doc = docs.get(name, "")
+        lines.append(
+            _Line(
+                (
+                    _Cell(head, key=head, code=head == name),
+                    _Cell(tables.number(value), key=repr(value), numeric=True),
+                    _Cell(unit, key=unit or None),
+                    _Cell(doc, key=doc or None),
+                )
             )
         )
-        for name, value, unit, doc in lines
-    )
     columns = (_Column("figure"), _Column("value", numeric=True), _Column("unit"), _Column("what it is"))
-    return _Shown("Figures", columns, tuple(cells))
+    return _Shown("Figures", columns, tuple(lines))
 
 
-def _certainty(comparison: Comparison) -> tuple[str, str, str]:
-    """Whether the answer is one: in a word or two, in a sentence, and which colour that has."""
-    ranking, best = comparison.ranking, comparison.best
-    if best is None:
-        return "unknown", f"no combination completed with {ranking.name}", "bad"
-    if comparison.ties:
-        return "a tie", f"{tables.counted(len(comparison.ties), 'other')} cannot be told from the best", "open"
-    rivals = [row for row in comparison.candidates if row is not best]
-    counts = [len(row.cells[ranking.name].values) for row in (best, *rivals)]
-    if not rivals:
-        return "not known", "no other combination has this figure in all its runs", "open"
-    if min(counts) == 1:
-        return "not proven", "one run says nothing about the spread; sweep.repeats=3 would", "open"
-    if min(counts) < _FEW:
-        return "likely", f"larger than the spread, but of {min(counts)} runs only", "open"
-    return "real", "larger than the spread of the runs", "good"
+_CERTAINTY = {
+    Trust.NO_BEST: ("unknown", "no combination completed with {metric}", "bad"),
+    Trust.ALONE: ("not known", "no other combination has this figure in all its runs", "open"),
+    Trust.TIE: ("a tie", "{ties} cannot be told from the best", "open"),
+    Trust.ONCE: ("not proven", "one run says nothing about the spread; {repeats} would", "open"),
+    Trust.FEW: ("likely", "larger than the spread, but of few runs only", "open"),
+    Trust.REAL: ("real", "larger than the spread of the runs", "good"),
+}
+"""Whether the answer is one: in a word or two, in a sentence, and which colour that has."""
 
 
 def _tiles(comparison: Comparison, jobs: Sequence[JobResult]) -> list[_Tile]:
@@ -396,10 +390,16 @@ def _tiles(comparison: Comparison, jobs: Sequence[JobResult]) -> list[_Tile]:
     if best is not None and (cell := tables.known(best, ranking)):
         said = f"{tables.median_text(cell)} {tables.spread_text(cell)}".rstrip()
         tiles.append(_Tile(f"best {ranking.name}", said, best.label, "best"))
-    tiles.append(_Tile("the difference is", *_certainty(comparison)))
+    word, words, kind = _CERTAINTY[trust(comparison)]
+    told = {
+        "metric": ranking.name,
+        "ties": counted(len(comparison.ties), "other"),
+        "repeats": repeated(comparison, 3),
+    }
+    tiles.append(_Tile("the difference is", word, words.format(**told), kind))
     done = sum(job.status == "completed" for job in jobs)
     rows = [row for row in comparison.rows if not row.again]
-    repeats = f"{tables.counted(len(rows), 'combination')}, {tables.counted(comparison.repeats, 'run')} each"
+    repeats = f"{counted(len(rows), 'combination')}, {counted(comparison.repeats, 'run')} each"
     again = "; and the A/A row" if len(rows) < len(comparison.rows) else ""
     tiles.append(_Tile("runs", f"{done} of {len(jobs)} completed", repeats + again, "" if done == len(jobs) else "bad"))
     return tiles
@@ -412,7 +412,7 @@ def _incomplete(rows: Sequence[Row]) -> list[str]:
         return []
     names = "; ".join(f"{tables.named(row)} ({row.status})" for row in broken)
     where = names if len(names) < _LINE else "they are the last of the table, and their errors are with their configs"
-    return [f"{len(broken)} of {tables.counted(len(rows), 'row')} did not complete: {where}."]
+    return [f"{len(broken)} of {counted(len(rows), 'row')} did not complete: {where}."]
 
 
 def _detail(row: Row, comparison: Comparison) -> _Detail:
@@ -475,29 +475,13 @@ def _text(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
-def _summary(run: Run, figures: Mapping[str, float]) -> str:
-    """A sentence of what is known."""
-    parts = [tables.counted(run.world_size, "rank")]
-    if "steps" in figures:
-        parts.append(tables.counted(int(figures["steps"]), "step"))
-    if "checkpoints" in figures:
-        parts.append(tables.counted(int(figures["checkpoints"]), "checkpoint"))
-    said = ", ".join(parts)
-    if "stall_ms" in figures:
-        said += f": a checkpoint held training for {tables.number(figures['stall_ms'])} ms"
-        if "lost_percent" in figures:
-            said += f", {tables.number(figures['lost_percent'])} % of its time was lost to them"
-    return f"{said}."
-
-
 def _run_tiles(run: Run, figures: Mapping[str, float]) -> list[_Tile]:
     kind = {"completed": "good", "failed": "bad"}.get(run.status, "open")
-    tiles = [_Tile("status", run.status, run.error or f"after {tables.number(run.seconds)} s", kind)]
+    tiles = [_Tile("status", run.status, f"after {tables.number(run.seconds)} s", kind)]
     for metric in METRICS:
         if metric.name in figures and len(tiles) < 4:
-            unit = f" {metric.unit}" if metric.unit else ""
             words = re.split(r"[:.]", metric.doc)[0]
-            tiles.append(_Tile(metric.name, f"{tables.number(figures[metric.name])}{unit}", words))
+            tiles.append(_Tile(metric.name, metric.text(figures[metric.name]), words))
     return tiles
 
 

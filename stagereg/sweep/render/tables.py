@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from stagereg import output
-from stagereg.sweep.metrics import shown
+from stagereg.sweep.metrics import counted, shown
 
 if TYPE_CHECKING:
     from stagereg.sweep.compare import Cell, Comparison, Row
@@ -31,8 +31,8 @@ __all__ = [
     "AGAIN",
     "LEGEND",
     "MARKS",
+    "TIES",
     "constants",
-    "counted",
     "csv_text",
     "first_line",
     "known",
@@ -46,12 +46,14 @@ __all__ = [
     "runs",
     "spread_text",
     "terminal",
+    "tied",
     "verdict",
 ]
 
 MARKS = {"best": "*", "tie": "~"}
 """What stands behind the number of a cell with that verdict."""
 LEGEND = "* best of its column, ~ ties with it; ± is the spread of the runs (interquartile range)"
+TIES = "what ties differs by no more than the spread or the A/A rows do, or has few runs and they overlap"
 AGAIN = "A/A is the first combination measured once more, as if it were another one: what it differs by is noise"
 _PIECES = re.compile(r"[^\W_]+[\W_]?|[\W_]")
 """What a parameter's text is folded between."""
@@ -94,6 +96,11 @@ def measured(row: Row) -> bool:
     return any(math.isfinite(cell.median) for cell in row.cells.values())
 
 
+def tied(rows: Sequence[Row]) -> bool:
+    """Whether anything ties with the best of a column."""
+    return any(cell.verdict == "tie" for row in rows for cell in row.cells.values())
+
+
 def verdict(row: Row, comparison: Comparison) -> str:
     """Return the word for a row: best, tie, A/A, failed, unfinished, or none; by the metric that ranks."""
     if not measured(row) and row.status != "completed":
@@ -117,11 +124,6 @@ def constants(comparison: Comparison) -> str:
 def runs(row: Row) -> str:
     """Return how many runs the row has, and where they ended differently how many of them did not complete."""
     return row.status if " " in row.status else str(len(row.jobs))
-
-
-def counted(number: int, noun: str) -> str:
-    """Return such as ``1 run`` and ``2 runs``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def number(value: float) -> str:
@@ -168,7 +170,7 @@ def terminal(comparison: Comparison) -> None:
     for line in _legend(rows):
         output.say(f"  {line}.")
     if left_out:
-        output.say(f"  Not shown, for this line is too narrow: {', '.join(left_out)}; compare.csv has all.")
+        output.say(f"  Not shown, for want of room: {', '.join(left_out)}; compare.csv has all.")
     for line in notes(rows):
         output.say(f"  {line}.")
     for line in _failures(rows):
@@ -237,7 +239,7 @@ def _title(comparison: Comparison) -> str:
 def _legend(rows: Sequence[Row]) -> list[str]:
     if not any(map(measured, rows)):
         return []
-    return [LEGEND, AGAIN] if any(row.again for row in rows) else [LEGEND]
+    return [LEGEND, *([TIES] if tied(rows) else []), *([AGAIN] if any(row.again for row in rows) else [])]
 
 
 def _failures(rows: Sequence[Row]) -> Iterator[str]:
