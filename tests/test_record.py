@@ -290,10 +290,21 @@ def test_logged_numbers_are_in_the_record_and_what_is_no_number_of_theirs_as_nul
     assert (second["step"], second["values"]) == (4, {"loss": None})
 
 
+class Broken:
+    ndim = 0
+
+    def __float__(self) -> float:
+        raise KeyError("x")
+
+    def __repr__(self) -> str:
+        return "Broken()"
+
+
 @pytest.mark.parametrize(
     ("step", "value", "named"),
     [
         (1, "0.5", "'0.5'"),
+        (1, Broken(), "Broken()"),
         (1, None, "None"),
         (1, 1j, "1j"),
         (1, torch.zeros(2), "a Tensor of shape [2]"),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stagereg.bench.report import Group
     from stagereg.bench.targets import Verdict
 
-__all__ = ["add_to", "run"]
+__all__ = ["add_to", "check_writable", "quiet", "run"]
 
 _STATES = {"staging": "large,gpt,small,lora", "write": "gpt"}
 _SCALES = {"staging": 1.0, "write": 1 / 3, "stall": 1.0}
@@ -83,7 +83,7 @@ def run(asked: argparse.Namespace) -> int:
     if busy := machine.noise_warning(environment["load"][0], environment["cores"]):
         print(busy, file=sys.stderr, flush=True)
         notes.append(busy)
-    with _quiet():
+    with quiet():
         groups = _MEASURE[asked.kind](asked, rows, notes)
     if asked.kind in _SCALES and asked.scale != _SCALES[asked.kind]:
         notes.append("The targets are for full size: at this --scale the marks say nothing.")
@@ -97,7 +97,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Leave out the hints that are for the user of one stager, not for one of all stagers in turn."""
     log = logging.getLogger("stagereg")
     level = log.level
@@ -123,9 +123,9 @@ def _check(asked: argparse.Namespace) -> list[str]:
         target = Path(asked.json).absolute()
         if target.is_dir():
             raise ConfigError(f"--json {asked.json} is a directory; name a file.")
-        _writable("--json", target.parent)
+        check_writable("--json", target.parent)
     if asked.kind in ("write", "stall"):
-        _writable("--dir", Path(asked.dir))
+        check_writable("--dir", Path(asked.dir))
     if asked.kind == "stall":
         asked.torch_threads = [_a_number("--torch-threads", word) for word in _words(asked.torch_threads)]
     if asked.device == "cuda":
@@ -146,7 +146,8 @@ def _check(asked: argparse.Namespace) -> list[str]:
     return _known("row", _words(asked.rows), there) if asked.rows else there
 
 
-def _writable(option: str, folder: Path) -> None:
+def check_writable(option: str, folder: Path) -> None:
+    """Raise ``ConfigError`` if no file can be made in ``folder``, which ``option`` of a command line names."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

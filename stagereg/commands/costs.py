@@ -8,13 +8,10 @@ Measuring uses the cases of ``stagereg bench`` on a small state, a few rounds of
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import shutil
 import statistics
 import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -139,18 +136,20 @@ def measured(given: Rates, share: float, stager: str, folder: str) -> Rates:
         ConfigError: it cannot be measured here; the message has the reason.
     """
     from stagereg.bench import states
+    from stagereg.bench.command import quiet
 
     nbytes = int(min(max(share, _LEAST_BYTES), _MOST_BYTES))
     state = states.make("large", nbytes / _GIB)
     found, told = given, []
-    with _quiet():
+    with quiet():
         if given.stage is None:
             output.working(f"copying {size_text(nbytes)} with {stager}")
             stall_s, stage_s = _stage_seconds(state, stager)
             found = replace(found, stall=state.nbytes / stall_s, stage=state.nbytes / stage_s)
             told.append(
-                f"Copying was measured on this machine: {state.nbytes / stage_s / _GIB:.2f} GiB/s, "
-                f"with {stager} on {size_text(state.nbytes)} in host memory."
+                f"Copying was measured on this machine: {state.nbytes / stage_s / _GIB:.3g} GiB/s, "
+                f"with {stager} on {size_text(state.nbytes)} in host memory, "
+                "by one process. Ranks of one machine share its memory: give --stage-gib-s if they are slower together."
             )
             if stall_s < 0.9 * stage_s:
                 told.append(f"The loop is held for {stall_s / stage_s:.0%} of that.")
@@ -159,7 +158,7 @@ def measured(given: Rates, share: float, stager: str, folder: str) -> Rates:
             rate = state.nbytes / _write_seconds(state, Path(folder))
             found = replace(found, write=rate)
             told.append(
-                f"Writing was measured on this machine: {rate / _GIB:.2f} GiB/s, durable, with {_STORAGE}, by "
+                f"Writing was measured on this machine: {rate / _GIB:.3g} GiB/s, durable, with {_STORAGE}, by "
                 "one process. Ranks that share a storage write slower: give --write-gib-s, its rate by their number."
             )
     output.working()
@@ -195,19 +194,6 @@ def _medians(cases: Sequence[Case], state: State) -> list[float]:
         if not one.samples:
             raise ConfigError(f"{one.row} cannot be measured here ({one.missing or one.failure}): give its rate.")
     return [one.median for one in series]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    log = logging.getLogger("stagereg")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)
 
 
 def size_text(nbytes: float) -> str:

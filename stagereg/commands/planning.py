@@ -12,12 +12,12 @@ import dataclasses
 import datetime
 import math
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stagereg import output, registry
+from stagereg.bench.command import check_writable
 from stagereg.checkpoint import interval
 from stagereg.commands.costs import Costs, Rates, by_rates, by_run, count_text, measured, size_text
 from stagereg.commands.losses import Job, Loss, csv_text, duration_text, loss_figure
@@ -32,6 +32,8 @@ _HARDLY = 0.5
 """Lost from so much of the time on, training is said to get nowhere."""
 _FLAT = 0.01
 """Of the time: what an interval may lose more than the best one and still be called as good."""
+_RESTART = "5m"
+_ASSUMED = "The restart is assumed (--restart says otherwise): it changes what is lost, and not which interval is best."
 _SOURCES = (
     "J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.",
     "J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006.",
@@ -55,7 +57,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     job.add_argument("--ranks", metavar="N", help="that share the state, 1 or those of --run")
     job.add_argument("--state", metavar="SIZE", help="of a checkpoint, all ranks together, as in 1TiB")
     job.add_argument(
-        "--restart", default="5m", metavar="TIME", help="from a failure until training goes on, %(default)s"
+        "--restart", metavar="TIME", help=f"from a failure until training goes on, {_RESTART} if not given"
     )
     job.add_argument("--step", metavar="TIME", help="of a training step, to tell the interval in steps too")
     costs = parser.add_argument_group("what a checkpoint takes", "What is not given is measured here, in seconds.")
@@ -75,10 +77,12 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: what was asked for makes no sense, or cannot be measured here.
     """
     mtbf_s, failing = _mtbf(asked)
-    restart_s = _seconds("--restart", asked.restart, least=0.0)
+    restart_s = _seconds("--restart", _RESTART if asked.restart is None else asked.restart, least=0.0)
     given_step = None if asked.step is None else _seconds("--step", asked.step)
     folder = _folder(asked.output)
     costs = _costs(asked)
+    if asked.restart is None:
+        costs = dataclasses.replace(costs, told=(*costs.told, _ASSUMED))
     step_s = given_step or costs.step_s
     job = Job(costs.cost_s, costs.write_s, restart_s, mtbf_s)
     steps = interval.in_steps(job.best_s, step_s, job.least_s) if step_s else None
@@ -141,7 +145,7 @@ def _costs(asked: argparse.Namespace) -> Costs:
     rates = Rates(given["stage"], given["stage"], given["write"], told)
     if rates.stage is None or rates.write is None:
         registry.find("stager", asked.stager)
-        _writable("--dir", Path(asked.dir))
+        check_writable("--dir", Path(asked.dir))
         with output.aside():
             rates = measured(rates, nbytes / ranks, asked.stager, asked.dir)
     return by_rates(nbytes, ranks, rates)
@@ -187,16 +191,8 @@ def _folder(name: str) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--output: {folder} cannot be a directory: {error.strerror}.") from error
-    _writable("--output", folder)
+    check_writable("--output", folder)
     return folder
-
-
-def _writable(option: str, folder: Path) -> None:
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot write in {folder}: {error.strerror}.") from error
 
 
 # -- what is told

@@ -95,12 +95,16 @@ class Session:
         output.say()
 
     def _trials(self, search: Search, study: Study) -> Iterator[Tried]:
-        output.working(f"trial {len(study.tried()) + 1} of {self._asked.trials} is running")
+        self._running("trial", len(study.tried()), self._asked.trials)
         for tried in search.trials(self._asked.trials):
             output.working()
             yield tried
-            output.working(f"trial {len(study.tried()) + 1} of {self._asked.trials} is running")
+            self._running("trial", len(study.tried()), self._asked.trials)
         output.working()
+
+    def _running(self, what: str, done: int, of: int) -> None:
+        if done < of:
+            output.working(f"{what} {done + 1} of {of} is running")
 
     def _progress(self, goal: Goal, search: Search, study: Study, tried: Tried) -> None:
         place = f"trial {len(study.tried())}/{self._asked.trials}"
@@ -113,6 +117,8 @@ class Session:
         self._say(f"{place}  {goal.text(tried.value)}  {what}  ({tried.seconds:.1f} s){so_far}")
 
     def _judged(self, goal: Goal, search: Search) -> Verdict:
+        runs = 2 * self._asked.confirm
+        self._running("confirming, run", 0, runs)
         for number, came in enumerate(search.judge(self._asked.confirm), 1):
             output.working()
             if isinstance(came, Verdict):
@@ -120,8 +126,8 @@ class Session:
             value = came.figures.get(goal.metric.name)
             told = f"failed: {came.error}" if came.status != "completed" or value is None else goal.text(value)
             side = came.directory.name.partition("-")[0]
-            self._say(f"confirming {number}/{2 * self._asked.confirm}  {told}  {side}")
-            output.working(f"confirming, run {number + 1} of {2 * self._asked.confirm}")
+            self._say(f"confirming {number}/{runs}  {told}  {side}")
+            self._running("confirming, run", number, runs)
         raise AssertionError("a search that ends has a verdict")
 
     def _end(self, goal: Goal, space: Space, search: Search, study: Study, verdict: Verdict) -> None:
@@ -165,8 +171,8 @@ class Session:
             what = " ".join(tried.overrides) or "the defaults"
             told = "failed" if tried.value is None else goal.text(tried.value)
             why = "" if tried.value is not None else f"\n{tried.error}\n{search.log(tried)}"
-            rows.append((str(tried.number), told, f"{what}{why}"))
-        output.table("", ("trial", goal.metric.head, "with"), rows)
+            rows.append((search.log(tried).parent.name, told, f"{what}{why}"))
+        output.table("", ("in trials/", goal.metric.head, "with"), rows)
 
     def _say(self, text: str, style: str = "") -> None:
         if self._asked.json:

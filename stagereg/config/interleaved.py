@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 from stagereg.errors import ConfigError, LaunchError
 
-__all__ = ["KEYS", "Contained", "InterleavedSweeper", "RepeatsError", "interleaved"]
+__all__ = ["KEYS", "InterleavedSweeper", "RepeatsError", "interleaved"]
 
 KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.repeat", "sweep.again")
 """What goes for a sweep and not for what its jobs do."""
@@ -56,7 +56,7 @@ class InterleavedSweeper(BasicSweeper):
         self._repeats = repeats
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        super().setup(hydra_context=hydra_context, task_function=Contained(task_function), config=config)
+        super().setup(hydra_context=hydra_context, task_function=_Contained(task_function), config=config)
 
     def sweep(self, arguments: list[str]) -> Any:
         """Run the jobs.
@@ -107,7 +107,7 @@ def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[lis
     return jobs
 
 
-class Contained:
+class _Contained:
     """A task whose ``sys.exit`` ends it alone; picklable when the task is."""
 
     __wrapped__: Callable[[Any], Any]

@@ -66,7 +66,7 @@ def launch(command: Command, hydra: Any, nproc: int) -> Any:
     Args:
         command: how this program was started.
         hydra: the ``hydra`` node of the job's composed config.
-        nproc: number of local ranks; two or more, or at least one where there are several tasks.
+        nproc: number of local ranks, at least one.
 
     Raises:
         RanksFailedError: a rank failed.

@@ -2,7 +2,8 @@
 
 One function, three ways to start it, the same code path inside a rank: plain ``python train.py nproc=2`` composes the
 config here and runs the job on local ranks (``launch``); ``torchrun`` has made this process a rank already (``rank``);
-``nproc=1``, or no ``nproc`` at all, runs the job right here as the only rank. Jobs of a sweep get fresh ranks each.
+``nproc=1``, or no ``nproc`` at all, runs the job right here as the only rank. Jobs of a sweep get fresh ranks each, also
+where that is one: in one process, each job would have the memory and the warm caches of those before it.
 
 Promises: an error of the project is one short message, any other one traceback, with the rank that failed, and exit
 code 1; Ctrl-C ends everything with 130, SIGTERM with 143.
@@ -187,14 +188,12 @@ class _Job:
         from hydra.types import RunMode
         from omegaconf import OmegaConf
 
-        from stagereg.config.interleaved import Contained
-
         nproc = checked_nproc(OmegaConf.select(cfg, "nproc", default=1))
-        if nproc > 1 or Task.current() is not None:
-            return launch(self._command, HydraConfig.get(), nproc)
         one_of_several = HydraConfig.get().mode == RunMode.MULTIRUN
+        if nproc > 1 or one_of_several or Task.current() is not None:
+            return launch(self._command, HydraConfig.get(), nproc)
         try:
-            return alone(Contained(self._task) if one_of_several else self._task, cfg, recorded=True)
+            return alone(self._task, cfg, recorded=True)
         except Exception as error:
             raise RanksFailedError(f"rank 0: {described(error)}") from error
 

@@ -365,10 +365,15 @@ def _one_of(where: str, value: Any, members: tuple[Any, ...]) -> Any:
         return made(where, value, str)
     if choices:
         also = "".join(f"\nOr as text: {refusal.removeprefix(f'{where}: ')}" for refusal in refusals[: len(texts)])
-        raise ConfigError(f"{_no_choice(where, value, choices)}{also}")
+        other = "".join(words for member, words in _OTHERWISE.items() if member in others)
+        raise ConfigError(f"{_no_choice(where, value, choices)}{other}{also}")
     if refusals:
         raise ConfigError(refusals[0])
     return value
+
+
+_OTHERWISE: dict[Any, str] = {bool: ", true or false", int: ", or a whole number", float: ", or a number"}
+"""What a value of a union may be beside its choices, in words."""
 
 
 def _chosen(where: str, value: Any, choices: tuple[Any, ...]) -> Any:

@@ -75,11 +75,9 @@ def _ended(jobs: Sequence[JobResult]) -> str:
     if not unfinished:
         return f"{every} failed"
     be = "is" if unfinished == 1 else "are"
-    return (
-        f"of {len(jobs)} jobs {failed} failed and {unfinished} {be} unfinished"
-        if failed
-        else f"{every} {be} unfinished"
-    )
+    if not failed:
+        return f"{every} {be} unfinished"
+    return f"of {len(jobs)} jobs, {failed} failed and {unfinished} {be} unfinished"
 
 
 def _about(comparison: Comparison, best: Row) -> Iterator[str]:
@@ -104,9 +102,10 @@ def _told(comparison: Comparison, row: Row) -> str:
 def _others(ties: Sequence[Row], rivals: Sequence[Row]) -> str:
     if len(ties) > _NAMED and len(ties) == len(rivals):
         return f"all {len(ties)} others"
-    named = [row.label for row in ties[:_NAMED]]
-    if len(ties) > _NAMED:
-        named.append(f"{len(ties) - _NAMED} more")
+    rest = len(ties) - _NAMED
+    named = [row.label for row in (ties[:_NAMED] if rest > 1 else ties)]
+    if rest > 1:
+        named.append(f"{rest} more")
     return f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
 
 

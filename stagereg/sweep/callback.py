@@ -36,6 +36,7 @@ from stagereg import __version__, machine, record
 from stagereg.config.command import Command
 from stagereg.config.interleaved import KEYS
 from stagereg.config.rank import described, is_rank
+from stagereg.config.tasks import Task
 from stagereg.errors import ConfigError, StageregError
 from stagereg.output import say
 from stagereg.sweep.compare import compare
@@ -94,7 +95,13 @@ class Compare(Callback):
         self._load = os.getloadavg()
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Write the job's ``result.json``; in a sweep, let it go on and give the sweeper its number."""
+        """Write the job's ``result.json``; in a sweep, let it go on and give the sweeper its number.
+
+        Of several tasks that are one run, the first one writes: it alone has what the run returned.
+        """
+        task = Task.current()
+        if task is not None and task.index > 0:
+            return
         failed = job_return.status != JobStatus.COMPLETED
         # The public property would raise the job's error.
         value = job_return._return_value

@@ -18,10 +18,8 @@ _OVERLAP_S = 1.0
 """Seconds that two jobs may run beside each other: one is ending while the next begins."""
 
 
-def of_row(completed: Sequence[JobResult], versions: str, ranking: Metric) -> Iterator[str]:
-    """What is special about a row of these completed jobs; ``versions`` is empty where all rows have the same."""
-    if versions:
-        yield f"measured with {versions}"
+def of_row(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
+    """What is special about a row of these completed jobs."""
     without = sum(not job.has(ranking.name) for job in completed)
     if 0 < without < len(completed):
         yield f"no {ranking.name} in {without} of {len(completed)} runs"
@@ -40,7 +38,7 @@ def of(jobs: Sequence[JobResult], rows: Sequence[Row], ranking: Metric) -> Itera
             "between them may come from the version."
         )
     completed = [job for job in jobs if job.status == "completed"]
-    machines = list(dict.fromkeys(_machine(job) for job in completed if job.environment))
+    machines = list(dict.fromkeys(_machine(job) for job in completed if "cpu" in job.environment))
     if len(machines) > 1:
         yield (
             f"The jobs ran on different machines ({'; '.join(machines[:3])}{' …' * (len(machines) > 3)}): what differs "

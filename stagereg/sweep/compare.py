@@ -272,7 +272,7 @@ def _row(jobs: Sequence[JobResult], parameters: Sequence[str], versions: str, ra
         cells={name: Cell.of(several) for name, several in values.items() if several},
         again=jobs[0].again,
         error=broken[0].error or "it has not said why" if broken else "",
-        note="; ".join(caveats.of_row(completed, versions, ranking)),
+        note="; ".join(caveats.of_row(completed, ranking)),
         versions=versions,
     )
 

@@ -3,7 +3,8 @@
 The stall of a checkpoint says nothing of how often it is paid. So with a mean time between failures the goal is the
 part of its time that a long run would lose in expectation (:func:`stagereg.checkpoint.interval.lost_fraction`), at the
 interval of the trial and with what the trial has measured: what a checkpoint takes from training, how long it is on its
-way, and how long a step takes.
+way, and how long a step takes. A trial with ``checkpoint.every=auto`` is too short to come to the interval that a long
+run would keep to, so it is judged by that one: the best for what it has measured.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stagereg.config.texts import duration
 from stagereg.errors import ConfigError
 from stagereg.sweep.metrics import RETURNED, Metric, directed
 from stagereg.sweep.program import Composed
@@ -28,6 +30,8 @@ _EXPECTED = Metric(
     "The part of its time that a long run would lose to checkpoints and to failures, in expectation.",
 )
 _INTERVAL = "checkpoint.every"
+_PLANNED_FOR = "checkpoint.mtbf"
+"""What ``checkpoint.every=auto`` takes for the time between failures."""
 _GIB = 2**30
 
 
@@ -37,13 +41,15 @@ class Goal:
 
     Attributes:
         metric: the figure, with the direction it is searched in.
-        every: the program's own interval in steps, where it has one.
+        every: the program's own interval in steps, or ``"auto"``, where it has one.
         mtbf_s: mean time between failures of the whole job, seconds; ``None`` where ``metric`` is a figure of the run.
+        planned_for: the program's own mean time between failures, as its config has it; empty where it has none.
     """
 
     metric: Metric
-    every: int | None = None
+    every: int | str | None = None
     mtbf_s: float | None = None
+    planned_for: str = ""
 
     @classmethod
     def of(cls, program: Composed, metric: str | None, direction: str | None, mtbf_s: float | None) -> Goal:
@@ -53,7 +59,7 @@ class Goal:
             ConfigError: there is no such metric or direction, or one that does not go with ``mtbf_s``.
         """
         every = program.get(_INTERVAL)
-        every = every if isinstance(every, int) and not isinstance(every, bool) else None
+        every = every if every == "auto" or (isinstance(every, int) and not isinstance(every, bool)) else None
         if mtbf_s is None:
             return cls(directed(metric or "stall_ms", direction), every)
         if metric is not None or direction is not None:
@@ -62,7 +68,7 @@ class Goal:
             )
         if not mtbf_s > 0:
             raise ConfigError("--mtbf is a time between failures, more than 0, as in --mtbf 6h.")
-        return cls(_EXPECTED, every, mtbf_s)
+        return cls(_EXPECTED, every, mtbf_s, str(program.get(_PLANNED_FOR) or ""))
 
     @property
     def maximize(self) -> bool:
@@ -97,24 +103,33 @@ class Goal:
         raise ConfigError(f"it tells no {self.metric.name}{hint}, only {known}")
 
     def _expected(self, mtbf_s: float, figures: Mapping[str, float], chosen: Mapping[str, str]) -> float:
-        from stagereg.checkpoint.interval import lost_fraction
+        from stagereg.checkpoint import interval
 
-        every = chosen.get(_INTERVAL, self.every)
-        if every is None or not str(every).isdecimal():
-            raise ConfigError(f"--mtbf needs a number of steps in {_INTERVAL}, not {every}")
+        every = str(chosen.get(_INTERVAL, self.every))
+        if every != "auto" and not every.isdecimal():
+            raise ConfigError(f"--mtbf needs a number of steps or auto in {_INTERVAL}, not {every}")
         if not figures.get("checkpoints") or "lost_s" not in figures:
             raise ConfigError(f"it tells no cost of a checkpoint{_NO_CHECKPOINT}")
         if not figures.get("step_s"):
             raise ConfigError(f"it tells no time of a step{_NO_STEP}")
         rate = figures.get("staged_gib_per_s", 0.0)
         staging_s = figures.get("state_bytes", 0.0) / _GIB / rate if rate else 0.0
-        lost = lost_fraction(
-            interval_s=int(every) * figures["step_s"],
-            cost_s=figures["lost_s"] / figures["checkpoints"],
-            mtbf_s=mtbf_s,
-            write_s=staging_s + figures.get("write_s", 0.0),
-        )
-        return 100 * lost
+        cost_s, write_s = figures["lost_s"] / figures["checkpoints"], staging_s + figures.get("write_s", 0.0)
+        if every == "auto":
+            planned_for_s = _planned_for_s(chosen.get(_PLANNED_FOR, self.planned_for), mtbf_s)
+            taken_s = interval.best(cost_s, planned_for_s, write_s)
+            steps = interval.in_steps(taken_s, figures["step_s"], interval.least(cost_s, write_s))
+        else:
+            steps = int(every)
+        return 100 * interval.lost_fraction(steps * figures["step_s"], cost_s, mtbf_s, write_s=write_s)
+
+
+def _planned_for_s(text: str, otherwise: float) -> float:
+    """Seconds between the failures that a run plans for; those that are asked about where nobody can tell."""
+    try:
+        return duration(text.strip("'\"")).total_seconds() or otherwise
+    except ConfigError:
+        return otherwise
 
 
 _NO_CHECKPOINT = f" (it took no checkpoint: are there more steps than {_INTERVAL}?)"

@@ -21,6 +21,7 @@ __all__ = [
     "in_order",
     "in_words",
     "metric",
+    "quantity",
     "shown",
     "usual",
 ]
@@ -51,7 +52,7 @@ class Metric:
 
     def text(self, value: float) -> str:
         """The number as people read it, with its unit."""
-        return f"{shown(value)} {self.unit}".rstrip() if self.unit != "%" else f"{shown(value)}%"
+        return quantity(value, self.unit)
 
 
 METRICS = (
@@ -197,6 +198,11 @@ def in_words(name: str, value: float) -> tuple[str, float, str]:
 def counted(number: float, noun: str) -> str:
     """Return such as ``1 run`` and ``2,000 runs``."""
     return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
+
+
+def quantity(value: float, unit: str) -> str:
+    """Return the number with its unit behind it."""
+    return f"{shown(value)}{unit}" if unit == "%" else f"{shown(value)} {unit}".rstrip()
 
 
 def shown(value: float) -> str:

@@ -15,11 +15,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isinf
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from stagereg.errors import ConfigError
 from stagereg.sweep.checkpoints import Saved, saved
-from stagereg.sweep.figures import figures
+from stagereg.sweep.metrics import counted
 from stagereg.sweep.render.plots import COLOURS, plain, styled
 from stagereg.sweep.run import RankRecord, Run, Span
 from stagereg.sweep.steps import with_data, without_stalls
@@ -364,7 +365,9 @@ def _duration(seconds: float) -> str:
 def _title(run: Run, lanes: Sequence[_Lane], checkpoints: Sequence[Saved], window: tuple[float, float]) -> str:
     steps = max(len(lane.steps) for lane in lanes)
     name = "/".join(run.directory.resolve().parts[-2:])
-    title = f"{name}: {steps} steps, {len(checkpoints)} checkpoints, {len(lanes)} ranks"
+    title = (
+        f"{name}: {counted(steps, 'step')}, {counted(len(checkpoints), 'checkpoint')}, {counted(len(lanes), 'rank')}"
+    )
     whole = _whole(run, lanes)
     if window[0] <= whole[0] and window[1] >= whole[1]:
         return title
@@ -378,11 +381,10 @@ def _said(
     """What is said below the title."""
     if usual and window != _whole(run, lanes):
         yield "a stretch around the first checkpoints" if checkpoints else "its first steps"
-    known = figures(run)
-    if "stall_ms" in known:
-        yield f"a checkpoint holds training for {_duration(known['stall_ms'] / 1e3)} (median of the slowest rank)"
+    if stalls := [one.stall_s for one in checkpoints if one.stall_s is not None]:
+        yield f"a checkpoint holds training for {_duration(median(stalls))} (median of the slowest rank)"
     if (beside := _beside(run)) is not None:
-        yield f"{100 * beside:.0f} % of staging and writing went on beside training"
+        yield f"{100 * beside:.0f}% of staging and writing went on beside training"
     if len(lanes) > _MOST_RANKS:
         yield f"{_MOST_RANKS} of {len(lanes)} ranks: the first, and those that stood still for longest"
     if not run.finished:

@@ -26,7 +26,7 @@ from stagereg import machine
 from stagereg.config.command import quoted
 from stagereg.errors import ConfigError
 from stagereg.record import FILES
-from stagereg.sweep.compare import Comparison, Row, compare
+from stagereg.sweep.compare import Comparison, Row, Tie, compare
 from stagereg.sweep.figures import figures
 from stagereg.sweep.goal import Goal
 from stagereg.sweep.program import LOG, Composed, Program
@@ -39,6 +39,7 @@ __all__ = ["Search", "Verdict"]
 _HOPELESS = 5
 """Trials in a row, from the first one on, after whose failure nobody believes in the next one."""
 _CHECKPOINTS = "checkpoint.dir"
+_TIES = {Tie.EQUAL: "the figures are equal", Tie.OVERLAP: "their runs overlap"}
 
 
 @dataclass(frozen=True)
@@ -173,23 +174,19 @@ class Search:
         figures = [f"{self._goal.text(row.cells[name].median)}{self._spread(row)}" for row in (tuned, usual)]
         turns = f"{times} runs each in turns" if times > 1 else "one more run each"
         told = f"{' '.join(best.overrides)}: {figures[0]}, {figures[1]} by default; {turns}."
-        if comparison.best is usual and tuned not in comparison.ties:
-            return Verdict(
-                f"{told} The defaults are better: what the search has found was chance.", (), False, comparison
-            )
+        # What is chosen without a reason to is what the program has already.
+        lead = () if comparison.best is usual else best.overrides
         if times == 1:
             return Verdict(
-                f"{told} Nothing says whether the difference is real; --confirm 3 would.",
-                best.overrides,
-                None,
-                comparison,
+                f"{told} Nothing says whether the difference is real; --confirm 3 would.", lead, None, comparison
             )
-        if comparison.ties:
+        if (tie := comparison.tie(tuned, usual)) is not None:
+            why = _TIES.get(tie, "the difference is smaller than the spread")
+            end = "may be as good" if lead else "will do"
+            return Verdict(f"{told} A tie: {why}, so the defaults {end}.", lead, False, comparison)
+        if not lead:
             return Verdict(
-                f"{told} A tie: the difference is smaller than the spread, so the defaults may be as good.",
-                best.overrides,
-                False,
-                comparison,
+                f"{told} The defaults are better: what the search has found was chance.", (), False, comparison
             )
         return Verdict(f"{told} The gain is real: it is greater than the spread.", best.overrides, True, comparison)
 

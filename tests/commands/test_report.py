@@ -119,8 +119,26 @@ def test_a_job_that_told_nothing_is_told_by_its_result(here: Path, capsys: pytes
     told = report(capsys, "job")
     assert "job: Failed." in told
     assert "It failed: rank 1: RuntimeError: the loss is not finite" in told
-    assert "There is no metrics.jsonl in job" in told
+    assert "There is no timeline: job holds no run: there is no metrics.jsonl in it." in told
     assert os.listdir("job") == ["result.json"]
+    (here / "job" / "metrics.jsonl").touch()
+    assert "There is no timeline: job holds no run: what is in job/metrics.jsonl is not" in report(capsys, "job")
+    assert "--tensorboard: there is nothing to write. job holds no run" in refused(capsys, "job", "--tensorboard", "t")
+
+
+def test_what_a_run_failed_of_is_told_in_a_line_and_once(
+    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
+) -> None:
+    write_run(here / "job")
+    failed(here / "job", 0, []).write()
+    told = report(capsys, "job")
+    assert told.count("the loss is not finite") == 1
+    assert "Traceback" not in told
+    page = (here / "job" / "report.html").read_text()
+    assert "<li>It failed: rank 1: RuntimeError: the loss is not finite</li>" in page
+    visible = page.partition("<h2>Error</h2>")[0]
+    assert visible.count("the loss is not finite") == 1
+    assert page.count("Traceback") == 1
 
 
 def test_what_is_missing_or_damaged_in_the_records_is_said(

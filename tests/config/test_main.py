@@ -201,10 +201,10 @@ def test_jobs_of_a_sweep_get_fresh_ranks_and_return_values_come_back_once(app):
     assert len(app.run_folders()) == len(list(app.folder.rglob("train.log"))) == 2
 
 
-def test_a_sweep_over_jobs_in_one_process_sets_the_group_up_anew(app):
+def test_jobs_of_a_sweep_get_a_fresh_process_also_for_a_single_rank(app):
     ended = app.run("-m", "lr=1,2", "nproc=1")
     assert ended.returncode == 0, ended.stderr
-    assert app.answer(0, 0)["pid"] == app.answer(0, 1)["pid"]
+    assert app.answer(0, 0)["pid"] != app.answer(0, 1)["pid"]
     assert [app.answer(0, job)["sum"] for job in range(2)] == [1, 1]
 
 

@@ -404,6 +404,19 @@ def test_another_choice_is_refused_with_its_place_and_the_nearest(value: Any, hi
         values.made("x", value, hint)
 
 
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [
+        (int | Literal["auto"], "'auto', or a whole number$"),
+        (Literal["auto"] | float, "'auto', or a number$"),
+        (Literal["auto"] | bool, "'auto', true or false$"),
+    ],
+)
+def test_what_may_stand_in_place_of_a_choice_is_said_too(hint: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"It is one of: {words}"):
+        values.made("x", "atuo", hint)
+
+
 @pytest.mark.parametrize("value", [1, 1.0])
 def test_a_number_is_no_choice_for_the_true_it_equals(value: Any) -> None:
     with pytest.raises(ConfigError):

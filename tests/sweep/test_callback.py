@@ -121,6 +121,7 @@ def test_a_sweep_ends_in_its_table_on_hydra_1_4(app: App) -> None:
     assert app.results()[0]["versions"]["hydra-core"].startswith("1.4.")
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_says_how_to_see_what_is_done(tmp_path: Path) -> None:
     app = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
     command = [sys.executable, "app.py", "-m", "hydra.sweep.dir=out", "nproc=1", "a=fine,hang,raise"]

@@ -47,11 +47,13 @@ def test_a_launcher_runs_the_jobs_elsewhere_and_the_sweep_ends_as_always(launche
     assert "Best by returned.score: a=fine" in ended.stdout
 
 
+@pytest.mark.slow
 def test_optuna_searches_by_the_metric_and_a_job_that_fails_does_not_end_its_study(app: App) -> None:
     needs("hydra_plugins.hydra_optuna_sweeper")
     words = ("hydra/sweeper/sampler=grid", "a=choice(fine,raise)", "b=choice(2,1)", "hydra.sweeper.n_trials=4")
     ended = app.sweep(*OPTUNA, *words)
     assert ended.returncode == 1
+    assert "hydra/sweeper=interleaved sweep.repeats=3 would." in ended.stdout
     assert sorted(job["status"] for job in app.results()) == ["completed", "completed", "failed", "failed"]
     best = (app.folder / "out" / "optimization_results.yaml").read_text()
     assert "best_value: 1.0" in best
@@ -69,11 +71,10 @@ def test_optuna_searches_by_the_metric_and_a_job_that_fails_does_not_end_its_stu
 )
 def test_ranks_start_below_a_launchers_worker(launcher: tuple[str, ...], ranks: App) -> None:
     needs(launcher[0])
-    ended = ranks.sweep(*launcher[1:], "stager=blocking,overlapped", "sweep.repeats=2", limit_s=220)
+    ended = ranks.sweep(*launcher[1:], "stager=overlapped", "sweep.repeats=2", limit_s=220)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     jobs = ranks.results()
-    assert [job["repeat"] for job in jobs] == [0, 0, 0, 1, 1]
-    assert [job["again"] for job in jobs] == [False, False, True, False, False]
+    assert [(job["repeat"], job["again"]) for job in jobs] == [(0, False), (0, True), (1, False)]
     assert all(job["figures"]["stall_ms"] > 0 for job in jobs)
     assert "Best by stall_ms: " in ended.stdout
 

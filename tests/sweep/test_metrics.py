@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.metrics import METRICS, directed, metric, shown
+from stagereg.sweep.metrics import METRICS, directed, in_order, in_words, metric, quantity, shown, usual
 
 
 def test_each_metric_is_found_by_its_name_and_says_what_it_is() -> None:
@@ -69,3 +69,17 @@ def test_numbers_come_with_their_unit() -> None:
     told = [metric(name).text(value) for name, value in [("stall_ms", 1.204), ("lost_percent", 0), ("loss", 2.5)]]
     assert told == ["1.2 ms", "0%", "2.5"]
     assert shown(12345.6) == "12,346"
+
+
+def test_a_list_of_figures_begins_with_metrics_and_has_units_people_read() -> None:
+    names = ["zeal", "state_bytes", "returned.b", "loss", "returned.a", "steps", "stall_ms"]
+    ordered = ["stall_ms", "loss", "returned.a", "returned.b", "steps", "state_bytes", "zeal"]
+    assert in_order(names) == ordered
+    assert in_words("state_bytes", 3 * 2**20) == ("size of a checkpoint", 3.0, "MiB")
+    assert in_words("lost_percent", 0.5) == ("lost_percent", 0.5, "%")
+    assert in_words("zeal", 2.0) == ("zeal", 2.0, "")
+    assert [quantity(1.5, "%"), quantity(1.5, "ms"), quantity(1.5, "")] == ["1.5%", "1.5 ms", "1.5"]
+
+
+def test_what_nobody_ranks_is_ranked_by_its_stall_or_else_by_its_loss() -> None:
+    assert [usual(known) for known in ((), ("loss",), ("loss", "stall_ms"))] == ["stall_ms", "loss", "stall_ms"]

@@ -125,8 +125,9 @@ def test_a_newer_result_stops_whoever_reads_it(tmp_path: Path) -> None:
 class TestWithoutResult:
     def test_a_job_that_was_killed_is_unfinished_and_tells_what_is_known(self, tmp_path: Path) -> None:
         write_hydra(tmp_path, ["stager=blocking", "++sweep.repeat=2", "++sweep.again=true"], 7)
-        write_run(tmp_path, Sample(killed=True))
+        write_run(tmp_path, Sample(killed=True, versions={**VERSIONS, "device": "H200"}))
         job = JobResult.of_directory(tmp_path)
+        assert job.environment == {"host": "here", "device": "H200"}
         assert (job.status, job.overrides, job.repeat, job.again) == ("unfinished", ("stager=blocking",), 2, True)
         assert job.error == "killed half-way, or still running"
         assert job.job["num"] == 7

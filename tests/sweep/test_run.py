@@ -109,6 +109,7 @@ GARBAGE = st.one_of(
 @example(garbage=[b'{"event": "step", "t": 1' + b"0" * 400 + b', "step": 1}'], at=2)
 @example(garbage=[b'{"event": "stall", "t": 1, "step": 1, "start": null, "seconds": 1}'], at=2)
 @example(garbage=[b"[" * 20000], at=2)
+@example(garbage=[b'{"event": "step", "t": 6, "step": true}', b'{"event": "step", "t": 6, "step": "\xff"}'], at=2)
 def test_damaged_lines_are_left_out_and_counted(garbage: list[bytes], at: int) -> None:
     whole = SHORT.splitlines()
     with TemporaryDirectory() as folder:

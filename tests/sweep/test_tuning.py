@@ -181,7 +181,19 @@ def test_a_goal_that_a_run_does_not_tell_says_what_is_missing():
     with pytest.raises(ConfigError, match="too few steps"):
         expected.value({"checkpoints": 1.0, "lost_s": 1.0}, {})
     with pytest.raises(ConfigError, match=r"checkpoint\.every, not None"):
-        Goal.of(composed(every="auto"), None, None, 3600.0).value({}, {})
+        Goal.of(composed(every="${every}"), None, None, 3600.0).value({}, {})
+
+
+def test_an_automatic_interval_is_judged_as_the_one_that_a_long_run_comes_to():
+    figures = {"checkpoints": 3.0, "lost_s": 0.3, "step_s": 0.01, "write_s": 0.05}
+    fixed, auto = (Goal.of(composed(every=every), None, None, 1000.0) for every in (100, "auto"))
+    least = min(fixed.value(figures, {"checkpoint.every": str(every)}) for every in range(1000, 2000))
+    assert (
+        auto.value(figures, {}) == fixed.value(figures, {"checkpoint.every": "auto"}) == pytest.approx(least, rel=1e-6)
+    )
+    # A program that plans for rarer failures than there are saves too rarely.
+    assert auto.value(figures, {"checkpoint.mtbf": "'100h'"}) > 1.2 * least
+    assert auto.value(figures, {"checkpoint.mtbf": "nonsense"}) == auto.value(figures, {})
 
 
 # -- the study

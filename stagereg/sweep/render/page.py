@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagereg.sweep.answer import Trust, repeated, trust
-from stagereg.sweep.metrics import METRICS, counted, in_order, in_words
-from stagereg.sweep.render import tables
+from stagereg.sweep.metrics import METRICS, counted
+from stagereg.sweep.render import sheets, tables
 from stagereg.sweep.render.plots import COLOURS
+from stagereg.sweep.render.sheets import Table
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Cell, Comparison, Row
-    from stagereg.sweep.metrics import Metric
+    from stagereg.sweep.compare import Comparison, Row
     from stagereg.sweep.result import JobResult
     from stagereg.sweep.run import Run
 
@@ -37,11 +36,6 @@ _LONGEST_CONFIG = 200_000
 """Characters of a config that a page takes."""
 _LINE = 180
 """Characters that are still read on top of a page."""
-_NONE = "-"
-_VERDICTS = ("best", "tie", "", "A/A", "unfinished", "failed")
-"""In the order in which they are sorted."""
-_LONG = 28
-"""Characters of a parameter from which on its text is folded."""
 
 
 @dataclass(frozen=True)
@@ -58,72 +52,6 @@ class Picture:
     title: str
     svg: str = ""
     png: bytes = b""
-    words: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of a page that can be sorted by each column: numbers as numbers, the rest as text, None as a gap, last.
-
-    Attributes:
-        title: its heading.
-        columns: the heads.
-        rows: as many values each as there are columns; floats are written with few digits and sorted with all.
-        words: a line below the heading.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str | float | int | None, ...], ...]
-    words: str = ""
-
-
-@dataclass(frozen=True)
-class _Column:
-    """A head: what it says, also on closer look, and how a first click sorts; ``ranked`` is words with numbers."""
-
-    head: str
-    hint: str = ""
-    numeric: bool = False
-    ranked: bool = False
-    first: str = "ascending"
-    sorted: str = ""
-
-
-@dataclass(frozen=True)
-class _Cell:
-    """A cell: its text, a smaller text behind it, and the key it is sorted by, None for a gap."""
-
-    text: str
-    small: str = ""
-    key: str | None = None
-    mark: str = ""
-    verdict: str = ""
-    hint: str = ""
-    code: bool = False
-    chip: bool = False
-    numeric: bool = False
-    error: bool = False
-    long: bool = False
-    span: int = 1
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A row; one of kind ``last`` stays below the others however they are sorted."""
-
-    cells: tuple[_Cell, ...]
-    kind: str = ""
-    last: bool = False
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """What a template draws as a table."""
-
-    label: str
-    columns: tuple[_Column, ...]
-    lines: tuple[_Line, ...]
     words: str = ""
 
 
@@ -177,7 +105,7 @@ def compare_page(comparison: Comparison, pictures: Sequence[Picture] = (), timel
         warnings=[*comparison.warnings, *_incomplete(rows)],
         notes=list(tables.notes(rows)),
         constant=list(comparison.constant),
-        table=_comparison_table(comparison, rows),
+        table=sheets.compared(comparison, rows),
         measured=any(map(tables.measured, rows)),
         ties=tables.TIES if tables.tied(rows) else "",
         again=tables.AGAIN if any(row.again for row in rows) else "",
@@ -224,8 +152,8 @@ def run_page(
         verdict="good" if run.status == "completed" else "bad",
         tiles=_run_tiles(run, figures),
         warnings=list(warnings),
-        figures=_figures_table(figures),
-        tables=[_generic(table) for table in tables],
+        figures=sheets.of_figures(figures),
+        tables=[sheets.as_told(table) for table in tables],
         pictures=[_drawn(picture, f"p{place}-") for place, picture in enumerate(pictures)],
         config=_cut(config),
         command=command,
@@ -281,96 +209,6 @@ def _of_the_page(tag: str, prefix: str) -> str:
     for name, colour in COLOURS.items():
         tag = tag.replace(f": {colour}", f": var(--plot-{name}, {colour})")
     return tag
-
-
-def _comparison_table(comparison: Comparison, rows: Sequence[Row]) -> _Shown:
-    ranking = comparison.ranking
-    columns = [_Column("verdict", ranked=True)]
-    numeric = {name: _all_numbers(row.parameters.get(name) for row in rows) for name in comparison.parameters}
-    columns += [_Column(name, numeric=numeric[name]) for name in comparison.parameters]
-    columns.append(_Column("runs", numeric=True))
-    for metric in comparison.metrics:
-        first = "descending" if metric.better == "higher" else "ascending"
-        now = first if metric.name == ranking.name else ""
-        columns.append(_Column(metric.head, _hint(metric), numeric=True, first=first, sorted=now))
-    if not comparison.metrics:
-        columns.append(_Column("error"))
-    lines = tuple(_comparison_line(row, comparison, numeric) for row in rows)
-    words = f"{counted(len(rows), 'row')}, ranked by {ranking.name}"
-    return _Shown("Comparison", tuple(columns), lines, words)
-
-
-def _comparison_line(row: Row, comparison: Comparison, numeric: Mapping[str, bool]) -> _Line:
-    kind = tables.verdict(row, comparison)
-    cells = [_Cell(kind, key=str(_VERDICTS.index(kind)), chip=bool(kind), verdict=kind)]
-    for name in comparison.parameters:
-        value = row.parameters.get(name)
-        text = _NONE if value is None else value
-        cells.append(_Cell(text, key=value, code=True, numeric=numeric[name], long=len(text) > _LONG))
-    done = sum(job.status == "completed" for job in row.jobs)
-    cells.append(_Cell(tables.runs(row), key=str(done), numeric=True, hint=row.note, mark="†" if row.note else ""))
-    if not tables.measured(row):
-        said = tables.first_line(row.error) or ("ended before it had told its end" if kind == "unfinished" else "")
-        cells.append(_Cell(said, error=True, span=max(1, len(comparison.metrics))))
-        return _Line(tuple(cells), kind, last=row.status != "completed")
-    cells += [_metric_cell(tables.known(row, metric)) for metric in comparison.metrics]
-    return _Line(tuple(cells), kind)
-
-
-def _metric_cell(cell: Cell | None) -> _Cell:
-    if cell is None:
-        return _Cell(_NONE, numeric=True)
-    return _Cell(
-        tables.median_text(cell),
-        small=tables.spread_text(cell),
-        key=repr(cell.median),
-        mark=tables.MARKS.get(cell.verdict, ""),
-        verdict=cell.verdict,
-        hint=f"{counted(len(cell.values), 'run')}: {', '.join(map(tables.number, cell.values))}",
-        numeric=True,
-    )
-
-
-def _hint(metric: Metric) -> str:
-    better = f" {metric.better.capitalize()} is better." if metric.better else ""
-    unit = f" In {metric.unit}." if metric.unit else ""
-    return f"{metric.name}: {metric.doc.rstrip('.')}.{unit}{better}"
-
-
-def _generic(table: Table) -> _Shown:
-    numeric = [_numbers(row[place] for row in table.rows) for place in range(len(table.columns))]
-    columns = tuple(_Column(head, numeric=one) for head, one in zip(table.columns, numeric, strict=True))
-    lines = tuple(
-        _Line(tuple(_plain_cell(value, one) for value, one in zip(row, numeric, strict=True))) for row in table.rows
-    )
-    return _Shown(table.title, columns, lines, table.words)
-
-
-def _plain_cell(value: str | float | int | None, numeric: bool) -> _Cell:
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return _Cell(_NONE, numeric=numeric)
-    text = value if isinstance(value, str) else tables.number(value)
-    return _Cell(text, key=value if isinstance(value, str) else repr(value), numeric=numeric)
-
-
-def _figures_table(figures: Mapping[str, float]) -> _Shown:
-    docs = {metric.name: f"{metric.doc.rstrip('.')}." for metric in METRICS}
-    lines = []
-    for name in in_order(figures):
-        head, value, unit = in_words(name, figures[name])
-        doc = docs.get(name, "")
-        lines.append(
-            _Line(
-                (
-                    _Cell(head, key=head, code=head == name),
-                    _Cell(tables.number(value), key=repr(value), numeric=True),
-                    _Cell(unit, key=unit or None),
-                    _Cell(doc, key=doc or None),
-                )
-            )
-        )
-    columns = (_Column("figure"), _Column("value", numeric=True), _Column("unit"), _Column("what it is"))
-    return _Shown("Figures", columns, tuple(lines))
 
 
 _CERTAINTY = {
@@ -483,19 +321,3 @@ def _run_tiles(run: Run, figures: Mapping[str, float]) -> list[_Tile]:
             words = re.split(r"[:.]", metric.doc)[0]
             tiles.append(_Tile(metric.name, metric.text(figures[metric.name]), words))
     return tiles
-
-
-def _all_numbers(texts: Iterable[str | None]) -> bool:
-    """Whether all texts there are read as numbers."""
-
-    def reads(text: str) -> bool:
-        try:
-            return math.isfinite(float(text))
-        except ValueError:
-            return False
-
-    return all(reads(text) for text in texts if text is not None)
-
-
-def _numbers(values: Iterable[str | float | int | None]) -> bool:
-    return not any(isinstance(value, str) for value in values)

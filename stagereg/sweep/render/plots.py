@@ -99,6 +99,8 @@ _SMALL_TOP = 0.42
 _SMALL_BOTTOM = 0.32
 _CHARACTER = 0.075
 """What a letter of a label takes."""
+_MARKER = 0.36
+"""What a marker of the legend and the room around it take."""
 _MANY = 14
 """Rows from which on they stand closer."""
 _SMALL_PANELS = 4
@@ -329,7 +331,7 @@ def _words(axes: Axes, rows: Sequence[Row], texts: Sequence[str], kinds: Sequenc
 def _legend(figure: Figure, axes: Axes, kinds: Sequence[str], rows: Sequence[Row]) -> None:
     from matplotlib.lines import Line2D
 
-    words = {"best": "best", "tie": "ties with the best", "A/A": "A/A: the first row once more", "": "median"}
+    words = {"best": "best", "tie": "ties with the best", "A/A": "A/A: the first combination once more", "": "median"}
     handles = []
     for kind, word in words.items():
         if kind not in kinds:
@@ -345,10 +347,14 @@ def _legend(figure: Figure, axes: Axes, kinds: Sequence[str], rows: Sequence[Row
             Line2D([], [], marker="o", linestyle="", color="none", mec=COLOURS["plain"], ms=4, label="one run")
         )
         handles.append(Line2D([], [], color=COLOURS["plain"], alpha=0.35, linewidth=5, label="middle half of the runs"))
-    axes.legend(
+    place = axes.get_position()
+    needed = sum(_MARKER + len(str(handle.get_label())) * _CHARACTER * 0.9 for handle in handles)
+    # As far left as the title, or further where the picture would end before the words do.
+    left = max(min(place.x0 - 0.012, 1 - (needed + _EDGE) / _WIDTH), 0.0)
+    figure.legend(
         handles=handles,
         loc="lower left",
-        bbox_to_anchor=(-0.012, 1.0),
+        bbox_to_anchor=(left, place.y1),
         ncols=len(handles),
         fontsize=8.0,
         borderaxespad=0.2,

@@ -34,6 +34,7 @@ __all__ = [
     "TIES",
     "constants",
     "csv_text",
+    "distinct",
     "first_line",
     "known",
     "markdown_text",
@@ -53,7 +54,7 @@ __all__ = [
 MARKS = {"best": "*", "tie": "~"}
 """What stands behind the number of a cell with that verdict."""
 LEGEND = "* best of its column, ~ ties with it; ± is the spread of the runs (interquartile range)"
-TIES = "what ties differs by no more than the spread or the A/A rows do, or has few runs and they overlap"
+TIES = "What ties differs by no more than the spread or the A/A rows do, or has few runs and they overlap"
 AGAIN = "A/A is the first combination measured once more, as if it were another one: what it differs by is noise"
 _PIECES = re.compile(r"[^\W_]+[\W_]?|[\W_]")
 """What a parameter's text is folded between."""
@@ -83,6 +84,16 @@ def ordered(comparison: Comparison) -> tuple[Row, ...]:
         return (0, -cell.median if comparison.ranking.better == "higher" else cell.median)
 
     return tuple(sorted(comparison.rows, key=place))
+
+
+def distinct(comparison: Comparison) -> dict[str, list[str | None]]:
+    """Return what rows are told apart by, by heads: the swept parameters, and the versions where these differ.
+
+    Values are those of the rows as :func:`ordered`; None where a row was not given the parameter.
+    """
+    rows = ordered(comparison)
+    told = {name: [row.parameters.get(name) for row in rows] for name in comparison.parameters}
+    return told | ({"versions": [row.versions or None for row in rows]} if any(row.versions for row in rows) else {})
 
 
 def known(row: Row, metric: Metric) -> Cell | None:
@@ -183,20 +194,22 @@ def terminal(comparison: Comparison) -> None:
 def csv_text(comparison: Comparison) -> str:
     """Return CSV with a head: per row its status, parameters, and per metric median, spread and number of runs, raw.
 
-    What is not known is empty. Columns: ``verdict, status, again``, the swept parameters by name, ``NAME.median,
-    NAME.spread, NAME.n`` per metric, ``error, note, overrides, directories`` (the last two separated by blanks).
+    What is not known is empty. Columns: ``verdict, status, again``, the swept parameters by name, ``versions`` where
+    rows differ in them, ``NAME.median, NAME.spread, NAME.n`` per metric, ``error, note, overrides, directories`` (the
+    last two separated by blanks).
     """
     told = io.StringIO()
     writer = csv.writer(told, lineterminator="\n")
     per_metric = [f"{metric.name}.{what}" for metric in comparison.metrics for what in ("median", "spread", "n")]
     tail = ("error", "note", "overrides", "directories")
-    writer.writerow(("verdict", "status", "again", *comparison.parameters, *per_metric, *tail))
-    for row in ordered(comparison):
+    apart = distinct(comparison)
+    writer.writerow(("verdict", "status", "again", *apart, *per_metric, *tail))
+    for place, row in enumerate(ordered(comparison)):
         cells: list[object] = []
         for metric in comparison.metrics:
             cell = known(row, metric)
             cells += ["", "", 0] if cell is None else [cell.median, _empty(cell.spread), len(cell.values)]
-        parameters = [row.parameters.get(name, "") for name in comparison.parameters]
+        parameters = [values[place] or "" for values in apart.values()]
         overrides = [*comparison.constant, *(f"{name}={value}" for name, value in row.parameters.items())]
         directories = " ".join(str(job.directory) for job in row.jobs)
         ends = (first_line(row.error), row.note, " ".join(overrides), directories)
@@ -207,12 +220,13 @@ def csv_text(comparison: Comparison) -> str:
 def markdown_text(comparison: Comparison) -> str:
     """Return Markdown: the answer, the table, and what failed; parameters and errors are code, so none of them acts."""
     rows = ordered(comparison)
-    heads = ["verdict", *comparison.parameters, "runs", *(metric.head for metric in comparison.metrics)]
-    marks = [":---"] * (1 + len(comparison.parameters)) + ["---:"] * (1 + len(comparison.metrics))
+    apart = distinct(comparison)
+    heads = ["verdict", *apart, "runs", *(metric.head for metric in comparison.metrics)]
+    marks = [":---"] * (1 + len(apart)) + ["---:"] * (1 + len(comparison.metrics))
     lines = [f"**{_escaped(comparison.answer)}**", "", _markdown_row(map(_escaped, heads)), _markdown_row(marks)]
-    for row in rows:
+    for place, row in enumerate(rows):
         cells = [_escaped(verdict(row, comparison))]
-        cells += [_code(row.parameters.get(name, _NONE)) for name in comparison.parameters]
+        cells += [_code(values[place] or _NONE) for values in apart.values()]
         cells.append(_escaped(runs(row)))
         for metric in comparison.metrics:
             cell = known(row, metric)
@@ -271,11 +285,12 @@ def _drawn(
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     cells = [_column([known(row, metric) for row in rows], below) for metric in shown]
     heads = [metric.head.replace(" ", "\n", 1) if below else metric.head for metric in shown]
-    names = [_folded(name, fold) for name in comparison.parameters]
+    apart = distinct(comparison)
+    names = [_folded(name, fold) for name in apart]
     different = not _all_alike(comparison)
     lines = []
     for place, row in enumerate(rows):
-        values = [_folded(row.parameters.get(name, _NONE), fold) for name in comparison.parameters]
+        values = [_folded(told[place] or _NONE, fold) for told in apart.values()]
         told = ["\n".join(runs(row).rsplit(" ", 1)) if below else runs(row)] if different else []
         lines.append((verdict(row, comparison), *values, *told, *(column[place] for column in cells)))
     return ("verdict", *names, *(["runs"] if different else []), *heads), lines

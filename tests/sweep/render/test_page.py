@@ -251,13 +251,21 @@ def test_the_page_of_a_run_shows_figures_tables_pictures_and_how_it_ended(opened
         tables=[page.Table("Checkpoints", ("step", "stall", "name"), rows)],
         config="a: 1",
         command="python train.py a=1",
-        environment={"cores": 2},
+        answer="It stumbled.",
+        environment={"cores": 2, "device": "H200"},
         warnings=["beware"],
+        error="it stumbled\nTraceback",
     )
     view = opened(text).view
     assert "beware" in view.locator(".warnings").inner_text()
-    assert "rank 0: it stumbled" in view.locator(".tile.bad").inner_text()
-    assert view.locator("h1").inner_text() == "2 ranks, 30 steps: a checkpoint held training for 1.25 ms."
+    assert view.locator(".tile").all_inner_texts()[:2] == [
+        "status\nfailed\nafter 15 s",
+        "stall_ms\n1.25 ms\nHow long a checkpoint holds the training loop",
+    ]
+    assert view.locator("h1").inner_text() == "It stumbled."
+    assert not view.locator("pre.error").is_visible()
+    view.locator("summary", has_text="All that it said").click()
+    assert view.locator("pre.error").inner_text() == "it stumbled\nTraceback"
     assert view.locator("#table tbody td:first-child").all_inner_texts() == ["stall_ms", "loss", "steps", "zeal"]
     for _ in range(2):
         view.locator("#table-1 th button").nth(1).click()
@@ -265,7 +273,7 @@ def test_the_page_of_a_run_shows_figures_tables_pictures_and_how_it_ended(opened
     view.locator("#table-1 th button").first.click()
     assert view.locator("#table-1 tbody td:first-child").all_inner_texts() == ["1", "2", "3", "10"]
     assert view.locator("h2").all_inner_texts()[:2] == ["Timeline", "Loss"]
-    assert "2.13.0" in view.locator(".facts").inner_text()
+    assert "H200" in view.locator(".facts").inner_text()
 
 
 def test_the_same_comparison_gives_the_same_page(comparison: Comparison, usual: str) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from stagereg.sweep.compare import Cell, Comparison, Row
 from stagereg.sweep.metrics import METRICS, metric
-from stagereg.sweep.render import tables
+from stagereg.sweep.render import page, tables
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e12, max_value=1e12)
 _HERE = Path("sweep")
@@ -50,6 +50,25 @@ def test_rows_are_in_the_order_of_the_metric_that_ranks_and_failed_ones_last(com
         ("overlapped", "counted"),
     ]
     assert tuple(most_first[-1].parameters.values()) == last
+
+
+def test_rows_of_two_versions_are_told_apart_in_every_table(
+    row_of: Callable[..., Row], compared: Callable[..., Comparison], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        replace(row_of({"a": "1"}, {"stall_ms": (stall,)}), versions=f"torch {version}")
+        for stall, version in ((1.0, "2.12"), (2.0, "2.13"))
+    ]
+    _, head, _, *lines = printed(replace(compared(rows), constant=()), capsys)
+    assert head.split() == ["verdict", "a", "versions", "stall", "ms"]
+    assert [line.split()[:3] for line in lines[:2]] == [["1", "torch", "2.12"], ["1", "torch", "2.13"]]
+    assert "| verdict | a | versions | runs | stall ms |" in tables.markdown_text(compared(rows))
+    assert [line["versions"] for line in csv.DictReader(io.StringIO(tables.csv_text(compared(rows))))] == [
+        "torch 2.12",
+        "torch 2.13",
+    ]
+    page_text = page.compare_page(compared(rows))
+    assert page_text.count("<code>torch 2.12</code></td>") == 1
 
 
 def test_a_row_without_the_figure_that_ranks_stands_before_those_that_failed(

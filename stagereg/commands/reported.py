@@ -1,0 +1,219 @@
+"""One run as ``stagereg report`` tells it: a sentence, what to beware of, its figures, its checkpoints and its ranks.
+
+On the terminal, as JSON, and with its pictures as a page: all from the same tables. What is asked for, and where files
+go, is the business of :mod:`stagereg.commands.reporting`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from stagereg import output
+from stagereg.sweep.checkpoints import saved
+from stagereg.sweep.curves import curves_figure
+from stagereg.sweep.metrics import counted, in_order, in_words, metric, quantity, shown
+from stagereg.sweep.render import page, plots
+from stagereg.sweep.render.page import Picture, Table
+from stagereg.sweep.render.tables import first_line
+from stagereg.sweep.result import JobResult
+from stagereg.sweep.run import RankRecord, Run
+from stagereg.sweep.timeline import timeline_figure
+
+__all__ = ["plain", "show", "warnings", "write"]
+
+_MIB = 2**20
+_GIB = 2**30
+_FIRST, _LAST = 6, 6
+"""Checkpoints that a terminal shows of a run that has many."""
+_WORDS = (
+    "What every rank did when. A stall is a checkpoint holding up training; staging and writing that lie below steps "
+    "cost training no more than what they slow it down."
+)
+
+
+def plain(job: JobResult, recorded: Run | None, found: dict[str, float], warnings: Sequence[str]) -> dict[str, Any]:
+    """Return what there is as JSON has it."""
+    checkpoints = saved(recorded) if recorded is not None else []
+    ranks = recorded.ranks if recorded is not None else ()
+    return {
+        "directory": job.directory,
+        "status": job.status,
+        "error": job.error,
+        "overrides": job.overrides,
+        "figures": found,
+        "checkpoints": [dataclasses.asdict(one) for one in checkpoints],
+        "ranks": [dict(zip(_RANK_NAMES, _rank(rank), strict=True)) for rank in ranks],
+        "versions": job.versions,
+        "environment": _environment(job, recorded),
+        "warnings": warnings,
+    }
+
+
+def show(job: JobResult, recorded: Run | None, found: dict[str, float], warnings: Sequence[str]) -> None:
+    """Print it; of many checkpoints the first and the last ones."""
+    output.say(f"{job.directory}: {_answer(job, recorded, found)}", "bold")
+    for line in warnings:
+        output.say(line, "yellow")
+    if found:
+        output.say()
+        output.table("Figures", (), [(head, text) for head, text in _figures(found)])
+    for table in _tables(recorded) if recorded is not None else []:
+        rows = table.rows
+        if len(rows) > _FIRST + _LAST + 1:
+            gap = ("…", *[""] * (len(table.columns) - 1))
+            rows = (*rows[:_FIRST], gap, *rows[-_LAST:])
+        output.say()
+        cells = [tuple(_cell(value) for value in row) for row in rows]
+        output.table(table.title, table.columns, cells, verdict="state")
+
+
+def _answer(job: JobResult, recorded: Run | None, found: dict[str, float]) -> str:
+    """What the run was, in a sentence or two."""
+    text = job.status.capitalize()
+    if recorded is not None:
+        text += f": {counted(found.get('steps', 0), 'step')} on {counted(recorded.world_size, 'rank')}"
+        text += f" in {shown(recorded.seconds)} s"
+    if found.get("checkpoints"):
+        text += f". {counted(found['checkpoints'], 'checkpoint')}"
+        if "stall_ms" in found:
+            text += f", each held training for {metric('stall_ms').text(found['stall_ms'])} (median)"
+        if "lost_percent" in found:
+            text += f"; {metric('lost_percent').text(found['lost_percent'])} of training time lost"
+    return f"{text}."
+
+
+def warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
+    """Return what to know before reading the figures: how it ended, if not well, and what is missing."""
+    if job.error:
+        yield f"It {'failed' if job.status == 'failed' else 'did not come to its end'}: {first_line(job.error)}"
+    if recorded is None:
+        return
+    if recorded.damaged:
+        one = recorded.damaged == 1
+        are, they = ("is", "it is") if one else ("are", "they are")
+        yield f"{counted(recorded.damaged, 'line')} of its records {are} damaged; {they} left out."
+    if len(recorded.ranks) < recorded.world_size:
+        there = {rank.rank for rank in recorded.ranks}
+        gone = [str(rank) for rank in range(recorded.world_size) if rank not in there]
+        named = ", ".join(gone[:8]) + ", …" * (len(gone) > 8)
+        ranks = "rank" if len(gone) == 1 else "ranks"
+        yield f"There are no records of {ranks} {named}: the figures are those of the others."
+
+
+def _figures(found: dict[str, float]) -> Iterator[tuple[str, str]]:
+    """Heads and texts."""
+    for name in in_order(found):
+        head, value, unit = in_words(name, found[name])
+        yield head, quantity(value, unit)
+
+
+_RANK_NAMES = ("rank", "host", "steps", "without_data", "stall_ms", "lost", "peak_gib", "state")
+
+
+def _tables(recorded: Run) -> list[Table]:
+    heads = ("step", "saved at s", "stall ms", "staging ms", "writing ms", "complete after ms", "MiB", "state")
+    rows = tuple(
+        (
+            one.step,
+            one.start,
+            _ms(one.stall_s),
+            _ms(one.stage_s),
+            _ms(one.write_s),
+            _ms(one.end - one.start) if one.state == "complete" else None,
+            one.nbytes / _MIB,
+            one.state + (f": {one.error}" if one.error else ""),
+        )
+        for one in saved(recorded)
+    )
+    words = "Times are the slowest rank's; MiB is what all ranks staged."
+    ranks = tuple(_rank(rank) for rank in recorded.ranks)
+    every = [Table("Checkpoints", heads, rows, words)] if rows else []
+    heads = ("rank", "host", "steps", "without data", "stall ms in sum", "lost saves", "peak GiB", "state")
+    return [*every, Table("Ranks", heads, ranks)]
+
+
+def _rank(rank: RankRecord) -> tuple[str | float | int | None, ...]:
+    end = rank.end or {}
+    peak = end.get("peak_rss")
+    return (
+        rank.rank,
+        rank.start.get("host"),
+        len(rank.steps),
+        int((rank.join or {}).get("shadowed", 0)),
+        1e3 * sum(span.seconds for span in rank.stalls),
+        len(rank.lost),
+        peak / _GIB if isinstance(peak, (int, float)) else None,
+        end.get("error") or end.get("status") or "told no end",
+    )
+
+
+def write(
+    target: Path,
+    job: JobResult,
+    recorded: Run,
+    found: dict[str, float],
+    warnings: Sequence[str],
+    window: tuple[float, float] | None,
+) -> list[Path]:
+    """Write the pictures and the page into ``target`` and return their paths. Raises: ``OSError``."""
+    target.mkdir(parents=True, exist_ok=True)
+    documents, pictures = _pictures(recorded, window)
+    text = page.run_page(
+        recorded,
+        found,
+        pictures,
+        answer=_answer(job, recorded, found),
+        tables=_tables(recorded),
+        config=_text(job.directory / ".hydra" / "config.yaml"),
+        command=job.command,
+        environment={**_environment(job, recorded), **recorded.versions},
+        warnings=warnings,
+        error=(job.error or "") if "\n" in (job.error or "").strip() else "",
+    )
+    documents["report.html"] = text.encode()
+    for name in ("timeline.svg", "timeline.png", "report.html"):
+        if name in documents:
+            (target / name).write_bytes(documents[name])
+        else:
+            (target / name).unlink(missing_ok=True)
+    return [target / name for name in documents]
+
+
+def _pictures(recorded: Run, window: tuple[float, float] | None) -> tuple[dict[str, bytes], list[Picture]]:
+    """The files of the timeline by name, and the pictures of the page."""
+    documents: dict[str, bytes] = {}
+    pictures = []
+    try:
+        if any(rank.steps or rank.stalls for rank in recorded.ranks):
+            timeline = timeline_figure(recorded, window)
+            svg = plots.svg_text(timeline)
+            documents = {"timeline.svg": svg.encode(), "timeline.png": plots.png_bytes(timeline)}
+            pictures.append(Picture("Timeline", svg, words=_WORDS))
+        if (curves := curves_figure(recorded)) is not None:
+            pictures.append(Picture("Logged", plots.svg_text(curves), words="What was logged with stagereg.log."))
+    except ImportError:
+        print("no picture: pip install 'stagereg[report]'", file=sys.stderr)
+    return documents, pictures
+
+
+def _environment(job: JobResult, recorded: Run | None) -> dict[str, Any]:
+    return (recorded.environment if recorded is not None else {}) | job.environment
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def _cell(value: str | float | int | None) -> str:
+    return "-" if value is None else shown(value) if isinstance(value, float) else str(value)
