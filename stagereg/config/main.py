@@ -2,8 +2,8 @@
 
 One function, three ways to start it, the same code path inside a rank: plain ``python train.py nproc=2`` composes the
 config here and runs the job on local ranks (``launch``); ``torchrun`` has made this process a rank already (``rank``);
-``nproc=1``, or no ``nproc`` at all, runs the job right here as the only rank. Jobs of a sweep get fresh ranks each, also
-where that is one: in one process, each job would have the memory and the warm caches of those before it.
+``nproc=1``, or no ``nproc`` at all, runs the job right here as the only rank. Jobs of a sweep get fresh ranks each:
+in one process, a job would have the memory and the warm caches of those before it.
 
 Promises: an error of the project is one short message, any other one traceback, with the rank that failed, and exit
 code 1; Ctrl-C ends everything with 130, SIGTERM with 143.

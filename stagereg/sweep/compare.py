@@ -1,9 +1,9 @@
 """Jobs side by side: one row for each combination of what was swept, and what can honestly be said about the best.
 
 Repeats of a combination are told by their median and the range between their quartiles. A row ties with the best where
-their medians differ by no more than either's spread, or than the same combination differs from itself (the A/A row), or
-where few runs overlap. Only completed jobs count; a combination that failed in any of its runs, or has the figure in
-only some, is never best. The order in which results are given makes no difference.
+their medians differ by no more than either's spread, or in proportion by no more than one combination differs from
+itself (the A/A row), or where few runs overlap. Only completed jobs count; a combination that failed in any of its
+runs, or has the figure in only some, is never best. The order in which results are given makes no difference.
 
 Which figures there are is told in :mod:`stagereg.sweep.metrics`; the sentence is made in :mod:`stagereg.sweep.answer`,
 warnings in ``caveats``.
@@ -325,7 +325,7 @@ def _tie(one: Cell, other: Cell, noise: float) -> Tie | None:
         return Tie.EQUAL
     if difference <= max(one.spread or 0.0, other.spread or 0.0):
         return Tie.SPREAD
-    if difference <= noise:
+    if difference <= noise * max(abs(one.median), abs(other.median)):
         return Tie.NOISE
     few = min(len(one.values), len(other.values)) < _ENOUGH
     apart = max(one.values) < min(other.values) or max(other.values) < min(one.values)
@@ -333,15 +333,23 @@ def _tie(one: Cell, other: Cell, noise: float) -> Tie | None:
 
 
 def _noise(rows: Sequence[Row], name: str) -> float:
-    """By how much a combination differs from itself: the largest difference of an A/A pair; 0 without one."""
+    """By what part a combination differs from itself: the largest difference of an A/A pair; 0 without one.
+
+    A part, since what disturbs a time or a rate of a machine makes long ones longer by more than short ones.
+    """
     differences = [
-        abs(row.cells[name].median - twin.cells[name].median)
+        _part(row.cells[name].median, twin.cells[name].median)
         for row in rows
         if row.again and name in row.cells
         for twin in rows
         if not twin.again and (twin.parameters, twin.versions) == (row.parameters, row.versions) and name in twin.cells
     ]
     return max(differences, default=0.0)
+
+
+def _part(one: float, other: float) -> float:
+    """The difference of two figures as a part of the larger one."""
+    return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
 
 
 def _directory(jobs: Sequence[JobResult]) -> Path:

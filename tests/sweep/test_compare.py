@@ -132,6 +132,10 @@ class TestTies:
         assert verdicts(compare(stalls(a=[10.0] * 5, b=[11.0] * 5, again=[10.5]))) == ["best", "", ""]
         assert verdicts(compare(stalls(a=[10.0] * 5, b=[11.0] * 5, again=[8.5]))) == ["best", "", "tie"]
 
+    def test_noise_of_a_large_figure_hides_no_difference_of_small_ones(self) -> None:
+        told = compare(stalls(a=[20.0] * 5, b=[2.0] * 5, c=[5.0] * 5, again=[24.0]))
+        assert verdicts(told) == ["", "", "best", ""]
+
     def test_few_runs_tie_where_they_overlap(self) -> None:
         assert verdicts(compare(stalls(a=[1.0, 1.0, 3.0], b=[2.5, 2.5, 2.5]))) == ["best", "tie"]
         assert verdicts(compare(stalls(a=[1.0, 1.0, 2.0], b=[2.5, 2.5, 2.5]))) == ["best", ""]
@@ -485,14 +489,16 @@ def test_the_best_has_the_best_median_and_whoever_is_within_the_noise_of_it_ties
     assert best is not None
     top = best.cells["stall_ms"]
     first = comparison.rows[0].cells["stall_ms"].median
-    noise = abs(first - statistics.median(again)) if again else 0.0
+    second = statistics.median(again) if again else first
+    noise = abs(first - second) / (max(abs(first), abs(second)) or 1.0)
     for row in comparison.rows:
         cell = row.cells["stall_ms"]
         if row.again:
             assert cell.verdict == ""
             continue
         assert cell.median >= top.median
-        within = cell.median - top.median <= max(cell.spread or 0.0, top.spread or 0.0, noise)
+        in_proportion = noise * max(abs(cell.median), abs(top.median))
+        within = cell.median - top.median <= max(cell.spread or 0.0, top.spread or 0.0, in_proportion)
         apart = max(top.values) < min(cell.values) or min(len(top.values), len(cell.values)) >= 5
         assert (row is best or cell.verdict == "tie") == (within or not apart)
 
