@@ -248,7 +248,9 @@ def _incomplete(rows: Sequence[Row]) -> list[str]:
     broken = [row for row in rows if row.status != "completed"]
     if not broken:
         return []
-    names = "; ".join(f"{tables.named(row)} ({row.status})" for row in broken)
+    # The table has no room for the error of a row with figures.
+    said = (f"{row.status}: {tables.first_line(row.error)}" if row.cells else row.status for row in broken)
+    names = "; ".join(f"{tables.named(row)} ({status})" for row, status in zip(broken, said, strict=True))
     where = names if len(names) < _LINE else "they are the last of the table, and their errors are with their configs"
     return [f"{len(broken)} of {counted(len(rows), 'row')} did not complete: {where}."]
 
