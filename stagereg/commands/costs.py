@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 
 from stagereg import machine, output
 from stagereg.errors import ConfigError
+from stagereg.sweep.metrics import counted
 
 if TYPE_CHECKING:
     from stagereg.bench.measure import Case
     from stagereg.bench.states import State
     from stagereg.sweep.run import Run
 
-__all__ = ["Costs", "Rates", "by_rates", "by_run", "count_text", "measured", "size_text"]
+__all__ = ["Costs", "Rates", "by_rates", "by_run", "measured", "size_text"]
 
 _GIB = 2**30
 _MOST_BYTES = 128 * 2**20
@@ -105,7 +106,7 @@ def by_run(run: Run, nbytes: int | None, ranks: int | None) -> Costs:
     world = int(run.ranks[0].start.get("world_size", len(run.ranks)))
     its_bytes = int(known["state_bytes"])
     count = len(ages)
-    what = f"{count_text(count, 'checkpoint')} of {size_text(its_bytes)} on {count_text(world, 'rank')}"
+    what = f"{counted(count, 'checkpoint')} of {size_text(its_bytes)} on {counted(world, 'rank')}"
     told = [f"From {run.directory}: {what}."]
     if "lost_s" in known:
         cost = known["lost_s"] / count
@@ -202,8 +203,3 @@ def size_text(nbytes: float) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"
     return f"{nbytes / 2**10:.3g} KiB"
-
-
-def count_text(count: int, noun: str) -> str:
-    """A number of things."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

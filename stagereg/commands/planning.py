@@ -19,11 +19,12 @@ from typing import Any
 from stagereg import output, registry
 from stagereg.bench.command import check_writable
 from stagereg.checkpoint import interval
-from stagereg.commands.costs import Costs, Rates, by_rates, by_run, count_text, measured, size_text
+from stagereg.commands.costs import Costs, Rates, by_rates, by_run, measured, size_text
 from stagereg.commands.losses import Job, Loss, csv_text, duration_text, loss_figure
 from stagereg.config.texts import duration, written
 from stagereg.errors import ConfigError, StageregError
 from stagereg.sizes import ByteSize
+from stagereg.sweep.metrics import counted
 
 __all__ = ["add_to", "run"]
 
@@ -199,7 +200,7 @@ def _folder(name: str) -> Path | None:
 
 
 def _tell(costs: Costs, job: Job, step_s: float | None, steps: int | None, best: Loss, failing: str) -> None:
-    output.say(f"A checkpoint of {size_text(costs.nbytes)} on {count_text(costs.ranks, 'rank')}")
+    output.say(f"A checkpoint of {size_text(costs.nbytes)} on {counted(costs.ranks, 'rank')}")
     rows = [
         ("cost", duration_text(job.cost_s), "that training loses: the loop is held, and steps beside it are slower"),
         ("age", duration_text(max(job.write_s, job.cost_s)), "of the state when its checkpoint is complete"),
