@@ -18,6 +18,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from stagereg.config.tasks import Task
 from stagereg.sweep import result as result_room
 from stagereg.sweep.callback import Compare
 from stagereg.sweep.result import JobResult
@@ -240,6 +241,15 @@ def test_a_single_job_that_fails_stays_failed_and_leaves_its_result(tmp_path: Pa
     assert returned.status == JobStatus.FAILED
     assert JobResult.read(tmp_path / "0").status == "failed"
     assert JobResult.read(tmp_path / "0").error == "KeyError: 'x'"
+
+
+def test_of_several_tasks_that_are_one_run_the_first_alone_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index, value in ((0, 0.25), (1, None)):
+        monkeypatch.setattr(Task, "current", lambda index=index: Task(index, 2, 1, "7", "127.0.0.1:1"))
+        Compare().on_job_end(config(tmp_path), ended(value))
+    assert JobResult.read(tmp_path / "0").returned == 0.25
 
 
 @pytest.mark.parametrize("broken", ["write", "figures", "describe", "read"])
