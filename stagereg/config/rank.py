@@ -6,7 +6,7 @@ belong to rank 0, and one clock; in that directory each rank records its job (:m
 the cause is told once, and errors that merely follow from it are not.
 
 ``torchrun --max-restarts`` starts ranks over and over on one store. So each start of all ranks is an *attempt* with
-keys of its own (:func:`_attempt`), and attempts after the first go on in the directory of the first.
+keys of its own (:mod:`stagereg.config.attempt`), and attempts after the first go on in the directory of the first.
 
 Starting ranks is left to ``launch``, Hydra to ``main``.
 """
@@ -26,12 +26,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 from stagereg import record
-from stagereg.config import pulse
+from stagereg.config import attempt, pulse
 from stagereg.config.command import quoted, without_callbacks
 from stagereg.errors import LaunchError, StageregError, UnevenInputsError
 
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 _HANDOVER = "STAGEREG_HANDOVER"
 _LINGER_S = 3.0
 """Seconds a failed rank waits for the others to reach their end too, before its own end takes them down."""
-_GATHER = timedelta(minutes=10)
-"""How long the ranks of a run may start one after another."""
 _SILENT_S = 5.0
 """Seconds without a word after which a rank of another machine is called lost, where something has failed already."""
 _PATIENCE_S = 60.0
@@ -138,8 +136,8 @@ class Rank:
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         runs = PrefixStore("stagereg", store)
-        attempt = PrefixStore(_attempt(runs, rank, world_size) if handover is None else "0", runs)
-        return cls(rank, world_size, local_rank, local_world_size, handover, attempt, runs)
+        this_attempt = PrefixStore(attempt.named(runs, rank, world_size) if handover is None else "0", runs)
+        return cls(rank, world_size, local_rank, local_world_size, handover, this_attempt, runs)
 
     @property
     def leads(self) -> bool:
@@ -155,7 +153,7 @@ class Rank:
         """Hydra overrides that make this rank follow its run; waits for rank 0 where that decides the directory."""
         follow: list[str] = []
         if self.handover is None and self.rank > 0:
-            _await_key(self.store, "run", "rank 0 did not begin")
+            attempt.await_key(self.store, "run", "rank 0 did not begin")
             run = json.loads(self.store.get("run"))
             follow += [f"hydra.run.dir={quoted(run['dir'])}", *run["without_callbacks"]]
         if self.leads and (begun := self._begun()):
@@ -213,7 +211,7 @@ class Rank:
             begun = self._begun() or {"dir": hydra.runtime.output_dir, "time": now_s}
             self.runs.set("begun", json.dumps(begun))
             self.store.set("run", json.dumps(begun | {"without_callbacks": without_callbacks(hydra)}))
-        _await_key(self.store, "run", "rank 0 did not begin")
+        attempt.await_key(self.store, "run", "rank 0 did not begin")
         at = json.loads(self.store.get("run"))["time"]
         started = datetime.fromtimestamp(at)
 
@@ -300,38 +298,6 @@ class Rank:
 def is_rank() -> bool:
     """Whether somebody has started this process as a rank."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-
-
-def _attempt(runs: Any, rank: int, world_size: int) -> str:
-    """The name of this start of all ranks, the same on all of them and of no earlier one on this store.
-
-    Elastic's own count will not do: an agent that only follows another one's restart does not count it. So each process
-    draws a number, and rank 0's is the name. It answers every number drawn until all ranks have heard; an answer to a
-    process of an earlier attempt is read by nobody.
-    """
-    mine = runs.add("drawn", 1)
-    if rank > 0:
-        _await_key(runs, f"answer/{mine}", "rank 0 did not start")
-        name: str = runs.get(f"answer/{mine}").decode()
-        runs.add(f"heard/{name}", 1)
-        return name
-    answered, deadline = 0, time.monotonic() + _GATHER.total_seconds()
-    while (heard := runs.add(f"heard/{mine}", 0)) < world_size - 1:
-        drawn = runs.add("drawn", 0)
-        for number in range(answered + 1, drawn + 1):
-            runs.set(f"answer/{number}", str(mine))
-        answered = drawn
-        if time.monotonic() > deadline:
-            raise LaunchError(f"{heard + 1} of {world_size} ranks have started within {_GATHER}: look at the others")
-        time.sleep(0.01)
-    return str(mine)
-
-
-def _await_key(store: Any, key: str, or_else: str) -> None:
-    try:
-        store.wait([key], _GATHER)
-    except RuntimeError as error:
-        raise LaunchError(f"{or_else} within {_GATHER}, or its machine is lost: {error}") from error
 
 
 def alone(task: Callable[[Any], Any], cfg: Any, recorded: bool = False) -> Any:

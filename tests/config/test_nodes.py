@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore
 
-from stagereg.config import pulse, rank
+from stagereg.config import attempt, pulse, rank
 from stagereg.config.main import _how_to_sweep
 from stagereg.config.rank import Rank
 from stagereg.errors import LaunchError
@@ -321,8 +321,8 @@ def test_the_ranks_of_an_attempt_agree_on_a_name_that_no_earlier_attempt_had(wor
         for number in dead:
             for _ in range(number):
                 store.add("drawn", 1)
-            attempt = [pool.submit(rank._attempt, store, each, world) for each in reversed(range(world))]
-            (name,) = {future.result(timeout=LIMIT_S) for future in attempt}
+            asked = [pool.submit(attempt.named, store, each, world) for each in reversed(range(world))]
+            (name,) = {future.result(timeout=LIMIT_S) for future in asked}
             names.append(name)
     assert len(set(names)) == len(names)
 
