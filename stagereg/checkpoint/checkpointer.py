@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import os
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 
 from stagereg import record
-from stagereg.checkpoint import commit, entries, restoring, torchfiles
+from stagereg.checkpoint import commit, entries, options, restoring, torchfiles
 from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.layout import LATEST, Checkpoint, open_checkpoint
@@ -30,9 +29,8 @@ from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.saving import Outcome, Save, carry_out
 from stagereg.checkpoint.schedule import Automatic, Fixed, Schedule
 from stagereg.checkpoint.storage.protocol import Storage
-from stagereg.errors import CheckpointError, ConfigError, RegistryError, nearest
+from stagereg.errors import CheckpointError, ConfigError
 from stagereg.registry import build, register
-from stagereg.spec import check
 
 if TYPE_CHECKING:
     from stagereg.stagers.protocol import AsyncStager
@@ -94,9 +92,16 @@ class Checkpointer:
         process_group: the ranks that save together, ``None`` for all of them. A gloo group with the same ranks is made
             for the checkpointer's own use, so constructing is collective.
         mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together.
+        verify: what :meth:`restore` looks at before it loads: ``"full"`` the content of every file, ``"fast"`` the
+            manifest and the sizes.
+        on_error: what a save that fails in the background does at the next call: ``"raise"``, or ``"warn"`` in the log
+            and let training go on. Where the last save failed, the exit status of the process is not 0 either way.
+        timeout: of one save, from its copy to its commit; one that takes longer has failed.
+        grace: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save it and leave. ``None`` leaves
+            the two signals alone.
 
     Raises:
-        ConfigError: ``every``, ``keep``, ``resume`` or ``mtbf`` is of no use, or the ranks differ in ``every``.
+        ConfigError: an option is of no use, or the ranks differ in ``every``.
         CheckpointError: on all ranks, if rank 0 cannot create files in ``dir``.
 
     Example::
@@ -118,17 +123,25 @@ class Checkpointer:
         storage: Storage | None = None,
         process_group: dist.ProcessGroup | None = None,
         mtbf: datetime.timedelta = datetime.timedelta(hours=6),
+        verify: Literal["full", "fast"] = "full",
+        on_error: Literal["raise", "warn"] = "raise",
+        timeout: datetime.timedelta = datetime.timedelta(minutes=30),
+        grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
     ) -> None:
-        if not isinstance(dir, (str, os.PathLike)) or not os.fspath(dir):
-            raise ConfigError(f"checkpoint.dir must be the path of a directory, not {dir!r}.")
+        options.check_dir(dir)
         self.dir = Path(dir).expanduser().absolute()
-        _check_every(every, mtbf)
-        self.keep = _at_least_one("keep", keep)
-        if not isinstance(resume, str) or not resume:
-            raise ConfigError(f"resume must be 'auto', 'never', 'latest' or the path of a checkpoint, not {resume!r}.")
+        options.check_every(every, mtbf)
+        self.keep = options.at_least_one("keep", keep)
+        options.check_resume(resume)
         self.resume = resume
-        self._stager: AsyncStager = _a("stager", build("stager", "pinned_cached") if stager is None else stager)
-        self._storage: Storage = _a("storage", build("storage", "dcp") if storage is None else storage)
+        self.verify = options.one_of("verify", verify, ("full", "fast"))
+        self.on_error = options.one_of("on_error", on_error, ("raise", "warn"))
+        self.timeout = options.duration("timeout", timeout)
+        self.grace = None if grace is None else options.duration("grace", grace)
+        self._stager: AsyncStager = options.component(
+            "stager", build("stager", "pinned_cached") if stager is None else stager
+        )
+        self._storage: Storage = options.component("storage", build("storage", "dcp") if storage is None else storage)
         _leave_room(self._stager, self._storage)
         self._ranks = Agreement(process_group)
         self._background = Background()
@@ -372,19 +385,6 @@ def _a_step(step: int) -> int:
     return step
 
 
-def _a(kind: str, given: Any) -> Any:
-    try:
-        if isinstance(given, type):
-            raise RegistryError("a class is no component yet; call it")
-        check(kind, type(given).__name__, given)
-    except RegistryError as error:
-        example = {"stager": "blocking", "storage": "dcp"}[kind]
-        raise ConfigError(
-            f"{kind} must be a {kind}, such as stagereg.build({kind!r}, {example!r}), not {given!r}"
-        ) from error
-    return given
-
-
 def _when_done(staged: Any, act: Callable[[], None]) -> None:
     """Call ``act`` when the copy is there, which it is already unless it is promised."""
     if isinstance(staged, Future):
@@ -398,18 +398,3 @@ def _leave_room(stager: AsyncStager, storage: Storage) -> None:
     margins, leave_room = getattr(storage, "margins", None), getattr(stager, "leave_room", None)
     if margins is not None and leave_room is not None:
         leave_room(*margins)
-
-
-def _check_every(every: object, mtbf: object) -> None:
-    if isinstance(every, str) and every != "auto":
-        raise ConfigError(f"every is {every!r}.{nearest(every, ['auto'])} It is a number of steps or 'auto'.")
-    if every != "auto":
-        _at_least_one("every", every)
-    if not isinstance(mtbf, datetime.timedelta) or mtbf <= datetime.timedelta(0):
-        raise ConfigError(f"mtbf must be a duration above 0, such as datetime.timedelta(hours=6), not {mtbf!r}.")
-
-
-def _at_least_one(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
-    return value
