@@ -160,6 +160,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     reader.server.communicate()
 
 
+@pytest.mark.slow
 def test_every_file_is_written_and_every_quick_command_prints_what_the_page_says(reader: Reader) -> None:
     seen = 0
     for command, printed in reader.follow(skip=LONG):

@@ -36,6 +36,7 @@ COLLECTIVES = {  # of a step beyond those of one without a join: all of them, an
 }
 
 
+@pytest.mark.slow
 def test_every_row_begins_as_many_collectives_as_its_protocol_says(tmp_path: Path) -> None:
     file = tmp_path / "join.json"
     arguments = ["--models", "small", "--ranks", "2", "--rounds", "2", "--json", str(file)]

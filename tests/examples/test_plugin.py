@@ -129,6 +129,7 @@ def test_listing_and_completion_offer_it_and_import_nothing(user: User) -> None:
     assert {e["distribution"] for e in mine.values()} == {"lean-export"}
 
 
+@pytest.mark.slow
 def test_an_app_that_never_imports_stagereg_sweeps_over_it_also_under_joblib(user: User) -> None:
     sweep = ["bare.py", "-m", "stager=bf16,blocking", "stager.max_in_flight=3", "hydra/launcher=joblib"]
     lines = [line for line in user.prints(*sweep).splitlines() if line.startswith("STAGED")]

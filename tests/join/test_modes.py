@@ -28,7 +28,7 @@ def all_of_them(rank: int, world_size: int, mode: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("planned", marks=pytest.mark.slow), "counted"])
 def test_every_case_gives_the_references_numbers_on_every_rank(mode: str) -> None:
     apart = {}
     for world_size in sorted({len(case.lengths) for case in CASES.values()}):

@@ -13,7 +13,7 @@ from .parallel import COLUMNS
 from .reference import difference
 from .table import CASES, MODES, PATIENCE_S, expected, has, holds, in_column, in_words, measured, run_failing
 
-QUICK = {("ddp", "planned"), ("fsdp1", "planned"), ("tp", "planned")}
+QUICK = {("ddp", "planned"), ("tp", "planned")}
 QUICK_ERRORS = {
     ("two models, listed in the other order", "ddp", "planned"),
     ("an opaque batch", "zero", "counted"),

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagereg import machine, registry
@@ -127,6 +127,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(VALUES)
 def test_a_value_is_written_so_that_hydra_reads_the_same(value):
     assert OverridesParser.create().parse_override(f"x={text(value)}").value() == value

@@ -268,6 +268,7 @@ def test_a_hung_rank_is_named_with_its_stack_and_nobody_is_left(tmp_path):
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("started")
 def test_all_hung_ranks_are_named(tmp_path):
     with pytest.raises(RankFailure, match="rank 0, 1 hung") as caught:
@@ -355,7 +356,8 @@ def test_ranks_end_when_their_caller_is_killed(tmp_path):
     assert await_gone(pids) == []
 
 
-@pytest.mark.parametrize("mode", ["importlib", pytest.param("prepend", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["importlib", "prepend"])
 def test_functions_and_their_neighbours_are_found_under_every_import_mode(tmp_path, tmp_path_factory, mode):
     """``tests/deep`` has a neighbour that is imported relatively; the rank must find it where the test did."""
     deep = tmp_path / "tests" / "deep"
