@@ -15,13 +15,38 @@ from collections.abc import Sequence
 
 from stagereg import __version__
 from stagereg.bench import command as bench
-from stagereg.commands import checking, doctor, listing, planning, reporting, scaffold, showing, tuning
+from stagereg.commands import (
+    checking,
+    converting,
+    doctor,
+    inventory,
+    listing,
+    planning,
+    reporting,
+    scaffold,
+    showing,
+    tuning,
+    verifying,
+)
 from stagereg.config.libc import tuned
 from stagereg.errors import StageregError, nearest
 
 __all__ = ["main"]
 
-_ROOMS = (listing, showing, scaffold, checking, doctor, bench, reporting, tuning, planning)
+_ROOMS = (
+    listing,
+    showing,
+    scaffold,
+    checking,
+    doctor,
+    bench,
+    reporting,
+    tuning,
+    planning,
+    inventory,
+    verifying,
+    converting,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

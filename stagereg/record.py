@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from stagereg.errors import ConfigError
+from stagereg.preemption import Preempted, Stopped
 
 __all__ = ["FILES", "FORMAT", "also_held", "file_name", "log", "now", "peak_rss", "recording", "tell"]
 
@@ -133,6 +134,8 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             ending = {"status": "failed", "error": _in_one_line(error)}
+        if isinstance(error, Preempted):
+            ending = {"status": "preempted", "error": str(error)}
         raise
     finally:
         if _recorder is mine:
@@ -272,7 +275,7 @@ _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_numb
 
 def _in_one_line(error: BaseException) -> str:
     if isinstance(error, SystemExit):
-        return f"left by sys.exit({error.code!r})"
+        return f"left by sys.exit({error.code!r})" + (f": {error}" if isinstance(error, Stopped) else "")
     try:
         lines = str(error).strip().splitlines()
     except Exception:  # of a class whose text fails

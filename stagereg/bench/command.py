@@ -34,6 +34,7 @@ _WORDS = {
     "write": "how long a copy takes to be on the disk, against the disk's speed",
     "stall": "what a checkpoint costs the training it interrupts",
     "join": "what a join costs a training step, with all ranks having data",
+    "endurance": "whether hundreds of checkpoints leave memory, files, threads or processes behind",
 }
 
 
@@ -44,6 +45,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     for kind, words in _WORDS.items():
         parser = kinds.add_parser(kind, help=words, description=words[0].upper() + words[1:] + ".")
         parser.set_defaults(run=run, as_a_rank=True)
+        if kind == "endurance":
+            _add_endurance(parser)
+            continue
         parser.add_argument("--rounds", type=int, default=_ROUNDS[kind], help="rounds that count, %(default)s")
         parser.add_argument("--rows", default="", help="names of rows, with commas; all if not given")
         parser.add_argument("--json", metavar="FILE", default="", help="write every sample there too")
@@ -53,6 +57,16 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             parser.add_argument("--ranks", default="2,4", help="numbers of local ranks, with commas, %(default)s")
         else:
             _add_checkpoint(parser, kind)
+
+
+def _add_endurance(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_endurance)
+    parser.add_argument("--saves", type=int, default=500, help="how many checkpoints, %(default)s")
+    parser.add_argument("--keep", type=int, default=2, help="how many of them stay, %(default)s")
+    parser.add_argument("--stager", default="pinned_cached", help="by its name, %(default)s")
+    parser.add_argument("--storage", default="dcp", help="by its name, %(default)s")
+    parser.add_argument("--dir", default=".", help="a directory on the disk to write to, the current one")
+    parser.add_argument("--json", metavar="FILE", default="", help="write the marks there too")
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser, kind: str) -> None:
@@ -96,6 +110,37 @@ def run(asked: argparse.Namespace) -> int:
     return int(any(line.failure for group in groups for line in group.lines))
 
 
+def _endurance(asked: argparse.Namespace) -> int:
+    """Save, print the marks, write the JSON. Returns the exit code: 1 if something has grown.
+
+    Raises:
+        ConfigError: something that was asked for cannot be had; nothing was saved.
+    """
+    from stagereg import machine, registry
+    from stagereg.bench import endurance
+
+    if asked.saves < endurance.MARKS:
+        raise ConfigError(f"--saves must be at least {endurance.MARKS}, one for each mark, not {asked.saves}.")
+    if asked.keep < 1:
+        raise ConfigError(f"--keep must be at least 1, not {asked.keep}.")
+    _check_json(asked.json)
+    check_writable("--dir", Path(asked.dir))
+    for kind in ("stager", "storage"):
+        _known(kind, [getattr(asked, kind)], registry.names(kind))
+    environment = machine.describe("cpu")
+    with quiet(), _folder(asked.dir, []) as folder:
+        marks = endurance.measured(asked.stager, asked.storage, asked.saves, asked.keep, folder)
+    grown = endurance.grown(marks)
+    print(f"endurance: {asked.stager}+{asked.storage}, {asked.saves} checkpoints of which {asked.keep} stay")
+    print(endurance.table(marks))
+    print("\n".join(["This has grown:", *grown]) if grown else "Nothing has grown.")
+    if asked.json:
+        settings = {name: value for name, value in vars(asked).items() if not callable(value)}
+        told = {"environment": environment, "settings": settings, "marks": [vars(mark) for mark in marks]}
+        Path(asked.json).write_text(json.dumps({**told, "grown": grown}, indent=1) + "\n")
+    return int(bool(grown))
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Leave out the hints that are for the user of one stager, not for one of all stagers in turn."""
@@ -119,11 +164,7 @@ def _check(asked: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--rounds must be at least 1, not {asked.rounds}.")
     if asked.kind in _SCALES and not 0 < asked.scale <= 1:
         raise ConfigError(f"--scale must be above 0 and at most 1, not {asked.scale:g}.")
-    if asked.json:
-        target = Path(asked.json).absolute()
-        if target.is_dir():
-            raise ConfigError(f"--json {asked.json} is a directory; name a file.")
-        check_writable("--json", target.parent)
+    _check_json(asked.json)
     if asked.kind in ("write", "stall"):
         check_writable("--dir", Path(asked.dir))
     if asked.kind == "stall":
@@ -144,6 +185,15 @@ def _check(asked: argparse.Namespace) -> list[str]:
         asked.models = _known("model", _words(asked.models), list(MODELS))
     there = _rows(asked)
     return _known("row", _words(asked.rows), there) if asked.rows else there
+
+
+def _check_json(file: str) -> None:
+    """Raise ``ConfigError`` if no result can be written to ``file``; empty is none."""
+    if file:
+        target = Path(file).absolute()
+        if target.is_dir():
+            raise ConfigError(f"--json {file} is a directory; name a file.")
+        check_writable("--json", target.parent)
 
 
 def check_writable(option: str, folder: Path) -> None:

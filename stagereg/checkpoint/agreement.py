@@ -3,10 +3,16 @@
 Every action that can fail on one rank alone is followed by an exchange, so that all ranks raise together, with the rank
 and the reason, and none waits for another that has given up. The exchanges go over a gloo group of their own: they
 never mix with the collectives of training, and one thread at a time uses the group.
+
+A rank whose storage hangs keeps the others waiting, and when it comes back, they go on together. So the group itself is
+patient, since gloo gives up a group for good when one operation takes too long; how long to wait is for those to say
+who wait. A rank that dies is noticed at once, by the end of its connections.
 """
 
 from __future__ import annotations
 
+import copy
+import datetime
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -19,6 +25,11 @@ from stagereg.errors import CheckpointError
 __all__ = ["Agreement", "reason", "reasons"]
 
 T = TypeVar("T")
+
+_PATIENCE = datetime.timedelta(days=30)
+"""Longer than any storage is waited for."""
+_USUAL = datetime.timedelta(minutes=30)
+"""What torch's own groups have."""
 
 
 def reason(error: BaseException) -> str:
@@ -45,14 +56,21 @@ class Agreement:
 
     Constructing it is collective: every rank of ``process_group`` does so, in the same order as its other groups.
 
+    Args:
+        process_group: the ranks, ``None`` for all of them.
+        timeout: how long to wait for the other ranks, at least half an hour; see :attr:`patient`.
+
     Attributes:
         group: the gloo group, or ``None`` for a process alone.
         rank: this process within the group.
         size: how many ranks there are.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None
+    ) -> None:
         self.group: dist.ProcessGroup | None = None
+        self._limit: datetime.timedelta | None = max(timeout or _USUAL, _USUAL)
         self.rank, self.size = 0, 1
         if not (dist.is_available() and dist.is_initialized()):
             return
@@ -61,8 +79,17 @@ class Agreement:
                 "This rank is not in the process_group given to the Checkpointer; construct it inside."
             )
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        self.group = dist.new_group(ranks, backend="gloo", use_local_synchronization=process_group is not None)
+        self.group = dist.new_group(
+            ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=process_group is not None
+        )
         self.rank, self.size = dist.get_rank(self.group), len(ranks)
+
+    @property
+    def patient(self) -> Agreement:
+        """The same ranks, waited for without end: for a thread that nobody waits for without a limit."""
+        patient = copy.copy(self)
+        patient._limit = None
+        return patient
 
     def check_still_all(self) -> None:
         """Raise ``CheckpointError`` if other ranks have come up since a process alone constructed this."""
@@ -70,12 +97,22 @@ class Agreement:
             raise CheckpointError("The Checkpointer was constructed before init_process_group; construct it after.")
 
     def exchange(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order. Collective; values are pickled."""
+        """Return the values of all ranks, in rank order. Collective; values are pickled.
+
+        Raises:
+            CheckpointError: the other ranks have not come in time; the group is of no use any more then.
+        """
         if self.group is None:
             return [value]
-        values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        told = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._await(dist.all_gather(sizes, torch.tensor([len(told)]), self.group, async_op=True))
+        longest = max(int(size) for size in sizes)
+        padded = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(told)] = told
+        self._await(dist.all_gather(padded, own, self.group, async_op=True))
+        return [pickle.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(padded, sizes, strict=True)]
 
     def greatest(self, values: Sequence[float]) -> Callable[[], list[float]]:
         """Begin to find the greatest of each value among all ranks; waits for nobody. Collective.
@@ -90,13 +127,24 @@ class Agreement:
         def wait() -> list[float]:
             try:
                 if work is not None:
-                    work.wait()
+                    work.wait(self._limit or _USUAL)
             except RuntimeError as error:
                 raise CheckpointError(f"The ranks could not agree when to save: {reason(error)}") from error
             found: list[float] = told.tolist()
             return found
 
         return wait
+
+    def _await(self, work: dist.Work | None) -> None:
+        assert work is not None
+        try:
+            work.wait() if self._limit is None else work.wait(self._limit)
+        except RuntimeError as error:
+            if self._limit is None or "timed out" not in str(error).lower():
+                raise
+            raise CheckpointError(
+                f"Rank {self.rank} has waited {self._limit} for the other ranks: one of them hangs."
+            ) from error
 
     def together(self, failing: str, act: Callable[[], T]) -> list[T]:
         """Let every rank act, then raise on all of them if any of them failed. Collective.

@@ -1,87 +1,222 @@
 """One thread that works off saves in order, and failures that cannot get lost.
 
 At most two saves are under way: one being worked on and one waiting, which matches a stager that hands out two copies.
-A failure is kept until somebody is told: the next call that asks, or else the end of the process, which then prints it
-and exits with status 1. It is kept without tracebacks, which would keep the staged memory alive; they go to the log, at
-level DEBUG.
+A failure is kept until somebody is told: the next call that asks, or else the end of the job or the process
+(:mod:`stagereg.ending`). It is kept without tracebacks, which would keep the staged memory alive; they go to the log,
+at level DEBUG.
+
+A task that takes longer than the time-out counts as failed from then on, and the thread as hanging until it ends:
+nothing can end a thread that the storage does not let go of. So this is no thread that the end of the process waits
+for by itself, and every wait here ends with the time-out.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
-import sys
+import math
+import queue
+import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from stagereg import ending
 from stagereg.errors import CheckpointError
 
-__all__ = ["Background"]
+__all__ = ["Background", "Task"]
 
 _MOST_UNDER_WAY = 2
+_LOOK_S = 0.05  # how often one looks whether a task has been begun
+_JOIN_S = 5.0
 _log = logging.getLogger(__name__)
-_untold: list[CheckpointError] = []
+
+
+class Task(Protocol):
+    """What the thread does for one save. All but ``run`` and ``back`` are called on the training thread."""
+
+    def run(self) -> None:
+        """Do it. What this raises is the failure."""
+
+    def late(self) -> CheckpointError:
+        """Return what to tell, now that the time-out has passed and it has not ended."""
+
+    def back(self, error: BaseException | None) -> None:
+        """Take notice that it has ended after all, well or with ``error``. After :meth:`late`, on the thread."""
+
+    def abandon(self) -> None:
+        """Take notice that nobody waits any more: it must not complete anything from now on."""
 
 
 class Background:
-    """The thread. All methods are for the training thread; none may be called from inside a task."""
+    """The thread. All methods are for the training thread; none may be called from inside a task.
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="stagereg-checkpoint")
-        self._under_way: deque[Future[None]] = deque()
+    Args:
+        timeout_s: seconds that one task may take, from when the one before it has ended.
+        warn: told of each failure in place of an error being raised; ``None`` to raise.
+    """
+
+    def __init__(self, timeout_s: float = math.inf, warn: Callable[[CheckpointError], None] | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._warn = warn
+        self._queue: queue.SimpleQueue[tuple[Background, _Place] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._under_way: deque[_Place] = deque()
         self._failures: deque[CheckpointError] = deque()
+        weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never shut would stay
+        ending.expect(self)
+
+    @property
+    def hanging(self) -> bool:
+        """Whether the task being worked on has taken too long, which has been told, and has not ended."""
+        self._look()
+        return bool(self._under_way) and self._under_way[0].late
 
     def make_room(self) -> None:
-        """Wait until another task may be submitted."""
-        while len(self._under_way) >= _MOST_UNDER_WAY:
-            self._under_way[0].result()
-            self._under_way.popleft()
+        """Wait until another task may be submitted, or until the first one has taken too long."""
+        while not self.hanging and len(self._under_way) >= _MOST_UNDER_WAY:
+            self._await_first(math.inf)
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Task) -> None:
         """Have ``task`` run after those before it; what it raises is kept for :meth:`raise_failure`."""
-        self._under_way.append(self._executor.submit(self._run, task))
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=(self._queue,), name="stagereg-checkpoint", daemon=True)
+            self._thread.start()
+        place = _Place(task)
+        self._under_way.append(place)
+        self._queue.put((self, place))
 
-    def drain(self) -> None:
-        """Wait until every task has ended, well or not."""
-        while self._under_way:
-            self._under_way[0].result()
-            self._under_way.popleft()
+    def drain(self, limit_s: float = math.inf) -> bool:
+        """Wait until every task has ended, well or not; False if one has taken too long, or ``limit_s`` has passed."""
+        until = time.monotonic() + limit_s
+        while not self.hanging and self._under_way and time.monotonic() < until:
+            self._await_first(until)
+        return not self._under_way
+
+    def finish(self) -> bool:
+        """Drain, and where failures are told as warnings, tell them: as :class:`stagereg.ending.Work`."""
+        ended = self.drain()
+        if self._warn is not None:
+            self.raise_failure()
+        return ended
 
     def raise_failure(self) -> None:
-        """Raise the first failure that nobody was told of; later ones are logged, since one call can raise but one."""
-        failure = self.take_failure()
-        if failure is not None:
-            raise failure
+        """Raise the first failure that nobody was told of; later ones are logged, since one call can raise but one.
+
+        Where failures are to be warnings, tell them all so.
+        """
+        if self._warn is None:
+            failure = self.take_failure()
+            if failure is not None:
+                raise failure
+        else:
+            for failure in self._taken():
+                self._warn(failure)
 
     def take_failure(self) -> CheckpointError | None:
-        """Return what :meth:`raise_failure` would raise."""
-        failures = [self._failures.popleft() for _ in range(len(self._failures))]
-        for failure in failures:
-            _untold.remove(failure)
+        """Return the first failure that nobody was told of, also where they are to be warnings; log later ones."""
+        failures = self._taken()
         for later in failures[1:]:
             _log.error("%s", later)
         return failures[0] if failures else None
 
     def shut(self) -> None:
-        """End the thread after its last task. Twice is harmless."""
-        self._executor.shutdown()
+        """End the thread after its last task; one that hangs is left and completes nothing. Twice is harmless."""
+        for place in self._under_way:
+            place.task.abandon()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(0 if self._under_way else _JOIN_S)
 
-    def _run(self, task: Callable[[], None]) -> None:
+    def _taken(self) -> list[CheckpointError]:
+        self._look()
+        failures = [self._failures.popleft() for _ in range(len(self._failures))]
+        for failure in failures:
+            ending.take_back(failure)
+        return failures
+
+    def _look(self) -> None:
+        """Forget the tasks that have ended, and tell of the first one left if it takes too long."""
+        while self._under_way and self._under_way[0].over.is_set():
+            self._under_way.popleft()
+        if self._under_way and self._under_way[0].is_now_late(self._timeout_s):
+            self._keep(self._under_way[0].task.late())
+
+    def _await_first(self, until: float) -> None:
+        """Wait for the first task, no longer than ``until`` on the monotonic clock or its time-out."""
+        first = self._under_way[0]
+        now = time.monotonic()
+        left = _LOOK_S if first.begun is None else first.begun + self._timeout_s - now
+        first.over.wait(max(0.0, min(left, until - now, threading.TIMEOUT_MAX)))
+        self._look()
+
+    def _keep(self, failure: CheckpointError) -> None:
+        if self._warn is None:
+            ending.tell(failure)
+        self._failures.append(failure)
+
+    def _run(self, place: _Place) -> None:
+        failed: BaseException | None = None
+        place.begun = time.monotonic()
         try:
-            task()
+            place.task.run()
         except BaseException as error:
-            failure = error if isinstance(error, CheckpointError) else CheckpointError(f"A save failed: {error}")
-            if failure is not error:
-                failure.__cause__ = error
-            _log.debug("A save failed.", exc_info=failure)
-            for connected in _connected(failure, set()):
+            failed = error
+            _log.debug("A save failed.", exc_info=error)
+            for connected in _connected(error, set()):
                 connected.__traceback__ = None
-            _untold.append(failure)
-            self._failures.append(failure)
+        if place.end():
+            place.task.back(failed)
+        elif failed is not None:
+            self._fail(failed)
+        place.over.set()
+
+    def _fail(self, error: BaseException) -> None:
+        failure = error if isinstance(error, CheckpointError) else CheckpointError(f"A save failed: {error}")
+        if failure is not error:
+            failure.__cause__ = error
+        self._keep(failure)
+
+
+class _Place:
+    """A task's place in the queue."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.begun: float | None = None
+        self.over = threading.Event()
+        self.late = False
+        self._ended = False
+        self._lock = threading.Lock()
+
+    def is_now_late(self, timeout_s: float) -> bool:
+        """Whether the time-out has passed, the first time that it is so."""
+        with self._lock:
+            begun = self.begun
+            if self.late or self._ended or begun is None or time.monotonic() < begun + timeout_s:
+                return False
+            self.late = True
+            return True
+
+    def end(self) -> bool:
+        """Note the end of the task; return whether it came too late."""
+        with self._lock:
+            self._ended = True
+            return self.late
+
+
+def _work(tasks: queue.SimpleQueue[tuple[Background, _Place] | None]) -> None:
+    while True:
+        given = tasks.get()
+        if given is None:
+            return
+        background, place = given
+        background._run(place)
+        # While it waits for the next task, the thread keeps nothing alive.
+        del given, background, place
 
 
 def _connected(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
@@ -92,19 +227,3 @@ def _connected(error: BaseException | None, seen: set[int]) -> Iterator[BaseExce
     others = [wrapped for wrapped, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
     for other in (error.__cause__, error.__context__, *others):
         yield from _connected(other, seen)
-
-
-def _tell_at_exit() -> None:
-    # Python takes no exit status from an exit handler, so this ends the process itself, after flushing what is
-    # buffered.
-    if not _untold:
-        return
-    for failure in _untold:
-        print(f"A checkpoint failed and nobody asked for its outcome.\n{failure}", file=sys.stderr)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
-
-
-atexit.register(_tell_at_exit)

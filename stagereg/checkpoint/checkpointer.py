@@ -2,8 +2,8 @@
 
 ``save`` copies the state (the stager's work, the only stall) and hands the copy to one background thread, which lets
 all ranks agree that everybody has staged, writes with torch's distributed checkpoint through a storage, and has rank 0
-commit. What lies on disk is described in :mod:`stagereg.checkpoint.layout`; how it gets there safely, in
-:mod:`stagereg.checkpoint.commit`. Which bytes are in the files is the storage's business
+commit. What a checkpoint consists of is described in :mod:`stagereg.checkpoint.layout`; where it lies and how it gets
+there safely, in :mod:`stagereg.checkpoint.place`. Which bytes are in the files is the storage's business
 (:mod:`stagereg.checkpoint.storage`).
 """
 
@@ -11,25 +11,32 @@ from __future__ import annotations
 
 import datetime
 import logging
+import weakref
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch.distributed as dist
 
 from stagereg import record
-from stagereg.checkpoint import commit, entries, options, restoring, torchfiles
+from stagereg.checkpoint import entries, options, restoring, torchfiles
 from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.background import Background
-from stagereg.checkpoint.layout import LATEST, Checkpoint, open_checkpoint
+from stagereg.checkpoint.leaving import Leaving, newest
+from stagereg.checkpoint.lock import Hold
+from stagereg.checkpoint.place.choice import path_or_url, place_of
+from stagereg.checkpoint.points import reach
 from stagereg.checkpoint.process import WriterProcess
-from stagereg.checkpoint.saving import Outcome, Save, carry_out
+from stagereg.checkpoint.saving import Save
 from stagereg.checkpoint.schedule import Automatic, Fixed, Schedule
+from stagereg.checkpoint.storage.choice import expect_fit
 from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.writing import Saves, StorageHangsError, Writing
 from stagereg.errors import CheckpointError, ConfigError
+from stagereg.preemption import Notice
 from stagereg.registry import build, register
 
 if TYPE_CHECKING:
@@ -68,10 +75,12 @@ class Checkpointer:
 
     A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers)
     or plain values (numbers, text, tensors, nested dicts and lists). A DDP module is saved as the module inside it. Of
-    a ``ZeroRedundancyOptimizer`` each rank saves its own shard, which the same number of ranks can restore. Of anything
-    else that several ranks save under one name, the lowest rank's value is stored: give what differs between ranks a
-    name of its own, such as ``f"sampler.rank{rank}"``. The step and every rank's random number generators are added by
-    themselves.
+    a ``DTensor`` (FSDP2) and a ``ZeroRedundancyOptimizer`` each rank saves its own shard. Of anything else that several
+    ranks save under one name, the lowest rank's value is stored: give what differs between ranks a name of its own,
+    such as ``f"sampler.rank{rank}"``. The step and every rank's random number generators are added by themselves.
+
+    What some ranks have saved any other number of ranks restore, bit for bit; all but the random number generators,
+    which are restored by as many ranks alone. ``ZeroRedundancyOptimizer`` and the class inside it restore each other's.
 
     Saving a step that is there already writes the new checkpoint beside the old one and exchanges the two. Only one run
     at a time may write to a directory.
@@ -94,11 +103,15 @@ class Checkpointer:
         mtbf: for ``every="auto"``: mean time between failures of the whole job, all its machines together.
         verify: what :meth:`restore` looks at before it loads: ``"full"`` the content of every file, ``"fast"`` the
             manifest and the sizes.
-        on_error: what a save that fails in the background does at the next call: ``"raise"``, or ``"warn"`` in the log
-            and let training go on. Where the last save failed, the exit status of the process is not 0 either way.
-        timeout: of one save, from its copy to its commit; one that takes longer has failed.
+        on_error: what a save that fails does at the next call: ``"raise"``, or ``"warn"`` in the log and let training
+            go on; then the process ends with exit status 1 if its last save has failed.
+        timeout: of one save, from the end of the one before it to its commit. One that takes longer has failed, and
+            until it ends no other begins.
         grace: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save it and leave. ``None`` leaves
             the two signals alone.
+
+    Attributes:
+        leaving: whether the ranks leave, and at which step; ``None`` without ``grace``.
 
     Raises:
         ConfigError: an option is of no use, or the ranks differ in ``every``.
@@ -129,7 +142,8 @@ class Checkpointer:
         grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
     ) -> None:
         options.check_dir(dir)
-        self.dir = Path(dir).expanduser().absolute()
+        self._place = place_of(dir)
+        self.dir = path_or_url(self._place.root)
         options.check_every(every, mtbf)
         self.keep = options.at_least_one("keep", keep)
         options.check_resume(resume)
@@ -142,14 +156,14 @@ class Checkpointer:
             "stager", build("stager", "pinned_cached") if stager is None else stager
         )
         self._storage: Storage = options.component("storage", build("storage", "dcp") if storage is None else storage)
+        expect_fit(self._storage, self._place.root)
         _leave_room(self._stager, self._storage)
-        self._ranks = Agreement(process_group)
-        self._background = Background()
-        self._plans = torchfiles.Plans()
+        self._hold: Hold | None = None
+        self._ranks = Agreement(process_group, self.timeout)
         self._stalls: list[float] = []
-        self._outcomes: list[Outcome] = []
         self._saved: int | None = None
         self._closed = False
+        self._last = False
         if self._ranks.group is None:
             torchfiles.expect_one_process()
         wanted = str(every)
@@ -157,20 +171,26 @@ class Checkpointer:
             f"checkpoint.dir={dir} is no directory to write to", lambda: self._open_directory(wanted)
         )
         if len(set(told)) > 1:
+            self._let_go()
             raise ConfigError(f"every must be the same on all ranks, which have {', '.join(told)}.")
-        self._schedule: Schedule = (
-            Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), Agreement(process_group))
-        )
+        side = Agreement(process_group)  # of the training threads
+        self._schedule: Schedule = Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), side)
         self._process = WriterProcess() if getattr(self._stager, "shares_memory", False) else None
         if self._process is not None:
             self._process.start()
+        warns = self.on_error == "warn"
+        self._saves = Saves(
+            self._place, self.keep, self._storage, self._ranks, self.timeout, self._process, self._schedule, warns
+        )
+        self._background = Background(self.timeout.total_seconds(), self._saves.warn if warns else None)
+        self.leaving = None if self.grace is None else self._listen(side, self.grace)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`; return whether it did. Call it at the end of each step.
 
         Raises as :meth:`save` does.
         """
-        if self.due(step) and not self._schedule.postponed(step):
+        if self.due(step) and (self._leaves() or not self._schedule.postponed(step)):
             self.save(step, state)
             return True
         self._check_open()
@@ -179,13 +199,14 @@ class Checkpointer:
 
     def due(self, step: int) -> bool:
         """Whether it is time to save: ``step`` is a positive multiple of ``every``, or with ``"auto"`` the step agreed
-        upon has come.
+        upon has come; or the ranks have agreed to leave after this step, since one of them got SIGTERM or SIGUSR1.
 
         For programs that call :meth:`save` themselves, once a step in place of :meth:`maybe_save`. Of the ranks that
         call it with the same step, all get the same answer.
         """
         record.tell("step", step=_a_step(step))
-        return self._schedule.due(step)
+        leaves = self.leaving is not None and self.leaving.asked(step)
+        return self._schedule.due(step) or leaves
 
     def save(self, step: int, state: MutableMapping[str, Any]) -> None:
         """Stage ``state`` and let it be written and committed in the background.
@@ -200,32 +221,44 @@ class Checkpointer:
         Raises:
             CheckpointError: an earlier save failed, or this rank could not stage the state (the other ranks then hear
                 of it at their next call), or the checkpointer is closed. Checkpoints that were complete stay.
+            Preempted: (a ``SystemExit`` with code 75) this is the step that the ranks have agreed to leave after, since
+                one of them got SIGTERM or SIGUSR1, and it is saved and committed.
+            Stopped: (a ``SystemExit`` with code 128 + signal) likewise, and it could not be saved.
         """
         started = record.now()
         self._check_open()
+        if self.leaving is not None and self.leaving.saves(step) and not self._last:
+            self._leave(step, state)
         request = Save(_a_step(step))
         self._saved = step
         self._schedule.began(step)
+        told: CheckpointError | None = None
         try:
             self._background.make_room()
             self._background.raise_failure()
+            self._check_storage(request)
             self._stage(request, state)
         except BaseException as error:
             request.failure = reason(error)
-            raise
+            told = self._told(error)
         finally:
             # Also when this rank gives up, so that the saves of the ranks stay paired and the others hear of it.
-            self._background.submit(lambda: self._write(request, started))
+            self._background.submit(Writing(self._saves, request, started))
             try:
                 self._settle(request)
             finally:
                 stall = record.now() - started
                 self._schedule.held(step, stall)
-        self._stalls.append(stall)
-        record.tell("stall", step=step, start=started, seconds=stall)
+        if told is None:
+            self._stalls.append(stall)
+            record.tell("stall", step=step, start=started, seconds=stall)
 
     def wait(self) -> None:
-        """Wait until every save has ended. Raises: ``CheckpointError`` if one failed and nobody was told yet."""
+        """Wait until every save has ended, or has taken longer than ``timeout``.
+
+        Raises:
+            CheckpointError: one failed and nobody was told yet.
+        """
         self._check_open()
         self._background.drain()
         self._background.raise_failure()
@@ -234,8 +267,9 @@ class Checkpointer:
         """Load a checkpoint, chosen by ``resume``, into the objects and values of ``state``; call it on all ranks.
 
         Objects take their state with ``load_state_dict``; plain tensors and containers change in place, other plain
-        values are replaced in ``state``. The random number generators of each rank are set as well. The content of
-        every file is checked first; ``"auto"`` passes over damaged and incomplete checkpoints with a warning.
+        values are replaced in ``state``. The random number generators of each rank are set as well. The files are
+        looked at first, as ``verify`` says. ``"auto"`` passes over damaged and incomplete checkpoints, says in the log
+        what is wrong with each, and how many steps are lost; nothing has got into any object by then.
 
         Args:
             state: the same names as were saved, or some of them.
@@ -244,37 +278,45 @@ class Checkpointer:
             The step of the checkpoint, or ``None`` if none was to be loaded.
 
         Raises:
-            CheckpointError: on all ranks: the checkpoint named by ``resume`` is not there, incomplete or damaged; it
-                has no entry of some name; an object does not take what was saved; a ZeRO optimizer was saved by another
-                number of ranks.
+            CheckpointError: on all ranks: the checkpoint named by ``resume`` is not there, incomplete or damaged, and
+                the message names the newest good one; there are checkpoints and none of them is good; one cannot be
+                looked at; it has no entry of some name; an object does not take what was saved.
         """
         self._check_open()
+        self._background.drain()
+        if self._background.hanging:  # in an exchange with the other ranks, which another one must not meet
+            self._background.raise_failure()
+            raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
         self._ranks.together("Nothing was restored", self.wait)
         if self.resume == "never":
             return None
-        chosen = restoring.choose(self.dir, self.resume, self._ranks)
-        if chosen is None:
+        restored = restoring.restore(self._place, self.resume, self.verify, state, self._storage, self._ranks)
+        if restored is None:
             return None
-        restoring.load(chosen, state, self._storage, self._ranks)
-        self._schedule.restored(chosen.manifest.step)
-        return chosen.manifest.step
+        self._schedule.restored(restored.manifest.step)
+        self._saves.newest = restored.manifest.step
+        return restored.manifest.step
 
     def close(self) -> None:
-        """Wait for every save, end the thread and close the stager. Twice is harmless.
+        """Wait for every save, no longer than ``timeout``, end the thread and close the stager. Twice is harmless.
 
         Raises:
             CheckpointError: a save failed and nobody was told yet; everything is closed nevertheless.
         """
         if self._closed:
             return
-        self._background.drain()
+        ended = self._background.drain()
         self._closed = True
+        if self.leaving is not None:
+            self.leaving.close()
         self._background.shut()
-        self._plans.forget()
+        if ended:  # or else nobody may write there before this process has ended, with the thread that hangs
+            self._let_go()
+        self._saves.plans.forget()
         if self._process is not None:
             if self._process.pid is not None:
                 record.also_held(record.peak_rss(self._process.pid))
-            self._process.close()
+            self._process.close(now=not ended)
         try:
             self._stager.close()
         finally:
@@ -290,16 +332,18 @@ class Checkpointer:
         if error is None:
             self.close()
             return
+        if self.leaving is not None:
+            self.leaving.abandon()
         try:
             self.close()
         except Exception as also:
             _log.error("While another error ended the training: %s", also)
 
     @property
-    def latest(self) -> Path | None:
-        """The directory of the checkpoint committed last, or ``None`` if there is none yet."""
-        found = open_checkpoint((self.dir / LATEST).resolve())
-        return found.path if isinstance(found, Checkpoint) else None
+    def latest(self) -> Path | str | None:
+        """The directory of the checkpoint committed last, a URL if ``dir`` is one; ``None`` if there is none yet."""
+        found = self._place.latest()
+        return None if found is None else path_or_url(found.path)
 
     @property
     def every(self) -> int:
@@ -319,7 +363,7 @@ class Checkpointer:
     @property
     def stats(self) -> CheckpointStats:
         """What the checkpoints have cost so far, on this rank."""
-        outcomes = tuple(self._outcomes)
+        outcomes = tuple(self._saves.outcomes)
         return CheckpointStats(
             saves=len(outcomes),
             bytes_staged=sum(outcome.bytes_staged for outcome in outcomes),
@@ -327,11 +371,54 @@ class Checkpointer:
             write_seconds=tuple(outcome.seconds for outcome in outcomes),
         )
 
+    def _listen(self, side: Agreement, grace: datetime.timedelta) -> Leaving:
+        """Begin to listen for signals, until this is closed or no longer used."""
+        place = self._place
+        notice = Notice(grace.total_seconds(), lambda: newest(place), speaks=side.rank == 0)
+        notice.listen()
+        weakref.finalize(self, notice.close)
+        return Leaving(side, notice)
+
+    def _leaves(self) -> bool:
+        return self.leaving is not None and self.leaving.agreed is not None
+
+    def _leave(self, step: int, state: MutableMapping[str, Any]) -> NoReturn:
+        """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""
+        assert self.leaving is not None
+        self._last = True
+        failure: Exception | None = None
+        self._background.drain()
+        if self._saves.newest != step:
+            if (earlier := self._background.take_failure()) is not None:
+                _log.error("%s", earlier)
+            try:
+                self.save(step, state)
+                self._background.drain()
+                failure = self._background.take_failure()
+            except CheckpointError as error:
+                failure = error
+        if failure is None and self._saves.newest != step:
+            failure = CheckpointError(f"Step {step} was not saved.")
+        if failure is not None and "newest" not in str(failure):
+            failure = CheckpointError(f"{reason(failure).rstrip('.')}; {newest(self._place)}.")
+        self.leaving.leave(step, str(self.dir), failure)
+
     def _open_directory(self, every: str) -> str:
         if self._ranks.rank == 0:
-            commit.probe(self.dir)
-            commit.sweep(self.dir)
+            self._place.probe()
+            self._hold = self._place.lock()
+            reach("locked")
+            try:
+                self._place.sweep()
+            except BaseException:
+                self._let_go()
+                raise
+            reach("swept")
         return every
+
+    def _let_go(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -350,6 +437,19 @@ class Checkpointer:
         except Exception as error:
             raise CheckpointError(f"Step {request.step} was not saved: {reason(error)}") from error
 
+    def _check_storage(self, request: Save) -> None:
+        """Have a save that begins while an earlier one hangs take no memory and wait for nobody."""
+        if self._background.hanging:
+            raise self._saves.refuse(request.step)
+
+    def _told(self, error: BaseException) -> CheckpointError:
+        """Return a failure of this rank that is no more than a warning, told as one. Raises: any other."""
+        if self.on_error != "warn" or not isinstance(error, CheckpointError):
+            raise error
+        if not isinstance(error, StorageHangsError):  # of which has been told
+            self._saves.warn(error)
+        return error
+
     def _settle(self, request: Save) -> None:
         """Let the stager wait for what it has to wait for while the writer is at work, in torch's order of calls."""
         try:
@@ -358,25 +458,11 @@ class Checkpointer:
                 request.complete()
         except Exception as error:
             request.failure = reason(error)
-            raise CheckpointError(f"Step {request.step} was not saved: {request.failure}") from error
+            failure = CheckpointError(f"Step {request.step} was not saved: {request.failure}")
+            failure.__cause__ = error
+            self._told(failure)
         finally:
             request.settled.set()
-
-    def _write(self, request: Save, began: float) -> None:
-        try:
-            outcome = carry_out(request, self.dir, self.keep, self._storage, self._plans, self._ranks, self._process)
-        except BaseException as error:
-            request.tell_copied()
-            record.tell("lost", step=request.step, error=reason(error))
-            self._schedule.ended(None)
-            if request.failure is None or not isinstance(error, CheckpointError):
-                raise
-            return
-        self._outcomes.append(outcome)
-        self._schedule.ended(outcome.began + outcome.seconds - began)
-        record.tell(
-            "write", step=request.step, start=outcome.began, seconds=outcome.seconds, bytes=outcome.bytes_written
-        )
 
 
 def _a_step(step: int) -> int:

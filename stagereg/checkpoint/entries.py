@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from stagereg.checkpoint import rng
+from stagereg.checkpoint import rng, zero
+from stagereg.checkpoint.structure import leaves
 from stagereg.errors import CheckpointError
 
-__all__ = ["RESERVED", "assign", "capture", "current", "entry_name", "is_sharded", "rank_name", "rng_name"]
+__all__ = ["RESERVED", "assign", "capture", "rank_name", "rng_name", "sharded"]
 
 RESERVED = "stagereg"
 
@@ -31,16 +32,6 @@ def rank_name(name: str, rank: int) -> str:
 def rng_name(rank: int) -> str:
     """Return the name of the entry with a rank's random number generators."""
     return rank_name(f"{RESERVED}.rng", rank)
-
-
-def is_sharded(value: object) -> bool:
-    """Return whether each rank holds a part of its own, so that the parts need an entry each."""
-    return isinstance(value, ZeroRedundancyOptimizer)
-
-
-def entry_name(name: str, value: object, rank: int) -> str:
-    """Return the name of the entry under which this rank stores ``value``."""
-    return rank_name(name, rank) if is_sharded(value) else name
 
 
 def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int) -> dict[str, Any]:
@@ -59,16 +50,25 @@ def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int) -> 
             raise CheckpointError(
                 f"The state has an entry named {name!r}; use text that does not begin with {RESERVED!r}."
             )
-        entries[entry_name(name, value, rank)] = current(value)
+        if isinstance(value, ZeroRedundancyOptimizer):
+            entries[rank_name(name, rank)] = zero.shard(value)
+        else:
+            entries[name] = _current(value)
     return entries
 
 
-def current(value: Any) -> Any:
-    """Return the state dict of an object that has one, a rank's shard of a ZeRO optimizer, else the value itself."""
+def sharded(entry: str, value: Any) -> dict[str, DTensor]:
+    """Return the sharded tensors of an object by the dotted names that they have in an entry.
+
+    A parameter of an optimizer stands for the state that there is not of it yet, under the name of all its state.
+    """
     if isinstance(value, ZeroRedundancyOptimizer):
-        return _zero_shard(value)
-    inner = _unwrapped(value)
-    return inner.state_dict() if _is_stateful(inner) else inner
+        return {}
+    found = dict(leaves(_current(value), entry))
+    if isinstance(value, torch.optim.Optimizer):
+        params = (param for group in value.param_groups for param in group["params"])
+        found |= {f"{entry}.state.{index}": param for index, param in enumerate(params)}
+    return {name: x for name, x in found.items() if isinstance(x, DTensor)}
 
 
 def assign(state: MutableMapping[str, Any], name: str, loaded: Any) -> None:
@@ -76,10 +76,8 @@ def assign(state: MutableMapping[str, Any], name: str, loaded: Any) -> None:
     value = state[name]
     inner = _unwrapped(value)
     if isinstance(value, ZeroRedundancyOptimizer):
-        _load_zero_shard(value, loaded)
+        zero.load(value, loaded)
     elif _is_stateful(inner):
-        if isinstance(inner, torch.optim.Optimizer):
-            _shard(inner, loaded)
         inner.load_state_dict(loaded)
     else:
         state[name] = _merged(value, loaded)
@@ -93,33 +91,10 @@ def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _zero_shard(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    # A scheduler writes into the outer groups, and the local optimizer hears of it at its next step only.
-    shard: dict[str, Any] = optimizer.optim.state_dict()
-    for packed, group in zip(shard["param_groups"], optimizer.param_groups, strict=True):
-        packed.update(_hyperparameters(group))
-    return shard
-
-
-def _load_zero_shard(optimizer: ZeroRedundancyOptimizer, shard: dict[str, Any]) -> None:
-    optimizer.optim.load_state_dict(shard)
-    for group, local in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):
-        group.update(_hyperparameters(local))
-
-
-def _shard(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
-    """Cut what was read of an optimizer's state as its parameters are; it had none yet to be read into."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for index, param in enumerate(params):
-        parts = loaded["state"].get(index, {})
-        for name, whole in parts.items():
-            if isinstance(param, DTensor) and type(whole) is torch.Tensor and whole.shape == param.shape:
-                whole = whole.to(param.device)
-                parts[name] = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+def _current(value: Any) -> Any:
+    """The state dict of an object that has one, else the value itself."""
+    inner = _unwrapped(value)
+    return inner.state_dict() if _is_stateful(inner) else inner
 
 
 def _merged(value: Any, loaded: Any) -> Any:

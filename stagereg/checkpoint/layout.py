@@ -1,27 +1,27 @@
-"""What a directory of checkpoints looks like on disk, and which of the things in it may be trusted.
+"""What a checkpoint is made of, wherever it lies: the names, the manifest, and the marks of its files.
 
 ::
 
-    runs/gpt/                          the directory given to the checkpointer
+    runs/gpt/                          the directory, or URL, given to the checkpointer: a place
         step-00000100/                 one complete checkpoint, readable by ``torch.distributed.checkpoint.load``
             .metadata  __0_0.distcp …  what the storage wrote, here one of torch's own format
-            manifest.json              size and CRC-32 of each of those files, step, world size, serial, storage
-        latest -> step-00000100        relative symbolic link to the checkpoint committed last
-        .step-00000200.<token>.tmp/    being written; never looked at by readers, swept at the next start
+            manifest.json              size and CRC-32 of each of those files, step, world size, serial, storage, time
+        latest -> step-00000100        the checkpoint committed last
 
 A directory without a readable manifest, or with a file missing or of another size, is not a checkpoint. Serials count
-commits, so "newest" means committed last, also after a run was resumed from an older step. This room only reads;
-:mod:`stagereg.checkpoint.commit` is the only one that writes names.
+commits, so "newest" means committed last, also after a run was resumed from an older step. A manifest has a CRC-32 of
+itself, and nothing in it is believed that could lead out of its directory. This room touches no disk: how a checkpoint
+is found, read and committed is told in :mod:`stagereg.checkpoint.place`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import uuid
 import zlib
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any, Protocol
 
 __all__ = [
     "LATEST",
@@ -29,17 +29,18 @@ __all__ = [
     "Checkpoint",
     "FileMark",
     "Manifest",
-    "checkpoints",
-    "damage",
     "mark",
-    "open_checkpoint",
+    "new_token",
+    "newest_first",
     "step_name",
+    "step_of",
+    "step_within",
 ]
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
-_FORMAT = 1
-_STEP_NAME = re.compile(r"step-\d+")
+_FORMAT = 2
+_STEP_NAME = re.compile(r"step-(?P<step>\d+)", re.ASCII)
 _BLOCK_BYTES = 1 << 20
 
 
@@ -61,6 +62,7 @@ class Manifest:
         serial: how many checkpoints were committed before it, and one.
         files: their marks, by the name inside the directory.
         storage: the name of the storage that reads it; a manifest without one is of a time when there was only one.
+        time: when it was committed, whole seconds since the epoch; ``None`` in one of format 1.
     """
 
     step: int
@@ -68,27 +70,59 @@ class Manifest:
     serial: int
     files: dict[str, FileMark]
     storage: str = "dcp"
+    time: int | None = None
 
     def dumps(self) -> str:
         """Return the text of ``manifest.json``."""
-        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n"
+        data = {"format": _FORMAT, **asdict(self)}
+        return json.dumps({**data, "crc32": _crc32(data)}, indent=1) + "\n"
 
     @classmethod
-    def loads(cls, text: str) -> Manifest:
-        """Read the text of ``manifest.json``. Raises: ``ValueError``, ``KeyError`` or ``TypeError`` if it is none."""
-        data = json.loads(text)
-        if data.pop("format") != _FORMAT:
-            raise ValueError("written by another version")
-        files = {name: FileMark(**entry) for name, entry in data.pop("files").items()}
-        return cls(files=files, **data)
+    def loads(cls, text: str | bytes) -> Manifest:
+        """Read the text of ``manifest.json``, of this format or of format 1.
+
+        Raises:
+            ValueError: it is none, or damaged, or has a name that is no plain name of a file; the message says which.
+        """
+        try:
+            data = json.loads(text)
+        except RecursionError:
+            raise ValueError("it is nested too deeply to be one") from None
+        if not isinstance(data, dict):
+            raise ValueError("it is no JSON object")
+        form = data.get("format")
+        if type(form) is not int or form not in (1, _FORMAT):
+            raise ValueError(f"it is of format {form!r}, written by another version")
+        if form == _FORMAT and data.pop("crc32", None) != _crc32(data):
+            raise ValueError("it is not what was written: its own CRC-32 differs")
+        storage = data.get("storage", "dcp")
+        if not isinstance(storage, str):
+            raise ValueError(f"storage is {storage!r}, which is no name")
+        return cls(
+            step=_whole(data, "step"),
+            world_size=_whole(data, "world_size", least=1),
+            serial=_whole(data, "serial"),
+            files=_marks(data.get("files")),
+            storage=storage,
+            time=_whole(data, "time") if data.get("time") is not None else None,
+        )
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: where it is and what its manifest says."""
+    """A complete checkpoint: where it is, a path or a URL, and what its manifest says."""
 
-    path: Path
+    path: str
     manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
 
 
 def step_name(step: int) -> str:
@@ -96,56 +130,62 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def mark(path: Path) -> FileMark:
-    """Read a file once and return its size and checksum."""
+def step_of(name: str) -> int | None:
+    """Return the step that a directory name stands for; ``None`` for a name that is of no step."""
+    found = _STEP_NAME.fullmatch(name)
+    return None if found is None else int(found["step"])
+
+
+def step_within(name: str) -> int | None:
+    """Return the step that a name is about which has one somewhere in it, as temporary names and such with a token."""
+    found = _STEP_NAME.search(name)
+    return None if found is None else int(found["step"])
+
+
+def new_token() -> str:
+    """Return what makes the temporary names of one save unique; draws from the system, not from ``random``."""
+    return uuid.uuid4().hex[:12]
+
+
+def mark(stream: _Readable) -> FileMark:
+    """Read a stream to its end, in blocks, and return its size and checksum."""
     size = crc = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            size += len(block)
-            crc = zlib.crc32(block, crc)
+    while block := stream.read(_BLOCK_BYTES):
+        size += len(block)
+        crc = zlib.crc32(block, crc)
     return FileMark(size, crc)
 
 
-def open_checkpoint(path: Path) -> Checkpoint | str:
-    """Return the checkpoint in ``path`` if it is complete (sizes only, no content read), else the reason it is not."""
-    try:
-        manifest = Manifest.loads((path / MANIFEST).read_text())
-    except FileNotFoundError:
-        return f"it has no {MANIFEST}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its {MANIFEST} cannot be read ({error})"
-    for name, expected in manifest.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError:
-            return f"{name} is missing"
-        if size != expected.bytes:
-            return f"{name} has {size} bytes instead of {expected.bytes}"
-    return Checkpoint(path, manifest)
+def newest_first(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """Return checkpoints in the order of their commits, the last one first."""
+    return sorted(checkpoints, key=lambda c: (c.manifest.serial, c.manifest.step), reverse=True)
 
 
-def damage(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` whose content is not what the manifest says; reads the files."""
-    return [name for name in names if mark(checkpoint.path / name) != checkpoint.manifest.files[name]]
+def _crc32(data: dict[str, Any]) -> int:
+    """Return the checksum of a manifest without one: of its JSON with sorted keys, no spaces, and ASCII only."""
+    return zlib.crc32(json.dumps(data, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _steps(root: Path) -> Iterator[Path]:
-    try:
-        entries = list(root.iterdir())
-    except OSError:
-        return
-    yield from (entry for entry in entries if _STEP_NAME.fullmatch(entry.name) and entry.is_dir())
+def _marks(given: Any) -> dict[str, FileMark]:
+    if not isinstance(given, dict):
+        raise ValueError("it lists no files")
+    marks = {}
+    for name, entry in given.items():
+        if not _is_plain(name):
+            raise ValueError(f"{name!r} is no plain name of a file")
+        if not isinstance(entry, dict):
+            raise ValueError(f"{name} has no mark")
+        marks[name] = FileMark(_whole(entry, "bytes"), _whole(entry, "crc32"))
+    return marks
 
 
-def checkpoints(root: Path) -> tuple[list[Checkpoint], dict[Path, str]]:
-    """Return the complete checkpoints under ``root``, newest first, and why each other step directory is none."""
-    complete: list[Checkpoint] = []
-    refused: dict[Path, str] = {}
-    for path in _steps(root):
-        found = open_checkpoint(path)
-        if isinstance(found, Checkpoint):
-            complete.append(found)
-        else:
-            refused[path] = found
-    complete.sort(key=lambda c: (c.manifest.serial, c.manifest.step), reverse=True)
-    return complete, refused
+def _is_plain(name: str) -> bool:
+    """Whether a name stays in its directory and can be printed: no separator, no ``..``, no control character."""
+    return bool(name) and name not in (".", "..", MANIFEST) and name.isprintable() and not set(name) & set("/\\")
+
+
+def _whole(data: dict[str, Any], key: str, least: int = 0) -> int:
+    value = data.get(key)
+    if type(value) is not int or value < least:
+        raise ValueError(f"{key} is {value!r}, which is no whole number from {least} on")
+    return value

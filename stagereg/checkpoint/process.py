@@ -5,14 +5,15 @@ business of :mod:`stagereg.checkpoint.remote`; here both are bytes.
 
 The process has no process group and no port: it is reached over a socket pair. It is started fresh, with a lower
 priority and without accelerators, and ends with its parent, even if that is killed. If it dies, at whatever moment,
-another one is started and asked again. Nothing waits for it by the clock: a wait goes on while it lives and ends when
-it does not.
+another one is started and asked again. A wait goes on while it lives and ends when it does not; only a question that
+names a time until which it is to be answered is waited for by the clock, and a process that lets it pass is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -46,6 +48,10 @@ _START = (
 
 class ProcessDiedError(CheckpointError):
     """The writer process died while it was asked something."""
+
+
+class ProcessHangsError(CheckpointError):
+    """The writer process did not answer in time, and was killed."""
 
 
 class WriterProcess:
@@ -82,34 +88,56 @@ class WriterProcess:
             except CheckpointError as error:
                 _log.warning("stagereg: %s", error)
 
-    def ask(self, question: bytes) -> bytes:
+    def ask(self, question: bytes, until: float = math.inf) -> bytes:
         """Send a question and return the answer.
 
-        A process found dead is replaced. One that dies on the question is replaced once, and asked again.
+        A process found dead is replaced. One that dies on the question is replaced once, and asked again. One that has
+        not answered when the time comes is killed, and the next question goes to another one.
+
+        Args:
+            question: as the function that serves there understands it.
+            until: when it is to be answered, on ``time.monotonic``.
 
         Raises:
-            CheckpointError: the second one died as well, or it cannot be started, or after :meth:`close`.
+            CheckpointError: the second one died as well, or one was too late, or it cannot be started, or after
+                :meth:`close`.
         """
         with self._lock:
             try:
-                return self._running().ask(question)
+                return self._ask(question, until)
             except ProcessDiedError as death:
+                if self._closed:
+                    raise
                 _log.warning("stagereg: %s; another one is started and writes again", death)
             try:
-                return self._running().ask(question)
+                return self._ask(question, until)
             except ProcessDiedError as death:
                 raise CheckpointError(
                     f"{death}, and so did the one before, on the same checkpoint. If the system ran out of memory, it "
                     "ends processes with SIGKILL: the kernel's log tells."
                 ) from None
 
-    def close(self) -> None:
-        """End the process, after the question it has. Twice is harmless."""
+    def close(self, now: bool = False) -> None:
+        """End the process, after the question it has; or kill it ``now``. Twice is harmless."""
+        child = self._child
+        if now:
+            self._closed = True  # before the one who asks sees it die
+            if child is not None:
+                child.kill()
         with self._lock:
             self._closed = True
             if self._child is not None:
                 self._child.end()
                 self._child = None
+
+    def _ask(self, question: bytes, until: float) -> bytes:
+        try:
+            return self._running().ask(question, until)
+        except ProcessHangsError:
+            # Not asked again even if it cannot be killed, in a system call that nothing ends.
+            self._child = None
+            self.restarts += 1
+            raise
 
     def _running(self) -> _Child:
         if self._closed:
@@ -150,10 +178,22 @@ class _Child:
     def lives(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, question: bytes) -> bytes:
+    def ask(self, question: bytes, until: float) -> bytes:
+        begun = time.monotonic()
+
+        def go_on() -> bool:
+            if time.monotonic() < until:
+                return self.lives()
+            self.kill()
+            self.end()
+            raise ProcessHangsError(
+                f"The process that writes checkpoints (pid {self.pid}) has not written this one in "
+                f"{time.monotonic() - begun:.0f} s and was killed. Its storage hangs, or is too slow."
+            )
+
         try:
-            _send(self._socket, question, self.lives)
-            return _receive(self._socket, self.lives)
+            _send(self._socket, question, go_on)
+            return _receive(self._socket, go_on)
         except (EOFError, OSError):
             # What is at the other end may be about to die: the next one must not meet it at the same files.
             self.end()
@@ -161,6 +201,9 @@ class _Child:
 
     def end(self) -> None:
         self._end()
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def _fate(self) -> str:
         code = self._process.returncode
@@ -185,29 +228,29 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket, parent: in
             _log.error("stagereg: the writer process %d cannot be ended", process.pid)
 
 
-def _send(connection: socket.socket, message: bytes, lives: Callable[[], bool]) -> None:
+def _send(connection: socket.socket, message: bytes, go_on: Callable[[], bool]) -> None:
     for part in (_LENGTH.pack(len(message)), message):
         rest = memoryview(part)
         while rest:
             try:
                 rest = rest[connection.send(rest[:_CHUNK]) :]
             except TimeoutError:
-                if not lives():
+                if not go_on():
                     raise EOFError from None
 
 
-def _receive(connection: socket.socket, lives: Callable[[], bool]) -> bytes:
-    (nbytes,) = _LENGTH.unpack(_receive_bytes(connection, _LENGTH.size, lives))
-    return _receive_bytes(connection, nbytes, lives)
+def _receive(connection: socket.socket, go_on: Callable[[], bool]) -> bytes:
+    (nbytes,) = _LENGTH.unpack(_receive_bytes(connection, _LENGTH.size, go_on))
+    return _receive_bytes(connection, nbytes, go_on)
 
 
-def _receive_bytes(connection: socket.socket, nbytes: int, lives: Callable[[], bool]) -> bytes:
+def _receive_bytes(connection: socket.socket, nbytes: int, go_on: Callable[[], bool]) -> bytes:
     parts: list[bytes] = []
     while nbytes:
         try:
             part = connection.recv(min(nbytes, _CHUNK))
         except TimeoutError:
-            if not lives():
+            if not go_on():
                 raise EOFError from None
             continue
         if not part:
@@ -228,7 +271,8 @@ def serve(descriptor: int, parent: int, answer: Callable[[bytes], bytes]) -> Non
         parent: process id; when that process ends, this one does at once.
         answer: from a question makes the answer to it; must not raise.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C it is the parent who decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # it is the parent who decides
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     with socket.socket(fileno=descriptor) as connection:

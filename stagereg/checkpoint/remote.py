@@ -9,10 +9,9 @@ it, is safe because files of an unfinished checkpoint are opened anew.
 
 from __future__ import annotations
 
-import inspect
 import io
 import logging
-import os
+import math
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.process import WriterProcess
+from stagereg.checkpoint.storage.around import AroundWriter
 from stagereg.errors import StagerClosedError, StagingError
 from stagereg.kernel.copy import HostCopier
 from stagereg.kernel.memory import Pool
@@ -78,7 +78,7 @@ class _Unreadable:
 # -- this side
 
 
-class ProcessWriter(StorageWriter):
+class ProcessWriter(AroundWriter):
     """A storage writer whose ``write_data`` runs in another process; all else is done by the writer inside, here.
 
     The writer inside is pickled for each write, and takes over the state it had there afterwards. What cannot go
@@ -88,6 +88,7 @@ class ProcessWriter(StorageWriter):
     Args:
         inner: the writer; a storage of this project or any of torch's.
         process: where it writes; several writers may share it.
+        until: when it is to have written, on ``time.monotonic``; then the process is killed.
 
     Example::
 
@@ -95,33 +96,16 @@ class ProcessWriter(StorageWriter):
         dcp.save(copy, storage_writer=ProcessWriter(FileSystemWriter(path), process))
     """
 
-    def __init__(self, inner: StorageWriter, process: WriterProcess) -> None:
-        self.inner = inner
+    def __init__(self, inner: StorageWriter, process: WriterProcess, until: float = math.inf) -> None:
+        super().__init__(inner)
         self.process = process
-        parameters = inspect.signature(inner.set_up_storage_writer).parameters.values()
-        self._takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """As the writer inside."""
-        self.inner.reset(checkpoint_id)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """As the writer inside."""
-        self.inner.set_up_storage_writer(is_coordinator, *args, **(kwargs if self._takes_more else {}))
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As the writer inside."""
-        return self.inner.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As the writer inside."""
-        return self.inner.prepare_global_plan(plans)
+        self._until = until
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Have the process write the items of ``plan``; returns when it has.
 
         Raises:
-            CheckpointError: the process died twice.
+            CheckpointError: the process died twice, or has not written in time.
             Exception: what the writer raised there; a type that cannot be pickled is a ``RuntimeError`` of its text.
         """
         with _Sending() as sending:
@@ -129,7 +113,7 @@ class ProcessWriter(StorageWriter):
                 question = sending.question(self.inner, plan, planner)
             except _NotPortableError as error:
                 return self._write_here(str(error), plan, planner)
-            told = pickle.loads(self.process.ask(question))
+            told = pickle.loads(self.process.ask(question, self._until))
         if isinstance(told, _Unreadable):
             return self._write_here(told.why, plan, planner)
         if isinstance(told, _Failed):
@@ -138,19 +122,6 @@ class ProcessWriter(StorageWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(told.results)
         return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """As the writer inside."""
-        self.inner.finish(metadata, results)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether any writer could take it is for the writer inside to say, which is not known yet."""
-        return True
-
-    def storage_meta(self) -> Any:
-        """As the writer inside."""
-        return self.inner.storage_meta()
 
     def _write_here(self, why: str, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         _log.warning("stagereg: this checkpoint is written in the training process, since %s", why)

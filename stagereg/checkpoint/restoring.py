@@ -1,115 +1,185 @@
 """Choosing a checkpoint to go on from, and loading it into the objects of a run.
 
 Rank 0 lists what there is, so that all ranks speak of the same one; the content of its files is checked against the
-manifest, each rank taking a share; then every rank reads what it needs. The ranks agree after each part.
+manifest, each rank taking a share; then every rank reads what it needs. The ranks agree after each part, and nothing
+gets into any object before all of them have read all they need.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
-from pathlib import Path
+import shlex
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
-from stagereg.checkpoint import entries, rng, torchfiles
+from stagereg import record
+from stagereg.checkpoint import entries, rng, sources
 from stagereg.checkpoint.agreement import Agreement
-from stagereg.checkpoint.layout import Checkpoint, checkpoints, damage, open_checkpoint
+from stagereg.checkpoint.choosing import Choice, choice, compared, newest_good
+from stagereg.checkpoint.damage import Condition, told
+from stagereg.checkpoint.layout import MANIFEST, Checkpoint
+from stagereg.checkpoint.place.choice import place_around
+from stagereg.checkpoint.place.protocol import Place
 from stagereg.checkpoint.storage.choice import named
 from stagereg.checkpoint.storage.protocol import Storage
-from stagereg.errors import CheckpointError, nearest
+from stagereg.errors import CheckpointError
 
-__all__ = ["choose", "load"]
+__all__ = ["restore"]
 
 _log = logging.getLogger(__name__)
 
 
-def choose(root: Path, resume: str, ranks: Agreement) -> Checkpoint | None:
-    """Return the checkpoint that ``resume`` (``"auto"``, ``"latest"`` or a path) stands for. Collective.
+def restore(
+    place: Place, resume: str, verify: str, state: MutableMapping[str, Any], own: Storage, ranks: Agreement
+) -> Checkpoint | None:
+    """Load what ``resume`` stands for into the objects and values of ``state``. Collective.
+
+    A checkpoint is read through the storage that wrote it: ``own``, the checkpointer's, if it is that one. Of one that
+    turns out to be damaged while it is read, nothing has got into any object. ``"auto"`` then goes on to the one
+    before, and says so in the log.
+
+    Args:
+        place: the directory of checkpoints.
+        resume: ``"auto"``, ``"latest"`` or the path of a checkpoint.
+        verify: ``"full"`` looks at the content of every file first, ``"fast"`` at manifest and sizes.
+        state: as given to ``Checkpointer.restore``.
+        own: the checkpointer's storage.
+        ranks: who restores.
+
+    Returns:
+        The checkpoint, or ``None`` if ``resume`` is ``"auto"`` and there is nothing to go on from.
 
     Raises:
-        CheckpointError: on all ranks: what was asked for is not there, incomplete or damaged. ``"auto"`` raises for
-            none of these; it warns, goes on to the one before, and returns ``None`` in the end.
+        CheckpointError: on all ranks: what was asked for is not there or damaged; there are checkpoints, and
+            ``"auto"`` found none of them good; some rank's objects do not take what was saved.
     """
-    listed = ranks.together(
-        f"Nothing to restore from {root}", lambda: _candidates(root, resume) if ranks.rank == 0 else []
-    )
-    for candidate in listed[0]:
-        damaged = _damaged_files(candidate, ranks)
-        if not damaged:
-            return candidate
-        message = f"{candidate.path} is damaged: the content of {', '.join(damaged)} is not what was written."
-        if resume != "auto":
-            raise CheckpointError(message)
-        _log.warning("%s Trying the one before it.", message)
-    return None
+    failing = f"Nothing was restored from {place.root}"
+    listed = ranks.together(failing, lambda: choice(place, resume) if ranks.rank == 0 else Choice(()))[0]
+    damaged = list(listed.damaged)
+    if resume == "auto":
+        _warn(damaged, ranks)
+    known: tuple[Checkpoint | Condition, ...] = (*listed.candidates, *listed.others, *listed.damaged)
+    for candidate in listed.candidates:
+        where = place if resume in ("auto", "latest") else place_around(candidate.path)
+        condition = Condition(candidate.path, candidate.manifest)
+        if verify == "full":
+            condition = compared(where, candidate, known, ranks)
+        if not condition.damages:
+            assign, condition = _read(where, candidate, known, verify, state, own, ranks)
+            if assign is not None:
+                ranks.together(f"{candidate.path} could not be restored", assign)
+                passed = [each for each in damaged if each not in listed.damaged]
+                _tell_fallback(candidate, [*passed, *listed.newer(candidate)], ranks)
+                return candidate
+        where.distrusted.add(candidate.path)
+        damaged.append(condition)
+        if resume == "auto":
+            _warn([condition], ranks)
+    if not damaged:
+        return None
+    if resume == "auto":
+        raise CheckpointError(_nothing_good(place, damaged))
+    found = newest_good(place_around(damaged[0].path), listed.others, verify == "full", ranks)
+    raise CheckpointError(_not_that_one(resume, damaged[0], found))
 
 
-def load(chosen: Checkpoint, state: MutableMapping[str, Any], own: Storage, ranks: Agreement) -> None:
-    """Load ``chosen`` into the objects and values of ``state`` and set the random number generators. Collective.
-
-    It is read through the storage that wrote it: ``own``, the checkpointer's, if it is that one.
+def _read(
+    place: Place,
+    chosen: Checkpoint,
+    known: Sequence[Checkpoint | Condition],
+    verify: str,
+    state: MutableMapping[str, Any],
+    own: Storage,
+    ranks: Agreement,
+) -> tuple[Callable[[], None] | None, Condition]:
+    """Read what this rank needs; what puts it in place, or what is wrong with the files if they cannot be read.
 
     Raises:
-        CheckpointError: on all ranks, if any of them could not.
+        CheckpointError: on all ranks, if some rank cannot read it although its files are what was written.
     """
-    ranks.together(
-        f"{chosen.path} could not be restored",
-        lambda: _load(chosen, state, named(chosen.manifest.storage, own), ranks.rank, ranks.size),
-    )
+    assign: Callable[[], None] | None = None
+    failure: Exception | None = None
+    try:
+        assign = _load(chosen, state, named(chosen.manifest.storage, own), ranks.rank, ranks.size)
+    except Exception as error:
+        failure = error
+    good = Condition(chosen.path, chosen.manifest)
+    # What was just found to be good need not be read again for an error that speaks of what is, or is not, in it.
+    in_it = isinstance(failure, CheckpointError) and failure.__cause__ is None
+    failed = ranks.exchange(None if failure is None else not in_it)
+    if all(each is None for each in failed):
+        return assign, good
+    if verify != "full" or True in failed:
+        condition = compared(place, chosen, known, ranks)
+        if condition.damages:
+            return None, condition
+
+    def fail() -> None:
+        if failure is not None:
+            raise failure
+
+    ranks.together(f"{chosen.path} could not be restored", fail)
+    return None, good  # not reached: some rank has failed
 
 
-def _candidates(root: Path, resume: str) -> list[Checkpoint]:
-    if resume not in ("auto", "latest"):
-        found = open_checkpoint(Path(resume).expanduser().resolve())
-        if isinstance(found, str):
-            raise CheckpointError(f"resume={resume} is not a complete checkpoint: {found}.")
-        return [found]
-    complete, refused = checkpoints(root)
-    if refused:
-        reasons = "; ".join(f"{path.name}: {why}" for path, why in sorted(refused.items()))
-        _log.warning("Passing over what is not a complete checkpoint in %s: %s", root, reasons)
-    if resume == "latest" and not complete:
-        raise CheckpointError("resume=latest, but there is no complete checkpoint; resume=auto starts from scratch.")
-    return complete if resume == "auto" else complete[:1]
+def _load(
+    chosen: Checkpoint, state: MutableMapping[str, Any], storage: Storage, rank: int, size: int
+) -> Callable[[], None]:
+    """Read all that ``state`` needs and touch nothing of it; what is returned puts it in place."""
+    saved_size = chosen.manifest.world_size
+    loaded = sources.read(storage, chosen.path, state, saved_size, rank, size)
+
+    def assign() -> None:
+        for name in state:
+            try:
+                entries.assign(state, name, loaded[name])
+            except Exception as error:
+                raise CheckpointError(f"{name!r} does not take what was saved under its name: {error}") from error
+        if saved_size == size:
+            rng.restore(loaded[entries.rng_name(rank)])
+        elif rank == 0:
+            _log.warning("%s is of %d ranks: random numbers start anew.", chosen.path, saved_size)
+
+    return assign
 
 
-def _damaged_files(candidate: Checkpoint, ranks: Agreement) -> list[str]:
-    share = sorted(candidate.manifest.files)[ranks.rank :: ranks.size]
-    found = ranks.together(f"{candidate.path} could not be read", lambda: damage(candidate, share))
-    return [name for names in found for name in names]
+def _warn(damaged: Sequence[Condition], ranks: Agreement) -> None:
+    """Tell of each, on one rank for all."""
+    for each in damaged if ranks.rank == 0 else ():
+        _log.warning("%s is damaged and passed over:\n%s", each.path, _indented(each))
 
 
-def _load(chosen: Checkpoint, state: MutableMapping[str, Any], storage: Storage, rank: int, size: int) -> None:
-    there = torchfiles.entry_names(storage, chosen.path)
-    names = {name: entries.entry_name(name, value, rank) for name, value in state.items()}
-    for name, entry in names.items():
-        _check_entry(name, entry, entries.is_sharded(state[name]), there, chosen.manifest.world_size, size)
-    templates = {entry: entries.current(state[name]) for name, entry in names.items()}
-    generators = entries.rng_name(rank)
-    same_ranks = chosen.manifest.world_size == size
-    loaded = torchfiles.read(storage, chosen.path, {**templates, **({generators: None} if same_ranks else {})})
-    for name, entry in names.items():
-        try:
-            entries.assign(state, name, loaded[entry])
-        except Exception as error:
-            raise CheckpointError(f"{name!r} does not take what was saved under its name: {error}") from error
-    if same_ranks:
-        rng.restore(loaded[generators])
-    elif rank == 0:
-        _log.warning("%s is of %d ranks: random numbers start anew.", chosen.path, chosen.manifest.world_size)
-
-
-def _check_entry(name: str, entry: str, sharded: bool, there: set[str], saved_size: int, size: int) -> None:
-    saved_sharded = entries.rank_name(name, 0) in there
-    if sharded and saved_sharded and saved_size != size:
-        raise CheckpointError(
-            f"{name!r} is a ZeroRedundancyOptimizer saved by {saved_size} ranks, each its own shard; "
-            f"restore it on {saved_size} ranks, not on {size}."
-        )
-    if entry in there:
+def _tell_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: Agreement) -> None:
+    """Say what is lost by going on from ``chosen`` although others are newer."""
+    if not passed or ranks.rank != 0:
         return
-    if saved_sharded or (sharded and name in there):
-        how = "each rank's own part (ZeroRedundancyOptimizer)" if saved_sharded else "one whole"
-        raise CheckpointError(f"{name!r} was saved as {how}; restore it into the same kind of object.")
-    others = sorted(other for other in there if not other.startswith(f"{entries.RESERVED}."))
-    raise CheckpointError(f"There is no {name!r} in it, only {', '.join(others)}.{nearest(name, others)}")
+    step = chosen.manifest.step
+    newest = max(passed, key=lambda each: -1 if each.step is None else each.step)
+    lost = max(0, (newest.step or 0) - step)
+    words = f": {lost} step{'' if lost == 1 else 's'} {'is' if lost == 1 else 'are'} lost" if lost else ""
+    _log.warning("Resumed from step %d, NOT from step %s, which is damaged%s.", step, newest.step, words)
+    record.tell("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
+
+
+def _nothing_good(place: Place, damaged: Sequence[Condition]) -> str:
+    every = "\n".join(f"  {each.name}: {each}" for each in damaged)
+    return (
+        f"There are checkpoints in {place.root}, and none of them is good:\n{every}\n"
+        "Starting from scratch would give the run up, so nothing was done. Put back what is missing, or start from "
+        f"scratch with checkpoint.resume=never. `stagereg verify {shlex.quote(place.root)}` shows them again."
+    )
+
+
+def _not_that_one(resume: str, damaged: Condition, good: Checkpoint | None) -> str:
+    what = f"it is damaged:\n{_indented(damaged)}\n"
+    if damaged.manifest is None and all(each.what == "missing" for each in damaged.damages):
+        what = f"there is no {MANIFEST} in it. "
+    offer = "There is no good one beside it."
+    if good is not None:
+        offer = f"The newest good one is of step {good.manifest.step}: checkpoint.resume={good.path}"
+    named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
+    return f"resume={named} is not a complete checkpoint: {what}{offer}"
+
+
+def _indented(condition: Condition) -> str:
+    return "\n".join(f"  {line}" for line in told(condition.damages))

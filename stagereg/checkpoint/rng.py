@@ -4,19 +4,29 @@ Python's ``random``, torch's CPU generator, the current accelerator's if there i
 program has imported NumPy. All states are stored as bytes: those of Python and NumPy are tuples that no stager needs to
 understand, and torch returns a new tensor each time, for which a stager would have to make a new plan. Generators that
 the program made itself are its own business: put their states into the saved state.
+
+The bytes are torch's own, and JSON with the words of Python's and NumPy's generators as hexadecimal text, least byte
+first. Older checkpoints have pickles in place of the JSON, which are read with :mod:`stagereg.checkpoint.trusted`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import pickle
+import json
 import random
+import struct
 import sys
 from typing import Any
 
 import torch
 
+from stagereg.checkpoint.trusted import Maker, Record, Vocabulary, exactly, loads
+from stagereg.errors import CheckpointError
+
 __all__ = ["capture", "restore"]
+
+_PICKLE = b"\x80"
+_MERSENNE = "MT19937"
 
 
 def _accelerator() -> Any | None:
@@ -27,22 +37,35 @@ def _accelerator() -> Any | None:
 
 def capture() -> dict[str, bytes]:
     """Return the state of every generator of this process; drawing nothing from any of them."""
-    state = {"python": pickle.dumps(random.getstate()), "torch": _bytes(torch.get_rng_state())}
+    version, words, gauss = random.getstate()
+    state = {"python": _json(version, _hex(words), gauss), "torch": _bytes(torch.get_rng_state())}
     if accelerator := _accelerator():
         state["accelerator"] = _bytes(accelerator.get_rng_state())
     if numpy := sys.modules.get("numpy"):
-        state["numpy"] = pickle.dumps(numpy.random.get_state())
+        state["numpy"] = _numpy_state(numpy)
     return state
 
 
 def restore(state: dict[str, bytes]) -> None:
-    """Set the generators of this process to what :func:`capture` returned, as far as they are here."""
-    random.setstate(pickle.loads(state["python"]))
-    torch.set_rng_state(_tensor(state["torch"]))
-    if "accelerator" in state and (accelerator := _accelerator()):
-        accelerator.set_rng_state(_tensor(state["accelerator"]))
-    if "numpy" in state and (numpy := sys.modules.get("numpy")):
-        numpy.random.set_state(pickle.loads(state["numpy"]))
+    """Set the generators of this process to what :func:`capture` returned, as far as they are here.
+
+    Raises:
+        CheckpointError: it is not the state of generators.
+    """
+    try:
+        python = _python_from(state["python"])
+        cpu = _tensor(state["torch"])
+        numpy, others = sys.modules.get("numpy"), None
+        if "numpy" in state and numpy is not None:
+            others = _numpy_from(state["numpy"], numpy)
+        random.setstate(python)
+        torch.set_rng_state(cpu)
+        if "accelerator" in state and (accelerator := _accelerator()):
+            accelerator.set_rng_state(_tensor(state["accelerator"]))
+        if others is not None and numpy is not None:
+            numpy.random.set_state(others)
+    except Exception as error:
+        raise CheckpointError(f"what it has of random number generators is none of their states: {error}") from error
 
 
 def _bytes(x: torch.Tensor) -> bytes:
@@ -50,4 +73,54 @@ def _bytes(x: torch.Tensor) -> bytes:
 
 
 def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(exactly(bytes, data)), dtype=torch.uint8)
+
+
+def _json(*parts: Any) -> bytes:
+    return json.dumps(parts).encode()
+
+
+def _hex(words: tuple[int, ...]) -> str:
+    return struct.pack(f"<{len(words)}I", *words).hex()
+
+
+def _words(text: str) -> tuple[int, ...]:
+    data = bytes.fromhex(text)
+    return struct.unpack(f"<{len(data) // 4}I", data)
+
+
+def _python_from(data: bytes) -> Any:
+    if exactly(bytes, data).startswith(_PICKLE):
+        return loads(data, Vocabulary({}))
+    version, words, gauss = json.loads(data)
+    return version, _words(words), gauss
+
+
+def _numpy_state(numpy: Any) -> bytes:
+    state = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] == _MERSENNE:
+        state["state"]["key"] = _hex(tuple(state["state"]["key"].tolist()))
+    return json.dumps(state, default=lambda array: array.tolist()).encode()
+
+
+def _numpy_from(data: bytes, numpy: Any) -> Any:
+    if exactly(bytes, data).startswith(_PICKLE):
+        name, words, *rest = loads(data, _NUMPY)
+        return name, numpy.array(_words(exactly(bytes, words.state[-1]).hex()), dtype="uint32"), *rest
+    state = json.loads(data)
+    if state["bit_generator"] == _MERSENNE:
+        state["state"]["key"] = numpy.array(_words(state["state"]["key"]), dtype="uint32")
+    return state
+
+
+_NUMPY = Vocabulary(
+    {
+        **{
+            f"numpy.{core}.multiarray._reconstruct": Maker("_reconstruct", lambda *args: Record("array", args))
+            for core in ("core", "_core")
+        },
+        "numpy.ndarray": None,
+        "numpy.dtype": Record.maker("numpy.dtype"),
+    }
+)
+"""What the pickled state of NumPy's generator names: one array, of 32-bit words."""

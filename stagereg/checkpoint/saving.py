@@ -8,22 +8,31 @@ hidden directory goes away. The copy is let go of as soon as it is written.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future as TorchFuture
 
 from stagereg import record
-from stagereg.checkpoint import commit, torchfiles
+from stagereg.checkpoint import torchfiles
 from stagereg.checkpoint.agreement import Agreement
-from stagereg.checkpoint.layout import FileMark
+from stagereg.checkpoint.layout import FileMark, new_token
+from stagereg.checkpoint.place.protocol import Place
+from stagereg.checkpoint.place.retry import within
+from stagereg.checkpoint.points import reach
 from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.remote import ProcessWriter
+from stagereg.checkpoint.storage.around import AroundWriter
 from stagereg.checkpoint.storage.choice import name_of
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.structure import leaves
@@ -31,7 +40,10 @@ from stagereg.errors import CheckpointError
 
 __all__ = ["Outcome", "Save", "carry_out"]
 
+T = TypeVar("T")
+
 _RANK_FILE = re.compile(r"__(\d+)_")
+_TRYING = 0.5  # of the time-out; then it is time to clear away, and to tell why
 
 
 @dataclass
@@ -47,6 +59,10 @@ class Save:
         began: when the stager was asked to copy (``record.now``).
         copied: when the copy was complete; 0 as long as that is not known.
         nbytes: of the copy's tensor data, once it has been taken.
+        at: what this rank is doing for it, for messages.
+        waits: whether that is waiting for other ranks.
+        until: when it has to be complete, on ``time.monotonic``.
+        abandoned: set when nobody waits for it any more; then it is not committed.
     """
 
     step: int
@@ -56,7 +72,20 @@ class Save:
     began: float = 0.0
     copied: float = 0.0
     nbytes: int | None = None
+    at: str = "waiting for its turn"
+    waits: bool = False
+    until: float = math.inf
+    abandoned: bool = False
     _told: bool = False
+
+    def now(self, at: str) -> None:
+        """Note what this rank is doing from now on, which is ``waiting for the others`` or its own work."""
+        self.at, self.waits = at, at.startswith("waiting for the other")
+
+    def then_wait(self, done: T) -> T:
+        """Note that this rank has ``done`` its part, which is returned, and waits for the others."""
+        self.now("waiting for the others")
+        return done
 
     def complete(self) -> None:
         """Note that the copy is complete now, unless that is known already. May be called on any thread."""
@@ -106,74 +135,107 @@ class Outcome:
 
 def carry_out(
     save: Save,
-    root: Path,
+    place: Place,
     keep: int,
     storage: Storage,
     plans: torchfiles.Plans,
     ranks: Agreement,
     process: WriterProcess | None = None,
 ) -> Outcome:
-    """Write one save through ``storage`` and commit it under ``root``, keeping the ``keep`` newest. Collective.
+    """Write one save through ``storage`` and commit it in ``place``, keeping the ``keep`` newest. Collective.
 
     The storage writes in ``process``, if there is one.
 
     Raises:
         CheckpointError: on all ranks, if it failed on any.
     """
-    failing = f"Step {save.step} was not saved, earlier checkpoints are untouched"
+    failing = f"Step {save.step} was not saved"
     state: dict[str, Any] = {}
 
     def ready() -> tuple[int, str]:
         state.update(save.take())
-        return save.step, commit.new_token()
+        reach("staged")
+        return save.step, new_token()
 
+    save.now("waiting for the others to stage")
     posts = ranks.together(failing, ready)
+    reach("agreed")
     began = record.now()
     if len({step for step, _ in posts}) > 1:
         raise CheckpointError(f"The ranks saved different steps at the same time: {[step for step, _ in posts]}.")
-    written = commit.temporary(root, save.step, posts[0][1])
+    written = place.temporary(save.step, posts[0][1])
     try:
-        writer = storage if process is None else ProcessWriter(storage, process)
-        torchfiles.write(state, written, writer, plans, ranks.group, failing)
-        state.clear()
-        ranks.together(failing, save.settle)
-        save.tell_copied()
-        nbytes = _commit(failing, root, written, save.step, keep, storage, ranks)
+        writer = _Watched(storage if process is None else ProcessWriter(storage, process, save.until), save)
+        with within(_TRYING * (save.until - time.monotonic())):
+            torchfiles.write(state, written, writer, plans, ranks.group, failing)
+            state.clear()
+            ranks.together(failing, save.settle)
+            reach("written")
+            save.tell_copied()
+            nbytes = _commit(failing, place, written, save, keep, storage, ranks)
     except BaseException:
         if ranks.rank == 0:
-            commit.discard(written)
+            with within(save.until - time.monotonic()):
+                place.discard(written)
         raise
     return Outcome(save.nbytes or 0, nbytes, began, record.now() - began)
 
 
-def _commit(failing: str, root: Path, written: Path, step: int, keep: int, storage: Storage, ranks: Agreement) -> int:
+class _Watched(AroundWriter):
+    """Notes when this rank writes, and when it waits for the others to have written."""
+
+    def __init__(self, inner: StorageWriter, save: Save) -> None:
+        super().__init__(inner)
+        self._save = save
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        self._save.now("writing its files")
+        return self._save.then_wait(super().write_data(plan, planner))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self._save.now("writing the metadata")
+        super().finish(metadata, results)
+        self._save.now("waiting for the others")
+
+
+def _commit(failing: str, place: Place, written: str, save: Save, keep: int, storage: Storage, ranks: Agreement) -> int:
     """Publish what is written, and return the bytes of this rank's files."""
-    marks = ranks.together(failing, lambda: _marks(written, storage, ranks.rank))
+    save.now("looking at its files")
+    marks = ranks.together(failing, lambda: save.then_wait(_marks(place, written, storage, ranks.rank)))
+    reach("marked")
     files: dict[str, FileMark] = {name: mark for share in marks for name, mark in share.items()}
 
     def publish() -> None:
+        if save.abandoned:
+            raise CheckpointError("it took too long, and nobody waits for it any more")
         if ranks.rank == 0:
-            files.update({path.name: commit.flush(path) for path in written.iterdir() if path.name not in files})
-            commit.publish(root, written, step, ranks.size, name_of(storage), files, keep)
+            save.now("committing")
+            files.update({name: place.mark(written, name) for name in place.files(written) if name not in files})
+            place.publish(written, save.step, ranks.size, name_of(storage), files, keep)
 
     ranks.together(failing, publish)
+    reach("ended")
     return sum(mark.bytes for mark in marks[ranks.rank].values())
 
 
-def _marks(written: Path, storage: Storage, rank: int) -> dict[str, FileMark]:
+def _marks(place: Place, written: str, storage: Storage, rank: int) -> dict[str, FileMark]:
     """Return the marks of what this rank wrote.
 
     A file that the storage has not marked is flushed and read, by the rank that torch has named it after. What is left,
     such as metadata, is rank 0's.
     """
     known: Mapping[str, FileMark] = getattr(storage, "marks", {})
-    marks = {path.name: known[path.name] for path in written.iterdir() if path.name in known}
-    own = [path for path in written.iterdir() if path.name not in known and _names(path, rank)]
-    return {**marks, **{path.name: commit.flush(path) for path in own}}
+    there = place.files(written)
+    lost = sorted(known.keys() - there)
+    if lost:
+        raise CheckpointError(f"{written} has lost what was just written there: {', '.join(lost)}")
+    marks = {name: known[name] for name in there if name in known}
+    own = [name for name in there if name not in known and _names(name, rank)]
+    return {**marks, **{name: place.mark(written, name) for name in own}}
 
 
-def _names(path: Path, rank: int) -> bool:
-    named = _RANK_FILE.match(path.name)
+def _names(file: str, rank: int) -> bool:
+    named = _RANK_FILE.match(file)
     return named is not None and int(named[1]) == rank
 
 

@@ -9,10 +9,10 @@ need a template: the current value.
 
 from __future__ import annotations
 
+import io
 import itertools
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,27 +20,41 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import ReadItem, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor
 
-from stagereg.checkpoint import structure
-from stagereg.checkpoint.agreement import reasons
+from stagereg.checkpoint import pickled, structure
+from stagereg.checkpoint.agreement import reason, reasons
 from stagereg.checkpoint.entries import RESERVED
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError
 
-__all__ = ["Plans", "entry_names", "expect_one_process", "read", "skeletons", "write"]
+__all__ = [
+    "Plans",
+    "entry_names",
+    "expect_one_process",
+    "kinds",
+    "read",
+    "read_leaves",
+    "shapes",
+    "skeletons",
+    "write",
+]
 
 _STRUCTURE = f"{RESERVED}.structure."
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"
 
 
 def skeletons(entries: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the entries to be saved beside ``entries`` so that :func:`read` can give them back."""
-    return {_STRUCTURE + name: structure.dump(value) for name, value in entries.items()}
+    """Return the entries to be saved beside ``entries`` so that :func:`read` can give them back.
+
+    Raises:
+        CheckpointError: something in them could not be read back without running code, with its name and what to do.
+    """
+    return {_STRUCTURE + name: structure.dump(value, name) for name, value in entries.items()}
 
 
 class Plans:
@@ -79,7 +93,7 @@ class Plans:
 
 def write(
     entries: dict[str, Any],
-    path: Path,
+    path: str,
     writer: StorageWriter,
     plans: Plans,
     group: dist.ProcessGroup | None,
@@ -111,48 +125,87 @@ def expect_one_process() -> None:
     warnings.filterwarnings("ignore", message=_ALONE, category=UserWarning)
 
 
-def entry_names(storage: Storage, path: Path) -> set[str]:
+def entry_names(storage: Storage, path: str) -> set[str]:
     """Return the names of the entries that a checkpoint has, those of the project's own included."""
     known = storage.reader(path).read_metadata().state_dict_metadata
     return {name.removeprefix(_STRUCTURE) for name in known if name.startswith(_STRUCTURE)}
 
 
-def read(storage: Storage, path: Path, templates: Mapping[str, Any]) -> dict[str, Any]:
+def shapes(storage: Storage, path: str, names: Iterable[str]) -> dict[str, Any]:
+    """Return the skeletons of entries by name, for :func:`read`: their containers, with ``...`` for each leaf."""
+    bones = _load(storage.reader(path), dict.fromkeys(_STRUCTURE + name for name in names))
+    return {name.removeprefix(_STRUCTURE): structure.load(data) for name, data in bones.items()}
+
+
+def read(storage: Storage, path: str, wanted: Mapping[str, Any], live: Mapping[str, DTensor]) -> dict[str, Any]:
     """Read entries, each rank on its own and into fresh host memory.
 
     Args:
         storage: the one that wrote them.
-        path: a complete checkpoint.
-        templates: the names of the entries, with their current values; of these only ``DTensor`` leaves are looked at.
+        path: a complete checkpoint, a path or a URL.
+        wanted: their skeletons by name, from :func:`shapes`, or what is wanted of them.
+        live: what tensors are sharded like, by dotted name. One under the name of a container goes for all tensors of
+            its shape in that container. All others are read whole.
 
     Returns:
         The entries by name, in the containers and types they were saved from.
     """
+    reader = storage.reader(path)
+    metadata = reader.read_metadata()
+    rooms: dict[str, Any] = {}
+    for name, skeleton in wanted.items():
+        for leaf in structure.leaf_names(skeleton, name):
+            rooms[leaf] = _room(metadata, leaf, live.get(leaf, live.get(leaf.rpartition(".")[0])))
+    values = _load(reader, rooms)
+    return {name: structure.rebuild(skeleton, name, values) for name, skeleton in wanted.items()}
+
+
+def kinds(storage: Storage, path: str) -> dict[str, torch.Tensor | None]:
+    """Return what the leaves of a checkpoint are, by dotted name: of a tensor a ``meta`` tensor, else ``None``."""
+    known = storage.reader(path).read_metadata().state_dict_metadata
+    return {
+        name: torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
+        if isinstance(saved, TensorStorageMetadata)
+        else None
+        for name, saved in known.items()
+    }
+
+
+def read_leaves(storage: Storage, path: str, names: Iterable[str]) -> dict[str, Any]:
+    """Read single leaves by dotted name, whole, in this process alone."""
     metadata = storage.reader(path).read_metadata()
-    bones = _load(storage.reader(path), dict.fromkeys(_STRUCTURE + name for name in templates))
-    wanted: dict[str, Any] = {}
-    loaded: dict[str, Any] = {}
-    for name, template in templates.items():
-        loaded[name] = structure.load(bones[_STRUCTURE + name])
-        live = dict(structure.leaves(template, name))
-        for leaf in structure.leaf_names(loaded[name], name):
-            wanted[leaf] = _room(metadata, leaf, live.get(leaf))
-    values = _load(storage.reader(path), wanted)
-    return {name: structure.rebuild(skeleton, name, values) for name, skeleton in loaded.items()}
+    return _load(storage.reader(path), {name: _room(metadata, name, None) for name in names})
 
 
 def _room(metadata: Metadata, leaf: str, live: Any) -> torch.Tensor | None:
+    """Memory for one leaf: sharded as ``live`` is, whatever number of ranks it was sharded over when it was saved."""
     saved = metadata.state_dict_metadata[leaf]
     if not isinstance(saved, TensorStorageMetadata):
         return None
-    if isinstance(live, DTensor):
-        return torch.empty_like(live)
+    if isinstance(live, DTensor) and live.shape == saved.size:
+        return torch.empty_like(live, dtype=saved.properties.dtype)
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
 def _load(reader: StorageReader, wanted: dict[str, Any]) -> dict[str, Any]:
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_ALONE)
-        load(wanted, storage_reader=reader, planner=planner, no_dist=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_ALONE)
+            load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
+    except CheckpointException as failed:
+        error = next(error for error, _ in failed.failures.values())
+        if isinstance(error, CheckpointError):
+            raise error from None
+        raise CheckpointError(reason(error)) from error
     return wanted
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads what is no tensor without running it, where torch's own planner unpickles."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        self.state_dict[name] = pickled.load(name, value)

@@ -92,6 +92,10 @@ def warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
         yield f"It {'failed' if job.status == 'failed' else 'did not come to its end'}: {first_line(job.error)}"
     if recorded is None:
         return
+    for each in (each for rank in recorded.ranks for each in rank.fallbacks):
+        lost = f"{counted(each.lost, 'step')} {'is' if each.lost == 1 else 'are'} lost"
+        why = first_line(each.why)
+        yield f"It went on from step {each.step}, since a newer checkpoint was damaged ({why}): {lost}."
     if recorded.damaged:
         one = recorded.damaged == 1
         are, they = ("is", "it is") if one else ("are", "they are")

@@ -23,13 +23,15 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from stagereg.errors import ConfigError, LaunchError
+from stagereg.preemption import RESUME_CODE
 
 __all__ = ["KEYS", "InterleavedSweeper", "RepeatsError", "interleaved"]
 
 KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.repeat", "sweep.again")
 """What goes for a sweep and not for what its jobs do."""
 _REPEAT, _AGAIN = "++sweep.repeat", "++sweep.again"
-_STOPPED = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)}
+_STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
+_STOPPED = {RESUME_CODE, *(128 + number for number in _STOPS)}
 """Exit codes that say that a signal has stopped the program: no matter of one job."""
 
 

@@ -25,10 +25,13 @@ from types import FrameType
 from typing import Any
 
 from stagereg.config.command import Command
+from stagereg.config.handover import Handover
+from stagereg.config.leaving import HandOn, left, say
 from stagereg.config.libc import tuned
-from stagereg.config.rank import Handover, environment
+from stagereg.config.rank import environment
 from stagereg.config.tasks import Task
 from stagereg.errors import LaunchError
+from stagereg.preemption import SIGNALS
 
 __all__ = ["RanksFailedError", "checked_nproc", "launch"]
 
@@ -70,7 +73,8 @@ def launch(command: Command, hydra: Any, nproc: int) -> Any:
 
     Raises:
         RanksFailedError: a rank failed.
-        SystemExit: a signal stopped the run (code 130 for SIGINT, 143 for SIGTERM).
+        SystemExit: a signal stopped the run (code 130 for SIGINT, 143 for SIGTERM), or the ranks have saved and left
+            because they were signalled to (75).
     """
     task = Task.current()
     first = task.index * nproc if task is not None else 0
@@ -81,11 +85,16 @@ def launch(command: Command, hydra: Any, nproc: int) -> Any:
             try:
                 _run_elastic(command.for_ranks(hydra), ranks, task, handover, hydra.runtime.cwd, signals)
             except BaseException as error:
-                received = signals.received or getattr(error, "sigval", None)
+                received = signals.received or getattr(error, "sigval", None) or signals.handed_on
                 if received is None:
                     raise
+                if isinstance(error, RanksFailedError) and handover.errors():
+                    print(error, file=sys.stderr)
                 print(f"stopped by {received.name}", file=sys.stderr, flush=True)
                 raise SystemExit(128 + received) from None
+        if (leaving := left([handover.left(rank) for rank in ranks])) is not None:
+            say(leaving, hydra)
+            raise leaving
         return json.loads(handover.result.read_text()) if handover.result.exists() else None
 
 
@@ -160,21 +169,28 @@ class _Signals:
     It raises nothing before :meth:`listen`, because importing torch can swallow an exception from a handler. A rank
     in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print a traceback from
     the middle of an import, so it is terminated instead. What comes after the first signal changes nothing any more.
+
+    Ranks that all listen for a signal get it handed on, and end by themselves; then it is the second one that ends
+    them, or the end of their time.
     """
 
     def __init__(self, handover: Handover, ranks: range) -> None:
         self.received: signal.Signals | None = None
         self._listening = False
         self._ready = [handover.ready(rank) for rank in ranks]
+        self._hand_on = HandOn([handover.listening(rank) for rank in ranks], self._give_up)
+        self._time_is_up = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                self._before[number] = signal.signal(number, self._receive)
+            for number in {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *SIGNALS}:
+                if number != signal.SIGUSR1 or signal.getsignal(number) is signal.SIG_DFL:  # else a launcher's
+                    self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *raised: object) -> None:
+        self._hand_on.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -184,9 +200,24 @@ class _Signals:
         if self.received is not None:
             self._stop(self.received)
 
+    @property
+    def handed_on(self) -> signal.Signals | None:
+        """The signal that the ranks were left to end by themselves for."""
+        return self._hand_on.received
+
+    def _give_up(self) -> None:
+        self._time_is_up = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received is None:
-            self.received = signal.Signals(number)
+        received = signal.Signals(number)
+        if not self._time_is_up and self._hand_on.take(received):
+            return
+        if received == signal.SIGUSR1 and self.handed_on is None:  # does what it does without this
+            signal.signal(number, self._before.pop(number))
+            os.kill(os.getpid(), number)
+        elif self.received is None:
+            self.received = received
             if self._listening:
                 self._stop(self.received)
 

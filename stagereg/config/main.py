@@ -6,7 +6,8 @@ config here and runs the job on local ranks (``launch``); ``torchrun`` has made 
 in one process, a job would have the memory and the warm caches of those before it.
 
 Promises: an error of the project is one short message, any other one traceback, with the rank that failed, and exit
-code 1; Ctrl-C ends everything with 130, SIGTERM with 143.
+code 1; Ctrl-C ends everything with 130, SIGTERM with 143. While a checkpointer listens, SIGTERM and SIGUSR1 have the
+ranks save and leave instead, with 75: the same command goes on (:mod:`stagereg.preemption`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from typing import Any
 
 from stagereg.config.command import Command, overrides, wants_no_job, wants_sweep, without_logging
 from stagereg.config.launch import RanksFailedError, checked_nproc, launch
+from stagereg.config.leaving import say
 from stagereg.config.rank import Rank, alone, described, environment, is_rank, leave
 from stagereg.config.tasks import Task
 from stagereg.errors import ConfigError, LaunchError, StageregError
+from stagereg.preemption import Preempted, Stopped
 
 __all__ = ["main"]
 
@@ -50,7 +53,8 @@ def main(
         version_base: as in ``hydra.main``.
 
     Raises:
-        SystemExit: with code 1 after an error, which is on stderr by then; 130 after SIGINT and 143 after SIGTERM.
+        SystemExit: with code 1 after an error, which is on stderr by then; 130 after SIGINT and 143 after SIGTERM; 75
+            where the run has saved and left because it was signalled to.
     """
 
     def decorate(task: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -194,6 +198,9 @@ class _Job:
             return launch(self._command, HydraConfig.get(), nproc)
         try:
             return alone(self._task, cfg, recorded=True)
+        except (Preempted, Stopped) as left:
+            say(left, HydraConfig.get())
+            raise
         except Exception as error:
             raise RanksFailedError(f"rank 0: {described(error)}") from error
 

@@ -25,21 +25,22 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stagereg import record
-from stagereg.config import attempt, pulse
+from stagereg import ending, record
+from stagereg.config import attempt, leaving, pulse
 from stagereg.config.command import quoted, without_callbacks
+from stagereg.config.handover import Handover
 from stagereg.errors import LaunchError, StageregError, UnevenInputsError
+from stagereg.preemption import Preempted, Stopped
 
-__all__ = ["Handover", "Rank", "alone", "described", "environment", "is_rank", "leave"]
+__all__ = ["Rank", "alone", "described", "environment", "is_rank", "leave"]
 
 log = logging.getLogger(__name__)
 
-_HANDOVER = "STAGEREG_HANDOVER"
 _LINGER_S = 3.0
 """Seconds a failed rank waits for the others to reach their end too, before its own end takes them down."""
 _SILENT_S = 5.0
@@ -48,6 +49,8 @@ _PATIENCE_S = 60.0
 """Likewise where nothing has, and this rank only waits for the others to end."""
 _NAMED = 8
 """Ranks that a message names at most."""
+_LEAVING_S = 10.0
+"""Seconds a rank that leaves because it was told to waits for the others, which do the same."""
 _TOGETHER_S = 60.0
 """Likewise where the error has reached all ranks on purpose: others may still be saving what there is."""
 _LOST_PEER = (
@@ -60,46 +63,6 @@ _LOST_PEER = (
     "remote process exited",
 )
 """How gloo, NCCL and torch's store say that another rank is gone, in lower case."""
-
-
-@dataclass(frozen=True)
-class Handover:
-    """What ``stagereg.main`` gives to the ranks it starts: its process id, a folder to answer in, the run's time."""
-
-    pid: int
-    folder: Path
-    started_at: float
-
-    def variables(self) -> dict[str, str]:
-        """The environment variable that carries this to a rank."""
-        return {_HANDOVER: json.dumps(asdict(self) | {"folder": str(self.folder)})}
-
-    @classmethod
-    def received(cls) -> Handover | None:
-        """What this process was given, or ``None`` when it was not started by ``stagereg.main``."""
-        text = os.environ.get(_HANDOVER)
-        if text is None:
-            return None
-        fields = json.loads(text)
-        return cls(fields["pid"], Path(fields["folder"]), fields["started_at"])
-
-    def ready(self, rank: int) -> Path:
-        """Exists once the rank is in its job: from there on, an interrupt may find something to put in order."""
-        return self.folder / f"{rank}.ready"
-
-    def error(self, rank: int) -> Path:
-        """What the rank has to tell about its failure, where it is not only a consequence of another rank's."""
-        return self.folder / f"{rank}.error"
-
-    def errors(self) -> dict[int, str]:
-        """What ranks have told, by rank; those of other machines among them, where they are the cause."""
-        files = sorted(self.folder.glob("*.error"), key=lambda file: int(file.stem))
-        return {int(file.stem): file.read_text() for file in files}
-
-    @property
-    def result(self) -> Path:
-        """Rank 0's return value, JSON."""
-        return self.folder / "result.json"
 
 
 @dataclass(frozen=True)
@@ -170,13 +133,17 @@ class Rank:
 
         self._agree_on_run(cfg)
         beating = pulse.Pulse(self.store, self.rank) if self.far else contextlib.nullcontext()
+        listening = leaving.announced(None if self.handover is None else self.handover.listening(self.rank))
         try:
             with beating, _process_group(PrefixStore("group", self.store), self):
                 if self.handover is not None:
                     self.handover.ready(self.rank).touch()
                 try:
-                    with record.recording(_run_directory(), self.rank, self.world_size, **_device()):
+                    with listening, record.recording(_run_directory(), self.rank, self.world_size, **_device()):
                         value = task(cfg)
+                        ending.finish()
+                except (Preempted, Stopped) as left:
+                    self._leave(left)
                 except Exception as error:
                     # Before the group closes, so that a cause is known before anybody can suffer from it.
                     self._tell_cause(error)
@@ -194,6 +161,20 @@ class Rank:
         if self.rank == 0 and self.handover is not None:
             self.handover.result.write_text(_as_json(value))
         return value
+
+    def _leave(self, left: leaving.Left) -> NoReturn:
+        """End this rank because all were told to leave: together, so that nobody takes the end of one for a failure."""
+        from hydra.core.hydra_config import HydraConfig
+
+        leaving.deaf()
+        if self.handover is not None:
+            leaving.note(self.handover.left(self.rank), left)
+        elif self.rank == 0:
+            leaving.say(left, HydraConfig.get())
+        with contextlib.suppress(Exception):
+            self._say_ended()
+            self._await_others(_LEAVING_S)
+        raise SystemExit(left.code if self.handover is None else 0) from None
 
     def _begun(self) -> dict[str, Any] | None:
         """Directory and time of this run's first attempt, if this is not the first."""
@@ -318,7 +299,10 @@ def alone(task: Callable[[Any], Any], cfg: Any, recorded: bool = False) -> Any:
             job.enter_context(_process_group(dist.HashStore(), me))  # type: ignore[attr-defined]
         if recorded:
             job.enter_context(record.recording(_run_directory(), dist.get_rank(), dist.get_world_size(), **_device()))
-        return task(cfg)
+        value = task(cfg)
+        if recorded:
+            ending.finish()
+        return value
 
 
 def _run_directory() -> Path:

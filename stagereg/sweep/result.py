@@ -26,7 +26,7 @@ __all__ = ["FORMAT", "RESULT", "JobResult", "results", "split"]
 RESULT = "result.json"
 FORMAT = 1
 _STATUSES = ("completed", "failed", "unfinished")
-_INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(143)")
+_INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")
 """How a rank says that it was not its job's fault."""
 _DEEPEST = 20
 """Levels of what a task returns that are kept as they are."""
@@ -42,7 +42,7 @@ class JobResult:
 
     Attributes:
         directory: its output directory.
-        status: ``"completed"``, ``"failed"``, or ``"unfinished"``: killed half-way, or still running.
+        status: ``"completed"``, ``"failed"``, or ``"unfinished"``: killed half-way, preempted, or still running.
         error: why it failed, or ``None``.
         overrides: of the task, as they were given; without those that only tell repeats apart.
         job: Hydra's ``num`` (``None`` outside of a sweep), ``id`` and ``name``, and the class of its ``sweeper``.

@@ -21,7 +21,7 @@ from typing import Any
 from stagereg.errors import ConfigError
 from stagereg.record import FILES, FORMAT
 
-__all__ = ["NewerError", "RankRecord", "Run", "Span"]
+__all__ = ["Fallback", "NewerError", "RankRecord", "Run", "Span"]
 
 _NAME = re.compile(r"metrics(?:\.rank(\d+))?\.jsonl")
 _decoded = json.JSONDecoder(parse_constant=lambda name: None).decode
@@ -56,6 +56,21 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Fallback:
+    """The run went on from an older checkpoint, since a newer one was damaged.
+
+    Attributes:
+        step: that it went on from.
+        lost: how many steps lie between the two.
+        why: what was wrong with the newer one.
+    """
+
+    step: int
+    lost: int
+    why: str
+
+
+@dataclass(frozen=True)
 class RankRecord:
     """What one rank has told. All times are seconds since the epoch, on the clock of the rank's machine.
 
@@ -67,6 +82,7 @@ class RankRecord:
         stages: from the beginning of each copy until it was complete, with this rank's bytes of tensor data.
         writes: from all ranks having staged to the commit, with the bytes of this rank's files.
         lost: (step, error) of each save that failed.
+        fallbacks: of each restore that passed over a newer checkpoint which was damaged.
         logs: (step, when, values) of each ``stagereg.log``; ``None`` stands for NaN or infinity.
         join: steps taken with data, steps shadowed, samples seen; summed over the joins that were left.
         end: seconds, status, error, peak memory; ``None`` for a rank that was killed or is still running.
@@ -82,6 +98,7 @@ class RankRecord:
     stages: tuple[Span, ...] = ()
     writes: tuple[Span, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()
     logs: tuple[tuple[int, float, dict[str, float | None]], ...] = ()
     join: dict[str, float] | None = None
     end: dict[str, Any] | None = None
@@ -150,10 +167,11 @@ class Run:
 
     @property
     def status(self) -> str:
-        """``"completed"``, ``"failed"`` (some rank has said so) or ``"unfinished"`` (killed, or still running)."""
-        if self.error:
+        """``"completed"``, ``"failed"`` (some rank has said so) or ``"unfinished"`` (killed, preempted, or running)."""
+        ends = {record.end["status"] for record in self.ranks if record.end is not None}
+        if ends - {"completed", "preempted"}:
             return "failed"
-        return "completed" if self.finished else "unfinished"
+        return "completed" if self.finished and "preempted" not in ends else "unfinished"
 
     @property
     def error(self) -> str:
@@ -272,6 +290,7 @@ class _Told:
             stages=tuple(told.get("stage", ())),
             writes=tuple(told.get("write", ())),
             lost=tuple(told.get("lost", ())),
+            fallbacks=tuple(told.get("fallback", ())),
             logs=logs,
             join=_total(told.get("join", ())),
             end=told.get("end", [None])[-1],
@@ -352,6 +371,7 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "stage": _span,
     "write": _span,
     "lost": lambda event: (_step(event), str(event.get("error", ""))),
+    "fallback": lambda event: Fallback(_step(event), int(_number(event, "lost")), str(event.get("why", ""))),
     "join": _join,
     "log": _log,
     "end": _end,

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from stagereg.checkpoint import commit, torchfiles
+from stagereg.checkpoint import torchfiles
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.stagers.protocol import AsyncStager
@@ -148,13 +149,13 @@ def test_the_copy_is_let_go_of_when_the_write_has_ended(
 def test_the_copy_is_let_go_of_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stager = Tracked()
     alive: list[Any] = []
-    publish = commit.publish
+    publish = LocalPlace.publish
 
-    def watch(*args: Any) -> Path:
+    def watch(*args: Any) -> str:
         alive.extend(copy() for copy in stager.copies)
         return publish(*args)
 
-    monkeypatch.setattr(commit, "publish", watch)
+    monkeypatch.setattr(LocalPlace, "publish", watch)
     with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(10)})
     assert alive == [None]
@@ -269,4 +270,4 @@ def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(small_disk: Path
         state = {"x": torch.zeros(100_000)}
         assert checkpointer.restore(state) == 1
         assert state["x"].sum() == 100_000
-        assert sorted(os.listdir(small_disk)) == ["latest", "step-00000001"]
+        assert sorted(os.listdir(small_disk)) == [".lock", ".lock.owner", "latest", "step-00000001"]

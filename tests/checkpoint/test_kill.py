@@ -15,13 +15,14 @@ SCRIPT = """
 import os, shutil, signal, sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
-from stagereg.checkpoint import commit
+from stagereg.checkpoint.place import local
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.layout import Checkpoint, open_checkpoint
+from stagereg.checkpoint.layout import Checkpoint
+from stagereg.checkpoint.place.choice import place_around
 
 root = Path(sys.argv[1])
 if sys.argv[2] == "two renames":
-    commit._exchange = lambda one, other: False
+    local._exchange = lambda one, other: False
 
 def state(version):
     return {"x": torch.full((50,), float(version)), "version": version}
@@ -48,7 +49,8 @@ def work(kill_at):
 def check():
     for path in root.iterdir():
         if path.name.startswith("step-"):
-            assert isinstance(open_checkpoint(path), Checkpoint), (path, open_checkpoint(path))
+            found = place_around(path).open(str(path))
+            assert isinstance(found, Checkpoint), (path, found)
     if sys.argv[2] != "two renames":
         template = {"x": torch.zeros(50)}
         dcp.load(template, checkpoint_id=str(root / "latest"))
@@ -59,7 +61,8 @@ def check():
         assert restored["version"] in (2, 3), restored
         assert step == (restored["version"] if sys.argv[2] == "a new step" else 2)
         assert (restored["x"] == restored["version"]).all()
-        assert not [path for path in root.iterdir() if path.name.startswith(".")], os.listdir(root)
+        assert checkpointer.latest.name == f"step-{step:08d}"
+    assert not [path for path in root.iterdir() if path.name.startswith(".")], os.listdir(root)
 
 def forked(act, *args):
     pid = os.fork()

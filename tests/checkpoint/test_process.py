@@ -175,7 +175,7 @@ class TestWriting:
     def test_no_bytes_of_tensors_are_sent(self, tmp_path, process, monkeypatch) -> None:
         questions: list[int] = []
         ask = process.ask
-        monkeypatch.setattr(process, "ask", lambda question: questions.append(len(question)) or ask(question))
+        monkeypatch.setattr(process, "ask", lambda asked, *more: questions.append(len(asked)) or ask(asked, *more))
         stager = stagereg.build("stager", "shared")
         for n in (10, 2**22):
             save(stager.stage({"w": torch.ones(n)}), ProcessWriter(FileSystemWriter(tmp_path / str(n)), process))

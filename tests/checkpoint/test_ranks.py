@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagereg.checkpoint import commit
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.stagers.blocking import BlockingAsyncStager
@@ -36,6 +36,10 @@ def message(act: Any) -> str:
     return ""
 
 
+def visible(root: str) -> list[str]:
+    return sorted(name for name in os.listdir(root) if not name.startswith(".lock"))
+
+
 def stage_fails_on_rank_1(rank: int, world_size: int, root: str) -> tuple[str, str, list[str], int | None]:
     stager = FailsOn()
     with Checkpointer(root, stager=stager) as checkpointer:
@@ -48,7 +52,7 @@ def stage_fails_on_rank_1(rank: int, world_size: int, root: str) -> tuple[str, s
         checkpointer.wait()
         step = checkpointer.restore({"x": torch.zeros(3)})
         dist.barrier()
-        return at_once, later, sorted(os.listdir(root)), step
+        return at_once, later, visible(root), step
 
 
 def test_staging_that_fails_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
@@ -74,7 +78,7 @@ def write_fails(rank: int, world_size: int, root: str, where: str) -> tuple[str,
     with Checkpointer(root, stager=BlockingAsyncStager(), storage=storage) as checkpointer:
         checkpointer.save(1, {f"x.rank{rank}": torch.ones(3)})
         checkpointer.wait()
-        original = DcpStorage.write_data, commit.flush, commit.publish
+        original = DcpStorage.write_data, LocalPlace.mark, LocalPlace.publish
 
         def fail(*args: Any, **kwargs: Any) -> Any:
             raise OSError(28, "No space left on device")
@@ -82,18 +86,18 @@ def write_fails(rank: int, world_size: int, root: str, where: str) -> tuple[str,
         if where == "write" and rank == 1:
             DcpStorage.write_data = fail  # type: ignore[method-assign]
         elif where == "flush" and rank == 1:
-            commit.flush = fail
+            LocalPlace.mark = fail  # type: ignore[method-assign]
         elif where == "commit" and rank == 0:
-            commit.publish = fail
+            LocalPlace.publish = fail  # type: ignore[method-assign]
         checkpointer.save(2, {f"x.rank{rank}": torch.ones(3)})
         causes = []
         try:
             checkpointer.wait()
         except CheckpointError as error:
             causes = [type(error).__name__, type(error.__cause__).__name__, str(error)]
-        DcpStorage.write_data, commit.flush, commit.publish = original  # type: ignore[method-assign]
+        DcpStorage.write_data, LocalPlace.mark, LocalPlace.publish = original  # type: ignore[method-assign]
         dist.barrier()
-        listing = sorted(os.listdir(root))
+        listing = visible(root)
         dist.barrier()
         checkpointer.save(3, {f"x.rank{rank}": torch.ones(3)})
     return causes[2], causes[:2], listing
@@ -111,11 +115,11 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_with_the_cause(tmp_path: Pa
 
 def hear_of_a_failure_at_different_calls(rank: int, world_size: int, root: str) -> tuple[str, int | None]:
     with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
-        background, publish = checkpointer._background, commit.publish
-        commit.publish = lambda *args: 1 // 0
+        background, publish = checkpointer._background, LocalPlace.publish
+        LocalPlace.publish = lambda *args: 1 // 0  # type: ignore
         checkpointer.save(1, {"x": 1})
         background.drain()
-        commit.publish = publish
+        LocalPlace.publish = publish  # type: ignore[method-assign]
         if rank == 1:
             # As if the news had not come through yet when this rank made its second call.
             told, background.raise_failure = background.raise_failure, lambda: None  # type: ignore[method-assign]

@@ -153,6 +153,16 @@ def test_what_is_missing_or_damaged_in_the_records_is_said(
     assert "There are no records of rank 1:" in told
 
 
+def test_that_a_damaged_checkpoint_was_passed_over_is_said(
+    here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
+) -> None:
+    file = rank_file(write_run(here / "run"), 0)
+    event = {"event": "fallback", "t": 1750000000.0, "step": 100, "damaged": 200, "lost": 100, "why": "a: missing"}
+    file.write_text(file.read_text() + json.dumps(event) + "\n")
+    words = "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps are lost."
+    assert words in report(capsys, "run")
+
+
 def test_many_checkpoints_are_cut_short_on_the_terminal_alone(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stagereg import record
 from stagereg.errors import ConfigError
-from stagereg.sweep.run import RankRecord, Run, Span
+from stagereg.sweep.run import Fallback, RankRecord, Run, Span
 
 from .samples import BEGAN, Sample, rank_file, write_events, write_run
 
@@ -38,6 +38,7 @@ def test_what_record_writes_is_read_back(tmp_path: Path) -> None:
         record.tell("stage", step=3, start=before, seconds=0.25, bytes=1024)
         record.tell("write", step=3, start=before + 1, seconds=2, bytes=2048)
         record.tell("lost", step=2, error="the disk is full")
+        record.tell("fallback", step=1, damaged=3, lost=2, why="x: missing")
         record.tell("join", steps=5, shadowed=2, samples=40)
         record.log(3, loss=2.5, gap=math.nan)
     run = Run.read(tmp_path)
@@ -48,6 +49,7 @@ def test_what_record_writes_is_read_back(tmp_path: Path) -> None:
     assert mine.writes == (Span(3, before + 1, 2, 2048),)
     assert mine.writes[0].end == before + 3
     assert mine.lost == ((2, "the disk is full"),)
+    assert mine.fallbacks == (Fallback(1, 2, "x: missing"),)
     assert mine.join == {"samples": 40, "shadowed": 2, "steps": 5}
     assert [(step, values) for step, _, values in mine.logs] == [(3, {"loss": 2.5, "gap": None})]
     assert mine.end is not None

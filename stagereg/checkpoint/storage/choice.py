@@ -7,21 +7,31 @@ bare name, so that a checkpoint can be read where no other package claims the na
 from __future__ import annotations
 
 from stagereg import registry
+from stagereg.checkpoint.place.choice import is_url
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError, StageregError
 
-__all__ = ["name_of", "named"]
+__all__ = ["expect_fit", "name_of", "named"]
 
 _OURS = "@stagereg"
 
 
 def name_of(storage: Storage) -> str:
-    """Return what the manifest calls ``storage``."""
+    """Return what the manifest calls ``storage``; one that wraps another (``wraps``) goes by the name of that."""
+    storage = getattr(storage, "wraps", storage)
     path = f"{type(storage).__module__}.{type(storage).__qualname__}"
     entry = registry.find_target(path)
     if entry is None or entry.kind != "storage":
         return path
     return entry.name.removesuffix(_OURS)
+
+
+def expect_fit(storage: Storage, path: str) -> None:
+    """Raise ``CheckpointError`` if ``path`` is a URL and ``storage`` says by its ``remote`` that it writes to none."""
+    if is_url(path) and not getattr(storage, "remote", True):
+        raise CheckpointError(
+            f"storage={name_of(storage)} writes to file systems of this machine alone, not to {path}; use storage=dcp."
+        )
 
 
 def named(name: str, own: Storage) -> Storage:

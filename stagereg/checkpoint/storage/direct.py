@@ -65,6 +65,7 @@ class DirectStorage(FileStorage):
     """
 
     margins = (768, 1024)
+    remote = False
 
     def __init__(self, path: StrPath | None = None, buffer_mb: int = 4) -> None:
         if isinstance(buffer_mb, bool) or not isinstance(buffer_mb, int) or buffer_mb < 1:

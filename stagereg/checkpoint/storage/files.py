@@ -2,30 +2,41 @@
 
 Torch's ``FileSystemWriter`` asks a file system object for its streams. :class:`MarkedFiles` is one whose streams take
 the CRC-32 of what passes through and flush it to the disk, so that nobody has to read a file again to know its mark.
+Where the directory is a URL, :class:`.MarkedObjects` takes its place, and a write that the network has lost is made
+again as a whole: what is to be written is still there.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
+import time
 import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.layout import FileMark
+from stagereg.checkpoint.place.choice import is_url
+from stagereg.checkpoint.place.retry import retrying, until, within
+from stagereg.checkpoint.points import reach
+from stagereg.checkpoint.storage.choice import expect_fit
+from stagereg.checkpoint.storage.objects import MarkedObjects
 from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.storage.reader import CheckpointReader
 from stagereg.errors import CheckpointError
 
 __all__ = ["FileStorage", "MarkedFiles", "StrPath", "telling_the_truth"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
+T = TypeVar("T")
 
 _BUFFER_BYTES = 1 << 20
 
@@ -35,11 +46,13 @@ class MarkedFiles(FileSystem):
 
     Attributes:
         marks: by the name of the file; what is not closed yet, or was not written to its end, has none.
+        error: what a stream has failed with; torch loses the errors of its own threads.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.marks: dict[str, FileMark] = {}
+        self.error: BaseException | None = None
 
     @contextmanager
     def create_stream(self, path: StrPath, mode: str) -> Generator[io.IOBase, None, None]:
@@ -54,8 +67,9 @@ class MarkedFiles(FileSystem):
         with io.BufferedWriter(file, _BUFFER_BYTES) as stream:
             try:
                 yield stream
-            except BaseException:
+            except BaseException as error:
                 file.whole = False
+                self.error = error
                 raise
 
     def rename(self, path: StrPath, new_path: StrPath) -> None:
@@ -83,6 +97,7 @@ class _Marking(io.FileIO):
             raise
         self._bytes += written
         self._crc32 = zlib.crc32(memoryview(data)[:written], self._crc32)
+        reach("writing")
         return written
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
@@ -95,6 +110,7 @@ class _Marking(io.FileIO):
             if self.whole:
                 os.fsync(self.fileno())
                 self._tell_mark(FileMark(self._bytes, self._crc32))
+                reach("flushed")
         finally:
             super().close()
 
@@ -117,18 +133,26 @@ def telling_the_truth() -> Generator[None, None, None]:
 class FileStorage(FileSystemWriter, Storage):
     """Base of the storages that write torch's own format; what they write, ``torch.distributed.checkpoint.load`` reads.
 
-    One thread at a time may use it, for one checkpoint after the other.
+    Files go to a directory, or to a URL that fsspec knows (torch reads those through its ``FsspecReader``). One thread
+    at a time may use it, for one checkpoint after the other.
 
     Args:
-        path: the directory; torch and the checkpointer name another for each checkpoint.
+        path: the directory or URL; torch and the checkpointer name another for each checkpoint.
         thread_count: threads that write, one file each.
+
+    Attributes:
+        remote: whether it can write to URLs.
     """
+
+    remote: ClassVar[bool] = True
 
     def __init__(self, path: StrPath | None = None, thread_count: int = 1) -> None:
         # Flushed by the streams when they are closed: this writer's own flush comes before its buffers are written out.
-        super().__init__(path or "", sync_files=False, thread_count=thread_count)
+        super().__init__("", sync_files=False, thread_count=thread_count)
         self._named = bool(path)
-        self.files = self.fs = MarkedFiles()
+        self._until = math.inf
+        self.files: MarkedFiles | MarkedObjects = MarkedFiles()
+        self._go_to(path or "")
 
     @property
     def marks(self) -> Mapping[str, FileMark]:
@@ -137,8 +161,11 @@ class FileStorage(FileSystemWriter, Storage):
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin another checkpoint, in the directory ``checkpoint_id`` if one is given."""
-        super().reset(checkpoint_id)
+        super().reset()
+        if checkpoint_id:
+            self._go_to(checkpoint_id)
         self._named = self._named or bool(checkpoint_id)
+        self._until = until()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory. Raises: ``CheckpointError`` if none was named; ``OSError``."""
@@ -146,14 +173,46 @@ class FileStorage(FileSystemWriter, Storage):
             raise CheckpointError(
                 f"{type(self).__name__} was given no directory: build it with path=..., or save with checkpoint_id=..."
             )
-        return super().prepare_local_plan(plan)
+        prepared = super().prepare_local_plan(plan)
+        reach("made")
+        return prepared
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files. Raises: ``OSError``, with what the operating system said."""
-        self.files.marks.clear()
-        with telling_the_truth():
-            return super().write_data(plan, planner)
+        """Write this rank's files. Raises: ``OSError``, with what the operating system or the store said."""
+
+        def write() -> Future[list[WriteResult]]:
+            self.files.marks.clear()
+            try:
+                with telling_the_truth():
+                    written = super(FileStorage, self).write_data(plan, planner)
+                if self.files.error is not None:
+                    raise self.files.error
+            finally:
+                self.files.error = None  # which would hold on to what was to be written
+            return written
+
+        return self.persistently(write)
+
+    def persistently(self, write: Callable[[], T]) -> T:
+        """Return what ``write`` returns; where files go to a URL, it is called again as long as that may help."""
+        if not is_url(self.path):
+            return write()
+        with within(self._until - time.monotonic()):
+            return retrying("writing", str(self.path), write)
 
     def reader(self, path: StrPath) -> StorageReader:
         """See :class:`.Storage`."""
-        return FileSystemReader(path)
+        reader = CheckpointReader("" if is_url(path) else path)
+        if is_url(path):
+            reader.fs = MarkedObjects()  # type: ignore[assignment]
+            reader.path = os.fspath(path)
+        return reader
+
+    def _go_to(self, path: StrPath) -> None:
+        """Write to ``path``, through the file system that it is in."""
+        expect_fit(self, os.fspath(path))
+        remote = is_url(path)
+        if remote is not isinstance(self.files, MarkedObjects):
+            self.files = MarkedObjects() if remote else MarkedFiles()
+        self.fs = self.files  # type: ignore[assignment]
+        self.path = self.files.init_path(path)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.storage.files import FileStorage, StrPath
+from stagereg.checkpoint.storage.reader import CheckpointReader
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.registry import register
 
@@ -54,11 +54,13 @@ class SafetensorsStorage(FileStorage):
         ConfigError: the package is not installed.
     """
 
+    remote = False  # the package reads local files only
+
     def __init__(self, path: StrPath | None = None) -> None:
         _expect_package()
         super().__init__(path)
         self._tensors = HuggingFaceStorageWriter("", save_distributed=True)
-        self._tensors.fs = self.files
+        self._tensors.fs = self.fs
         self._tensors.sync_files = False  # the streams do it
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -98,13 +100,15 @@ class SafetensorsStorage(FileStorage):
         return SafetensorsReader(path)
 
 
-class SafetensorsReader(FileSystemReader):
+class SafetensorsReader(CheckpointReader):
     """Reads what :class:`SafetensorsStorage` wrote in the directory ``path``."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the entries of a plan, tensors through torch's ``HuggingFaceStorageReader``."""
         tensors = [item for item in plan.items if self._file(item).suffix == _SUFFIX]
         others = [item for item in plan.items if self._file(item).suffix != _SUFFIX]
+        for name in {self.storage_data[item.storage_index].relative_path for item in tensors}:
+            self.expect_regular(name)
         reader = HuggingFaceStorageReader(str(self.path))
         reader.storage_data = {
             item.storage_index: replace(self.storage_data[item.storage_index], relative_path=str(self._file(item)))

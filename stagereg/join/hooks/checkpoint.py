@@ -1,7 +1,9 @@
 """``checkpoint``: have all ranks take part in a save that any of them asked for, whether they still have data or not.
 
 Once a step, before anything of it happens, the ranks exchange what was asked for: one small sum on a line of its own.
-All of them have ended the same step then, so what they save together is the state after it.
+All of them have ended the same step then, so what they save together is the state after it. The sum also carries
+whether a rank was told to leave (:mod:`stagereg.preemption`), with data or without: the ranks that still have some then
+ask at the end of the step, and that save is the last.
 
 A rank that has left the loop holds the current state only if the join steps its optimizers and schedules for it. So
 before a save the ranks compare how often each was stepped, and refuse if they differ, rather than write stale values.
@@ -9,8 +11,8 @@ before a save the ranks compare how often each was stepped, and refuse if they d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,11 +22,30 @@ from stagereg.join.protocol import JoinHook
 from stagereg.kernel.side import Line
 from stagereg.registry import register
 
-__all__ = ["CheckpointHook", "Saves"]
+__all__ = ["CheckpointHook", "Leaves", "Saves"]
+
+_SIGNALS = 2
+
+
+@runtime_checkable
+class Leaves(Protocol):
+    """What is needed of a checkpointer's ``leaving``, where it has one: how ranks hear that one of them is to leave.
+
+    Attributes:
+        elsewhere: whether the join carries the words, as not all ranks call ``due``.
+    """
+
+    elsewhere: bool
+
+    def words(self) -> list[float]:
+        """What this rank has to tell: two numbers."""
+
+    def hear(self, told: Sequence[float]) -> None:
+        """Take up the sums over all ranks."""
 
 
 class Saves(Protocol):
-    """What is needed of a :class:`stagereg.Checkpointer`; its ``due`` is asked too, where it has one."""
+    """What is needed of a :class:`stagereg.Checkpointer`; also used where it has them: ``due`` and ``leaving``."""
 
     @property
     def every(self) -> int:
@@ -65,6 +86,10 @@ class CheckpointHook(JoinHook):
         self._exchanged = False
         self._active: list[int] = []
         self._steps: dict[str, int] = {}
+        leaving = getattr(checkpointer, "leaving", None)
+        self._leaving: Leaves | None = leaving if isinstance(leaving, Leaves) else None
+        if self._leaving is not None:
+            self._leaving.elsewhere = True
         self._handles = [
             value.register_step_post_hook(self._counts(name))
             for name, value in state.items()
@@ -73,6 +98,8 @@ class CheckpointHook(JoinHook):
 
     def detach(self) -> None:
         """Stop counting the optimizers' steps, and say that this has ended."""
+        if self._leaving is not None:
+            self._leaving.elsewhere = False
         self._ended()
         for handle in self._handles:
             handle.remove()
@@ -87,11 +114,16 @@ class CheckpointHook(JoinHook):
         Raises:
             JoinError: on all ranks: they ask for different steps, or some rank's optimizer or schedule is stale.
             CheckpointError: see :meth:`stagereg.Checkpointer.save`.
+            SystemExit: on all ranks: they were told to leave, and this save was the last.
         """
         asked, self.asked = self.asked, None
         values = [0.0] * self._line.size
         values[self._line.rank] = float(active) if asked is None else 2.0 * (asked + 1) + active
-        told = [int(value) for value in self._line.add(values).wait()]
+        words = [0.0] * _SIGNALS if self._leaving is None else self._leaving.words()
+        told = [int(value) for value in self._line.add([*values, *words]).wait()]
+        told, words = told[: len(values)], [float(word) for word in told[len(values) :]]
+        if self._leaving is not None:
+            self._leaving.hear(words)
         # At the end nobody is active; those who were in the last step know best what it left.
         self._active = [rank for rank, value in enumerate(told) if value % 2] or self._active
         requests = {rank: value // 2 - 1 for rank, value in enumerate(told) if value > 1}

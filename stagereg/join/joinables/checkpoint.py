@@ -36,6 +36,9 @@ class CheckpointJoinable(Joinable):
     The optimizer and all else that a step changes must be in the join too, or be stepped by a function that is. A save
     costs what the checkpointer's ``save`` costs; without one, each step has one small blocking exchange.
 
+    When a rank is told to leave, by SIGTERM or SIGUSR1, ranks with data and without save after the next step for which
+    ``maybe`` or ``ask`` is called, and leave together.
+
     It comes first in the list and announces the rank for the model, so that the exchange comes before the model's own
     collectives on every rank. All ranks construct theirs in the same order. In torch's ``Join``, make a new ``Join``
     for each epoch.
@@ -108,7 +111,8 @@ class CheckpointJoinable(Joinable):
         """Ask if that is due: ``step`` is a positive multiple of the checkpointer's ``every``, or is as it plans.
 
         Returns:
-            Whether it asked. Ranks that call it after the same step get the same answer.
+            Whether it asked. Ranks that call it after the same step get the same answer. It also asks where the ranks
+            have agreed to leave.
         """
         plan = getattr(self.checkpointer, "due", None)  # which also tells that the step has ended
         due = bool(plan(step)) if plan else step > 0 and step % self.checkpointer.every == 0

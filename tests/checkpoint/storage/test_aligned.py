@@ -17,7 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagereg.checkpoint.layout import FileMark, mark
+from stagereg.checkpoint.layout import FileMark
+from stagereg.checkpoint.place.local import mark_file
 from stagereg.checkpoint.storage import aligned
 from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, Bounce
 
@@ -66,7 +67,7 @@ def test_the_file_is_what_was_written_in_order_and_the_mark_is_the_files(
         file.place(ADDRESS, -(-last // PAGE) * PAGE, last)
         told = file.finish()
     assert path.read_bytes() == expected
-    assert told == mark(path) == FileMark(len(expected), zlib.crc32(expected))
+    assert told == mark_file(path) == FileMark(len(expected), zlib.crc32(expected))
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def write_some(path: Path) -> AlignedFile:
     with AlignedFile(path, BUFFERS) as file:
         file.write(pattern(5 * PAGE + 7, 1))
-        assert file.finish() == mark(path)
+        assert file.finish() == mark_file(path)
     assert path.read_bytes() == pattern(5 * PAGE + 7, 1)
     return file
 

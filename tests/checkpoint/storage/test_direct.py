@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import stagereg
-from stagereg.checkpoint.layout import mark
+from stagereg.checkpoint.place.local import mark_file
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.direct import DirectStorage
 from stagereg.errors import ConfigError
@@ -103,7 +103,7 @@ def test_every_blob_is_what_torchs_writer_makes_of_the_same_state(
     save(given, root / "torch", FileSystemWriter(root / "torch"))
     save(given, root / "direct", WRITER)
     assert blobs(root / "direct") == blobs(root / "torch")
-    assert {name: mark(root / "direct" / name) for name in os.listdir(root / "direct")} == WRITER.marks
+    assert {name: mark_file(root / "direct" / name) for name in os.listdir(root / "direct")} == WRITER.marks
 
 
 def large() -> dict[str, torch.Tensor]:
@@ -145,7 +145,7 @@ def test_large_tensors_load_with_plain_torch_in_place_and_through_the_buffers(tm
     dcp.load(template, checkpoint_id=tmp_path, no_dist=True)
     for name, x in state.items():
         assert torch.equal(template[name], x), name
-    assert {name: mark(tmp_path / name) for name in os.listdir(tmp_path)} == WRITER.marks
+    assert {name: mark_file(tmp_path / name) for name in os.listdir(tmp_path)} == WRITER.marks
     nbytes = {name: x.nbytes for name, x in state.items()}
     if staged:
         # What has holes, or shares memory with another tensor, has no room around it; all else goes as it lies.

@@ -1,0 +1,61 @@
+"""What to do about an error of the storage: one sentence for each that can come to a run from outside."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+__all__ = ["advice"]
+
+_FULL = (
+    "The disk of {root} is full: free some space, or keep fewer checkpoints (checkpoint.keep); there must be room for "
+    "one more than that."
+)
+_READ_ONLY = "{root} cannot be written any more: it is mounted read-only. Systems do so after disk errors: see `dmesg`."
+_FORBIDDEN = "This process may not write in {root} any more: look at the owner and the permissions of what is there."
+_BROKEN = (
+    "The disk or the server below {root} fails: look at `dmesg`, and at the older checkpoints with "
+    "`stagereg verify {root}`."
+)
+_DELETED = "Something in {root} was deleted or moved while it was written: is another program cleaning up there?"
+_AWAY = "The server of {root} does not answer as it did: is it still mounted, and up?"
+
+_ADVICE = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL.replace("disk of {root} is full", "quota for {root} is used up"),
+    errno.EFBIG: "A file has become larger than the file system of {root}, or `ulimit -f`, allows.",
+    errno.EROFS: _READ_ONLY,
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
+    errno.EIO: _BROKEN,
+    errno.ENXIO: _BROKEN,
+    errno.ENODEV: _BROKEN,
+    errno.ENOENT: _DELETED,
+    errno.ENOTDIR: _DELETED,
+    errno.ESTALE: _AWAY,
+    errno.ENOTCONN: _AWAY,
+    errno.ETIMEDOUT: _AWAY,
+    errno.EHOSTDOWN: _AWAY,
+    errno.EMFILE: "This process has too many files open: see `ulimit -n`.",
+    errno.ENOMEM: "The memory of this machine, or of the job's group, is used up.",
+}
+
+
+def advice(error: BaseException, root: str) -> str:
+    """Return what to do about ``error``, which came while ``root`` was written; empty where that cannot be told."""
+    for each in _chain(error, set()):
+        if isinstance(each, OSError) and each.errno in _ADVICE:
+            return _ADVICE[each.errno].format(root=root)
+    return ""
+
+
+def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    yield error
+    wrapped = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+    for other in (*wrapped, error.__cause__, error.__context__):
+        yield from _chain(other, seen)

@@ -1,0 +1,168 @@
+"""What is wrong with a checkpoint, file by file, in words that tell what may have happened to it.
+
+A place (:mod:`stagereg.checkpoint.place`) says what it has found under the names of a checkpoint: a size, or size and
+checksum where it has read the content, or nothing. This room compares that with the manifest and gives each difference
+its name. It touches no disk.
+
+Found without reading content: a manifest that is missing, damaged, or of another step; a file that is missing, is no
+regular file, or has another size. Found by reading: any other content of the same size, down to a single bit, and whose
+content it is instead, where another checkpoint of the place knows it.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from stagereg.checkpoint.layout import MANIFEST, Checkpoint, FileMark, Manifest, step_within
+
+__all__ = ["Condition", "Damage", "Found", "Unclear", "differences", "of_error", "owners", "told"]
+
+_SHOWN = 8
+"""Files that a message names, of one checkpoint."""
+_LOST = frozenset({errno.ENOENT, errno.ENOTDIR})
+_BROKEN = frozenset(
+    getattr(errno, name) for name in ("EIO", "EBADMSG", "EUCLEAN", "ENODATA", "EILSEQ") if hasattr(errno, name)
+)
+"""What a file system says of a file whose bytes it has lost, as against one that cannot be reached just now."""
+
+
+@dataclass(frozen=True)
+class Unclear:
+    """Why nothing is known about a file: it is there or not, and good or not."""
+
+    why: str
+
+
+Found: TypeAlias = FileMark | int | str | Unclear
+"""What was found under a name: its mark; its size in bytes, where the content was not read; what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with one file of a checkpoint.
+
+    Attributes:
+        file: its name inside the directory.
+        what: in words, such as ``"truncated: 100 of 4096 bytes"``.
+        certain: whether it is damaged; ``False`` where it could not be looked at.
+    """
+
+    file: str
+    what: str
+    certain: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What the directory of a checkpoint is like.
+
+    Attributes:
+        path: the directory, a path or a URL.
+        manifest: what it says about itself; ``None`` if that cannot be read.
+        damages: what is wrong, nothing if it is complete.
+    """
+
+    path: str
+    manifest: Manifest | None
+    damages: tuple[Damage, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def step(self) -> int | None:
+        """The training step, by the name of the directory or else by the manifest."""
+        named = step_within(self.name)
+        return self.manifest.step if named is None and self.manifest is not None else named
+
+    @property
+    def certain(self) -> bool:
+        """Whether everything could be looked at."""
+        return all(damage.certain for damage in self.damages)
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint, if nothing is wrong with it."""
+        return Checkpoint(self.path, self.manifest) if self.manifest is not None and not self.damages else None
+
+    def __str__(self) -> str:
+        """What is wrong, on one line."""
+        return "; ".join(told(self.damages))
+
+
+def differences(
+    manifest: Manifest, found: Mapping[str, Found], whose: Mapping[FileMark, str] | None = None
+) -> tuple[Damage, ...]:
+    """Return what differs from the manifest.
+
+    Args:
+        manifest: of the checkpoint.
+        found: what there is, by name; of the names of the manifest only those in here are compared.
+        whose: from :func:`owners`, to tell the content of other checkpoints.
+    """
+    whose = whose or {}
+    wrong = tuple(
+        Damage(name, what, certain=not isinstance(found[name], Unclear))
+        for name, mark in manifest.files.items()
+        if name in found and (what := _difference(mark, found[name], whose))
+    )
+    marks = [mark for each in wrong if isinstance(mark := found[each.file], FileMark)]
+    if len(manifest.files) == len(marks) > 1 and all(mark.bytes and mark not in whose for mark in marks):
+        words = "older than its files, or of another save: it describes none of them"
+        return (Damage(MANIFEST, words), *wrong)
+    return wrong
+
+
+def owners(conditions: Iterable[Condition | Checkpoint], here: str) -> dict[FileMark, str]:
+    """Return whose content has which mark, for the checkpoint in ``here`` among others of its place."""
+    whose: dict[FileMark, str] = {}
+    for one in conditions:
+        for name, mark in one.manifest.files.items() if one.manifest is not None else ():
+            if mark.bytes:
+                whose.setdefault(mark, f"of another file: {name}" if one.path == here else _other(one.name, name))
+    return whose
+
+
+def of_error(error: OSError) -> str | Unclear:
+    """Return what an error on the way to a file says about the file."""
+    if isinstance(error, FileNotFoundError) or error.errno in _LOST:
+        return "missing"
+    words = f"cannot be read ({error.strerror or error})"
+    return words if error.errno in _BROKEN else Unclear(words)
+
+
+def told(damages: Iterable[Damage]) -> Iterator[str]:
+    """Return a line for each, of many for the first ones."""
+    every = list(damages)
+    yield from map(str, every[:_SHOWN])
+    if len(every) > _SHOWN:
+        yield f"and {len(every) - _SHOWN} more files"
+
+
+def _difference(expected: FileMark, found: Found, whose: Mapping[FileMark, str]) -> str:
+    if isinstance(found, Unclear):
+        return found.why
+    if isinstance(found, str):
+        return found
+    if isinstance(found, FileMark) and found != expected and found in whose:
+        return whose[found]
+    size = found if isinstance(found, int) else found.bytes
+    if size < expected.bytes:
+        return f"truncated: {size} of {expected.bytes} bytes"
+    if size > expected.bytes:
+        return f"too long: {size} in place of {expected.bytes} bytes"
+    if isinstance(found, FileMark) and found != expected:
+        return f"flipped bits: its CRC-32 is {found.crc32:08x} and was {expected.crc32:08x}"
+    return ""
+
+
+def _other(checkpoint: str, file: str) -> str:
+    return f"of another checkpoint: {checkpoint}/{file}"

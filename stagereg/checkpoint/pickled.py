@@ -1,0 +1,181 @@
+"""What is no tensor in a checkpoint: that it can be read back without running code, told before it is written.
+
+Torch stores such a leaf of a state dict with ``torch.save`` and reads it with a loader that runs whatever it says. Here
+it is read with ``torch.load(weights_only=True)``: numbers, text, bytes, tensors, and lists, tuples, dicts and sets
+of these. Of other types the program has to say that it trusts them: ``torch.serialization.add_safe_globals([T])``.
+
+A checkpoint that cannot be read is worth nothing, so what is saved is held against that at the first save. Whether a
+leaf can be read depends on what its pickle names. So the names are listed at each save, by the pickler that torch uses
+as well, and only a set of names that has not been seen before is tried out, by writing the leaf and reading it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from dataclasses import dataclass
+from types import FunctionType, NoneType
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
+
+from stagereg.checkpoint.storage.archive import expect_stored
+from stagereg.errors import CheckpointError
+
+__all__ = ["WHY", "expect_loadable", "load", "names_of"]
+
+_PLAIN = frozenset({NoneType, bool, float, str, bytes})
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor})
+_LONGEST_INTEGER_BITS = 255 * 8 - 1
+_LONG_INTEGER = re.compile(rb"\x8b..\x00\x00", re.DOTALL)  # the instruction for an integer of more than 255 bytes
+_SHOWN = 5
+WHY = "Checkpoints are read without running code."
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
+
+_loadable: set[frozenset[Any]] = set()
+
+
+def expect_loadable(name: str, value: Any) -> None:
+    """Let a leaf pass that can be read back; takes microseconds for a kind of leaf that has been here before.
+
+    Args:
+        name: its dotted name in the state, for the message.
+        value: the leaf.
+
+    Raises:
+        CheckpointError: it could not be read back, and what to do.
+    """
+    kind = type(value)
+    if kind in _PLAIN or kind in _TENSORS or (kind is int and value.bit_length() <= _LONGEST_INTEGER_BITS):
+        return
+    try:
+        data, names = names_of(value, protocol=2)
+        if names in _loadable and not _LONG_INTEGER.search(data):
+            return
+        refused = _refused_tensor(value) if isinstance(value, torch.Tensor) else _refused(value)
+    except Exception as error:
+        raise CheckpointError(
+            f"{name!r} cannot be saved: it is {_a(kind)}, and pickling that fails ({type(error).__name__}: {error}). "
+            "Leave it out of the state, or give what it consists of."
+        ) from error
+    if refused is not None:
+        raise CheckpointError(
+            f"{name!r} would not load back: it has {refused.what}. {WHY} Save numbers, text or tensors in its place "
+            f"(such as float(x)), or allow the type when saving and when restoring: {refused.allow}"
+        )
+    _loadable.add(names)
+
+
+def load(name: str, stream: io.BytesIO) -> Any:
+    """Read a leaf that ``torch.save`` has written.
+
+    Raises:
+        CheckpointError: it has something else than data and allowed types, or is damaged.
+    """
+    try:
+        expect_stored(stream)
+        return _read(stream)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name!r} was not read: {error}.") from error
+    except Exception as error:
+        refused = _Refused.by(stream, error)
+        raise CheckpointError(
+            f"{name!r} was not read: it has {refused.what}. {WHY} If you trust who wrote it, allow its types before "
+            f"restoring: {refused.allow}"
+        ) from error
+
+
+def _read(stream: io.BytesIO) -> Any:
+    # Bytes without any are pickled as a call of ``bytes``, which torch does not take; here it can make nothing else.
+    with torch.serialization.safe_globals([(_no_bytes, "builtins.bytes")]):
+        return torch.load(stream, map_location="cpu", weights_only=True)
+
+
+def _no_bytes() -> bytes:
+    return b""
+
+
+def names_of(value: Any, protocol: int) -> tuple[bytes, frozenset[Any]]:
+    """Pickle a value, and return the pickle and the classes, functions and kinds of tensors that it needs to be read.
+
+    The content of tensors is left out. Raises: what pickling raises.
+    """
+    stream = io.BytesIO()
+    pickler = _Listing(stream, protocol)
+    pickler.dump(value)
+    return stream.getvalue(), frozenset(pickler.names)
+
+
+class _Listing(pickle.Pickler):
+    """Notes what a pickle names. The plain types never come by: the pickler deals with them before it asks."""
+
+    def __init__(self, stream: io.BytesIO, protocol: int) -> None:
+        super().__init__(stream, protocol)
+        self.names: set[Any] = set()
+
+    def reducer_override(self, value: Any) -> Any:
+        self.names.add(value if isinstance(value, (type, FunctionType)) else type(value))
+        if isinstance(value, (torch.Tensor, *_STORAGES)):
+            return _left_out, ()
+        return NotImplemented
+
+
+def _left_out() -> None: ...
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """Why torch does not read something: what it has, and the call that would allow it."""
+
+    what: str
+    allow: str
+
+    @classmethod
+    def names(cls, names: list[str]) -> _Refused:
+        shown = ", ".join(name[:100] for name in sorted(names)[:_SHOWN])
+        return cls(f"what is no plain data: {shown}", f"torch.serialization.add_safe_globals([{shown}])")
+
+    @classmethod
+    def by(cls, stream: io.BytesIO, error: Exception) -> _Refused:
+        """From an archive and the error of its reading."""
+        stream.seek(0)
+        try:
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+        except Exception:
+            names = []
+        if names:
+            return cls.names(names)
+        told = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).strip() or type(error).__name__
+        return cls(
+            f"something that torch refuses ({told.splitlines()[0][:200]})",
+            "torch.serialization.add_safe_globals([TheType])",
+        )
+
+
+def _refused(value: Any) -> _Refused | None:
+    """Return what of a leaf cannot be read back."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    try:
+        _read(stream)
+    except Exception as error:
+        return _Refused.by(stream, error)
+    return None
+
+
+def _refused_tensor(value: torch.Tensor) -> _Refused | None:
+    """The same for a kind of tensor of somebody else's, without its content."""
+    stream = io.BytesIO()
+    with torch.serialization.skip_data():
+        torch.save(value.detach(), stream)
+    stream.seek(0)
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+    return _Refused.names(names) if names else None
+
+
+def _a(kind: type) -> str:
+    return f"a {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")

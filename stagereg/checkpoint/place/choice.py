@@ -1,0 +1,52 @@
+"""Which place a path or URL is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.place.protocol import Place
+
+__all__ = ["is_url", "path_or_url", "place_around", "place_of"]
+
+_LOCAL = ("file://", "local://")
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is the URL of something that is not in this machine's file systems."""
+    return isinstance(path, str) and "://" in path and not path.startswith(_LOCAL)
+
+
+def place_of(dir: str | os.PathLike[str]) -> Place:
+    """Return the directory of checkpoints ``dir``: a path, a ``file://`` URL, or another URL that fsspec knows.
+
+    Touches neither disk nor network.
+
+    Raises:
+        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed.
+    """
+    if isinstance(dir, str) and is_url(dir):
+        from stagereg.checkpoint.place.remote import RemotePlace
+
+        return RemotePlace(dir)
+    return LocalPlace(_plain(dir))
+
+
+def place_around(checkpoint: str | os.PathLike[str]) -> Place:
+    """Return the place that the directory of one checkpoint, or a ``latest``, lies in. Raises as :func:`place_of`."""
+    if isinstance(checkpoint, str) and is_url(checkpoint):
+        return place_of(checkpoint.rstrip("/").rpartition("/")[0])
+    return LocalPlace(Path(_plain(checkpoint)).expanduser().absolute().parent)
+
+
+def path_or_url(path: str) -> Path | str:
+    """Return what users are handed for a path of a place: a ``Path``, or a URL as it is."""
+    return path if is_url(path) else Path(path)
+
+
+def _plain(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    for protocol in _LOCAL:
+        if isinstance(path, str) and path.startswith(protocol):
+            return path.removeprefix(protocol)
+    return path

@@ -1,0 +1,328 @@
+"""A directory of a file system: a checkpoint is committed by renaming its directory.
+
+::
+
+    runs/gpt/
+        step-00000100/                 a complete checkpoint
+        latest -> step-00000100        relative symbolic link to the checkpoint committed last
+        .step-00000200.<token>.tmp/    being written; never looked at by readers, swept at the next start
+
+The order makes every moment safe to be killed in: the files lie in a hidden sibling directory and are flushed; the
+manifest is written and flushed; sizes are checked; the directory is renamed to its final name and the parent flushed;
+``latest`` moves by one atomic replacement; only then are old checkpoints deleted. Nothing is overwritten in place.
+Where the step has a directory already, the two change names in one atomic exchange (``renameat2``, Linux); a file
+system that cannot exchange gets two renames with the old one set aside, and :meth:`LocalPlace.sweep` puts it back if
+the process died between them.
+
+Reading follows no link: a file of a checkpoint is a regular file inside its directory, or there is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import math
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from stagereg.checkpoint import layout
+from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differences, of_error
+from stagereg.checkpoint.layout import (
+    LATEST,
+    MANIFEST,
+    Checkpoint,
+    FileMark,
+    Manifest,
+    new_token,
+    newest_first,
+    step_name,
+    step_of,
+)
+from stagereg.checkpoint.lock import Hold, Lock, Owner, holder
+from stagereg.checkpoint.place.protocol import Place
+from stagereg.checkpoint.points import reach
+from stagereg.errors import CheckpointError
+
+__all__ = ["LocalPlace", "mark_file"]
+
+_log = logging.getLogger(__name__)
+
+_LEFTOVER = re.compile(r"\.(?P<name>step-\d+|latest|probe)\.[0-9a-f]+\.(?P<kind>tmp|old)")
+_NO_FILE = "no regular file"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class LocalPlace(Place):
+    """A directory of this machine's file systems, shared ones included.
+
+    Args:
+        root: its path; a relative one is of the current directory, ``~`` is the user's.
+    """
+
+    remote = False
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._root = Path(root).expanduser().absolute()
+        self.root = str(self._root)
+
+    # -- reading
+
+    def checkpoints(self) -> tuple[list[Checkpoint], dict[str, str]]:
+        """See :class:`.Place`."""
+        complete: list[Checkpoint] = []
+        refused: dict[str, str] = {}
+        for path in self._steps():
+            found = _condition(path)
+            if found.checkpoint is not None:
+                complete.append(found.checkpoint)
+            else:
+                refused[str(path)] = str(found)
+        return newest_first(complete), refused
+
+    def condition(self, path: str) -> Condition:
+        """See :class:`.Place`. The checkpoint's path is that of the directory itself, without links."""
+        try:
+            return _condition(Path(path).expanduser().resolve())
+        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, up to Python 3.12
+            return Condition(path, None, (Damage(MANIFEST, f"cannot be looked at ({error})", certain=False),))
+
+    def contents(self, path: str, names: Iterable[str]) -> dict[str, Found]:
+        """See :class:`.Place`."""
+        return {name: _content(Path(path) / name) for name in names}
+
+    def latest(self) -> Checkpoint | None:
+        """See :class:`.Place`."""
+        found = self.open(str(self._root / LATEST))
+        return found if isinstance(found, Checkpoint) else None
+
+    def holder(self) -> Owner | None:
+        """See :class:`.Place`."""
+        return holder(self.root)
+
+    def leftovers(self) -> list[str]:
+        """See :class:`.Place`."""
+        try:
+            found = [entry for entry in self._root.iterdir() if _LEFTOVER.fullmatch(entry.name)]
+        except OSError:
+            return []
+        return sorted(str(entry) for entry in found if entry.is_dir())
+
+    # -- writing
+
+    def probe(self) -> None:
+        """See :class:`.Place`."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        trial = self._root / f".probe.{new_token()}.tmp"
+        trial.touch()
+        trial.unlink()
+
+    def lock(self) -> Hold:
+        """See :class:`.Place`."""
+        self._hold = Lock(self._root)
+        return self._hold
+
+    def sweep(self) -> None:
+        """See :class:`.Place`. What was set aside goes back if its place is empty; ``latest`` is brought up to date."""
+        for entry in list(self._root.iterdir()):
+            leftover = _LEFTOVER.fullmatch(entry.name)
+            if leftover is None:
+                continue
+            final = self._root / leftover["name"]
+            if leftover["kind"] == "old" and _condition(final).damages:
+                _discard(final)
+                entry.rename(final)
+            else:
+                _discard(entry)
+        complete, _ = self.checkpoints()
+        latest = self.latest()
+        # One that points to what is damaged stays as it is: that the newest is lost must not go unnoticed.
+        behind = latest.manifest.serial if latest is not None else math.inf if (self._root / LATEST).exists() else -1
+        if complete and behind < complete[0].manifest.serial:
+            self._point_latest(Path(complete[0].path))  # its run was killed right after the commit
+
+    def temporary(self, step: int, token: str) -> str:
+        """See :class:`.Place`."""
+        return str(self._root / f".{step_name(step)}.{token}.tmp")
+
+    def files(self, written: str) -> list[str]:
+        """See :class:`.Place`."""
+        return os.listdir(written)
+
+    def mark(self, written: str, name: str) -> FileMark:
+        """See :class:`.Place`. Flushes the file to the disk."""
+        path = Path(written) / name
+        _sync(path)
+        return mark_file(path)
+
+    def publish(
+        self, written: str, step: int, world_size: int, storage: str, files: dict[str, FileMark], keep: int
+    ) -> str:
+        """See :class:`.Place`."""
+        if self._hold is not None:
+            self._hold.check()
+        reach("held")
+        hidden = Path(written)
+        known = [condition.manifest for condition in map(_condition, self._steps())]  # damaged ones count as well
+        serial = 1 + max((manifest.serial for manifest in known if manifest is not None), default=0)
+        manifest = Manifest(step, world_size, serial, files, storage, int(time.time()))
+        _write(hidden / MANIFEST, manifest.dumps())
+        _sync(hidden)
+        complete = _condition(hidden)
+        if complete.damages:
+            raise CheckpointError(f"{written} did not reach the disk as it was written: {complete}")
+        reach("described")
+        final = self._root / step_name(step)
+        damaged = os.path.lexists(final) and (str(final) in self.distrusted or bool(_condition(final).damages))
+        replaced = _rename(hidden, final)
+        reach("renamed")
+        if damaged:
+            self.distrusted.discard(str(final))
+            _log.warning("stagereg: the damaged checkpoint %s is replaced: step %d was saved again.", final, step)
+        _sync(self._root)
+        reach("committed")
+        try:
+            if replaced is not None:
+                _discard(replaced)
+            self._point_latest(final)
+            reach("pointed")
+            self._retain(keep)
+            reach("retained")
+        except OSError as error:  # the checkpoint is complete, so nobody must be told that it was not saved
+            _log.warning(
+                "stagereg: step %d is saved in %s, but not all that follows is done (moving `latest`, deleting old "
+                "checkpoints); the next save makes up for it: %s",
+                step,
+                final,
+                error,
+            )
+        return str(final)
+
+    def discard(self, path: str) -> None:
+        """See :class:`.Place`."""
+        _discard(Path(path))
+
+    def _steps(self) -> Iterator[Path]:
+        try:
+            entries = list(self._root.iterdir())
+        except (FileNotFoundError, NotADirectoryError):  # anything else must not look like a place without checkpoints
+            return
+        yield from (entry for entry in entries if step_of(entry.name) is not None and entry.is_dir())
+
+    def _point_latest(self, final: Path) -> None:
+        link = self._root / f".{LATEST}.{new_token()}.tmp"
+        link.symlink_to(final.name)
+        link.replace(self._root / LATEST)
+        _sync(self._root)
+
+    def _retain(self, keep: int) -> None:
+        complete = [each for each in self.checkpoints()[0] if each.path not in self.distrusted]
+        kept = (self._root / LATEST).resolve()
+        for path in (Path(old.path) for old in complete[keep:]):
+            if path.resolve() != kept:
+                # Out of sight first: a deletion that is interrupted must not leave half a checkpoint under its name.
+                hidden = self._root / f".{path.name}.{new_token()}.tmp"
+                path.rename(hidden)
+                reach("hidden")
+                _discard(hidden)
+
+
+def mark_file(path: Path) -> FileMark:
+    """Read a file once and return its size and checksum."""
+    with path.open("rb") as file:
+        return layout.mark(file)
+
+
+def _condition(path: Path) -> Condition:
+    try:
+        if not stat.S_ISREG(os.lstat(path / MANIFEST).st_mode):
+            return _unknown(path, _NO_FILE)
+        manifest = Manifest.loads((path / MANIFEST).read_bytes())
+    except OSError as error:
+        return _unknown(path, of_error(error))
+    except ValueError as error:
+        return _unknown(path, f"damaged ({error})")
+    if step_of(path.name) not in (None, manifest.step):
+        return _unknown(path, f"of step {manifest.step}, not of this one")
+    found = {name: _size(path / name) for name in manifest.files}
+    return Condition(str(path), manifest, differences(manifest, found))
+
+
+def _unknown(path: Path, what: str | Unclear) -> Condition:
+    damage = Damage(MANIFEST, what) if isinstance(what, str) else Damage(MANIFEST, what.why, certain=False)
+    return Condition(str(path), None, (damage,))
+
+
+def _size(path: Path) -> Found:
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        return of_error(error)
+    return found.st_size if stat.S_ISREG(found.st_mode) else _NO_FILE
+
+
+def _content(path: Path) -> Found:
+    size = _size(path)
+    if not isinstance(size, int):
+        return size
+    try:
+        return mark_file(path)
+    except OSError as error:
+        return of_error(error)
+
+
+def _discard(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("x") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename(written: Path, final: Path) -> Path | None:
+    """Give a directory its name; return where what had that name is now, to be deleted when the name is on the disk."""
+    if not os.path.lexists(final):
+        written.rename(final)
+        return None
+    if _exchange(written, final):
+        return written
+    aside = written.with_suffix(".old")
+    final.rename(aside)
+    reach("aside")
+    try:
+        written.rename(final)
+    except OSError:
+        aside.rename(final)
+        raise
+    return aside
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two directories change names in one step; ``False`` where the system or the file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    done: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return done == 0

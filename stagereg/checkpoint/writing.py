@@ -1,0 +1,182 @@
+"""The saves of one checkpointer as tasks of its background thread, and what came of them.
+
+:mod:`stagereg.checkpoint.saving` does one save, with all ranks. Here is what is around it on this rank: telling the
+recording and the schedule, what to do about an error, the time-out, and who is told of a failure in which words.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+
+from stagereg import ending, record
+from stagereg.checkpoint import torchfiles
+from stagereg.checkpoint.advice import advice
+from stagereg.checkpoint.agreement import Agreement, reason
+from stagereg.checkpoint.place.protocol import Place
+from stagereg.checkpoint.process import WriterProcess
+from stagereg.checkpoint.saving import Outcome, Save, carry_out
+from stagereg.checkpoint.schedule import Schedule
+from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.errors import CheckpointError
+
+__all__ = ["Saves", "StorageHangsError", "Writing"]
+
+_log = logging.getLogger(__name__)
+
+
+class StorageHangsError(CheckpointError):
+    """A save was not begun, since an earlier one has taken too long and not ended."""
+
+
+@dataclass
+class Saves:
+    """What the saves of one checkpointer have in common.
+
+    Attributes:
+        place: where they go.
+        keep: how many stay.
+        storage: writes the files.
+        ranks: that save together.
+        timeout: of one save.
+        process: where the storage writes; ``None`` for here.
+        schedule: is told how each has ended.
+        told_at_end: whether the end of the job tells if the last save has failed.
+        plans: of the writes.
+        outcomes: of the saves that were committed, in their order.
+        newest: the step of the newest checkpoint that this run knows to be good.
+        refused: steps that were not staged since the save before them hangs, and nobody was told yet.
+    """
+
+    place: Place
+    keep: int
+    storage: Storage
+    ranks: Agreement
+    timeout: datetime.timedelta
+    process: WriterProcess | None
+    schedule: Schedule
+    told_at_end: bool
+    plans: torchfiles.Plans = field(default_factory=torchfiles.Plans)
+    outcomes: list[Outcome] = field(default_factory=list)
+    newest: int | None = None
+    refused: list[int] = field(default_factory=list)
+
+    def warn(self, failure: CheckpointError) -> None:
+        """Tell of a failed save in the log, while training goes on. What all ranks know, one of them says."""
+        say = _log.info if getattr(failure, "everywhere", True) and self.ranks.rank > 0 else _log.warning
+        say("stagereg: %s Training goes on.", failure)
+
+    def failed(self, step: int) -> None:
+        """Note that the save that is now the last one has failed, of which the reason is told elsewhere."""
+        if self.told_at_end:
+            text = f"the last save has failed, of step {step}, so the exit status is 1."
+            ending.outcome(self.place.root, CheckpointError(f"{text} {self.there()}"))
+
+    def refuse(self, step: int) -> CheckpointError:
+        """Return why a save does not begin while an earlier one hangs."""
+        self.refused.append(step)
+        self.failed(step)
+        return StorageHangsError(f"Step {step} was not saved: an earlier save hangs. {self.there()}")
+
+    def described(self, text: str, hint: str = "") -> str:
+        """Return what to tell of a failed save: what happened, what to do, what there is."""
+        parts = (text if text.endswith(".") else f"{text}.", hint, self.there())
+        return " ".join(part for part in parts if part)
+
+    def there(self) -> str:
+        """Return a sentence on the newest good checkpoint."""
+        if self.newest is None:
+            return f"This run has no complete checkpoint in {self.place.root} yet."
+        return f"The newest good checkpoint is step {self.newest}, in {self.place.root}."
+
+
+@dataclass
+class Writing:
+    """One save on the background thread, as :class:`stagereg.checkpoint.background.Task`.
+
+    Attributes:
+        saves: what it has in common with the others.
+        save: what is to be written.
+        called: when the training loop has asked for it (``record.now``).
+    """
+
+    saves: Saves
+    save: Save
+    called: float
+
+    def run(self) -> None:
+        """Write and commit, with the other ranks. Raises: ``CheckpointError`` unless this rank knows already."""
+        save, saves = self.save, self.saves
+        save.until = time.monotonic() + saves.timeout.total_seconds()
+        try:
+            self._look_at_directory()
+            outcome = carry_out(
+                save, saves.place, saves.keep, saves.storage, saves.plans, saves.ranks.patient, saves.process
+            )
+        except BaseException as error:
+            save.tell_copied()
+            record.tell("lost", step=save.step, error=reason(error))
+            saves.schedule.ended(None)
+            known = save.failure is not None and isinstance(error, CheckpointError)
+            cause = error.__cause__ if isinstance(error, CheckpointError) else error
+            text = str(error) if isinstance(error, CheckpointError) else f"A save failed: {reason(error)}"
+            saves.failed(save.step)
+            if known:
+                return
+            raise CheckpointError(saves.described(text, advice(error, saves.place.root))) from cause
+        saves.outcomes.append(outcome)
+        saves.newest = save.step
+        ending.outcome(saves.place.root, None)
+        saves.schedule.ended(outcome.began + outcome.seconds - self.called)
+        record.tell("write", step=save.step, start=outcome.began, seconds=outcome.seconds, bytes=outcome.bytes_written)
+
+    def late(self) -> CheckpointError:
+        """Return that it has taken too long, and where this rank is at."""
+        save, saves = self.save, self.saves
+        alone = saves.ranks.group is None
+        where = f"{'it' if alone else f'rank {saves.ranks.rank}'} is at: {save.at}"
+        failure = CheckpointError(
+            saves.described(
+                f"Step {save.step} was not saved: it has taken longer than {_duration(saves.timeout)} ({where})",
+                "Does the storage hang? Until this ends, no other save begins.",
+            )
+        )
+        failure.everywhere = save.waits  # type: ignore[attr-defined]
+        saves.failed(save.step)
+        return failure
+
+    def back(self, error: BaseException | None) -> None:
+        """Say that the storage is back, and what has become of the save."""
+        saves = self.saves
+        what = "was not saved" if error is not None else "is saved after all"
+        steps = ", ".join(map(str, saves.refused))
+        also = f" In the meantime these steps were not saved: {steps}." if steps else ""
+        saves.refused.clear()
+        say = _log.info if saves.ranks.rank > 0 else _log.warning
+        seconds = record.now() - self.called
+        say("stagereg: the storage is back: step %d %s, after %.0f s.%s", self.save.step, what, seconds, also)
+
+    def abandon(self) -> None:
+        """Commit nothing any more."""
+        self.save.abandoned = True
+
+    def _look_at_directory(self) -> None:
+        """Say so if somebody has deleted all that was saved."""
+        place = self.saves.place
+        if self.saves.ranks.rank == 0 and not place.remote and not os.path.isdir(place.root):
+            _log.warning(
+                "stagereg: %s was deleted by somebody, with all checkpoints in it. It is made again for step %d.",
+                place.root,
+                self.save.step,
+            )
+            self.saves.newest = None
+
+
+def _duration(length: datetime.timedelta) -> str:
+    seconds = length.total_seconds()
+    if seconds < 120:
+        return f"{seconds:g} s"
+    return f"{seconds / 60:g} min"

@@ -1,0 +1,136 @@
+"""``stagereg convert``: a checkpoint as one file, a ``.pt`` for ``torch.load`` or a ``.safetensors``.
+
+What is converted is checked first, as ``stagereg verify`` does it; of a directory of checkpoints it is the newest one
+that is good. The checkpoint is read, never changed. :mod:`stagereg.checkpoint.export` tells what is in such a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagereg import output
+from stagereg.commands.named import add_plugins_option, import_plugins
+from stagereg.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from stagereg.checkpoint.layout import Checkpoint
+
+__all__ = ["add_to", "run"]
+
+_SHOWN = 8
+_MIB = 2**20
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``convert`` to the commands of ``stagereg``."""
+    words = "make one file of a checkpoint, for torch.load or for safetensors"
+    parser = commands.add_parser(
+        "convert",
+        help=words,
+        description=f"{words[0].upper()}{words[1:]}, whatever number of ranks it was saved by. "
+        "A .pt has all of the state and is made in memory; a .safetensors has the tensors, and is made piece by piece.",
+    )
+    parser.add_argument("checkpoint", help="one checkpoint, or a directory of them (its newest good one); path or URL")
+    parser.add_argument("out", help="the file: OUT.pt, OUT.pth or OUT.safetensors")
+    parser.add_argument("--only", metavar="NAME", help="only this name of the state, such as model, as it is by itself")
+    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+    add_plugins_option(parser)
+    output.add_output_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Write the file and say what is in it. Returns 0.
+
+    Raises:
+        CheckpointError: there is no good checkpoint, it has no such name, or the file cannot be written.
+        ConfigError: OUT is no name of such a file, or ``--plugins`` names what cannot be imported.
+    """
+    from stagereg.checkpoint.export import SUFFIXES, Export
+
+    out = Path(asked.out).expanduser().absolute()
+    _check(out, SUFFIXES, asked.force)
+    import_plugins(asked)
+    chosen, passed = _chosen(asked.checkpoint)
+    for line in passed:
+        print(f"Passing over {line}", file=sys.stderr)
+    export = Export(chosen, asked.only)
+    needed, free = export.needs(out), _free_memory()
+    if free is not None and needed > free:
+        told = f"This takes {needed / _MIB:,.0f} MiB of memory at once, and {free / _MIB:,.0f} MiB are free."
+        print(f"{told} --only takes less, and so does a .safetensors.", file=sys.stderr)
+    output.working(f"writing {out}")
+    try:
+        export.write(out, asked.force)
+    except OSError as error:
+        raise CheckpointError(f"{out} was not written: {error}") from error
+    finally:
+        output.working()
+    nbytes, left_out = out.stat().st_size, export.left_out(out)
+    if asked.json:
+        output.as_json(
+            {
+                "checkpoint": chosen.path,
+                "step": chosen.manifest.step,
+                "file": str(out),
+                "bytes": nbytes,
+                "names": export.names,
+                "merged": export.merged,
+                "tensors": export.tensors,
+                "left_out": left_out,
+            }
+        )
+        return 0
+    output.say(f"{out}: step {chosen.manifest.step} of {chosen.path}, {nbytes:,} bytes")
+    output.say(f"In it: {', '.join(_named(name, name in export.merged) for name in export.names)}")
+    if left_out:
+        more = f", and {len(left_out) - _SHOWN} more (--json names all)" if len(left_out) > _SHOWN else ""
+        output.say(f"Not in it, being no tensors: {', '.join(left_out[:_SHOWN])}{more}")
+    return 0
+
+
+def _check(out: Path, suffixes: tuple[str, ...], force: bool) -> None:
+    """Refuse what would fail after all has been read."""
+    if out.suffix not in suffixes:
+        raise ConfigError(f"{out.name} tells no kind of file by its end; use one of {', '.join(suffixes)}")
+    if out.is_dir() or not out.parent.is_dir():
+        raise ConfigError(
+            f"{out} is a directory" if out.is_dir() else f"There is no directory {out.parent} to write to"
+        )
+    if not force and os.path.lexists(out):
+        raise ConfigError(f"{out} is there already; --force replaces it.")
+
+
+def _chosen(target: str) -> tuple[Checkpoint, list[str]]:
+    """The newest checkpoint with which nothing is wrong, and what is wrong with those that are newer."""
+    from stagereg.commands.located import located
+
+    found = located(target)
+    passed: list[str] = []
+    # One without a manifest may be the newest: it is named, and passed over.
+    for each in sorted(found.conditions, key=lambda each: -each.manifest.serial if each.manifest else -math.inf):
+        output.working(f"reading {each.path}")
+        condition = each if each.damages else found.place.examine(each.path)
+        output.working()
+        if condition.checkpoint is not None:
+            return condition.checkpoint, passed
+        passed.append(f"{condition.path}: {condition}")
+    raise CheckpointError("There is no good checkpoint to convert.\n" + "\n".join(passed))
+
+
+def _named(name: str, merged: bool) -> str:
+    return f"{name} (put together from the shards of a ZeroRedundancyOptimizer)" if merged else name
+
+
+def _free_memory() -> int | None:
+    """Bytes that programs may take without others being swapped out, as Linux tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,0 +1,113 @@
+"""``stagereg ls``: what checkpoints there are, when each was saved, how large it is, and who writes there now.
+
+Reads manifests and sizes, no content; the state of a checkpoint is as far as these tell (``stagereg verify`` reads).
+Also while a run writes there, which is not disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+from stagereg import output
+
+if TYPE_CHECKING:
+    from stagereg.checkpoint.damage import Condition
+    from stagereg.commands.located import Located
+
+__all__ = ["add_to", "run"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``ls`` to the commands of ``stagereg``."""
+    words = "list the checkpoints of a directory, and who writes there"
+    parser = commands.add_parser("ls", help=words, description=words[0].upper() + words[1:] + ".")
+    parser.add_argument("directory", help="of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL")
+    output.add_output_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Print the checkpoints. Returns 0, also where some are damaged.
+
+    Raises:
+        CheckpointError: there is no checkpoint, and nothing of one.
+        ConfigError: the URL is of a kind that nobody can read here.
+    """
+    from stagereg.commands.located import located
+
+    found = located(asked.directory, empty=True)
+    owner = found.place.holder()
+    entries = [_entry(each, found) for each in found.conditions]
+    if not found.one:
+        entries += [_leftover(path, owner is not None) for path in found.place.leftovers()]
+    if asked.json:
+        held = None if owner is None else dataclasses.asdict(owner)
+        output.as_json({"root": found.place.root, "held_by": held, "checkpoints": entries})
+        return 0
+    rows = [
+        (
+            _cell(each["step"]),
+            "-" if each["time"] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["time"])),
+            "-" if each["bytes"] is None else _size(each["bytes"]),
+            _cell(each["ranks"]),
+            _cell(each["storage"]),
+            each["state"],
+            "latest" if each["latest"] else each["why"],
+        )
+        for each in entries
+    ]
+    output.table(found.place.root, ("step", "saved", "size", "ranks", "storage", "state", ""), rows, verdict="state")
+    if owner is not None:
+        output.say(f"\nHeld by {owner}")
+    return 0
+
+
+def _entry(each: Condition, found: Located) -> dict[str, Any]:
+    from stagereg.commands.located import size
+
+    manifest = each.manifest
+    return {
+        "path": each.path,
+        "step": each.step,
+        "time": None if manifest is None else manifest.time,
+        "bytes": size(each),
+        "ranks": None if manifest is None else manifest.world_size,
+        "storage": None if manifest is None else manifest.storage,
+        "latest": each.path == found.latest,
+        "state": "damaged" if each.damages else "complete",
+        "why": str(each),
+    }
+
+
+def _leftover(path: str, held: bool) -> dict[str, Any]:
+    from stagereg.checkpoint.layout import step_within
+
+    return {
+        "path": path,
+        "step": step_within(path.rpartition("/")[2]),
+        "time": None,
+        "bytes": None,
+        "ranks": None,
+        "storage": None,
+        "latest": False,
+        "state": "being written" if held else "leftover of a dead run",
+        "why": "",
+    }
+
+
+def _size(nbytes: int) -> str:
+    amount = float(nbytes)
+    for unit in _UNITS[:-1]:
+        if amount < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} {_UNITS[-1]}"
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else str(value)

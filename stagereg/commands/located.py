@@ -1,0 +1,107 @@
+"""Which checkpoints a path or URL on the command line means: all of a directory, or one.
+
+Looks and changes nothing; who trains into the directory is not disturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagereg.checkpoint.damage import Condition
+from stagereg.checkpoint.layout import LATEST, MANIFEST, step_of
+from stagereg.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from stagereg.checkpoint.place.protocol import Place
+
+__all__ = ["Located", "located", "size"]
+
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Located:
+    """What was asked for.
+
+    Attributes:
+        place: the directory of checkpoints.
+        conditions: what is wrong with each by manifest and sizes, the highest step first; at least one.
+        latest: path of the one that ``latest`` points to, if that is complete.
+        one: whether a single checkpoint was asked for.
+    """
+
+    place: Place
+    conditions: Sequence[Condition]
+    latest: str | None
+    one: bool
+
+
+def located(target: str, empty: bool = False) -> Located:
+    """Return what ``target`` means: a directory of checkpoints, one of them, or ``latest``; a path or a URL.
+
+    Args:
+        target: as given by the user.
+        empty: whether a directory may be one of checkpoints without having any.
+
+    Raises:
+        CheckpointError: there is nothing.
+        ConfigError: it is a URL that nobody can read here.
+    """
+    from stagereg.checkpoint.place.choice import place_around, place_of
+
+    name = target.rstrip("/").rpartition("/")[2]
+    if name != LATEST and step_of(name) is None:
+        place = place_of(target)
+        every = _conditions(place)
+        if every or (empty and place.leftovers()):
+            return Located(place, every, _latest(place), one=False)
+    place = place_around(target)
+    condition = place.condition(target)
+    there = any(each.name == condition.name for each in _conditions(place))
+    if there or condition.manifest is not None or not _absent(condition):
+        return Located(place, [condition], _latest(place), one=True)
+    raise CheckpointError(f"There is no checkpoint in {target}.{_below(target)}")
+
+
+def size(condition: Condition) -> int | None:
+    """Bytes of a checkpoint's files by its manifest; ``None`` where nobody can say."""
+    files = None if condition.manifest is None else condition.manifest.files
+    return None if files is None else sum(mark.bytes for mark in files.values())
+
+
+def _conditions(place: Place) -> list[Condition]:
+    complete, refused = place.checkpoints()
+    unfinished = set(place.leftovers())  # which in an object store lie among the others
+    every = [Condition(one.path, one.manifest) for one in complete]
+    every += [place.condition(path) for path in refused if path not in unfinished]
+    return sorted(every, key=lambda each: -1 if each.step is None else each.step, reverse=True)
+
+
+def _absent(condition: Condition) -> bool:
+    """Whether there is nothing at a path: no manifest, or a ``latest`` that leads nowhere."""
+    return any(each.file == LATEST or (each.file == MANIFEST and each.what == "missing") for each in condition.damages)
+
+
+def _latest(place: Place) -> str | None:
+    """The path, as :meth:`Place.checkpoints` has it, of what ``latest`` points to."""
+    found = place.latest()
+    return None if found is None else f"{place.root}/{found.name}"
+
+
+def _below(target: str) -> str:
+    """Directories of checkpoints in a local directory that is none itself, as that of a run."""
+    from stagereg.checkpoint.place.choice import is_url, place_of
+
+    folder = Path(target).expanduser()
+    if is_url(target) or not folder.is_dir():
+        return "" if is_url(target) else f" There is no directory {target}."
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir())
+        found = [str(path) for path in inside if any(place_of(path).checkpoints())]
+    except OSError:
+        found = []
+    named = ", ".join(found[:_NAMED]) + ", …" * (len(found) > _NAMED)
+    return f" There are some in {named}." if found else ""

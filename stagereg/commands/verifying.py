@@ -1,0 +1,104 @@
+"""``stagereg verify``: whether checkpoints are what was written, file by file. Reads, changes nothing, loads nothing.
+
+The exit code is 0 if all are good, 1 if something is wrong with one, 2 if there is nothing to look at; so a shell can
+ask before it resumes, copies or deletes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stagereg import output
+
+if TYPE_CHECKING:
+    from stagereg.checkpoint.damage import Condition
+    from stagereg.commands.located import Located
+
+__all__ = ["add_to", "run"]
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``verify`` to the commands of ``stagereg``."""
+    words = "check whether checkpoints are what was written"
+    parser = commands.add_parser("verify", help=words, description=words[0].upper() + words[1:] + ".")
+    parser.add_argument("directory", help="of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL")
+    parser.add_argument("--fast", action="store_true", help="manifests and sizes only; the content is not read")
+    output.add_output_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Print what is wrong. Returns 0 if nothing is, else 1.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+        ConfigError: the URL is of a kind that nobody can read here.
+    """
+    from stagereg.commands.located import located
+
+    found = located(asked.directory)
+    looked: list[Condition] = []
+    for each in found.conditions:
+        output.working(f"reading {each.path}")
+        looked.append(each if asked.fast else found.place.examine(each.path))
+    output.working()
+    bad = [each for each in looked if each.damages]
+    good = next((each for each in _newest_first(looked) if not each.damages), None)
+    if asked.json:
+        output.as_json(
+            {
+                "root": found.place.root,
+                "verify": "fast" if asked.fast else "full",
+                "checkpoints": [_plain(each) for each in looked],
+                "newest_good": None if good is None else good.path,
+            }
+        )
+    else:
+        _show(found, looked, bad, good, asked.fast)
+    return 1 if bad else 0
+
+
+def _newest_first(conditions: Sequence[Condition]) -> list[Condition]:
+    return sorted(conditions, key=lambda each: -1 if each.manifest is None else each.manifest.serial, reverse=True)
+
+
+def _plain(each: Condition) -> dict[str, object]:
+    from stagereg.commands.located import size
+
+    return {
+        "path": each.path,
+        "step": each.step,
+        "files": None if each.manifest is None else len(each.manifest.files),
+        "bytes": size(each),
+        "state": _state(each),
+        "damages": [{"file": damage.file, "what": damage.what} for damage in each.damages],
+    }
+
+
+def _state(each: Condition) -> str:
+    if not each.damages:
+        return "ok"
+    return "damaged" if any(damage.certain for damage in each.damages) else "unclear"
+
+
+def _show(
+    found: Located, looked: Sequence[Condition], bad: Sequence[Condition], good: Condition | None, fast: bool
+) -> None:
+    rows = []
+    for each in looked:
+        plain = _plain(each)
+        cells = ["-" if plain[name] is None else str(plain[name]) for name in ("step", "files", "bytes")]
+        rows.append((*cells, _state(each), "\n".join(map(str, each.damages))))
+    output.table(found.place.root, ("step", "files", "bytes", "state", "what is wrong"), rows, verdict="state")
+    output.say()
+    how = "By manifests and sizes, no content was read:" if fast else "The content of every file was read:"
+    count = f"{len(looked)} checkpoint{'' if len(looked) == 1 else 's'}"
+    if not bad:
+        output.say(f"{how} {count}, {'it is' if len(looked) == 1 else 'all'} good.")
+        return
+    output.say(f"{how} {count}, {len(bad)} not good.", "bold red")
+    if not found.one:
+        words = "None is good." if good is None else f"The newest good one is {good.path}"
+        output.say(words)

@@ -1,0 +1,116 @@
+"""What has to end, and what has to be told, before a process or a job may call itself done.
+
+Work in the background outlives the call that began it, and its failure can come when nobody listens any more. Who does
+such work says so here (:func:`expect`), and so does who has a failure to tell (:func:`tell`, :func:`outcome`).
+``stagereg.main`` asks at the end of a job (:func:`finish`), so that the failure is the job's; in any other program the
+end of the process waits, prints it and makes the exit status 1.
+
+The ground floor: imports nothing heavy, and knows nothing of what is waited for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import weakref
+from typing import Protocol
+
+from stagereg.errors import StageregError
+
+__all__ = ["Work", "expect", "finish", "outcome", "take_back", "tell"]
+
+
+class Work(Protocol):
+    """Something under way that the end of a job waits for."""
+
+    def finish(self) -> bool:
+        """Wait until it has ended, for as long as that may take; False if it is given up, and a thread hangs in it."""
+
+
+_works: weakref.WeakSet[Work] = weakref.WeakSet()
+_untold: list[StageregError] = []
+_outcomes: dict[str, StageregError] = {}
+
+
+def expect(work: Work) -> None:
+    """Have the end wait for ``work`` too, as long as it is there at all: this keeps no reference."""
+    _works.add(work)
+
+
+def tell(failure: StageregError) -> None:
+    """Have the end tell ``failure``, unless somebody was told before (:func:`take_back`). Any thread."""
+    _untold.append(failure)
+
+
+def take_back(failure: StageregError) -> None:
+    """Say that somebody has been told of ``failure``, or is being told."""
+    if failure in _untold:
+        _untold.remove(failure)
+
+
+def outcome(of: str, failure: StageregError | None) -> None:
+    """Take down how the last of a series came out, such as the saves to one directory; the end tells if it failed.
+
+    Args:
+        of: names the series.
+        failure: ``None`` where it went well.
+    """
+    if failure is None:
+        _outcomes.pop(of, None)
+    else:
+        _outcomes[of] = failure
+
+
+def finish() -> None:
+    """Wait for all that is under way. Raises: the first failure that is to be told; the others are printed."""
+    _wait()
+    failures = _taken()
+    for failure in failures[1:]:
+        print(f"stagereg: {failure}", file=sys.stderr)
+    if failures:
+        raise failures[0]
+
+
+def _wait() -> bool:
+    ended = [work.finish() for work in list(_works)]
+    return all(ended)
+
+
+def _taken() -> list[StageregError]:
+    failures = [*_untold, *(failure for failure in _outcomes.values() if failure not in _untold)]
+    _untold.clear()
+    _outcomes.clear()
+    return failures
+
+
+def _at_exit() -> None:
+    # Python takes no exit status from an exit handler, so this ends the process itself, after flushing what is
+    # buffered. It does so too where a thread hangs, which could not be ended otherwise.
+    ended = _wait()
+    failures = _taken()
+    for failure in failures:
+        print(f"stagereg: {failure}", file=sys.stderr)
+    if not (failures or ended):
+        print("stagereg: left while a thread still hangs in work that has failed", file=sys.stderr)
+    if failures or not ended:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _forget() -> None:
+    _works.clear()
+    _untold.clear()
+    _outcomes.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+# Before the pools of threads are shut down, which what is under way may need; exit handlers proper come after that.
+_register = getattr(threading, "_register_atexit", None)
+if _register is not None:
+    _register(_wait)
+atexit.register(_at_exit)

@@ -1,0 +1,287 @@
+"""Preemption: SIGTERM and SIGUSR1 ask a run to save and leave, and to be started again.
+
+A :class:`Notice` keeps the two signals from ending the process, and says that one has come. It is noted at once,
+whatever the training thread is doing: Python runs handlers between two operations of the main thread only, which may
+wait in a collective for long, so a thread of the notice's own reads what the interpreter writes from within the signal
+(``signal.set_wakeup_fd``). From then on the process has a bounded time to leave, then it is ended from that thread.
+
+Schedulers signal whole trees of processes, and launchers hand on what they got: what comes within seconds of the first
+signal is the same one. A later one of the same kind ends the process at once.
+
+When to leave is agreed upon in :mod:`stagereg.checkpoint.leaving`. This is a ground floor: it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["RESUME_CODE", "SIGNALS", "Notice", "Preempted", "Stopped", "observed"]
+
+RESUME_CODE = 75
+"""Exit code of a run that has saved and left because it was told to: start it again. ``EX_TEMPFAIL`` of sysexits.h."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""The signals that ask a run to leave."""
+
+_SAME_S = 5.0
+"""Seconds in which a signal that comes again is the same one, from another of those who hand it on."""
+_WORDS_S = 1.0
+"""Seconds in which it has to be found out which checkpoint is the newest, once the time is up."""
+
+
+class Preempted(SystemExit):
+    """The run was told to leave, and its state is saved. Raised on all ranks, at the same step.
+
+    Left alone, it ends the process with :data:`RESUME_CODE`.
+
+    Attributes:
+        step: that was saved.
+        directory: of the checkpoints, a path or URL.
+        received: the signal.
+    """
+
+    def __init__(self, step: int, directory: str, received: signal.Signals) -> None:
+        super().__init__(RESUME_CODE)
+        self.step, self.directory, self.received = step, directory, received
+
+    def __str__(self) -> str:
+        return f"preempted by {self.received.name}: step {self.step} is saved in {self.directory}"
+
+    def __reduce__(self) -> tuple[type[Preempted], tuple[int, str, signal.Signals]]:
+        return type(self), (self.step, self.directory, self.received)
+
+
+class Stopped(SystemExit):
+    """The run was told to leave, and its state could not be saved. Raised on all ranks.
+
+    Left alone, it ends the process with 128 + the number of the signal.
+
+    Attributes:
+        received: the signal.
+        why: what went wrong, and what there is.
+    """
+
+    def __init__(self, received: signal.Signals, why: str) -> None:
+        super().__init__(128 + received)
+        self.received, self.why = received, why
+
+    def __str__(self) -> str:
+        return f"stopped by {self.received.name}: {self.why}"
+
+    def __reduce__(self) -> tuple[type[Stopped], tuple[signal.Signals, str]]:
+        return type(self), (self.received, self.why)
+
+
+class Notice:
+    """Whether this process was told to leave.
+
+    Args:
+        grace_s: seconds it has from then on, before it is ended.
+        newest: what there is to go on from, in words; called on a thread of its own, may fail or hang.
+        speaks: whether to say on stderr why the process was ended; one of several ranks does.
+    """
+
+    def __init__(self, grace_s: float, newest: Callable[[], str], speaks: bool = True) -> None:
+        self.grace_s = grace_s
+        self.newest = newest
+        self.speaks = speaks
+        self.saved = False
+        """Set when all is saved: from there on a signal changes nothing, and the time being up is no failure."""
+
+    @property
+    def received(self) -> signal.Signals | None:
+        """The signal, once it has come."""
+        return _ears.received if self in _ears.notices else None
+
+    def listen(self) -> bool:
+        """Begin to listen; return whether anything is heard here.
+
+        Only the main thread can begin to. A signal that somebody else has set a handler for, or ignores, is left alone.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        return _ears.add(self)
+
+    def close(self) -> None:
+        """Listen no more; the last one of a process restores the handlers. Twice is harmless."""
+        _ears.remove(self)
+
+
+@contextlib.contextmanager
+def observed(by: Callable[[float | None], None]) -> Iterator[None]:
+    """Have ``by`` called, for the time of a ``with`` block, with the seconds of grace when this process begins to
+    listen, and with ``None`` when it no longer does. On the main thread."""
+    before, _ears.observer = _ears.observer, by
+    try:
+        yield
+    finally:
+        _ears.observer = before
+
+
+class _Ears:
+    """The process's handlers, the thread that hears of signals first, and all who want to know."""
+
+    def __init__(self) -> None:
+        self.notices: tuple[Notice, ...] = ()
+        self.observer: Callable[[float | None], None] | None = None
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+
+    def add(self, notice: Notice) -> bool:
+        if self._pipe is None and not self._open():
+            return False
+        self.notices = (*self.notices, notice)
+        self._tell()
+        return True
+
+    def remove(self, notice: Notice) -> None:
+        if notice not in self.notices:
+            return
+        self.notices = tuple(each for each in self.notices if each is not notice)
+        if not self.notices:
+            self._close()
+        self._tell()
+
+    def forget(self) -> None:
+        """In a forked child: it has no part in this.
+
+        SIGTERM does to it what it did before. It is deaf to SIGUSR1, which Slurm sends to every process of a step, so
+        that the workers of a loader go on for the steps that are still to come.
+        """
+        if self._pipe is None:
+            return
+        signal.set_wakeup_fd(-1)
+        for descriptor in self._pipe:
+            os.close(descriptor)
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else handler)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # An agent signals the whole group of a rank, which it has given a session of its own.
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
+        self.notices, self.received, self.observer, self._before, self._pipe = (), None, None, {}, None
+
+    def _tell(self) -> None:
+        if self.observer is not None:
+            self.observer(min((each.grace_s for each in self.notices), default=None))
+
+    def _open(self) -> bool:
+        free = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+        if not free:
+            return False
+        self.received = None
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        threading.Thread(target=self._hear, args=(self._pipe[0],), name="stagereg-notice", daemon=True).start()
+        before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        if before != -1:  # somebody else's, such as an event loop's
+            signal.set_wakeup_fd(before)
+        self._before = {number: signal.signal(number, self._handle) for number in free}
+        return True
+
+    def _close(self) -> None:
+        """Undo what :meth:`_open` has done. Away from the main thread nothing can be; then it is over at the end."""
+        if threading.current_thread() is not threading.main_thread() or self._pipe is None:
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+        if self._is_awake():
+            signal.set_wakeup_fd(-1)
+        (_, write), self._pipe = self._pipe, None
+        os.close(write)  # which ends the thread, and that closes the other end
+
+    def _is_awake(self) -> bool:
+        """Whether the interpreter writes into the pipe. On the main thread."""
+        assert self._pipe is not None
+        current = signal.set_wakeup_fd(-1)
+        if current != -1:
+            signal.set_wakeup_fd(current, warn_on_full_buffer=current != self._pipe[1])
+        return current == self._pipe[1]
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if not self.notices:  # the last one has ended where handlers could not be restored
+            self._close()
+            os.kill(os.getpid(), number)
+        elif self._pipe is not None and not self._is_awake():
+            with contextlib.suppress(OSError):
+                os.write(self._pipe[1], bytes([number]))
+
+    def _hear(self, read: int) -> None:
+        """What the thread does: until the pipe is closed, or the time is up."""
+        began = deadline = 0.0
+        try:
+            while True:
+                left = max(0.0, deadline - time.monotonic()) if self.received is not None else None
+                if not select.select([read], [], [], left)[0]:
+                    self._end("the time is up")
+                    return
+                numbers = os.read(read, 64)
+                if not numbers:
+                    return
+                for number in map(signal.Signals, numbers):
+                    if number not in SIGNALS or not self.notices:
+                        continue
+                    if self.received is None:
+                        began = time.monotonic()
+                        deadline = began + min(each.grace_s for each in self.notices)
+                        self.received = number
+                    elif number == self.received and time.monotonic() > began + _SAME_S:
+                        self._end("it came again")
+                        return
+        finally:
+            os.close(read)
+
+    def _end(self, why: str) -> None:
+        """End the process from this thread, if there is anybody left who was to leave."""
+        notices, received = self.notices, self.received
+        if not notices or received is None:
+            return
+        saved = any(each.saved for each in notices)
+        for each in notices:
+            if each.speaks and not saved:
+                text = f"stopped by {received.name}: {_reason(why, each)}; {_newest(each)}\n"
+                with contextlib.suppress(OSError):
+                    os.write(2, text.encode())
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(_WORDS_S)
+        os._exit(RESUME_CODE if saved else 128 + received)
+
+
+def _reason(why: str, notice: Notice) -> str:
+    if why == "it came again":
+        return "it came twice, so nothing more is saved"
+    return f"{notice.grace_s:g} s were too few to save and leave (checkpoint.grace)"
+
+
+def _newest(notice: Notice) -> str:
+    """What there is to go on from, unless the storage takes too long to say."""
+    told: list[str] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            told.append(notice.newest())
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_WORDS_S)
+    return told[0] if told else "which checkpoint is the newest cannot be told"
+
+
+def _flush() -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+_ears = _Ears()
+os.register_at_fork(after_in_child=lambda: _ears.forget())

@@ -1,0 +1,154 @@
+"""A storage that fails on purpose, to try what a program does when its disk does.
+
+::
+
+    from stagereg.testing.faults import FaultyStorage
+
+    full = FaultyStorage(fault="ENOSPC", at="writing", after_bytes=10_000, saves=[2])
+    checkpointer = stagereg.Checkpointer(folder, storage=full, on_error="warn")
+
+In a config the module is named as a plugin, ``plugins: [stagereg.testing.faults]``, and the storage is called
+``faulty``. What goes wrong is an error of the operating system, as it is in earnest; the disk itself is not touched.
+The moments are those of the commit protocol (:data:`stagereg.checkpoint.points.POINTS`), in the process where they
+come, be it the one that writes.
+
+One at a time in a process: the moments do not tell which checkpointer they belong to.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.futures import Future
+
+from stagereg import registry
+from stagereg.checkpoint import points
+from stagereg.checkpoint.layout import FileMark
+from stagereg.checkpoint.place.choice import is_url
+from stagereg.checkpoint.storage.around import AroundWriter
+from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.errors import ConfigError, nearest
+
+__all__ = ["FaultyStorage"]
+
+_HANG = "hang"
+_LOOK_S = 0.02
+_HIDDEN = ("writing", "flushed", "written", "marked", "held", "described")
+"""Moments at which the directory of the save has its first name still."""
+
+
+@registry.register("storage", "faulty")
+class FaultyStorage(AroundWriter, Storage):
+    """Writes through another storage, and fails where it is told to.
+
+    Checkpoints that it completes are that other storage's, and are read through it.
+
+    Args:
+        storage: the name of the storage that writes, or the storage.
+        fault: the name of the error, such as ``"EIO"``, ``"ENOSPC"`` or ``"EROFS"``; or ``"hang"``, which is a call
+            that does not come back.
+        at: the moment before which it comes, by the name of the one that has just passed: ``"writing"`` in the middle
+            of a file, ``"flushed"`` behind one; of rank 0 alone ``"held"`` (the manifest cannot be written),
+            ``"described"`` (the directory cannot be renamed), ``"renamed"`` (it has been, and cannot be flushed),
+            ``"committed"`` (``latest`` cannot be moved).
+        after_bytes: with ``at="writing"``: how many bytes this rank's files take before that.
+        saves: which of this process's saves fail, counted from 1; ``None`` for all.
+        ranks: on which ranks; ``None`` for all.
+        release: a path; what hangs goes on when there is a file.
+
+    Raises:
+        ConfigError: there is no such error or moment.
+    """
+
+    def __init__(
+        self,
+        storage: str | Storage = "dcp",
+        fault: str = "EIO",
+        at: str = "writing",
+        after_bytes: int = 0,
+        saves: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
+        release: str | None = None,
+    ) -> None:
+        known = [*sorted(errno.errorcode.values()), _HANG]
+        if fault not in known:
+            raise ConfigError(f"fault={fault!r} is no error of this system and not {_HANG!r}.{nearest(fault, known)}")
+        if at not in points.POINTS:
+            raise ConfigError(f"at must be one of {', '.join(points.POINTS)}, not {at!r}.{nearest(at, points.POINTS)}")
+        inner: Storage = registry.build("storage", storage) if isinstance(storage, str) else storage
+        super().__init__(inner)
+        self.fault = fault
+        self.at = at
+        self.after_bytes = after_bytes
+        self.saves = None if saves is None else tuple(saves)
+        self.ranks = None if ranks is None else tuple(ranks)
+        self.release = release
+        self._folder: str = ""
+        self._rank = 0
+        self._count = 0
+        for name in ("margins", "remote"):  # which are looked for by name
+            if hasattr(inner, name):
+                setattr(self, name, getattr(inner, name))
+
+    @property
+    def wraps(self) -> Storage:
+        """The storage whose checkpoints these are."""
+        return self.inner  # type: ignore[return-value]
+
+    @property
+    def marks(self) -> Mapping[str, FileMark]:
+        """As the storage inside."""
+        return self.wraps.marks
+
+    def reader(self, path: str | os.PathLike[str]) -> StorageReader:
+        """As the storage inside."""
+        return self.wraps.reader(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another checkpoint, the next by the count of ``saves``."""
+        super().reset(checkpoint_id)
+        self._folder = os.fspath(checkpoint_id or "")
+        self._count += 1
+        self._rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._listen()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write as the storage inside, which may be in another process by now. Raises: ``OSError``."""
+        self._listen()
+        return super().write_data(plan, planner)
+
+    def _listen(self) -> None:
+        wrong = (self.saves is None or self._count in self.saves) and (self.ranks is None or self._rank in self.ranks)
+        points.watch(self._reached if wrong else None)
+
+    def _reached(self, name: str) -> None:
+        if self._is_over(name):
+            points.watch(None)
+            return
+        if name != self.at or (name == "writing" and self._written() < self.after_bytes):
+            return
+        points.watch(None)
+        if self.fault != _HANG:
+            number: int = getattr(errno, self.fault)
+            raise OSError(number, os.strerror(number), self._folder)
+        while self.release is None or not os.path.exists(self.release):
+            time.sleep(_LOOK_S)
+
+    def _is_over(self, name: str) -> bool:
+        """Whether this moment is of another save, whoever makes it, since what this one wrote has gone away."""
+        return name in _HIDDEN and not is_url(self._folder) and not os.path.isdir(self._folder)
+
+    def _written(self) -> int:
+        return sum(file.stat().st_size for file in Path(self._folder).glob(f"__{self._rank}_*"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a writer in another process."""
+        return dict(vars(self))

@@ -1,0 +1,156 @@
+"""``stagereg bench endurance``: what checkpoints leave behind is seen, and they leave nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagereg import cli
+from stagereg.bench.endurance import MARKS, Mark, Settings, endure, grown, measured, table
+from stagereg.errors import LaunchError
+from stagereg.registry import build, register
+
+FLAT = Mark(50, 0.03, 300 << 20, 295_000, 430, 12, 4, 2, 1_600_000, 9, 1, 0)
+
+
+def marks(**each_save: float) -> list[Mark]:
+    """Marks of 500 saves, each of which leaves so much behind."""
+    found = []
+    for number in range(1, MARKS + 1):
+        more = {name: int(getattr(FLAT, name) + number * 50 * left) for name, left in each_save.items()}
+        found.append(replace(FLAT, saves=number * 50, **more))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("left", "told"),
+    [
+        ({}, None),
+        ({"objects": 1, "seconds": 1}, None),
+        ({"objects": 2}, "objects"),
+        ({"memory": 8 << 10}, None),
+        ({"memory": 16 << 10}, "memory"),
+        ({"descriptors": 1 / 400}, "descriptors"),
+        ({"threads": 1 / 400}, "threads"),
+        ({"processes": 1 / 400}, "processes"),
+        ({"names": 1 / 400}, "names"),
+        ({"temporary": 1 / 400}, "temporary"),
+        ({"mappings": 1}, "mappings"),
+        ({"disk": 1000}, "disk"),
+    ],
+)
+def test_what_each_save_leaves_behind_is_told(left: dict[str, float], told: str | None) -> None:
+    found = grown(marks(**left))
+    assert [line.partition(":")[0] for line in found] == ([told] if told else [])
+
+
+def test_an_unfinished_checkpoint_is_told_at_whatever_mark() -> None:
+    flat = marks()
+    assert grown([*flat[:4], replace(flat[4], unfinished=1), *flat[5:]]) == ["unfinished: 0 at first, 1 later"]
+
+
+def test_a_table_has_a_line_a_mark_and_fits_120_columns() -> None:
+    lines = table([replace(mark, memory=64 << 30, objects=10**7) for mark in marks()]).splitlines()
+    assert len(lines) == MARKS + 1
+    assert max(map(len, lines)) <= 120
+    assert lines[1].split()[:2] == ["50", "30.0"]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, str]:
+    for name in ("folder", "temporary"):
+        (tmp_path / name).mkdir()
+    return {name: str(tmp_path / name) for name in ("folder", "temporary")} | {"result": str(tmp_path / "result")}
+
+
+@pytest.fixture
+def leaking(registry_as_before: None) -> Iterator[None]:
+    """A stager that leaves with each copy a file descriptor open and a temporary file lying about."""
+    held: list[int] = []
+
+    @register("stager", "leaking")
+    class Leaking:
+        should_synchronize_after_execute = False
+
+        def __init__(self) -> None:
+            self._good = build("stager", "blocking")
+
+        def synchronize_staging(self) -> None: ...
+
+        def close(self) -> None:
+            self._good.close()
+
+        def stage(self, state_dict: dict[str, Any]) -> Any:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+            return self._good.stage(state_dict)
+
+    yield
+    for descriptor in held:
+        os.close(descriptor)
+
+
+def test_a_stager_that_leaves_files_open_is_seen_in_a_real_run(leaking: None, folders: dict[str, str]) -> None:
+    seen = endure(Settings("leaking", "dcp", 10, 2, **folders))
+    assert [mark.saves for mark in seen] == list(range(1, 11))
+    assert seen[-1].descriptors - seen[0].descriptors == 9
+    assert "descriptors" in " ".join(grown(seen))
+    assert sorted(os.listdir(folders["folder"]))[-2:] == ["step-00000009", "step-00000010"]
+
+
+@pytest.mark.slow
+def test_counts_are_of_this_process_and_its_writer(folders: dict[str, str]) -> None:
+    seen = endure(Settings("shared", "direct", 10, 1, **folders))
+    assert {mark.processes for mark in seen} == {2}
+    assert all(mark.seconds > 0 for mark in seen)
+    assert seen[-1].unfinished == 0
+    assert seen[-1].disk == sum(path.lstat().st_size for path in Path(folders["folder"]).rglob("step-*/*"))
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"(?s)exit code 1.*nowhere"):
+        measured("nowhere", "dcp", 10, 2, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--saves", "9"], "--saves must be at least 10"),
+        (["--keep", "0"], "--keep must be at least 1"),
+        (["--stager", "pined_cached"], "Did you mean 'pinned_cached'"),
+        (["--storage", "dpc"], "Did you mean 'dcp'"),
+        (["--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
+        (["--json", "/"], "is a directory"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_anything_is_saved(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "endurance", *arguments]) == 2
+    told = capsys.readouterr()
+    assert words in told.err
+    assert told.out == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stager", "storage"), [("pinned_cached", "dcp"), ("shared", "direct")])
+def test_hundreds_of_checkpoints_leave_nothing_behind(
+    stager: str, storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    where = ["--dir", str(tmp_path), "--json", str(file)]
+    ended = cli.main(["bench", "endurance", "--saves", "500", "--stager", stager, "--storage", storage, *where])
+    out = capsys.readouterr().out
+    assert ended == 0, out
+    assert out.splitlines()[-1] == "Nothing has grown."
+    told = json.loads(file.read_text())
+    assert [mark["saves"] for mark in told["marks"]] == list(range(50, 501, 50))
+    assert told["marks"][-1]["processes"] == (2 if stager == "shared" else 1)
+    assert list(tmp_path.iterdir()) == [file]

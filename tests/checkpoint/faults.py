@@ -1,0 +1,329 @@
+"""What a run does when its storage fails: real runs of a small program, one for each fault, and a table of them.
+
+``python tests/checkpoint/faults.py`` prints the table (as root, for what needs a mount), or that of the faults whose
+names are behind it. Torch is imported once, and each run is forked before it has run any thread; it ends
+as any program does, with its own exit status. What can be loaded afterwards is looked at in a process of its own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+STEPS = 6
+BREAKS = 3
+"""The step before whose save the fault comes."""
+MENDED = 5
+"""The step before whose save it goes away, where it does."""
+LIMIT_S = 60.0
+NOBODY = 65534
+
+
+def nothing(folder: Path) -> None:
+    """Of what does not happen."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One run.
+
+    Attributes:
+        name: how the table calls it.
+        on_error: as the checkpointer's.
+        wreck: what happens to its directory before the save of step 3.
+        mend: what happens before that of step 5.
+        storage: arguments of a ``FaultyStorage``; ``release`` is added where the run ends what hangs.
+        stager: which copies.
+        timeout_s: of a save.
+        mount_bytes: size of a file system of its own, 0 for none.
+        user: who runs it.
+        released: whether what hangs goes on at step 5.
+    """
+
+    name: str
+    on_error: str = "raise"
+    wreck: Callable[[Path], None] = nothing
+    mend: Callable[[Path], None] = nothing
+    storage: dict[str, Any] = field(default_factory=dict)
+    stager: str = "blocking"
+    timeout_s: float = 60.0
+    mount_bytes: int = 0
+    user: int = 0
+    released: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run went: its exit status, standard error, and the steps whose checkpoints load, with the right values."""
+
+    status: int
+    saw: str
+    loads: list[int]
+    resumes: int | None
+
+    def row(self, fault: Fault) -> list[str]:
+        """Of the table."""
+        newest = f"{', '.join(map(str, self.loads))} (resumes from {self.resumes})"
+        return [f"{fault.name}, {fault.on_error}", self.saw, str(self.status), newest]
+
+
+def fill(folder: Path) -> None:
+    """Use up the disk."""
+    with (folder.parent / "ballast").open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12):
+            try:
+                while file.write(bytes(size)) == size:
+                    pass
+            except OSError:
+                pass
+
+
+def free(folder: Path) -> None:
+    """Give it back."""
+    (folder.parent / "ballast").unlink()
+
+
+def make_read_only(folder: Path) -> None:
+    """As the system does after disk errors; by another mount on top, since this one is in use."""
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+
+
+FAULTS = {
+    "full": Fault("disk full", wreck=fill, mount_bytes=1 << 20),
+    "full_warn": Fault("disk full until step 5", "warn", wreck=fill, mend=free, mount_bytes=1 << 20),
+    "full_last": Fault("disk full to the end", "warn", wreck=fill, mount_bytes=1 << 20),
+    "read_only": Fault("mounted read-only", wreck=make_read_only, mount_bytes=1 << 20),
+    "permission": Fault("permission lost", wreck=lambda folder: folder.chmod(0o500), user=NOBODY),
+    "deleted": Fault("directory deleted", wreck=shutil.rmtree),
+    "eio": Fault("EIO after 1000 bytes", storage={"fault": "EIO", "after_bytes": 1000, "saves": [BREAKS]}),
+    "eio_warn": Fault("EIO, once", "warn", storage={"fault": "EIO", "saves": [BREAKS]}),
+    "eio_last": Fault("EIO from step 3 on", "warn", storage={"fault": "EIO", "saves": [*range(BREAKS, STEPS + 1)]}),
+    "fsync": Fault("ENOSPC at fsync", storage={"fault": "ENOSPC", "at": "flushed", "saves": [BREAKS]}),
+    "manifest": Fault("EIO at the manifest", storage={"fault": "EIO", "at": "held", "saves": [BREAKS]}),
+    "rename": Fault("EIO at the rename", storage={"fault": "EIO", "at": "described", "saves": [BREAKS]}),
+    "latest": Fault("EIO at latest", storage={"fault": "EIO", "at": "committed", "saves": [BREAKS]}),
+    "process": Fault("EIO in the writer process", stager="shared", storage={"fault": "EIO", "saves": [BREAKS]}),
+    "hangs": Fault("write hangs", timeout_s=0.5, storage={"fault": "hang", "saves": [BREAKS]}),
+    "hangs_warn": Fault("write hangs to the end", "warn", timeout_s=0.5, storage={"fault": "hang", "saves": [BREAKS]}),
+    "slow": Fault(
+        "write hangs until step 5", "warn", timeout_s=0.5, storage={"fault": "hang", "saves": [BREAKS]}, released=True
+    ),
+    "process_hangs": Fault(
+        "writer process hangs", "warn", timeout_s=20.0, stager="shared", storage={"fault": "hang", "saves": [BREAKS]}
+    ),
+}
+
+
+# -- one run
+
+
+def train(fault: Fault, folder: Path, release: Path) -> None:
+    """The program."""
+    import stagereg
+    from stagereg.testing.faults import FaultyStorage
+
+    storage = FaultyStorage(**fault.storage, release=str(release)) if fault.storage else None
+    with stagereg.Checkpointer(
+        str(folder),
+        every=1,
+        keep=9,
+        stager=stagereg.build("stager", fault.stager),
+        storage=storage,
+        on_error=fault.on_error,  # type: ignore[arg-type]
+        timeout=datetime.timedelta(seconds=fault.timeout_s),
+    ) as checkpointer:
+        for step in range(1, STEPS + 1):
+            if step == BREAKS:
+                fault.wreck(folder)
+            if step == MENDED:
+                fault.mend(folder)
+                if fault.released:
+                    release.touch()
+                    _until(lambda: not checkpointer._background.hanging)
+            checkpointer.maybe_save(step, _state(step))
+            checkpointer.wait()
+
+
+def _until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _state(step: int) -> dict[str, Any]:
+    import torch
+
+    return {"weights": torch.full((2000,), float(step)), "step": step}
+
+
+def look(folder: Path) -> tuple[list[int], int | None]:
+    """Return which steps load as they were saved, and from which one a run resumes."""
+    import stagereg
+
+    loads = []
+    for path in sorted(folder.glob("step-*")):
+        step = int(path.name.removeprefix("step-"))
+        if _restored(path, str(path)) == step:
+            loads.append(step)
+    with stagereg.Checkpointer(str(folder), stager=stagereg.build("stager", "blocking")) as checkpointer:
+        return loads, checkpointer.restore(_state(0))
+
+
+def _restored(path: Path, resume: str) -> int | None:
+    import stagereg
+
+    state = _state(0)
+    with stagereg.Checkpointer(
+        str(path.parent), resume=resume, stager=stagereg.build("stager", "blocking")
+    ) as checkpointer:
+        step = checkpointer.restore(state)
+    assert (state["weights"] == float(state["step"])).all()
+    assert state["step"] == step
+    return step
+
+
+# -- all runs
+
+
+def run(fault: Fault) -> Result:
+    """Run the program in a fork of this process, and look at what it has left."""
+    with _home(fault) as home:
+        folder, release = home / "run", home / "release"
+        folder.mkdir()
+        if fault.user:
+            for path in (home, folder):
+                os.chown(path, fault.user, fault.user)
+        status, saw = _forked(lambda: train(fault, folder, release), home, fault.user)
+        if fault.wreck is make_read_only:
+            subprocess.run(["umount", folder], check=True)
+        if fault.user and folder.exists():
+            folder.chmod(0o700)
+        ended, told = _forked(lambda: print(json.dumps(look(folder)), file=sys.stderr), home)
+        assert ended == 0, told
+        loads, resumes = json.loads(told.splitlines()[-1])
+        return Result(status, _plain(saw, home), loads, resumes)
+
+
+@contextmanager
+def _home(fault: Fault) -> Iterator[Path]:
+    home, owner = Path(tempfile.mkdtemp(prefix="stagereg-faults-")), os.getpid()
+    if fault.mount_bytes:
+        size = f"size={fault.mount_bytes}"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", home], check=True, capture_output=True)
+    try:
+        yield home
+    finally:
+        if os.getpid() == owner:  # a fork leaves through here too
+            if fault.mount_bytes:
+                subprocess.run(["umount", "-l", home], check=True)
+            shutil.rmtree(home)
+
+
+def _forked(act: Callable[[], None], home: Path, user: int = 0) -> tuple[int, str]:
+    """Do something in a fork, which ends as a program does; return its exit status and standard error."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _become(act, writing, home, user)
+    os.close(writing)
+    said = io.BytesIO()
+    deadline = time.monotonic() + LIMIT_S
+    while select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not (part := os.read(reading, 1 << 16)):
+            break
+        said.write(part)
+    else:
+        os.kill(pid, signal.SIGKILL)
+        said.write(b"\nkilled: it did not end")
+    os.close(reading)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said.getvalue().decode()
+
+
+def _become(act: Callable[[], None], errors: int, home: Path, user: int) -> NoReturn:
+    os.dup2(errors, 2)
+    os.close(errors)
+    os.chdir(home)
+    if user:
+        os.setuid(user)
+    sys.excepthook = _one_line
+    raise _Become(act)
+
+
+class _Become(BaseException):
+    """Carries what a fork is to do to the end of the script, so that it ends as any program does."""
+
+
+def _one_line(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """As ``stagereg.main`` does with errors of the project."""
+    from stagereg.errors import StageregError
+
+    if isinstance(error, StageregError):
+        print(f"stagereg: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _plain(saw: str, home: Path) -> str:
+    """What was seen, without what differs from run to run."""
+    text = saw.replace(str(home / "run"), "DIR").replace(str(home), "HOME")
+    text = re.sub(r"(step-\d+\.)[0-9a-f]{12}", r"\1TOKEN", text)
+    text = re.sub(r"pid \d+", "pid PID", text)
+    return re.sub(r"(after|in) \d+ s\b", r"\1 N s", text).strip()
+
+
+def table(faults: Sequence[str]) -> str:
+    """Run them and return the table, one block a fault."""
+    lines = []
+    for name in faults:
+        what, saw, status, loadable = run(FAULTS[name]).row(FAULTS[name])
+        lines.append(f"{what}: exit code {status}; loadable: {loadable}")
+        for line in saw.splitlines() or ["(nothing)"]:
+            lines += textwrap.wrap(line, 112, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table, or the results of some as JSON (``--json``)."""
+    import secrets  # noqa: F401 - what is imported later on, a user who may not read the interpreter's folder cannot
+
+    import torch.distributed.checkpoint  # noqa: F401
+
+    import stagereg.checkpoint.checkpointer
+    import stagereg.testing.faults  # noqa: F401
+
+    names = [name for name in sys.argv[1:] if not name.startswith("-")] or list(FAULTS)
+    if "--json" in sys.argv:
+        for name in names:
+            result = {**vars(run(FAULTS[name])), "on_error": FAULTS[name].on_error}
+            print(json.dumps([name, result]), flush=True)
+    else:
+        print(table(names))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except _Become as become:
+        act = become.args[0]
+    else:
+        sys.exit()
+    act()

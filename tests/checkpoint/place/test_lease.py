@@ -1,0 +1,185 @@
+"""The lease of an object store: one run holds it, others are told who, and what its owner left is nobody's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from typing import Any
+
+import pytest
+import torch
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.place import lease
+from stagereg.checkpoint.place.lease import Lease, leaseholder
+from stagereg.checkpoint.place.objects import Objects
+from stagereg.errors import CheckpointError
+
+BOUND_S = 30
+
+
+@pytest.fixture
+def root() -> str:
+    return f"memory://{uuid.uuid4().hex}/runs"
+
+
+class Store(Objects):
+    """A store whose writes of the lease can be told, changed or refused."""
+
+    conditional = True
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.puts: list[str] = []
+        self.written = threading.Event()
+        self.reads = 0
+
+    def get(self, url: str) -> bytes:
+        self.reads += 1
+        self.read(url)
+        return super().get(url)
+
+    def read(self, url: str) -> None:
+        """Before each reading."""
+
+    def put(self, url: str, data: bytes) -> None:
+        super().put(url, data)
+        self.puts.append(json.loads(data)["token"])
+        self.written.set()
+
+    def create(self, url: str, data: bytes) -> bool:
+        if not self.conditional:
+            raise NotImplementedError
+        return super().create(url, data)
+
+
+def note(**changes: Any) -> bytes:
+    owner = {"pid": 4242, "host": "far", "since": time.time(), "command": "python train.py"}
+    told = {"owner": owner, "token": "theirs", "machine": "far", "renewed": time.time()}
+    return json.dumps({**told, **changes}).encode()
+
+
+def content(store: Objects, root: str) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(store.get(f"{root}/.lock"))
+    return told
+
+
+def held(store: Objects, root: str) -> Lease:
+    return Lease(store, root, settle=0.0)
+
+
+def test_a_second_checkpointer_is_refused_until_the_first_is_closed(root: str) -> None:
+    first = Checkpointer(root)
+    with pytest.raises(CheckpointError, match=r"another Checkpointer of this process; close\(\)"):
+        Checkpointer(root)
+    first.close()
+    with Checkpointer(root) as second:
+        second.save(1, {"x": torch.ones(2)})
+        owner = leaseholder(Objects(root), root)
+        assert owner is not None
+        assert owner.pid == os.getpid()
+    assert leaseholder(Objects(root), root) is None
+
+
+def test_an_owner_that_renews_is_not_disturbed_and_named(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_LOOK_S", 0.0)
+    store = Store(root)
+    Objects.put(store, f"{root}/.lock", note())
+
+    def renewed(url: str) -> None:
+        if store.reads == 3:
+            Objects.put(store, url, note(renewed=time.time() + 1))
+
+    store.read = renewed  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match=r"in use.*process 4242 on far.*python train.py"):
+        held(store, root)
+    assert store.puts == []
+    assert content(store, root)["token"] == "theirs"
+
+
+@pytest.mark.parametrize("left", ["expired", "of a dead process here", "not ours", "unchanged for long"])
+def test_what_a_dead_run_left_is_taken_over(root: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(BOUND_S)
+    dead = {"pid": gone.pid, "host": "here", "since": 0.0, "command": ""}
+    texts = {
+        "expired": note(renewed=time.time() - 61),
+        "of a dead process here": note(owner=dead, machine=lease._machine()),
+        "not ours": b"[]",
+        "unchanged for long": note(renewed=time.time() + 9999),  # a clock that is ahead
+    }
+    monkeypatch.setattr(lease, "_LOOK_S", 0.0)
+    store = Store(root)
+    Objects.put(store, f"{root}/.lock", texts[left])
+    seconds = 0.05 if left == "unchanged for long" else 60.0
+    with Lease(store, root, seconds, settle=0.0) as hold:
+        hold.check()
+        assert content(store, root)["owner"]["pid"] == os.getpid()
+    assert not store.exists(f"{root}/.lock")
+
+
+def test_of_two_that_take_over_at_once_the_second_one_wins_and_the_first_goes_on_waiting(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "_LOOK_S", 0.0)
+    store = Store(root)
+    Objects.put(store, f"{root}/.lock", note(renewed=0.0))
+
+    def overtaken(url: str) -> None:
+        if store.puts:
+            Objects.put(store, url, note(renewed=time.time() + store.reads))
+
+    store.read = overtaken  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="process 4242"):
+        held(store, root)
+    assert len(store.puts) == 1
+
+
+def test_a_store_without_conditional_writes_is_held_as_well(root: str) -> None:
+    store = Store(root)
+    store.conditional = False
+    with held(store, root) as hold:
+        hold.check()
+        with pytest.raises(CheckpointError, match="this process"):
+            held(store, root)
+
+
+def test_it_is_renewed_while_it_is_held_and_no_longer(root: str) -> None:
+    store = Store(root)
+    hold = Lease(store, root, seconds=0.3, settle=0.0)
+    first = content(store, root)["renewed"]
+    assert store.written.wait(BOUND_S)
+    assert content(store, root)["renewed"] > first
+    hold.release()
+    hold._thread.join(BOUND_S)
+    assert not hold._thread.is_alive()
+    assert not store.exists(f"{root}/.lock")
+    with pytest.raises(CheckpointError, match="let go"):
+        hold.check()
+
+
+def test_one_that_was_deleted_is_made_again_and_said(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(root)
+    with held(store, root) as hold:
+        store.delete(f"{root}/.lock")
+        with caplog.at_level(logging.WARNING):
+            hold.check()
+        assert "was deleted while this run held it" in caplog.text
+        assert content(store, root)["owner"]["pid"] == os.getpid()
+
+
+def test_one_that_was_taken_over_fails_the_save_by_name_and_is_left_alone(root: str) -> None:
+    checkpointer = Checkpointer(root)
+    store = Objects(root)
+    store.put(f"{root}/.lock", note())
+    checkpointer.save(1, {"x": torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"taken over while this run had it, by process 4242 on far"):
+        checkpointer.close()
+    assert content(store, root)["token"] == "theirs"
+    assert checkpointer.latest is None

@@ -1,0 +1,299 @@
+"""A place in an object store: complete by the last object, or absent; and nothing of anybody else's is touched."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.layout import Checkpoint, FileMark, Manifest, mark
+from stagereg.checkpoint.place.objects import Objects
+from stagereg.checkpoint.place.remote import RemotePlace
+from stagereg.checkpoint.place.retry import within
+from stagereg.errors import CheckpointError
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    name = uuid.uuid4().hex
+    yield f"memory://{name}/runs"
+    fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
+
+
+def names(url: str) -> list[str]:
+    return sorted(Objects(url).sizes(url))
+
+
+def write(url: str, step: int, token: str, content: bytes = b"content") -> tuple[str, dict[str, FileMark]]:
+    path = RemotePlace(url).temporary(step, token)
+    Objects(url).put(f"{path}/__0_0.distcp", content)
+    return path, {"__0_0.distcp": RemotePlace(url).mark(path, "__0_0.distcp")}
+
+
+def publish(place: RemotePlace, step: int, token: str, keep: int = 9) -> str:
+    path, files = write(place.root, step, token)
+    return place.publish(path, step, 1, "dcp", files, keep)
+
+
+def complete(place: RemotePlace) -> list[int]:
+    return [checkpoint.manifest.step for checkpoint in place.checkpoints()[0]]
+
+
+def test_a_checkpoint_is_there_when_its_manifest_is(url: str) -> None:
+    place = RemotePlace(url)
+    path, files = write(url, 5, "aa")
+    assert (complete(place), place.latest(), place.leftovers()) == ([], None, [path])
+    assert place.open(path) == "manifest.json: missing"
+    assert place.publish(path, 5, 2, "dcp", files, 1) == path == f"{url}/step-00000005.aa"
+    found = place.open(path)
+    assert isinstance(found, Checkpoint)
+    assert (found, place.leftovers()) == (place.latest(), [])
+    assert place.open(f"{url}/latest") == found
+    assert (found.manifest.step, found.manifest.world_size, found.manifest.files) == (5, 2, files)
+    assert Objects(url).get(f"{url}/latest") == b"step-00000005.aa"
+    assert names(url) == ["latest", "step-00000005.aa/__0_0.distcp", "step-00000005.aa/manifest.json"]
+
+
+def test_a_file_that_is_not_as_it_was_marked_keeps_the_manifest_away(url: str) -> None:
+    place = RemotePlace(url)
+    path, files = write(url, 5, "aa")
+    for wrong in ({**files, "more": FileMark(1, 2)}, {"__0_0.distcp": FileMark(3, 4)}):
+        with pytest.raises(CheckpointError, match=r"did not reach the store.*(more is missing|7 bytes instead of 3)"):
+            place.publish(path, 5, 1, "dcp", wrong, 1)
+    assert names(url) == ["step-00000005.aa/__0_0.distcp"]
+
+
+def test_the_newest_stay_and_a_step_saved_again_is_there_once(url: str) -> None:
+    place = RemotePlace(url)
+    for step, token in ((1, "aa"), (2, "bb"), (3, "cc"), (2, "dd")):
+        publish(place, step, token, keep=2)
+    assert complete(place) == [2, 3]
+    assert [name for name in names(url) if name.endswith("json")] == [
+        "step-00000002.dd/manifest.json",
+        "step-00000003.cc/manifest.json",
+    ]
+
+
+def test_a_damaged_one_stays_until_its_step_is_saved_again(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    place = RemotePlace(url)
+    cut, bent = publish(place, 1, "aa"), publish(place, 2, "bb")
+    Objects(url).put(f"{cut}/__0_0.distcp", b"cut")
+    place.distrusted.add(bent)
+    for step in (3, 4, 5):
+        publish(place, step, "ee", keep=1)
+    assert "__0_0.distcp: truncated: 3 of 7 bytes" in str(place.open(cut))
+    assert complete(place) == [5, 2]
+    for step in (1, 2):
+        caplog.clear()
+        publish(place, step, "ff", keep=9)
+        assert "is replaced" in caplog.text
+    assert complete(place) == [2, 1, 5]
+    assert not place.distrusted
+
+
+def test_content_is_looked_at_when_asked_for(url: str) -> None:
+    place = RemotePlace(url)
+    path = publish(place, 1, "aa")
+    Objects(url).put(f"{path}/__0_0.distcp", b"cOntent")
+    found = place.open(path)
+    assert isinstance(found, Checkpoint)
+    assert place.damage(found, ["__0_0.distcp"]) == ["__0_0.distcp"]
+    assert "flipped bits" in str(place.examine(path))
+
+
+def test_sweeping_deletes_what_is_ours_and_unfinished(url: str) -> None:
+    place = RemotePlace(url)
+    publish(place, 1, "aa")
+    write(url, 2, "bb")
+    others = ["notes.txt", "step-100/.metadata", "step-0000abcd/x", "step-00000003.zz/x", "more/step-00000004.aa/x"]
+    for name in others:
+        Objects(url).put(f"{url}/{name}", b"somebody else's")
+    before = names(url)
+    place.sweep()
+    assert names(url) == [name for name in before if "step-00000002.bb" not in name]
+
+
+def test_a_start_brings_latest_up_to_the_last_commit(url: str) -> None:
+    place = RemotePlace(url)
+    for step in (1, 2):
+        publish(place, step, "aa")
+    for wrong in (b"step-00000001.aa", b"../../elsewhere", b"\xff", b""):
+        Objects(url).put(f"{url}/latest", wrong)
+        place.sweep()
+        assert Objects(url).get(f"{url}/latest") == b"step-00000002.aa"
+
+
+@pytest.mark.parametrize("wrong", [b"..", b"../../other/step-00000001.aa", b"/step-00000001.aa", b"\xff", b""])
+def test_a_latest_that_leads_elsewhere_leads_nowhere(url: str, wrong: bytes) -> None:
+    place = RemotePlace(url)
+    publish(place, 1, "aa")
+    Objects(url).put(f"{url}/latest", wrong)
+    assert place.latest() is None
+
+
+def test_nothing_else_can_be_discarded(url: str) -> None:
+    place = RemotePlace(url)
+    publish(place, 1, "aa")
+    before = names(url)
+    for path in (
+        url,
+        f"{url}/",
+        f"{url}/..",
+        f"{url}/notes",
+        f"{url}/step-00000001.aa/x",
+        "memory://",
+        f"{url}x/step-1",
+    ):
+        with pytest.raises(CheckpointError, match="nothing was deleted"):
+            place.discard(path)
+    assert names(url) == before
+
+
+def test_a_manifest_that_names_what_lies_elsewhere_is_refused(url: str) -> None:
+    place = RemotePlace(url)
+    path = publish(place, 1, "aa")
+    Objects(url).put(f"{path}/manifest.json", Manifest(1, 1, 1, {"../x": FileMark(1, 1)}).dumps().encode())
+    assert "no plain name" in str(place.open(path))
+
+
+def test_an_object_is_created_once(url: str) -> None:
+    objects = Objects(url)
+    assert [objects.create(f"{url}/x", data) for data in (b"1", b"2")] == [True, False]
+    assert objects.get(f"{url}/x") == b"1"
+
+
+def test_reading_goes_to_any_place(url: str) -> None:
+    objects = Objects(url)
+    data = bytes(range(256)) * 1000
+    objects.put(f"{url}/x", data)
+    with objects.open(f"{url}/x") as stream:
+        assert stream.seek(-10, 2) == len(data) - 10
+        assert stream.read(100) == data[-10:]
+        assert stream.seek(1000) == 1000
+        assert stream.read(3) == data[1000:1003]
+        stream.seek(0)
+        assert mark(stream) == RemotePlace(url).mark(url, "x")
+
+
+class KilledError(BaseException):
+    """As if the process ended here."""
+
+
+CHANGES = ("pipe_file", "rm_file", "rm", "_open")
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, at: int, error: Callable[[], BaseException]) -> list[str]:
+    """Raise ``error`` right before the change of the store that has the number ``at``; return a list that grows."""
+    made: list[str] = []
+
+    def around(name: str) -> None:
+        real = getattr(MemoryFileSystem, name)
+
+        def change(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+            mode = kwargs.get("mode", args[0] if args else "rb")
+            if name != "_open" or mode != "rb":
+                made.append(f"{name} {path}")
+                if len(made) - 1 == at:
+                    raise error()
+            return real(self, path, *args, **kwargs)
+
+        monkeypatch.setattr(MemoryFileSystem, name, change)
+
+    for name in CHANGES:
+        around(name)
+    return made
+
+
+def test_killed_before_any_change_of_the_store_what_is_there_is_complete(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = committed = 0
+    for at in range(100):
+        root = f"{url}/{at}"
+        place = RemotePlace(root)
+        publish(place, 1, "aa")
+        publish(place, 2, "bb")
+        with monkeypatch.context() as patched:
+            made = counting(patched, at, KilledError)
+            try:
+                publish(place, 2, "cc", keep=1)
+            except KilledError:
+                killed += 1
+            else:
+                break
+        found = place.checkpoints()[0]
+        assert found[0].manifest.step == 2
+        assert all(not place.damage(checkpoint, checkpoint.manifest.files) for checkpoint in found)
+        committed += found[0].name.endswith(".cc")
+        RemotePlace(root).sweep()
+        assert place.leftovers() == []
+        assert place.latest() == place.checkpoints()[0][0] == found[0]
+    assert killed == len(made)
+    assert 3 <= committed < killed
+
+
+def test_a_store_that_fails_after_the_commit_does_not_unsay_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = PermissionError("no")
+    put = Objects.put
+
+    def fail(self: Objects, target: str, data: bytes) -> None:
+        if target.endswith("latest"):
+            raise refused
+        put(self, target, data)
+
+    with Checkpointer(url, keep=1) as checkpointer:
+        monkeypatch.setattr(Objects, "put", fail)
+        checkpointer.save(1, {"x": torch.ones(3)})
+        checkpointer.wait()
+        monkeypatch.setattr(Objects, "put", put)
+        assert checkpointer.restore({"x": torch.zeros(3)}) == 1
+        checkpointer.save(2, {"x": torch.ones(3)})
+        checkpointer.wait()
+        assert str(checkpointer.latest).startswith(f"{url}/step-00000002.")
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_any_change_of_the_store_may_fail_for_once(url: str, monkeypatch: pytest.MonkeyPatch, again: int) -> None:
+    monkeypatch.setattr("stagereg.checkpoint.place.retry.FIRST_S", 0.0)
+    with Checkpointer(url, keep=1) as checkpointer:
+        checkpointer.save(again, {"x": torch.zeros(3)})
+        checkpointer.wait()
+        for at in range(20):
+            with monkeypatch.context() as patched:
+                made = counting(patched, at, lambda: OSError(5, "for once"))
+                checkpointer.save(1, {"x": torch.full((3,), float(at))})
+                checkpointer.wait()
+            state = {"x": torch.zeros(3)}
+            assert checkpointer.restore(state) == 1
+            assert (state["x"] == at).all()
+            assert len([name for name in names(url) if name.endswith("manifest.json")]) == 1
+            if len(made) <= at:
+                break
+        assert at > 5
+
+
+def test_a_url_that_looks_like_a_pattern_is_none(url: str) -> None:
+    ours, theirs = f"{url}/gpt[12]*", f"{url}/gpt1x"
+    paths = [publish(RemotePlace(root), 1, "aa") for root in (theirs, ours)]
+    RemotePlace(ours).discard(paths[1])
+    assert names(ours) == ["latest"]
+    assert names(theirs) == ["latest", "step-00000001.aa/__0_0.distcp", "step-00000001.aa/manifest.json"]
+
+
+def test_a_store_that_is_gone_is_told_with_the_url_and_the_time_is_kept(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(RemotePlace(url), 1, "aa")
+
+    def gone(*args: Any, **kwargs: Any) -> bytes:
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", gone)
+    with within(0.0), pytest.raises(OSError, match=rf"\(reading\): '{url}/x'"):
+        Objects(url).get(f"{url}/x")

@@ -1,0 +1,418 @@
+"""Checkpoints in an S3-compatible store: complete or absent, retried where that helps, nothing else touched."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+from stagereg import cli
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.errors import CheckpointError, ConfigError
+from stagereg.registry import build
+from stagereg.testing.ranks import run_ranks
+
+from .conftest import BUCKET, Store
+
+BOUND_S = 90
+PART = 5 << 20
+LARGE = 3 * PART // 4 + 1000  # elements of four bytes: two whole parts and a bit
+
+
+def steps(store: Store) -> dict[int, set[str]]:
+    """The names in each directory of a step that has a manifest, by its step."""
+    found: dict[str, set[str]] = {}
+    for name in store.names():
+        folder, _, file = name.partition("/")
+        if folder.startswith("step-"):
+            found.setdefault(folder, set()).add(file)
+    return {int(folder[5:13]): files for folder, files in found.items() if "manifest.json" in files}
+
+
+def unfinished(store: Store) -> list[str]:
+    """Directories of steps without a manifest."""
+    folders = {name.partition("/")[0] for name in store.names() if name.startswith("step-")}
+    return sorted(folder for folder in folders if f"{folder}/manifest.json" not in store.names())
+
+
+def state(step: int, elements: int = 100) -> dict[str, Any]:
+    return {"x": torch.full((elements,), float(step)), "about": {"step": step}}
+
+
+def restored(url: str, elements: int = 100, **options: Any) -> tuple[int | None, dict[str, Any]]:
+    into = state(0, elements)
+    with Checkpointer(url, **options) as checkpointer:
+        step = checkpointer.restore(into)
+    return step, into
+
+
+def holds(into: dict[str, Any], step: int) -> bool:
+    return bool((into["x"] == step).all()) and into["about"] == {"step": step}
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The smallest parts that S3 takes, for this process; what is returned says the same to another one."""
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": PART})
+    return {"FSSPEC_S3": json.dumps({"default_block_size": PART})}
+
+
+def test_a_url_holds_checkpoints_as_a_directory_does(store: Store) -> None:
+    with Checkpointer(store.url, every=2, keep=2) as checkpointer:
+        assert checkpointer.dir == store.url
+        assert checkpointer.latest is None
+        assert [step for step in range(7) if checkpointer.maybe_save(step, state(step))] == [2, 4, 6]
+        checkpointer.wait()
+        newest = str(checkpointer.latest)
+    assert steps(store) == {step: {".metadata", "__0_0.distcp", "manifest.json"} for step in (4, 6)}
+    assert unfinished(store) == []
+    assert newest.startswith(f"{store.url}/step-00000006")
+    older = next(name.partition("/")[0] for name in store.names() if name.startswith("step-00000004"))
+    for resume, step in (("auto", 6), ("latest", 6), (f"{store.url}/{older}", 4), (f"{store.url}/latest", 6)):
+        found, into = restored(store.url, resume=resume)
+        assert found == step
+        assert holds(into, step)
+
+
+@pytest.mark.slow
+def test_plain_torch_reads_what_is_there(store: Store) -> None:
+    with Checkpointer(store.url) as checkpointer:
+        checkpointer.save(7, state(7))
+        checkpointer.wait()
+        newest = str(checkpointer.latest)
+    template = {"x": torch.zeros(100)}
+    dcp.load(template, storage_reader=FsspecReader(newest))
+    assert (template["x"] == 7).all()
+
+
+@pytest.mark.slow
+def test_a_step_saved_again_replaces_the_one_before(store: Store) -> None:
+    with Checkpointer(store.url) as checkpointer:
+        checkpointer.save(5, state(1))
+        checkpointer.save(5, state(2))
+    assert list(steps(store)) == [5]
+    assert len({name.partition("/")[0] for name in store.names() if name.startswith("step-")}) == 1
+    found, into = restored(store.url)
+    assert found == 5
+    assert holds(into, 2)
+
+
+def test_nothing_outside_of_the_url_is_listed_written_or_deleted(store: Store) -> None:
+    others = ["gpt/first-again/step-00000001.aaaaaaaaaaaa/x", "gpt/step-00000001.aaaaaaaaaaaa/x", "gpt/firs", "x"]
+    for key in others:
+        store.write(key, b"somebody else's")
+    store.request("POST", f"/{BUCKET}/gpt/first-again/step-00000001.aaaaaaaaaaaa/y?uploads")
+    before = len(store.seen())
+    with Checkpointer(store.url, keep=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step))
+        checkpointer.wait()
+        checkpointer.restore(state(0))
+    below = "gpt/first/"
+    for method, path, query in store.seen()[before:]:
+        asked = urllib.parse.parse_qs(query)
+        key = urllib.parse.unquote(path).removeprefix(f"/{BUCKET}").lstrip("/")
+        whole_bucket = key == "" and method in ("GET", "HEAD", "POST")
+        reached = asked.get("prefix", [below if "delete" in query else ""])[0] if whole_bucket else key
+        assert f"{reached}/".startswith(below), (method, path, query)
+    assert [key for key in store.objects() if not key.startswith(below)] == sorted(others)
+    assert len(store.uploads()) == 1
+
+
+@pytest.mark.slow
+def test_large_files_go_up_in_parts(store: Store, small_parts: dict[str, str]) -> None:
+    with Checkpointer(store.url) as checkpointer:
+        checkpointer.save(1, state(1, LARGE))
+    parts = [query for method, _, query in store.seen() if method == "PUT" and "partNumber" in query]
+    assert len(parts) >= 3
+    assert store.uploads() == []
+    found, into = restored(store.url, LARGE)
+    assert found == 1
+    assert holds(into, 1)
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_found_and_the_one_before_is_taken(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(store.url) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step))
+    (key,) = [key for key in store.objects() if "step-00000002" in key and key.endswith(".distcp")]
+    content = bytearray(store.read(key))
+    content[len(content) // 2] ^= 1
+    store.write(key, bytes(content))
+    found, into = restored(store.url)
+    assert found == 1
+    assert holds(into, 1)
+    assert "step-00000002" in caplog.text
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        restored(store.url, resume="latest")
+
+
+def test_a_checkpoint_without_its_manifest_is_none_and_goes_at_the_next_start(store: Store) -> None:
+    with Checkpointer(store.url) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step))
+    (key,) = [key for key in store.objects() if "step-00000002" in key and key.endswith("manifest.json")]
+    store.request("DELETE", f"/{BUCKET}/{key}")
+    folder = key.rpartition("/")[0]
+    store.request("POST", f"/{BUCKET}/{folder}/__1_0.distcp?uploads")
+    found, into = restored(store.url)
+    assert found == 1
+    assert holds(into, 1)
+    assert unfinished(store) == []
+    assert store.uploads() == []
+
+
+REFUSED = {"do": "refuse", "status": 503}
+PASSING = {
+    "file 503": {"method": "PUT", "contains": ".distcp", "times": 2, **REFUSED},
+    "manifest's answer lost": {"method": "PUT", "contains": "manifest.json", "times": 1, "do": "lose"},
+    "manifest 503": {"method": "PUT", "contains": "manifest.json", "times": 2, **REFUSED},
+    "latest 503": {"method": "PUT", "contains": "/latest", "times": 2, **REFUSED},
+    "cut": {"method": "PUT", "contains": ".metadata", "times": 1, "do": "cut"},
+    "slow": {"method": "PUT", "contains": ".distcp", "times": 1, "do": "wait", "seconds": 0.3},
+    "reading 503": {"method": "GET", "times": 2, **REFUSED},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*list(PASSING)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(PASSING)[2:])]
+)
+def test_what_gets_better_is_tried_again(name: str, store: Store) -> None:
+    with Checkpointer(store.url, keep=1) as checkpointer:
+        store.fail(PASSING[name])
+        checkpointer.save(1, state(1))
+        checkpointer.wait()
+    store.fail()
+    assert list(steps(store)) == [1]
+    assert unfinished(store) == []
+    found, into = restored(store.url)
+    assert found == 1
+    assert holds(into, 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (403, "AccessDenied"),
+        pytest.param(403, "InvalidAccessKeyId", marks=pytest.mark.slow),
+        pytest.param(404, "NoSuchBucket", marks=pytest.mark.slow),
+    ],
+)
+def test_what_does_not_get_better_is_told_at_once(status: int, code: str, store: Store) -> None:
+    with Checkpointer(store.url) as checkpointer:
+        checkpointer.save(1, state(1))
+        checkpointer.wait()
+        store.fail(
+            {"method": "PUT", "contains": "step-00000002", "times": 99, "do": "refuse"}
+            | {"status": status, "code": code}
+        )
+        before = len(store.seen())
+        checkpointer.save(2, state(2))
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.wait()
+        tried = [path for method, path, _ in store.seen()[before:] if method == "PUT" and "step-00000002" in path]
+    assert len(tried) <= 2
+    assert len(str(caught.value).splitlines()) <= 24
+    assert list(steps(store)) == [1]
+
+
+def test_a_bucket_that_is_not_there_is_an_error_that_names_it(store: Store) -> None:
+    with pytest.raises(CheckpointError, match="s3://nowhere"):
+        Checkpointer("s3://nowhere/gpt")
+
+
+def test_a_server_killed_in_the_middle_of_an_upload_and_started_again_gets_the_checkpoint(
+    store: Store, small_parts: dict[str, str]
+) -> None:
+    with Checkpointer(store.url) as checkpointer:
+        checkpointer.save(1, state(1))
+        checkpointer.wait()
+        store.fail({"method": "PUT", "contains": "partNumber=2", "do": "die"})
+        checkpointer.save(2, state(2, LARGE))
+        store.died()
+        store.start()
+        checkpointer.wait()
+    assert sorted(steps(store)) == [1, 2]
+    assert unfinished(store) == []
+    found, into = restored(store.url, LARGE)
+    assert found == 2
+    assert holds(into, 2)
+
+
+def test_a_second_run_is_refused_while_the_first_one_lives(store: Store) -> None:
+    with Checkpointer(store.url) as checkpointer:
+        checkpointer.save(1, state(1))
+        with pytest.raises(CheckpointError, match=re.escape(store.url)):
+            Checkpointer(store.url)
+        checkpointer.save(2, state(2))
+    assert sorted(steps(store)) == [1, 2]
+    assert restored(store.url)[0] == 2
+
+
+def on_two_ranks(rank: int, world_size: int, url: str) -> tuple[int | None, bool, list[str]]:
+    mine = f"mine.rank{rank}"
+    with Checkpointer(url, keep=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {**state(step), mine: rank})
+        checkpointer.wait()
+        into: dict[str, Any] = {**state(0), mine: None}
+        found = checkpointer.restore(into)
+        return found, holds(into, 2) and into[mine] == rank, [str(checkpointer.latest)]
+
+
+@pytest.mark.slow
+def test_ranks_save_together(store: Store) -> None:
+    results = run_ranks(on_two_ranks, nproc=2, args=(store.url,))
+    assert [found for found, _, _ in results] == [2, 2]
+    assert all(same for _, same, _ in results)
+    assert results[0][2] == results[1][2]
+    assert steps(store) == {2: {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"}}
+
+
+@pytest.mark.parametrize(("stager", "storage"), [("shared", "dcp"), ("overlapped", "dcp")])
+@pytest.mark.slow
+def test_every_stager_writes_to_a_url(stager: str, storage: str, store: Store) -> None:
+    parts = {"stager": build("stager", stager), "storage": build("storage", storage)}
+    with Checkpointer(store.url, **parts) as checkpointer:
+        checkpointer.save(1, state(1))
+    found, into = restored(store.url)
+    assert found == 1
+    assert holds(into, 1)
+
+
+def test_a_storage_that_needs_a_file_system_is_refused_with_one_that_does_not() -> None:
+    with pytest.raises((CheckpointError, ConfigError), match="storage=dcp"):
+        Checkpointer("memory://refused", storage=build("storage", "direct"))
+
+
+def test_memory_is_a_place_too() -> None:
+    url = "memory://runs/first"
+    with Checkpointer(url, keep=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step))
+        checkpointer.wait()
+        into = state(0)
+        assert checkpointer.restore(into) == 2
+    assert holds(into, 2)
+    files = fsspec.filesystem("memory").find("/runs/first")
+    assert len([path for path in files if path.endswith("manifest.json")]) == 1
+
+
+def test_the_commands_take_a_url(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    with Checkpointer(store.url) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step))
+    assert cli.main(["verify", store.url]) == 0
+    assert cli.main(["ls", store.url]) == 0
+    assert re.search(r"^ +2 .* complete +latest$", capsys.readouterr().out, re.M)
+    (key,) = [key for key in store.objects() if "step-00000002" in key and key.endswith(".distcp")]
+    store.write(key, store.read(key)[:-1])
+    assert cli.main(["verify", store.url, "--fast"]) == 1
+    assert "__0_0.distcp" in capsys.readouterr().out
+
+
+PROGRAM = """
+import sys, torch
+from stagereg import Checkpointer
+if __name__ == "__main__":
+    with Checkpointer(sys.argv[1]) as checkpointer:
+        for step, elements in ((1, 100), (2, int(sys.argv[2]))):
+            checkpointer.save(step, {"x": torch.full((elements,), float(step)), "about": {"step": step}})
+            checkpointer.wait()
+            print(step, flush=True)
+"""
+
+
+def line_of(process: subprocess.Popen[bytes]) -> bytes:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], BOUND_S)
+    return process.stdout.readline() if ready else b"nothing"
+
+
+@pytest.fixture
+def running(store: Store, small_parts: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run of its own that has saved step 1 and cannot get the second part of step 2 through."""
+    store.fail({"method": "PUT", "contains": "partNumber=2", "times": 9, "do": "hang"})
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {**os.environ, **small_parts, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(program), store.url, str(LARGE)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+    try:
+        assert line_of(process) == b"1\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait(BOUND_S)
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_of_an_upload_leaves_what_the_next_one_clears_away(
+    running: subprocess.Popen[bytes], store: Store
+) -> None:
+    store.hit()
+    assert len(store.uploads()) == 1
+    running.kill()
+    running.wait(BOUND_S)
+    store.fail()
+    with Checkpointer(store.url) as checkpointer:
+        assert unfinished(store) == []
+        assert store.uploads() == []
+        into = state(0)
+        assert checkpointer.restore(into) == 1
+        assert holds(into, 1)
+        checkpointer.save(2, state(2))
+    assert sorted(steps(store)) == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_run_that_writes_is_not_disturbed_by_one_that_is_refused(
+    running: subprocess.Popen[bytes], store: Store
+) -> None:
+    store.hit()
+    with pytest.raises(CheckpointError, match=str(running.pid)):
+        Checkpointer(store.url)
+    assert len(store.uploads()) == 1
+    store.fail()
+    assert line_of(running) == b"2\n"
+    assert running.wait(BOUND_S) == 0
+    found, into = restored(store.url, LARGE)
+    assert found == 2
+    assert holds(into, 2)
+
+
+@pytest.mark.slow
+def test_a_server_that_stays_dead_is_an_error_and_what_was_complete_is_there_when_it_is_back(
+    store: Store, small_parts: dict[str, str]
+) -> None:
+    checkpointer = Checkpointer(store.url, timeout=datetime.timedelta(seconds=60))
+    checkpointer.save(1, state(1))
+    checkpointer.wait()
+    store.fail({"method": "PUT", "contains": "partNumber=2", "do": "die"})
+    checkpointer.save(2, state(2, LARGE))
+    store.died()
+    with pytest.raises(CheckpointError, match=r"(?i)step 2 was not saved"):
+        checkpointer.wait()
+    checkpointer.close()
+    store.start()
+    assert sorted(steps(store)) == [1]
+    found, into = restored(store.url)
+    assert found == 1
+    assert holds(into, 1)
+    assert unfinished(store) == []
+    assert store.uploads() == []

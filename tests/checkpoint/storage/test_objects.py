@@ -1,0 +1,146 @@
+"""Files that go to a URL: marked on their way, whole or an error, written again where the store fails for once."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import uuid
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFile
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+from stagereg.checkpoint.layout import FileMark
+from stagereg.checkpoint.place.remote import RemotePlace
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.storage.files import _Marking
+from stagereg.checkpoint.storage.objects import MarkedObjects
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled",
+    "ignore:Detected an existing",
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning",  # torch ends its own threads with the error
+)
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr("stagereg.checkpoint.place.retry.FIRST_S", 0.0)
+    name = uuid.uuid4().hex
+    yield f"memory://{name}/one"
+    if fsspec.filesystem("memory").exists(f"/{name}"):
+        fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
+
+
+STATE = {f"x{i}": torch.arange(1000.0) + i for i in range(4)}
+
+
+def loaded(url: str, **how: Any) -> bool:
+    template = {name: torch.zeros(1000) for name in STATE}
+    dcp.load(template, no_dist=True, **how)
+    return all(torch.equal(template[name], value) for name, value in STATE.items())
+
+
+def stored(url: str) -> dict[str, FileMark]:
+    place = RemotePlace(url.rpartition("/")[0])
+    return {name: place.mark(url, name) for name in place.files(url)}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_torch_writes_and_reads_a_url_through_a_storage(url: str, threads: int) -> None:
+    storage = DcpStorage(thread_count=threads)
+    dcp.save(STATE, checkpoint_id=url, storage_writer=storage, no_dist=True)
+    assert len(stored(url)) == threads + 1
+    assert storage.marks == stored(url)
+    assert loaded(url, storage_reader=storage.reader(url))
+    assert loaded(url, storage_reader=FsspecReader(url))
+
+
+def test_one_storage_writes_to_paths_and_urls_in_turn(url: str, tmp_path: Path) -> None:
+    storage = DcpStorage()
+    for where in (str(tmp_path / "a"), url, tmp_path / "b"):
+        dcp.save(STATE, checkpoint_id=where, storage_writer=pickle.loads(pickle.dumps(storage)), no_dist=True)
+        dcp.save(STATE, checkpoint_id=where, storage_writer=storage, no_dist=True)
+        assert loaded(str(where), storage_reader=storage.reader(where))
+    assert [sorted(path.name for path in tmp_path.glob(f"{name}/*")) for name in "ab"] == [
+        [".metadata", "__0_0.distcp"]
+    ] * 2
+
+
+class Fails:
+    """Makes writes to the store fail, the first ``times`` of them that come after ``skip`` others."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception, times: int, skip: int = 0) -> None:
+        self.seen = 0
+        real = MemoryFile.write
+
+        def write(file: MemoryFile, data: Any) -> int:
+            self.seen += 1
+            if skip < self.seen <= skip + times:
+                raise error
+            return real(file, data)
+
+        monkeypatch.setattr(MemoryFile, "write", write)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("skip", [0, 1, 7])
+def test_a_write_that_fails_for_once_is_made_again(
+    url: str, monkeypatch: pytest.MonkeyPatch, skip: int, threads: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    fails = Fails(monkeypatch, ConnectionError(errno.ECONNRESET, "reset by peer"), times=1, skip=skip)
+    storage = DcpStorage(thread_count=threads)
+    dcp.save(STATE, checkpoint_id=url, storage_writer=storage, no_dist=True)
+    assert fails.seen > skip + 1
+    assert storage.marks == stored(url)
+    assert loaded(url, storage_reader=storage.reader(url))
+    assert caplog.text.count("Trying again") == 1
+
+
+def test_the_error_of_the_store_is_told_and_not_what_torch_makes_of_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Fails(monkeypatch, PermissionError(errno.EACCES, "Access Denied"), times=10**9, skip=5)
+    with pytest.raises(dcp.api.CheckpointException, match=r"Access Denied \(writing\)"):
+        dcp.save(STATE, checkpoint_id=url, storage_writer=DcpStorage(), no_dist=True)
+
+
+def test_an_error_on_one_of_torchs_threads_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = _Marking.write
+
+    def write(self: _Marking, data: Any) -> int:
+        if str(self.name).endswith("__0_1.distcp"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, data)
+
+    monkeypatch.setattr(_Marking, "write", write)
+    with pytest.raises(dcp.api.CheckpointException, match="No space left"):
+        dcp.save(STATE, checkpoint_id=tmp_path / "x", storage_writer=DcpStorage(thread_count=3), no_dist=True)
+
+
+def test_a_stream_that_is_left_with_an_error_leaves_no_mark(url: str) -> None:
+    files = MarkedObjects()
+    with pytest.raises(ZeroDivisionError), files.create_stream(f"{url}/x", "wb") as stream:  # noqa: PT012
+        stream.write(b"half")
+        raise ZeroDivisionError
+    assert files.marks == {}
+    assert isinstance(files.error, ZeroDivisionError)
+
+
+def test_what_has_no_name_yet_is_not_in_the_store(url: str) -> None:
+    files = MarkedObjects()
+    with files.create_stream(f"{url}/x.tmp", "wb") as stream:
+        stream.write(b"content")
+    assert not files.exists(f"{url}/x.tmp")
+    files.rename(f"{url}/x.tmp", f"{url}/x")
+    assert files.marks == {"x": FileMark(7, zlib.crc32(b"content"))} == stored(url)
+    assert files.ls(url) == [f"{url}/x"]
+    files.rm_file(f"{url}/x")
+    assert files.ls(url) == []

@@ -1,0 +1,348 @@
+"""Bad bytes: each damage is found and named before anything is loaded, and the newest good checkpoint is taken."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stagereg import record
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.place import local
+from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.errors import CheckpointError
+from stagereg.testing.ranks import run_ranks
+
+DATA = "__0_0.distcp"
+
+
+def save(root: Path, *steps: int, keep: int = 9) -> None:
+    with Checkpointer(str(root), keep=keep, resume="never") as checkpointer:
+        for step in steps:
+            checkpointer.save(step, {"x": torch.full((50,), float(step)), "n": step})
+
+
+def restore(root: Path, **options: Any) -> tuple[int | None, dict[str, Any]]:
+    state: dict[str, Any] = {"x": torch.zeros(50), "n": 0}
+    with Checkpointer(str(root), **options) as checkpointer:
+        try:
+            return checkpointer.restore(state), state
+        finally:
+            assert state["n"] == float(state["x"][0]) == float(state["x"][-1]), "half of it was loaded"
+
+
+def path_of(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def flip(path: Path, bit: int | None = None) -> None:
+    content = bytearray(path.read_bytes())
+    at = 4 * len(content) if bit is None else bit
+    content[at // 8] ^= 1 << at % 8
+    path.write_bytes(content)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged of checkpoints since the last time."""
+    messages = [each.getMessage() for each in caplog.records if each.name.startswith("stagereg.checkpoint")]
+    caplog.clear()
+    return messages
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("good")
+    save(root, 100, 200)
+    return root
+
+
+@pytest.fixture
+def root(tmp_path: Path, good: Path) -> Path:
+    """A directory with good checkpoints of the steps 100 and 200, to be damaged."""
+    return Path(shutil.copytree(good, tmp_path / "run", symlinks=True))
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_happens_to_a_file_is_found_and_named_and_the_one_before_is_loaded(
+    tmp_path: Path, good: Path, caplog: pytest.LogCaptureFixture, data: st.DataObject
+) -> None:
+    root = tmp_path / "run"
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(good, root, symlinks=True)
+    name = data.draw(st.sampled_from([".metadata", DATA, "manifest.json"]))
+    how = data.draw(st.sampled_from(["flip", "cut", "remove", "other"]))
+    path = path_of(root, 200) / name
+    size = path.stat().st_size
+    if how == "flip":
+        flip(path, data.draw(st.integers(0, 8 * size - 1)))
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[: data.draw(st.integers(0, size - 1))])
+    elif how == "remove":
+        path.unlink()
+    else:
+        shutil.copy(path_of(root, 100) / name, path)
+    caplog.clear()
+    step, _ = restore(root)
+    assert step == 100
+    block, end = told(caplog)
+    assert block.startswith(f"{path_of(root, 200)} is damaged and passed over:\n  {name}: ")
+    words = {"flip": "flipped bits", "cut": "truncated: ", "remove": "missing"}
+    words["other"] = f"of another checkpoint: step-00000100/{name}"
+    if name == "manifest.json":
+        words |= {"flip": "damaged (", "cut": "damaged (", "other": "of step 100"}
+    assert words[how] in block
+    assert end == "Resumed from step 100, NOT from step 200, which is damaged: 100 steps are lost."
+
+
+def test_a_fast_look_finds_sizes_and_what_cannot_be_read_is_found_in_reading(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metadata = path_of(root, 200) / ".metadata"
+    metadata.write_bytes(b"\0" * metadata.stat().st_size)
+    step, state = restore(root, verify="fast")
+    assert (step, state["n"]) == (100, 100)
+    assert ".metadata: flipped bits" in told(caplog)[0]
+
+
+def test_a_fast_look_does_not_read_the_content(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalPlace, "contents", lambda *_: pytest.fail("it was read"))
+    assert restore(root, verify="fast")[0] == 200
+
+
+def test_what_only_reading_finds_falls_back_before_any_object_was_touched(
+    root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file goes away between the look at it and the reading."""
+    real = LocalPlace.contents
+
+    def contents(self: LocalPlace, path: str, names: Any) -> Any:
+        found = real(self, path, names)
+        (path_of(root, 200) / DATA).unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(LocalPlace, "contents", contents)
+    assert restore(root)[0] == 100
+    assert f"{DATA}: missing" in told(caplog)[0]
+
+
+def test_a_start_from_scratch_is_not_made_where_there_are_only_damaged_ones(root: Path) -> None:
+    flip(path_of(root, 200) / DATA)
+    (path_of(root, 100) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError) as refused:
+        restore(root)
+    for words in ("step-00000200: __0_0.distcp: flipped bits", "step-00000100: manifest.json: missing", "resume=never"):
+        assert words in str(refused.value)
+    assert restore(root, resume="never")[0] is None
+
+
+@pytest.mark.parametrize("resume", ["latest", "path", "path of latest"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "manifest"])
+def test_a_damaged_one_that_was_asked_for_is_an_error_that_offers_the_newest_good_one(
+    root: Path, resume: str, damage: str
+) -> None:
+    save(root, 300)
+    asked = {"path": str(path_of(root, 300)), "path of latest": str(root / "latest")}.get(resume, resume)
+    file = path_of(root, 300) / ("manifest.json" if damage == "manifest" else DATA)
+    flip(file) if damage != "cut" else file.write_bytes(b"")
+    flip(path_of(root, 200) / DATA)
+    with pytest.raises(CheckpointError) as refused:
+        restore(root, resume=asked)
+    assert f"step-00000300 is not a complete checkpoint: it is damaged:\n  {file.name}: " in str(refused.value)
+    assert str(refused.value).endswith(f"The newest good one is of step 100: checkpoint.resume={path_of(root, 100)}")
+
+
+def test_where_no_other_is_good_none_is_offered(root: Path) -> None:
+    flip(path_of(root, 200) / DATA)
+    shutil.rmtree(path_of(root, 100))
+    with pytest.raises(CheckpointError, match="There is no good one beside it"):
+        restore(root, resume="latest")
+
+
+def test_retention_neither_counts_nor_deletes_a_damaged_one(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(root, 300)
+    (path_of(root, 300) / DATA).write_bytes(b"")
+    flip(path_of(root, 200) / DATA)
+    with Checkpointer(str(root), keep=1) as checkpointer:
+        state = {"x": torch.zeros(50), "n": 0}
+        assert checkpointer.restore(state) == 100
+        checkpointer.save(150, state)
+        checkpointer.wait()
+        assert sorted(path.name for path in root.glob("step-*")) == [path_of(root, s).name for s in (150, 200, 300)]
+        told(caplog)
+        checkpointer.save(200, state)
+        checkpointer.save(300, state)
+        checkpointer.wait()
+    assert [path.name for path in root.glob("step-*")] == ["step-00000300"]
+    assert told(caplog) == [
+        f"stagereg: the damaged checkpoint {path_of(root, step)} is replaced: step {step} was saved again."
+        for step in (200, 300)
+    ]
+    assert restore(root)[0] == 300
+
+
+def test_one_that_is_put_back_is_not_newer_than_what_was_saved_meanwhile(root: Path) -> None:
+    content = (path_of(root, 200) / DATA).read_bytes()
+    (path_of(root, 200) / DATA).write_bytes(b"")
+    save(root, 150)
+    (path_of(root, 200) / DATA).write_bytes(content)
+    assert restore(root)[0] == 150
+
+
+def test_an_old_damaged_one_is_told_but_costs_no_steps(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(root, 300)
+    (path_of(root, 300) / "manifest.json").unlink()
+    assert restore(root)[0] == 200
+    assert len(told(caplog)) == 2
+    save(root, 250)
+    told(caplog)
+    assert restore(root)[0] == 250
+    assert told(caplog) == [f"{path_of(root, 300)} is damaged and passed over:\n  manifest.json: missing"]
+    assert restore(root, resume="latest")[0] == 250
+
+
+@pytest.mark.parametrize(("number", "step"), [(errno.EIO, 100), (errno.EACCES, None), (errno.ESTALE, None)])
+def test_bytes_that_the_disk_has_lost_are_damage_and_a_server_that_is_away_is_an_error(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int, step: int | None
+) -> None:
+    real = local.mark_file
+
+    def mark_file(path: Path) -> Any:
+        if path == path_of(root, 200) / DATA:
+            raise OSError(number, errno.errorcode[number])
+        return real(path)
+
+    monkeypatch.setattr(local, "mark_file", mark_file)
+    if step is not None:
+        assert restore(root)[0] == step
+        return
+    with pytest.raises(
+        CheckpointError, match=rf"could not be read: rank 0: {DATA}: cannot be read \({errno.errorcode[number]}"
+    ):
+        restore(root)
+
+
+def test_a_directory_that_cannot_be_listed_is_no_start_from_scratch(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(str(root)) as checkpointer:
+        real: Callable[[Path], Any] = Path.iterdir
+
+        def iterdir(path: Path) -> Any:
+            if path == root:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return real(path)
+
+        monkeypatch.setattr(Path, "iterdir", iterdir)
+        with pytest.raises(CheckpointError, match=r"Nothing was restored from .*Permission denied"):
+            checkpointer.restore({"n": 0})
+        monkeypatch.undo()
+
+
+def test_an_error_of_the_objects_is_no_damage(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(str(root)) as checkpointer:
+        for verify in ("full", "fast"):
+            checkpointer.verify = verify
+            with pytest.raises(CheckpointError, match="no 'y' in it"):
+                checkpointer.restore({"y": 0})
+    assert told(caplog) == []
+
+
+def test_a_fallback_is_recorded_for_the_report(root: Path, tmp_path: Path) -> None:
+    flip(path_of(root, 200) / DATA)
+    with record.recording(tmp_path, 0, 1):
+        restore(root)
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    [event] = [event for event in events if event["event"] == "fallback"]
+    assert (event["step"], event["damaged"], event["lost"]) == (100, 200, 100)
+    assert event["why"].startswith(f"{DATA}: flipped bits")
+
+
+class Log(logging.Handler):
+    """Keeps what is logged in a process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger("stagereg.checkpoint.restoring").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Object:
+    """Keeps what was loaded into it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.loaded: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded.append(state["step"])
+
+
+def restore_on_two_ranks(rank: int, world_size: int, root: str) -> list[tuple[int | str, Any, float, list[str]]]:
+    log = Log()
+    found: list[tuple[int | str, Any, float, list[str]]] = []
+    file = path_of(Path(root), 2) / "__1_0.distcp"
+    own = f"own.rank{rank}"
+    with Checkpointer(root, keep=9) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"object": Object(step), own: torch.full((50,), step)})
+        checkpointer.wait()
+
+        def again(spoil: Callable[[], Any]) -> None:
+            checkpointer._ranks.exchange(None)
+            if rank == 0:
+                spoil()
+            checkpointer._ranks.exchange(None)
+            log.lines.clear()
+            state: dict[str, Any] = {"object": Object(0), own: torch.zeros(50)}
+            told: int | str
+            try:
+                told = checkpointer.restore(state) or 0
+            except CheckpointError as error:
+                told = str(error)
+            found.append((told, state["object"].loaded, float(state[own][0]), list(log.lines)))
+
+        again(lambda: None)
+        real = LocalPlace.contents
+        if rank == 1:
+            LocalPlace.contents = lambda self, path, names: dict.fromkeys(names, "missing")  # type: ignore
+        again(lambda: None)
+        LocalPlace.contents = real  # type: ignore[method-assign]
+        again(lambda: flip(file))
+        checkpointer.verify = "fast"
+        again(lambda: file.write_bytes(bytes(file.stat().st_size)))
+    return found
+
+
+def test_ranks_find_damage_together_tell_it_once_and_touch_nothing_before_all_have_read(tmp_path: Path) -> None:
+    ranks = run_ranks(restore_on_two_ranks, nproc=2, args=(str(tmp_path),))
+    for rank, (whole, blind, flipped, unreadable) in enumerate(ranks):
+        assert flipped[:3] == (1, [1], 1.0)
+        assert whole == (2, [2], 2.0, [])
+        assert unreadable[:3] == (1, [1], 1.0), "rank 0 could read all of its own, and has taken nothing of it"
+        for case in (flipped, unreadable):
+            assert len(case[3]) == (2 if rank == 0 else 0)
+            assert rank or "__1_0.distcp: flipped bits" in case[3][0]
+        assert "Rank 1 does not find" in str(blind[0])
+        assert "which rank 0 does" in str(blind[0])
+        assert blind[1:] == ([], 0.0, [])

@@ -1,0 +1,433 @@
+"""Storage that fails, hangs or goes away: what the run does, who hears of it, and what the process says at its end."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stagereg import ending
+from stagereg.checkpoint import process as process_room
+from stagereg.checkpoint.agreement import Agreement
+from stagereg.checkpoint.background import Background
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.process import WriterProcess
+from stagereg.errors import CheckpointError
+from stagereg.testing import run_ranks
+from stagereg.testing.faults import FaultyStorage
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No failure of a test must reach the exit status of the tests."""
+    yield
+    ending._forget()
+
+
+class Job:
+    """A task that ends when it is told to."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.begun, self.go, self.was_back = threading.Event(), threading.Event(), threading.Event()
+        self.lates = 0
+        self.backs: list[BaseException | None] = []
+        self.abandoned = False
+
+    def run(self) -> None:
+        self.begun.set()
+        assert self.go.wait(30)
+        if self.error is not None:
+            raise self.error
+
+    def late(self) -> CheckpointError:
+        self.lates += 1
+        return CheckpointError("too late")
+
+    def back(self, error: BaseException | None) -> None:
+        self.backs.append(error)
+        self.was_back.set()
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+
+class TestBackground:
+    def test_waits_end_with_the_time_out_and_it_is_told_once(self) -> None:
+        background, job = Background(0.0), Job()
+        background.submit(job)
+        assert not background.drain()
+        with pytest.raises(CheckpointError, match="too late"):
+            background.raise_failure()
+        assert background.hanging
+        background.make_room()
+        assert not background.drain()
+        background.raise_failure()
+        assert job.lates == 1
+        job.go.set()
+        assert job.was_back.wait(30)
+        assert background.drain() or background.drain(30)
+        assert job.backs == [None]
+
+    def test_a_task_behind_one_that_hangs_is_not_late_yet_and_works_when_it_is_back(self) -> None:
+        told: list[CheckpointError] = []
+        background, first, second = Background(0.0, told.append), Job(OSError("gone")), Job()
+        background.submit(first)
+        background.submit(second)
+        assert not background.drain()
+        assert (first.lates, second.lates) == (1, 0)
+        second.go.set()
+        background._timeout_s = math.inf
+        first.go.set()
+        assert first.was_back.wait(30)
+        _until(lambda: not background.hanging)
+        assert background.drain(30)
+        background.raise_failure()
+        assert [str(each) for each in first.backs] == ["gone"]
+        assert [str(each) for each in told] == ["too late"], "what has been told is not told again"
+
+    def test_failures_are_warnings_where_they_are_to_be(self) -> None:
+        told: list[CheckpointError] = []
+        background, job = Background(math.inf, told.append), Job(OSError("disk"))
+        job.go.set()
+        background.submit(job)
+        assert background.drain(30)
+        background.raise_failure()
+        background.raise_failure()
+        assert [str(each) for each in told] == ["A save failed: disk"]
+
+    def test_what_hangs_when_all_is_shut_is_left_and_told_so(self) -> None:
+        background, job = Background(0.0), Job()
+        background.submit(job)
+        background.drain()
+        background.shut()
+        assert job.abandoned
+        assert not background.finish()
+        job.go.set()
+        assert job.was_back.wait(30)
+
+    def test_one_that_is_dropped_leaves_no_thread(self) -> None:
+        background, job = Background(), Job()
+        job.go.set()
+        background.submit(job)
+        background.drain(30)
+        thread = background._thread
+        assert thread is not None
+        assert thread.daemon, "it must not hold up the end of the process"
+        del background
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+class TestEnding:
+    def test_the_last_outcome_of_a_series_counts(self) -> None:
+        ending.outcome("a", CheckpointError("first"))
+        ending.outcome("b", CheckpointError("other"))
+        ending.outcome("a", None)
+        with pytest.raises(CheckpointError, match="other"):
+            ending.finish()
+        ending.finish()
+
+    def test_what_somebody_was_told_is_not_told_again(self) -> None:
+        failure = CheckpointError("x")
+        ending.tell(failure)
+        ending.take_back(failure)
+        ending.finish()
+
+
+class TestWriterProcess:
+    def test_one_that_does_not_answer_in_time_is_killed_and_replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        start = process_room._START
+        monkeypatch.setattr(process_room, "_START", "import time; time.sleep(600)")
+        process = WriterProcess()
+        process.start()
+        pid = process.pid
+        with pytest.raises(CheckpointError, match="was killed"):
+            process.ask(b"question", until=time.monotonic())
+        assert process.pid is None
+        assert process.restarts == 1
+        assert not Path(f"/proc/{pid}").exists()
+        monkeypatch.setattr(process_room, "_START", start)
+        process.start()
+        assert process.pid not in (None, pid)
+        process.close(now=True)
+
+    def test_closing_it_now_ends_a_question_that_would_never_be_answered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(process_room, "_START", "import time; time.sleep(600)")
+        process, told = WriterProcess(), []
+
+        def ask() -> None:
+            try:
+                process.ask(b"question")
+            except CheckpointError as error:
+                told.append(str(error))
+
+        process.start()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        process.close(now=True)
+        thread.join(30)
+        assert len(told) == 1
+        assert process.pid is None
+
+
+@pytest.mark.parametrize("stager", ["blocking", "pinned_cached"])
+def test_training_goes_on_past_a_failed_save_and_the_end_tells_if_it_was_the_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stager: str
+) -> None:
+    import stagereg
+
+    caplog.set_level(logging.WARNING, "stagereg")
+    storage = FaultyStorage(fault="ENOSPC", saves=[2, 4])
+    with Checkpointer(
+        str(tmp_path), every=1, keep=9, on_error="warn", storage=storage, stager=stagereg.build("stager", stager)
+    ) as checkpointer:
+        for step in (1, 2, 3, 4):
+            checkpointer.maybe_save(step, {"x": step})
+            checkpointer.wait()
+            warned = [each.getMessage() for each in caplog.records if "was not saved" in each.getMessage()]
+            assert len(warned) == step // 2
+        assert "Step 4 was not saved" in warned[1]
+        assert f"The disk of {tmp_path} is full" in warned[1]
+        assert f"The newest good checkpoint is step 3, in {tmp_path}." in warned[1]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003"]
+    with pytest.raises(CheckpointError, match=r"the last save has failed, of step 4.*is step 3"):
+        ending.finish()
+    with Checkpointer(str(tmp_path), on_error="warn") as checkpointer:
+        checkpointer.save(5, {"x": 5})
+    ending.finish()
+
+
+def test_a_copy_that_fails_is_a_warning_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(str(tmp_path), on_error="warn") as checkpointer:
+        checkpointer.save(1, {"x": (value for value in ())})
+        assert "Step 1 was not saved" in caplog.text
+        checkpointer.save(2, {"x": 2})
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
+    ending.finish()
+
+
+def test_while_a_save_hangs_others_take_no_memory_and_nothing_is_restored(tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    storage = FaultyStorage(fault="hang", saves=[1], release=str(release))
+    checkpointer = Checkpointer(str(tmp_path / "run"), storage=storage, timeout=datetime.timedelta(milliseconds=100))
+    staged: list[int] = []
+    stage = checkpointer._stager.stage
+    checkpointer._stager.stage = lambda state: staged.append(1) or stage(state)  # type: ignore[method-assign,func-returns-value]
+    checkpointer.save(1, {"x": 1})
+    with pytest.raises(CheckpointError, match=r"taken longer than 0\.1 s \(it is at: writing its files\)"):
+        checkpointer.wait()
+    for step in range(2, 50):
+        with pytest.raises(CheckpointError, match=f"Step {step} was not saved: an earlier save hangs"):
+            checkpointer.save(step, {"x": step})
+    assert len(staged) == 1
+    with pytest.raises(CheckpointError, match="Nothing was restored"):
+        checkpointer.restore({"x": 0})
+    checkpointer._background._timeout_s = 60.0
+    release.touch()
+    _until(lambda: not checkpointer._background.hanging)
+    checkpointer.save(50, {"x": 50})
+    checkpointer.wait()
+    restored = {"x": 0}
+    assert checkpointer.restore(restored) == restored["x"] == 50
+    checkpointer.close()
+
+
+def test_a_save_that_is_given_up_at_close_completes_nothing_later(tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    storage = FaultyStorage(fault="hang", release=str(release))
+    checkpointer = Checkpointer(str(tmp_path / "run"), storage=storage, timeout=datetime.timedelta(milliseconds=100))
+    checkpointer.save(1, {"x": 1})
+    with pytest.raises(CheckpointError, match="taken longer"):
+        checkpointer.close()
+    with pytest.raises(CheckpointError, match="in use"):
+        Checkpointer(str(tmp_path / "run"))
+    release.touch()
+    thread = checkpointer._background._thread
+    assert thread is not None
+    thread.join(30)
+    assert list((tmp_path / "run").glob("step-*")) == []
+
+
+def _until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+def on_two_ranks(rank: int, world_size: int, root: str) -> list[Any]:
+    import torch
+    import torch.distributed as dist
+
+    class Kept(logging.Handler):
+        def __init__(self) -> None:
+            super().__init__(logging.WARNING)
+            self.texts: list[str] = []
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.texts.append(record.getMessage())
+
+    kept = Kept()
+    logging.getLogger("stagereg").addHandler(kept)
+    release = Path(root) / "release"
+    storage = FaultyStorage(fault="hang", saves=[2], ranks=[1], release=str(release))
+    checkpointer = Checkpointer(
+        f"{root}/run", every=1, keep=9, storage=storage, on_error="warn", timeout=datetime.timedelta(seconds=5)
+    )
+    for step in (1, 2, 3):
+        checkpointer.maybe_save(step, {"x": torch.full((10,), float(step)), f"rank{rank}": rank})
+        checkpointer.wait()
+    hung = checkpointer._background.hanging
+    dist.barrier()
+    if rank == 0:
+        release.touch()
+    _until(lambda: not checkpointer._background.hanging)
+    checkpointer.wait()
+    checkpointer.save(4, {"x": torch.full((10,), 4.0), f"rank{rank}": rank})
+    checkpointer.close()
+    limited = Agreement()
+    limited._limit = datetime.timedelta(milliseconds=100)
+    gone = ""
+    if rank == 0:
+        try:
+            limited.exchange("only here")
+        except CheckpointError as error:
+            gone = str(error)
+    dist.barrier()
+    return [hung, kept.texts, gone, sorted(path.name for path in Path(root, "run").glob("step-*"))]
+
+
+def test_one_rank_that_hangs_is_named_and_when_it_is_back_all_go_on_together(tmp_path: Path) -> None:
+    first, second = run_ranks(on_two_ranks, args=(str(tmp_path),))
+    assert first[0]
+    assert second[0]
+    assert any("rank 0 is at: waiting for the others" in text for text in first[1]), first[1]
+    assert any("rank 1 is at: writing its files" in text for text in second[1]), second[1]
+    assert any("step 2 is saved after all" in text and "not saved: 3" in text for text in first[1]), first[1]
+    assert "Rank 0 has waited" in first[2]
+    assert first[3] == ["step-00000001", "step-00000002", "step-00000004"]
+
+
+# -- whole programs
+
+
+def programs(*names: str) -> dict[str, SimpleNamespace]:
+    """Run programs of the fault table, which are in ``faults.py`` beside this file; return how each went."""
+    command = [sys.executable, str(FOLDER / "faults.py"), "--json", *names]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    if "mount" in done.stderr and done.returncode:
+        pytest.skip(f"cannot mount a file system: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {name: SimpleNamespace(**result) for name, result in map(json.loads, done.stdout.splitlines())}
+
+
+def test_the_end_of_a_program_tells_of_a_last_save_that_failed_or_hangs() -> None:
+    results = programs("eio_last", "hangs_warn")
+    for result in results.values():
+        assert result.status == 1
+        assert result.resumes == 2
+        last = [line for line in result.saw.splitlines() if "the last save has failed, of step 6" in line]
+        assert len(last) == 1
+        assert "The newest good checkpoint is step 2, in DIR." in last[0]
+    assert results["hangs_warn"].saw.count("has taken longer") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_fault_leaves_what_was_complete_and_is_told_in_the_exit_status() -> None:
+    results = programs()
+    assert len(results) > 15
+    for name, result in results.items():
+        good = [] if name == "deleted" else [1, 2]
+        assert result.loads[: len(good)] == good, (name, result)
+        assert result.resumes == result.loads[-1], (name, result)
+        assert result.status == (0 if result.loads[-1] == 6 else 1), (name, result)
+        assert len(result.saw.splitlines()) <= 8, (name, result)
+        if result.on_error == "raise" and result.status:
+            assert "Step 3 was not saved" in result.saw
+        assert "Traceback" not in result.saw
+        assert "DIR" in result.saw
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_table_in_the_documentation_is_what_the_programs_do_now() -> None:
+    command = [sys.executable, str(FOLDER / "faults.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    if done.returncode:
+        pytest.skip(f"cannot mount a file system: {done.stderr.splitlines()[-1]}")
+    page = ROOT / "docs" / "checkpoints.md"
+    assert done.stdout.strip() in page.read_text()
+
+
+TRAIN = """
+import datetime, torch, stagereg
+import torch.distributed as dist
+from stagereg.testing.faults import FaultyStorage
+
+@stagereg.main(config_path="conf", config_name="app")
+def train(cfg):
+    storage = FaultyStorage(fault=cfg.fault, saves=list(cfg.saves), ranks=[dist.get_world_size() - 1])
+    with stagereg.Checkpointer(cfg.dir, every=1, keep=9, storage=storage, on_error=cfg.on_error,
+                               timeout=datetime.timedelta(seconds=cfg.timeout_s)) as checkpointer:
+        for step in range(1, 5):
+            x = torch.ones(3)
+            dist.all_reduce(x)
+            checkpointer.maybe_save(step, {"x": x * step})
+            checkpointer.wait()
+    print("the loop is done", flush=True)
+
+if __name__ == "__main__":
+    train()
+"""
+
+CONFIG = "nproc: 2\nfault: EIO\nsaves: [4]\non_error: warn\ntimeout_s: 60.0\ndir: runs\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("options", "status", "says"),
+    [
+        ([], 1, "rank 0: the last save has failed, of step 4, so the exit status is 1. The newest good"),
+        (["nproc=1"], 1, "rank 0: the last save has failed, of step 4, so the exit status is 1. The newest good"),
+        (["saves=[3]"], 0, "Step 3 was not saved: rank 1: OSError: [Errno 5]"),
+        (["on_error=raise", "saves=[2]"], 1, "Step 2 was not saved: rank 1: OSError: [Errno 5]"),
+        (["fault=hang", "timeout_s=10"], 1, "the last save has failed, of step 4, so the exit status is 1."),
+        (["fault=hang", "timeout_s=10", "on_error=raise"], 1, "rank 1 is at: writing its files"),
+    ],
+)
+def test_a_job_of_several_ranks_ends_with_the_status_of_its_last_save(
+    tmp_path: Path, options: list[str], status: int, says: str
+) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "app.yaml").write_text(CONFIG)
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = [sys.executable, "train.py", f"dir={tmp_path}/runs", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == status, done.stderr
+    assert says in done.stdout + done.stderr
+    goes_on = "on_error=raise" not in options
+    assert done.stdout.count("the loop is done") == (goes_on and (1 if "nproc=1" in options else 2))
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,385 @@
+"""A run that is told to leave: all ranks save the same step and leave, and the next run ends as if nothing had been."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg
+from stagereg import preemption
+from stagereg.checkpoint import leaving
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.preemption import Notice, Preempted
+from stagereg.testing import run_ranks
+
+LIMIT_S = 100
+STEPS = 40
+LENGTHS = {"even": (STEPS, STEPS), "iterate": (STEPS, 6), "leave": (STEPS, 6), "leave torch": (STEPS, 6)}
+"""Steps that each rank has data for, by how the loop is written."""
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+
+CASES = {
+    "one rank": ("even", {0: (9, TERM)}),
+    "the other rank, by Slurm's signal": ("even", {1: (8, USR1)}),
+    "all, at different steps": ("even", {0: (14, TERM), 1: (9, TERM)}),
+    "all, by different signals": ("even", {0: (9, TERM), 1: (9, USR1)}),
+    "the first step": ("even", {1: (1, TERM)}),
+    "a rank with data, while the other has none": ("iterate", {0: (20, TERM)}),
+    "the rank without data": ("iterate", {1: (20, TERM)}),
+    "a rank with data, while the other has left the loop": ("leave", {0: (20, TERM)}),
+    "the rank that has left the loop": ("leave", {1: (20, TERM)}),
+    "the rank that has left a loop of torch's join": ("leave torch", {1: (20, USR1)}),
+}
+
+
+class Training:
+    """A small model on uneven data, the same whenever the steps are; ``told`` is called after each step's numbers."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        torch.manual_seed(0)
+        self.rank, self.how = rank, how
+        self.model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+        self.steps = 0
+        # Of this rank with data or without: counted where its optimizer steps.
+        self.optimizer.register_step_post_hook(self._count)
+        self.signals: dict[int, tuple[int, signal.Signals]] = {}
+
+    def _count(self, *_: Any) -> None:
+        self.steps += 1
+        at, number = self.signals.get(self.rank, (0, TERM))
+        if self.steps == at:
+            os.kill(os.getpid(), number)
+
+    def batches(self, start: int) -> Iterator[Tensor]:
+        for step in range(start, LENGTHS[self.how][self.rank]):
+            yield torch.randn(3, 4, generator=torch.Generator().manual_seed(1000 * self.rank + step))
+
+    def run(self, checkpointer: Checkpointer) -> None:
+        self.steps = start = checkpointer.restore(self.state) or 0
+        if self.how == "even":
+            for step, batch in enumerate(self.batches(start), start + 1):
+                self.step(self.model(batch).square().mean())
+                checkpointer.maybe_save(step, self.state)
+        elif self.how == "iterate":
+            with stagereg.Join([self.model, self.optimizer]) as join:
+                for step, batch in enumerate(join.iterate(self.batches(start)), start + 1):
+                    self.step(join.mean(self.model(batch).square().sum(), len(batch)))
+                    checkpointer.maybe_save(step, self.state)
+        else:
+            saver = stagereg.build(
+                "joinable", "checkpoint", checkpointer=checkpointer, state=self.state, module=self.model
+            )
+            join = stagereg.Join if self.how == "leave" else torch.distributed.algorithms.Join
+            own = [saver, self.model, self.optimizer]
+            if self.how == "leave torch":
+                own[2:] = [stagereg.build("joinable", "step", step=self.optimizer.step)]
+            with join(own):
+                for step, batch in enumerate(self.batches(start), start + 1):
+                    self.step(self.model(batch).square().mean())
+                    saver.maybe(step)
+
+    def step(self, loss: Tensor) -> None:
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def numbers(self) -> list[Tensor]:
+        moments = [value for each in self.optimizer.state.values() for value in each.values()]
+        if self.how == "leave torch":  # which hands the last parameters to ranks without data, and no gradients before
+            moments = []
+        return [tensor.detach().clone() for tensor in (*self.model.parameters(), *moments)]
+
+
+def everything(rank: int, world: int, root: str) -> dict[str, Any]:
+    leaving._EVERY_S = 0.0
+    expected = {}
+    for how in LENGTHS:
+        training = Training(rank, how)
+        with Checkpointer(f"{root}/{how}", every=1000) as checkpointer:
+            training.run(checkpointer)
+        expected[how] = training.numbers()
+    told: dict[str, Any] = {}
+    for name, (how, signals) in CASES.items():
+        training = Training(rank, how)
+        training.signals = signals
+        left = None
+        try:
+            with Checkpointer(f"{root}/{name}", every=1000) as checkpointer:
+                training.run(checkpointer)
+        except Preempted as error:
+            left = error
+        before = [signal.getsignal(number) for number in (TERM, USR1)]
+        resumed = Training(rank, how)
+        with Checkpointer(f"{root}/{name}", every=1000) as checkpointer:
+            resumed.run(checkpointer)
+        told[name] = {
+            "left": left and (left.step, left.code),
+            "steps": training.steps,
+            "restored": before == [signal.SIG_DFL] * 2,
+            "same": all(map(torch.equal, resumed.numbers(), expected[how])),
+        }
+    told["under way"] = while_a_save_is_under_way(rank, f"{root}/under way")
+    told["uneven"] = uneven_calls(rank, f"{root}/uneven")
+    told["closed"] = closed_early(rank, f"{root}/closed")
+    return told
+
+
+def while_a_save_is_under_way(rank: int, directory: str) -> Any:
+    """The signal comes while an earlier save is being committed."""
+    signalled = threading.Event()
+    publish = LocalPlace.publish
+
+    def late(self: LocalPlace, *given: Any) -> str:
+        assert signalled.wait(LIMIT_S)
+        return publish(self, *given)
+
+    state = {"x": torch.zeros(3)}
+    with mock.patch.object(LocalPlace, "publish", late):
+        try:
+            with Checkpointer(directory, every=5) as checkpointer:
+                for step in range(1, STEPS):
+                    state["x"] += 1
+                    if step == 7:
+                        os.kill(os.getpid(), TERM)
+                        signalled.set()
+                    checkpointer.maybe_save(step, state)
+        except Preempted as left:
+            return left.step, sorted(path.name for path in Path(directory).glob("step-*"))
+
+
+@contextmanager
+def warnings_of(logger: logging.Logger) -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield said
+    logger.removeHandler(handler)
+
+
+def uneven_calls(rank: int, directory: str) -> Any:
+    """One rank calls no more, and stays: nobody hangs, and the signals do what they did."""
+    with mock.patch.object(leaving, "_PATIENCE_S", 0.2), warnings_of(leaving._log) as said:
+        checkpointer = Checkpointer(directory, every=1000)
+        for step in range(1, 10 if rank == 1 else 30):
+            checkpointer.maybe_save(step, {})
+        free = signal.getsignal(TERM) is signal.SIG_DFL
+        dist.barrier()
+        checkpointer.close()
+        return len(said), "could not tell each other" in "".join(said), free
+
+
+def closed_early(rank: int, directory: str) -> Any:
+    """One rank comes to its end before the others: they hear of it, and need not wait."""
+    with warnings_of(leaving._log) as said:
+        checkpointer = Checkpointer(directory, every=1000)
+        for step in range(1, 10 if rank == 1 else 30):
+            checkpointer.maybe_save(step, {})
+        began = time.monotonic()
+        checkpointer.close()
+        dist.barrier()
+        return said, time.monotonic() - began < leaving._PATIENCE_S
+
+
+def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    first, second = run_ranks(everything, 2, args=(str(tmp_path),), timeout_s=LIMIT_S)
+    for name, (_, signals) in CASES.items():
+        assert first[name]["left"] == second[name]["left"], name
+        assert first[name]["left"] is not None, name
+        step, code = first[name]["left"]
+        assert code == 75, name
+        assert min(at for at, _ in signals.values()) <= step < STEPS, name
+        assert first[name]["steps"] == second[name]["steps"] == step, name
+        assert [told[name]["restored"] for told in (first, second)] == [True, True], name
+        assert [told[name]["same"] for told in (first, second)] == [True, True], name
+    step, names = first["under way"]
+    assert second["under way"] == first["under way"]
+    assert names == ["step-00000005", f"step-{step:08}"]
+    assert first["uneven"] == (1, True, True)
+    assert first["closed"] == second["closed"] == ([], True)
+
+
+# One import of torch, then a child for each case, forked before torch has run any thread.
+SCRIPT = """
+import ctypes, datetime, os, signal, sys, threading, time
+import torch
+from stagereg import preemption
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.place.local import LocalPlace
+
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+publish = LocalPlace.publish
+mutex = ctypes.create_string_buffer(256)
+
+def hang():
+    libc = ctypes.CDLL(None)  # waits where no handler of Python's can run
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+def me(number):
+    os.kill(os.getpid(), number)
+
+def train(case, grace_s=0.3):
+    def broken(self, written, step, *rest):
+        if step == 7 and case == "save hangs":
+            threading.Event().wait()
+        if step == 7 and case == "save fails":
+            raise OSError("no cheese")
+        return publish(self, written, step, *rest)
+    LocalPlace.publish = broken
+    grace = datetime.timedelta(seconds=grace_s)
+    with Checkpointer(os.path.join(sys.argv[1], case), every=5, grace=grace) as checkpointer:
+        for step in range(1, 100):
+            if step == 7:
+                checkpointer.wait()
+                me(TERM)
+                while checkpointer.leaving.words() != [1.0, 0.0]:
+                    time.sleep(0.001)
+                if case == "stuck":
+                    hang()
+            checkpointer.maybe_save(step, {"step": step})
+
+def twice():
+    preemption._SAME_S = 0.0
+    with Checkpointer(os.path.join(sys.argv[1], "twice"), grace=datetime.timedelta(seconds=1000)) as checkpointer:
+        me(TERM)
+        while checkpointer.leaving.words() != [1.0, 0.0]:
+            time.sleep(0.001)
+        me(TERM)
+        hang()
+
+def at_once():
+    with Checkpointer(os.path.join(sys.argv[1], "at once"), grace=datetime.timedelta(seconds=1000)) as checkpointer:
+        me(TERM)
+        me(TERM)
+        for step in range(1, 10**6):
+            checkpointer.maybe_save(step, {})
+
+def closed():
+    Checkpointer(os.path.join(sys.argv[1], "closed")).close()
+    me(USR1)
+
+def dropped():
+    Checkpointer(os.path.join(sys.argv[1], "dropped"))
+    import gc
+    gc.collect()
+    me(TERM)
+
+def without():
+    with Checkpointer(os.path.join(sys.argv[1], "without"), grace=None):
+        me(TERM)
+
+def worker():
+    with Checkpointer(os.path.join(sys.argv[1], "worker")) as checkpointer:
+        child = os.fork()
+        if child == 0:
+            me(USR1)
+            me(TERM)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == TERM, "a forked child hears SIGTERM alone"
+        assert checkpointer.leaving.words() == [0.0, 0.0]
+
+def kept():
+    heard = []
+    signal.signal(USR1, lambda *_: heard.append(1))
+    with Checkpointer(os.path.join(sys.argv[1], "kept")) as checkpointer:
+        me(USR1)
+        assert heard and checkpointer.leaving.words() == [0.0, 0.0]
+    assert signal.getsignal(USR1) is not signal.SIG_DFL
+
+def two():
+    one, other = (Checkpointer(os.path.join(sys.argv[1], name)) for name in ("two", "two more"))
+    one.close()
+    me(TERM)
+    for step in range(1, 10**6):
+        other.maybe_save(step, {})
+
+cases = {name: lambda name=name: train(name) for name in ("save hangs", "stuck")}
+cases["save fails"] = lambda: train("save fails", 1000)
+cases |= {"twice": twice, "at once": at_once, "closed": closed, "dropped": dropped, "without": without}
+cases |= {"worker": worker, "kept": kept, "two": two}
+for name, case in cases.items():
+    print(f"== {name}", flush=True)
+    child = os.fork()
+    if child == 0:
+        os.dup2(1, 2)
+        try:
+            case()
+            os._exit(0)
+        except SystemExit as left:
+            os._exit(left.code)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            os._exit(1)
+    print("-- code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    told = dict(re.findall(r"^== (.*?)\n(.*?-- code -?\d+)$", ended.stdout, re.MULTILINE | re.DOTALL))
+    codes = {name: int(text.rpartition(" ")[2]) for name, text in told.items()}
+    assert codes == {
+        "save hangs": 143,
+        "stuck": 143,
+        "save fails": 143,
+        "twice": 143,
+        "at once": 75,
+        "closed": -signal.SIGUSR1,
+        "dropped": -signal.SIGTERM,
+        "without": -signal.SIGTERM,
+        "worker": 0,
+        "kept": 0,
+        "two": 75,
+    }, ended.stdout + ended.stderr
+    for name in ("save hangs", "stuck"):
+        assert "stopped by SIGTERM: 0.3 s were too few to save and leave (checkpoint.grace); the newest" in told[name]
+        assert re.search(r"newest complete checkpoint in .* is step 5$", told[name], re.MULTILINE)
+    assert re.search("stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", told["save fails"])
+    assert "stopped by SIGTERM: it came twice, so nothing more is saved" in told["twice"]
+
+
+def test_only_the_main_thread_listens() -> None:
+    heard: list[bool] = []
+    notice = Notice(1.0, str)
+    asking = threading.Thread(target=lambda: heard.append(notice.listen()))
+    asking.start()
+    asking.join(LIMIT_S)
+    assert heard == [False]
+    assert signal.getsignal(TERM) is signal.SIG_DFL
+    assert not preemption._ears.notices
+
+
+@pytest.mark.parametrize("left", [Preempted(7, "runs/x", TERM), preemption.Stopped(USR1, "the disk is full")])
+def test_what_a_run_leaves_with_survives_a_pickle(left: SystemExit) -> None:
+    import pickle
+
+    copy = pickle.loads(pickle.dumps(left))
+    assert (type(copy), str(copy), copy.code) == (type(left), str(left), left.code)

@@ -1,0 +1,357 @@
+"""What any number of ranks saved, any other number restores, bit for bit, and trains on as if it had been its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from stagereg.checkpoint import torchfiles, zero
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.errors import CheckpointError
+from stagereg.registry import build
+from stagereg.stagers.blocking import BlockingAsyncStager
+from stagereg.testing.ranks import run_ranks
+
+SIZES = (1, 2, 3, 4)
+KINDS = ("ddp", "zero", "fsdp2")
+
+
+def network(seed: int) -> torch.nn.Sequential:
+    """Seven rows, three, and one: they fit no number of ranks; one layer is frozen, one has buffers."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(5, 7),
+        torch.nn.BatchNorm1d(7),
+        torch.nn.Linear(7, 3),
+        torch.nn.Linear(3, 3),
+        torch.nn.Linear(3, 1),
+    )
+    model[3].requires_grad_(False)
+    return model
+
+
+def grouped(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two groups of parameters, in another order than the model's."""
+    weights = [x for name, x in model.named_parameters() if name.endswith("weight")]
+    biases = [x for name, x in model.named_parameters() if name.endswith("bias")]
+    return [{"params": biases, "weight_decay": 0.0}, {"params": weights, "lr": 0.05}]
+
+
+class Run:
+    """A training run of one kind on the ranks of a group."""
+
+    def __init__(self, kind: str, group: dist.ProcessGroup, seed: int) -> None:
+        self.kind, self.group, self.rank = kind, group, dist.get_rank(group)
+        self.inner: Any = network(seed)
+        if kind == "fsdp2":
+            mesh = DeviceMesh.from_group(group, "cpu")
+            for layer in (self.inner[0], self.inner[2]):
+                fully_shard(layer, mesh=mesh)
+            self.model: Any = fully_shard(self.inner, mesh=mesh)
+        else:
+            self.model = DistributedDataParallel(self.inner, process_group=group)
+        groups = grouped(self.inner)
+        if kind == "zero":
+            self.optimizer: Any = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, process_group=group, lr=0.1)
+        else:
+            self.optimizer = torch.optim.AdamW(groups, lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 4])
+        self.state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "seen": [0]}
+
+    def train(self, step: int) -> None:
+        torch.manual_seed(100 * step + self.rank)
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 5)).square().mean().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.state["seen"][0] = step
+
+    def whole(self) -> dict[str, Any]:
+        """All of it, put together by torch's own means; on rank 0 of the group."""
+        model = {name: full(x) for name, x in self.inner.state_dict().items()}
+        if self.kind == "zero":
+            self.optimizer.consolidate_state_dict(0)
+        optimizer = self.optimizer.state_dict() if self.kind != "zero" or self.rank == 0 else {"state": {}}
+        state = {i: {name: full(x) for name, x in part.items()} for i, part in optimizer["state"].items() if part}
+        return {
+            "model": model,
+            "optimizer": {"state": state, "param_groups": optimizer.get("param_groups")},
+            "scheduler": self.scheduler.state_dict(),
+            "seen": self.state["seen"],
+        }
+
+    def adopt(self, whole: dict[str, Any]) -> None:
+        """Take all of it by torch's own means, without a checkpointer."""
+        live = self.inner.state_dict()
+        self.inner.load_state_dict({name: like(x, live[name]) for name, x in whole["model"].items()})
+        params = [x for group in self.optimizer.param_groups for x in group["params"]]
+        state = {
+            i: {name: like(x, params[i]) for name, x in part.items()} for i, part in whole["optimizer"]["state"].items()
+        }
+        self.optimizer.load_state_dict({"state": state, "param_groups": whole["optimizer"]["param_groups"]})
+        self.scheduler.load_state_dict(whole["scheduler"])
+        self.state["seen"] = list(whole["seen"])
+
+
+def full(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
+
+
+def like(x: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    if isinstance(live, DTensor) and live.shape == x.shape:
+        return distribute_tensor(x, live.device_mesh, live.placements, src_data_rank=None)
+    return x.clone()
+
+
+def exact(value: Any) -> Any:
+    """A value with its bits in place of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).tolist()
+    if isinstance(value, Mapping):
+        return {key: exact(item) for key, item in value.items()}
+    return [exact(item) for item in value] if isinstance(value, list) else value
+
+
+class Groups:
+    """The first ranks, for every number of them, and the rest."""
+
+    def __init__(self) -> None:
+        world = list(range(dist.get_world_size()))
+        self._first = {size: dist.new_group(world[:size]) for size in SIZES[: len(world)]}
+        self._rest = {size: dist.new_group(world[size:]) for size in SIZES[: len(world) - 1]}
+
+    def __getitem__(self, size: int) -> dist.ProcessGroup:
+        return self._first[size] if dist.get_rank() < size else self._rest[size]
+
+    @contextmanager
+    def checkpointer(self, size: int, root: str, storage: str = "dcp") -> Iterator[Checkpointer]:
+        """A checkpointer on the first ranks; the others have one elsewhere.
+
+        Torch names a group that only its own ranks make after the number of groups there were, which has to be the same
+        on all of them.
+        """
+        own = root if dist.get_rank() < size else f"{root}-others"
+        chosen = build("storage", storage)
+        with Checkpointer(own, stager=BlockingAsyncStager(), storage=chosen, process_group=self[size]) as found:
+            yield found
+
+
+def told(whole: dict[str, Any] | None, rank_of_it: int = 0) -> dict[str, Any]:
+    """What one rank knows, on all of them."""
+    box = [whole]
+    dist.broadcast_object_list(box, rank_of_it)
+    assert box[0] is not None
+    return box[0]
+
+
+def save(kind: str, size: int, groups: Groups, root: str, storage: str) -> dict[str, Any]:
+    """Save a run of some steps on the first ranks, and return all of its state on all ranks."""
+    whole = None
+    with groups.checkpointer(size, root, storage) as keeper:
+        if dist.get_rank() < size:
+            run = Run(kind, groups[size], seed=1)
+            for step in (1, 2, 3):
+                run.train(step)
+            keeper.save(3, run.state)
+            whole = run.whole()
+    return told(whole)
+
+
+def restore(kind: str, size: int, groups: Groups, root: str, saved: dict[str, Any]) -> list[str]:
+    """Restore on the first ranks into another run, and return what is not as it was saved, then and one step later."""
+    differing: list[str] = []
+    with groups.checkpointer(size, root) as keeper:
+        if dist.get_rank() < size:
+            run, reference = Run(kind, groups[size], seed=2), Run(kind, groups[size], seed=3)
+            if size % 2:  # state that there is before is read into, state that is not is made
+                run.train(1)
+                reference.train(1)  # DDP sums in another order from its second step on
+            assert keeper.restore(run.state) == 3
+            found = run.whole()
+            differing += [f"restored {name}" for name in found if exact(found[name]) != exact(saved[name])]
+            reference.adopt(saved)
+            run.train(4)
+            reference.train(4)
+            found, expected = run.whole(), reference.whole()
+            differing += [f"next step's {name}" for name in found if exact(found[name]) != exact(expected[name])]
+    dist.barrier()
+    return [f"{kind} on {size} from {root}: {what}" for what in differing] if dist.get_rank() == 0 else []
+
+
+def go(
+    rank: int, world_size: int, root: str, cases: Sequence[tuple[str, int, str, int]], storage: str
+) -> tuple[list[str], dict[tuple[str, int], dict[str, Any]]]:
+    """Each case: what is saved, on how many ranks; what is restored, on how many."""
+    groups = Groups()
+    wholes: dict[tuple[str, int], dict[str, Any]] = {}
+    differing = []
+    for kind, size, new_kind, new_size in cases:
+        place = f"{root}/{kind}-{size}"
+        if (kind, size) not in wholes:
+            wholes[kind, size] = save(kind, size, groups, place, storage)
+        differing += restore(new_kind, new_size, groups, place, wholes[kind, size])
+    return differing, wholes
+
+
+def alone(root: Path | str) -> dict[str, Any]:
+    """Restore what any of them saved in this process, which has no process group."""
+    model = network(4)
+    optimizer = torch.optim.AdamW(grouped(model), lr=0.2)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [9])
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "seen": [0]}
+    with Checkpointer(str(root), stager=BlockingAsyncStager()) as keeper:
+        assert keeper.restore(state) is not None
+    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
+
+
+def test_what_some_ranks_saved_other_ranks_restore_bit_for_bit(tmp_path: Path) -> None:
+    cases = [(kind, a, kind, b) for kind in KINDS for a, b in ((1, 3), (3, 2))]
+    cases += [("zero", 3, "ddp", 2), ("ddp", 1, "zero", 3), ("zero", 3, "fsdp2", 2), ("fsdp2", 3, "zero", 2)]
+    (_, wholes), *_ = results = run_ranks(go, nproc=3, args=(str(tmp_path), cases, "dcp"))
+    assert [differing for differing, _ in results] == [[]] * 3
+    assert len(wholes) == 6
+    for (kind, size), saved in wholes.items():
+        assert exact(alone(tmp_path / f"{kind}-{size}")) == exact(saved)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("storage", ["dcp", "direct", "safetensors"])
+def test_every_move_of_every_kind(tmp_path: Path, storage: str) -> None:
+    cases = [
+        (kind, a, new, b) for kind, new in itertools.product(KINDS, KINDS) for a, b in itertools.product(SIZES, SIZES)
+    ]
+    results = run_ranks(go, nproc=4, args=(str(tmp_path), cases, storage), timeout_s=540)
+    assert [differing for differing, _ in results] == [[]] * 4
+    assert len(results[0][1]) == len(KINDS) * len(SIZES)
+
+
+def as_at_first(optimizer: Any) -> dict[str, Any]:
+    """A shard with the rank's own numbers, and nothing that says which they are in the whole."""
+    shard: dict[str, Any] = optimizer.optim.state_dict()
+    return shard
+
+
+def message(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def deal_otherwise(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """Shards that are not one rank's each: of two replicas, and of a time when they had other numbers."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    told: dict[str, Any] = {}
+
+    def keep(name: str) -> Checkpointer:
+        return Checkpointer(f"{root}/{name}", stager=BlockingAsyncStager())
+
+    def fresh() -> Run:
+        assert dist.group.WORLD is not None
+        return Run("zero", dist.group.WORLD, seed=2)
+
+    # Two replicas of two shards, dealt anew to four ranks, as many as there were.
+    run = Run("zero", halves[rank // 2], seed=1)
+    for x in run.inner.parameters():
+        x.grad = torch.full_like(x, 0.5)
+    run.optimizer.step()
+    with keep("replicas") as keeper:
+        keeper.save(1, run.state)
+        keeper.wait()
+        other = fresh()
+        keeper.restore(other.state)
+        run.optimizer.consolidate_state_dict(0)
+        other.optimizer.consolidate_state_dict(0)
+        if rank == 0:
+            told["replica"], told["restored"] = run.optimizer.state_dict(), other.optimizer.state_dict()
+
+    # Where the parameters are dealt as they were, a rank looks into its own shard alone.
+    asked: list[str] = []
+    shapes: Any = torchfiles.shapes
+
+    def listing(storage: Any, path: str, names: Any) -> Any:
+        asked.extend(names := list(names))
+        return shapes(storage, path, names)
+
+    with keep("same") as keeper:
+        keeper.save(1, other.state)
+        keeper.wait()
+        torchfiles.shapes = listing
+        keeper.restore(fresh().state)
+        torchfiles.shapes = shapes
+    told["asked"] = [name for name in asked if name.startswith("optimizer")]
+
+    zero.shard, now = as_at_first, zero.shard
+    with keep("first") as keeper:
+        keeper.save(1, other.state)
+        keeper.wait()
+        zero.shard = now
+        again = fresh()
+        keeper.restore(again.state)
+    again.optimizer.consolidate_state_dict(0)
+    if rank == 0:
+        told["again"] = again.optimizer.state_dict()
+    with keep("same") as keeper:
+        fewer = ZeroRedundancyOptimizer(network(1)[0].parameters(), torch.optim.AdamW)
+        told["fewer"] = message(lambda: keeper.restore({"optimizer": fewer}))
+        told["no optimizer"] = message(lambda: keeper.restore({"optimizer": {}}))
+    with keep("plain") as keeper:
+        keeper.save(1, {"optimizer": {"lr": 1}})
+        keeper.wait()
+        told["no state"] = message(lambda: keeper.restore({"optimizer": fewer}))
+    within_ddp = ZeroRedundancyOptimizer(network(1).parameters(), torch.optim.AdamW, overlap_with_ddp=True)
+    told["overlap"] = message(lambda: zero.shard(within_ddp))
+    return told
+
+
+def test_shards_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+    results = run_ranks(deal_otherwise, nproc=4, args=(str(tmp_path),))
+    first = results[0]
+    assert len(first["replica"]["state"]) > 4
+    assert exact(first["restored"]["state"]) == exact(first["replica"]["state"])
+    assert exact(first["again"]["state"]) == exact(first["replica"]["state"])
+    assert exact(alone(tmp_path / "replicas")["optimizer"]["state"]) == exact(first["replica"]["state"])
+    assert "by an older version" in message(lambda: alone(tmp_path / "first"))
+    for rank, told in enumerate(results):
+        assert told["asked"] == [f"optimizer.rank{rank}"]
+        assert "groups of 5, 5 parameters, the optimizer here has 2" in told["fewer"]
+        assert "restore it into an optimizer" in told["no optimizer"]
+        assert "no optimizer's state" in told["no state"]
+        assert "overlap_with_ddp=True has no state that can be saved" in told["overlap"]
+
+
+class Several(torch.optim.SGD):
+    """An optimizer whose state dict has a form of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": super().state_dict(), "count": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["first"])
+
+
+def test_an_optimizer_may_have_a_state_dict_of_another_form(tmp_path: Path) -> None:
+    model = network(1)
+    optimizer = Several(model.parameters(), lr=0.5, momentum=0.9)
+    model(torch.randn(4, 5)).sum().backward()
+    optimizer.step()
+    with Checkpointer(str(tmp_path), stager=BlockingAsyncStager()) as keeper:
+        keeper.save(1, {"optimizer": optimizer})
+        keeper.wait()
+        other = Several(model.parameters(), lr=0.1)
+        keeper.restore({"optimizer": other})
+    assert exact(other.state_dict()) == exact(optimizer.state_dict())

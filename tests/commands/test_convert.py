@@ -1,0 +1,242 @@
+"""``stagereg convert``: one file, of whatever number of ranks, with the bits that were saved."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from stagereg import cli
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.stagers.blocking import BlockingAsyncStager
+from stagereg.testing.ranks import run_ranks
+
+NAMES = ["model", "optimizer", "scheduler"]
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 1))
+
+
+def step(model: Any, optimizer: Any, number: int) -> None:
+    torch.manual_seed(number)
+    optimizer.zero_grad()
+    model(torch.randn(6, 5)).square().mean().backward()
+    optimizer.step()
+
+
+def bits(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).tolist()
+    return {key: bits(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def save_sharded(rank: int, world_size: int, root: str) -> dict[str, Any] | None:
+    """Save the same training under ZeRO and under FSDP2, and return rank 0's ZeRO run as torch puts it together."""
+    whole = None
+    for kind in ("zero", "fsdp2"):
+        model: Any = network()
+        if kind == "zero":
+            optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+        else:
+            fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2])
+        for number in (1, 2):
+            step(model, optimizer, number)
+            scheduler.step()
+        with Checkpointer(f"{root}/{kind}", stager=BlockingAsyncStager()) as checkpointer:
+            checkpointer.save(2, {"model": model, "optimizer": optimizer, "scheduler": scheduler})
+        if kind == "zero":
+            optimizer.consolidate_state_dict(0)
+            if rank == 0:
+                whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        else:
+            model = {name: x.full_tensor() for name, x in model.state_dict().items() if hasattr(x, "full_tensor")}
+            if rank == 0:
+                torch.save(model, f"{root}/fsdp2.reference")
+        dist.barrier()
+    return whole
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Checkpoints of three ranks, and what is in the one of ZeRO."""
+    root = tmp_path_factory.mktemp("sharded")
+    whole, *_ = run_ranks(save_sharded, nproc=3, args=(str(root),))
+    return root, whole
+
+
+def test_torch_loads_the_file_of_a_zero_run_into_model_and_adam(
+    sharded: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, whole = sharded
+    assert cli.main(["convert", str(root / "zero"), str(tmp_path / "all.pt")]) == 0
+    told = capsys.readouterr().out
+    assert "step 2" in told
+    assert "optimizer (put together from the shards of a ZeroRedundancyOptimizer)" in told
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert sorted(found) == NAMES
+    assert bits(dict(found["model"])) == bits(dict(whole["model"]))
+    assert bits(found["optimizer"]["state"]) == bits(whole["optimizer"]["state"])
+    assert len(found["optimizer"]["state"]) == 6
+
+    ends = []
+    for state in (found, copy.deepcopy(whole)):
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters())
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+        step(model, optimizer, 3)
+        ends.append(bits(dict(model.state_dict())))
+    assert ends[0] == ends[1]
+
+
+def test_sharded_tensors_are_whole_in_the_file(sharded: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    root, _ = sharded
+    expected = torch.load(root / "fsdp2.reference")
+    for name in ("model.pt", "model.safetensors"):
+        assert cli.main(["convert", str(root / "fsdp2" / "latest"), str(tmp_path / name), "--only", "model"]) == 0
+    from safetensors.torch import load_file
+
+    for found in (torch.load(tmp_path / "model.pt", weights_only=True), load_file(tmp_path / "model.safetensors")):
+        network().load_state_dict(found)
+        assert {name: bits(x) for name, x in found.items() if name in expected} == bits(expected)
+
+
+def test_safetensors_has_the_tensors_by_dotted_name_and_what_is_left_out_is_named(
+    sharded: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, whole = sharded
+    out = tmp_path / "all.safetensors"
+    assert cli.main(["convert", str(root / "zero"), str(out), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    from safetensors.torch import load_file
+
+    found = load_file(out)
+    expected = {f"model.{name}": x for name, x in whole["model"].items()}
+    for number, part in whole["optimizer"]["state"].items():
+        expected |= {f"optimizer.state.{number}.{name}": x for name, x in part.items()}
+    assert bits(found) == bits(expected)
+    assert (told["tensors"], told["bytes"]) == (len(expected), out.stat().st_size)
+    assert told["merged"] == ["optimizer"]
+    assert {"optimizer.param_groups.0.lr", "scheduler.last_epoch"} <= set(told["left_out"])
+    assert not set(told["left_out"]) & set(expected)
+
+
+def save(root: Path, *states: dict[str, Any]) -> Path:
+    with Checkpointer(str(root), keep=9, stager=BlockingAsyncStager()) as checkpointer:
+        for number, state in enumerate(states, start=1):
+            checkpointer.save(number, state)
+    return root
+
+
+def tensors_of_every_kind() -> dict[str, torch.Tensor]:
+    from stagereg.checkpoint import export
+
+    tied = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    made = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in export._DTYPES}
+    return {**made, "tied": tied, "tied too": tied, "transposed": tied.t(), "one": tied[1, 2], "none": tied[:, :0]}
+
+
+def test_tensors_of_every_kind_are_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    from stagereg.checkpoint import export
+
+    monkeypatch.setattr(export, "_PIECE_BYTES", 40)
+    tensors = tensors_of_every_kind()
+    root = save(tmp_path / "run", {"x": tensors, "number": 3})
+    for name in ("all.safetensors", "all.pt"):
+        assert cli.main(["convert", str(root), str(tmp_path / name)]) == 0
+    assert bits(load_file(tmp_path / "all.safetensors")) == bits({f"x.{name}": x for name, x in tensors.items()})
+    assert bits(torch.load(tmp_path / "all.pt", weights_only=True)) == bits({"number": 3, "x": tensors})
+    with safe_open(tmp_path / "all.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "1"}
+
+
+def test_what_safetensors_has_no_place_for_is_named_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = save(tmp_path / "run", {"x": {"wide": torch.ones(2, dtype=torch.complex128)}})
+    assert cli.main(["convert", str(root), str(tmp_path / "x.safetensors")]) == 2
+    assert "no place for 'x.wide', which is torch.complex128; write a .pt" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert cli.main(["convert", str(root), str(tmp_path / "x.pt")]) == 0
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_of_a_directory_it_is_the_newest_good_one_and_a_damaged_one_is_never_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, out = save(tmp_path / "run", *({"x": torch.full((99,), n)} for n in range(3))), tmp_path / "x.pt"
+    flip(root / "step-00000003" / "__0_0.distcp")
+    assert cli.main(["convert", str(root), str(out)]) == 0
+    assert torch.load(out)["x"][0] == 1
+    assert "Passing over" in (told := capsys.readouterr().err)
+    assert "step-00000003: __0_0.distcp: flipped bits" in told
+    out.unlink()
+    assert cli.main(["convert", str(root / "step-00000003"), str(out)]) == 2
+    assert "no good checkpoint" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from stagereg.checkpoint.export import Export
+    from stagereg.checkpoint.layout import Checkpoint
+    from stagereg.checkpoint.place.choice import place_of
+    from stagereg.errors import CheckpointError
+
+    root, out = save(tmp_path / "run", {"x": torch.ones(3)}), tmp_path / "x.pt"
+    out.write_text("mine")
+    assert cli.main(["convert", str(root), str(out)]) == 2
+    assert "is there already; --force replaces it" in capsys.readouterr().err
+    checkpoint = place_of(root).latest()
+    assert isinstance(checkpoint, Checkpoint)
+    with pytest.raises(CheckpointError, match="there already"):
+        Export(checkpoint).write(out, replace=False)  # as if it had come up meanwhile
+    assert out.read_text() == "mine"
+    assert cli.main(["convert", str(root), str(out), "--force"]) == 0
+    assert bits(torch.load(out)["x"]) == bits(torch.ones(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "x.pt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "x.bin"], "use one of .pt, .pth, .safetensors"),
+        (["run", "nowhere/x.pt"], "There is no directory"),
+        (["run", "x.pt", "--only", "modle"], "no 'modle' in"),
+        (["run", "x.pt", "--only", "modle"], "Did you mean 'model'?"),
+        (["none", "x.pt"], "There is no checkpoint in"),
+    ],
+)
+def test_what_cannot_be_is_said_on_one_screen(
+    tmp_path: Path,
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "run", {"model": torch.nn.Linear(2, 2)})
+    assert cli.main(["convert", *arguments]) == 2
+    assert words in (told := capsys.readouterr()).err
+    assert told.out == ""
+    assert len(told.err.splitlines()) < 5

@@ -1,0 +1,96 @@
+"""``stagereg ls``: what lies in a directory of checkpoints, and who writes there."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagereg import cli
+from stagereg.checkpoint.lock import Lock
+
+from .places import contents, path_of, save
+
+
+def listed(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    capsys.readouterr()
+    assert cli.main(["ls", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_each_checkpoint_is_told_with_step_time_size_ranks_and_storage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = int(time.time())
+    save(tmp_path, 100, 200, ranks=4)
+    told = listed(capsys, tmp_path)
+    assert (told["root"], told["held_by"]) == (str(tmp_path), None)
+    newest, oldest = told["checkpoints"]
+    assert before <= newest.pop("time") <= time.time()
+    assert newest == {
+        "path": str(path_of(tmp_path, 200)),
+        "step": 200,
+        "bytes": sum(map(len, contents(200).values())),
+        "ranks": 4,
+        "storage": "dcp",
+        "latest": True,
+        "state": "complete",
+        "why": "",
+    }
+    assert (oldest["step"], oldest["latest"]) == (100, False)
+
+
+def test_a_person_gets_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 100, 200, 300)
+    (path_of(tmp_path, 200) / "manifest.json").unlink()
+    (path_of(tmp_path, 100) / "a").write_bytes(b"")
+    (tmp_path / ".step-00000400.0123456789ab.tmp").mkdir()
+    assert cli.main(["ls", str(tmp_path)]) == 0
+    told = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert told[0] == [str(tmp_path)]
+    saved = time.strftime("%Y-%m-%d")
+    size = str(sum(map(len, contents(300).values())))
+    assert told[3][:2] == ["300", saved]
+    assert told[3][3:] == [size, "B", "2", "dcp", "complete", "latest"]
+    assert told[4] == ["200", "-", "-", "-", "-", "damaged", "manifest.json:", "missing"]
+    assert told[5][7:] == ["damaged", "a:", "truncated:", "0", "of", "120", "bytes"]
+    assert told[6] == ["400", "-", "-", "-", "-", "leftover", "of", "a", "dead", "run"]
+
+
+def test_who_holds_the_directory_is_named_and_what_lies_half_written_is_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 100)
+    (tmp_path / ".step-00000200.0123456789ab.tmp").mkdir()
+    with Lock(tmp_path):
+        told = listed(capsys, tmp_path)
+        assert told["held_by"]["pid"] == os.getpid()
+        assert [each["state"] for each in told["checkpoints"]] == ["complete", "being written"]
+        cli.main(["ls", str(tmp_path)])
+        assert f"Held by process {os.getpid()} on " in capsys.readouterr().out
+        with pytest.raises(Exception, match="in use"):  # looking has not taken the lock away
+            Lock(tmp_path, patience=0)
+    assert listed(capsys, tmp_path)["checkpoints"][1]["state"] == "leftover of a dead run"
+
+
+def test_a_directory_with_nothing_but_a_leftover_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".step-00000200.0123456789ab.tmp").mkdir()
+    assert [each["step"] for each in listed(capsys, tmp_path)["checkpoints"]] == [200]
+
+
+def test_one_checkpoint_is_listed_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 100, 200)
+    for asked, step in ((path_of(tmp_path, 100), 100), (tmp_path / "latest", 200)):
+        assert [each["step"] for each in listed(capsys, asked)["checkpoints"]] == [step]
+
+
+def test_nothing_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ls", str(tmp_path / "nowhere")]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    gone = tmp_path / "nowhere"
+    assert told.err == f"stagereg: There is no checkpoint in {gone}. There is no directory {gone}.\n"

@@ -1,0 +1,213 @@
+"""``stagereg verify``: whatever is wrong with a file is found and named, and the exit code says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stagereg import cli
+from stagereg.checkpoint.place.remote import RemotePlace
+
+from .places import contents, path_of, save
+
+
+def verify(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    capsys.readouterr()
+    code = cli.main(["verify", *map(str, arguments)])
+    told = capsys.readouterr()
+    return code, told.out + told.err
+
+
+def found(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, list[dict[str, str]]]:
+    """What is wrong with each checkpoint, by its name."""
+    code, told = verify(capsys, *arguments, "--json")
+    every = json.loads(told)["checkpoints"]
+    assert code == any(each["damages"] for each in every)
+    return {Path(each["path"]).name: each["damages"] for each in every}
+
+
+def test_good_ones_are_told_with_their_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 100, 200)
+    code, told = verify(capsys, tmp_path)
+    assert code == 0
+    nbytes = str(sum(map(len, contents(100).values())))
+    assert ["100", "3", nbytes, "ok"] in [line.split() for line in told.splitlines()]
+    assert "The content of every file was read: 2 checkpoints, all good." in told
+
+
+@pytest.mark.parametrize("kind", ["path", "latest", "relative", "renamed"])
+def test_one_checkpoint_can_be_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    save(tmp_path, 100, 200)
+    (path_of(tmp_path, 100) / "a").unlink()
+    monkeypatch.chdir(tmp_path)
+    path_of(tmp_path, 100).rename(tmp_path / "renamed") if kind == "renamed" else None
+    asked = {"path": path_of(tmp_path, 100), "latest": "latest", "relative": "step-00000100/", "renamed": "renamed"}
+    code, told = verify(capsys, asked[kind])
+    assert code == (0 if kind == "latest" else 1)
+    assert ("a: missing" in told) == (kind != "latest")
+    assert "newest good" not in told
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    changed = bytearray(content)
+    changed[at // 8] ^= 1 << at % 8
+    return bytes(changed)
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_single_change_to_any_file_is_found_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: st.DataObject
+) -> None:
+    root = tmp_path / "run"
+    if not root.exists():
+        save(root, 100, 200)
+    name = data.draw(st.sampled_from([*contents(200), "manifest.json"]))
+    how = data.draw(st.sampled_from(["flip", "cut", "remove", "swap", "link", "directory"]))
+    path, other = path_of(root, 200) / name, path_of(root, 100) / name
+    before, before_other = path.read_bytes(), other.read_bytes()
+    if how == "flip":
+        path.write_bytes(flipped(before, data.draw(st.integers(0, 8 * len(before) - 1))))
+    elif how == "cut":
+        path.write_bytes(before[: data.draw(st.integers(0, len(before) - 1))])
+    elif how == "swap":
+        path.write_bytes(before_other)
+        other.write_bytes(before)
+    else:
+        path.unlink()
+        if how == "link":
+            path.symlink_to(other)
+        elif how == "directory":
+            path.mkdir()
+    try:
+        told = found(capsys, root)
+        fast = found(capsys, root, "--fast")
+    finally:
+        path.rmdir() if how == "directory" else path.unlink(missing_ok=True)
+        path.write_bytes(before)
+        other.write_bytes(before_other)
+    damaged = {"step-00000200", "step-00000100"} if how == "swap" else {"step-00000200"}
+    assert {step for step, damages in told.items() if damages} == damaged
+    assert [damage["file"] for damage in told["step-00000200"]] == [name]
+    [damage] = told["step-00000200"]
+    words = {
+        "flip": "damaged (" if name == "manifest.json" else "flipped bits",
+        "cut": "damaged (" if name == "manifest.json" else "truncated: ",
+        "remove": "missing",
+        "swap": "of step 100" if name == "manifest.json" else f"of another checkpoint: step-00000100/{name}",
+        "link": "no regular file",
+        "directory": "no regular file",
+    }
+    assert damage["what"].startswith(words[how])
+    same_size = name != "manifest.json" and (how == "flip" or (how == "swap" and len(before) == len(before_other)))
+    assert bool(fast["step-00000200"]) != same_size
+
+
+Change = Callable[[Path, Path], Any]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda older, newer: (newer / "a").write_bytes(b""), "a: truncated: 0 of "),
+        (lambda older, newer: (newer / "a").open("ab").write(b"more"), "a: too long: "),
+        (lambda older, newer: (newer / "a").replace(newer / "b"), "a: missing\nb: of another file: a"),
+        (
+            lambda older, newer: (newer / "manifest.json").write_text("[" * 10**5),
+            "manifest.json: damaged (it is nested",
+        ),
+        (lambda older, newer: os.mkfifo(newer / "c") if (newer / "c").unlink() is None else None, "c: no regular file"),
+    ],
+)
+def test_what_has_happened_to_a_file_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, words: str
+) -> None:
+    save(tmp_path, 100, 200)
+    change(path_of(tmp_path, 100), path_of(tmp_path, 200))
+    [told] = [damages for damages in found(capsys, tmp_path).values() if damages]
+    assert "\n".join(f"{each['file']}: {each['what']}" for each in told).startswith(words)
+
+
+def test_a_manifest_that_is_older_than_its_files_is_told_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 200)
+    old = (path_of(tmp_path, 200) / "manifest.json").read_bytes()
+    save(tmp_path, 200, salt="saved again")
+    (path_of(tmp_path, 200) / "manifest.json").write_bytes(old)
+    first, *others = found(capsys, tmp_path)["step-00000200"]
+    assert (first["file"], first["what"].partition(",")[0]) == ("manifest.json", "older than its files")
+    assert {each["file"] for each in others} == set(contents(200))
+
+
+def test_files_that_are_all_empty_are_told_as_such_and_the_manifest_is_not_blamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 200)
+    for name in contents(200):
+        (path_of(tmp_path, 200) / name).write_bytes(b"")
+    told = found(capsys, tmp_path)["step-00000200"]
+    assert [(each["file"], each["what"][:12]) for each in told] == [(name, "truncated: 0") for name in contents(200)]
+
+
+def test_the_newest_good_one_is_named_beside_the_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 100, 200, 300)
+    (path_of(tmp_path, 300) / "b").unlink()
+    code, told = verify(capsys, tmp_path)
+    assert code == 1
+    assert "3 checkpoints, 1 not good." in told
+    assert f"The newest good one is {path_of(tmp_path, 200)}" in told
+    assert any(line.split()[3:] == ["damaged", "b:", "missing"] for line in told.splitlines())
+
+
+def test_a_url_is_looked_at_as_a_directory_is(capsys: pytest.CaptureFixture[str]) -> None:
+    root = f"memory://{uuid.uuid4().hex}/run"
+    first, second = save(root, 100, 200)
+    objects = RemotePlace(root).objects
+    objects.put(f"{root}/step-00000300.0123456789ab/a", b"on its way")
+    assert verify(capsys, root)[0] == 0
+    assert verify(capsys, f"{root}/latest")[0] == verify(capsys, first)[0] == 0
+    objects.put(f"{second}/a", flipped(objects.get(f"{second}/a"), 5))
+    objects.delete(f"{first}/c")
+    told = found(capsys, root)
+    assert [(each["file"], each["what"][:12]) for each in told[second.rpartition("/")[2]]] == [("a", "flipped bits")]
+    assert told[first.rpartition("/")[2]] == [{"file": "c", "what": "missing"}]
+    cli.main(["ls", root])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:]] == ["200", "100", "300"]
+    assert verify(capsys, "memory://nowhere/run/latest")[0] == 2
+
+
+def test_where_there_is_no_checkpoint_it_says_so_and_where_some_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "run" / "checkpoints", 100)
+    for missing in (tmp_path / "nowhere", tmp_path / "run" / "checkpoints" / "step-00000300", tmp_path / "run"):
+        code, told = verify(capsys, missing)
+        assert code == 2
+        assert f"There is no checkpoint in {missing}." in told
+    assert f"There are some in {tmp_path / 'run' / 'checkpoints'}" in told
+    assert verify(capsys, tmp_path / "run", "--json")[0] == 2
+
+
+def test_it_reads_without_importing_torch(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    program = (
+        "import sys; from stagereg import cli; code = cli.main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
+    )
+    for command in ("verify", "ls"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, command, str(tmp_path)], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr

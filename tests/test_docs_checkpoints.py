@@ -1,0 +1,126 @@
+"""The page on checkpoints: its commands run and print what it says, its tables are those of the code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stagereg.checkpoint.points import POINTS
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "checkpoints.md"
+LIMIT_S = 120
+COMMANDS = {"ls": "inventory", "verify": "verifying", "convert": "converting", "bench": "command"}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+
+
+def consoles() -> list[tuple[str, str]]:
+    """The commands of the page, each with what it is said to print."""
+    parts = [part for text in blocks("console") for part in re.split(r"^\$ ", text, flags=re.M)[1:]]
+    return [(line, told) for line, _, told in (part.partition("\n") for part in parts)]
+
+
+def spoken() -> list[list[str]]:
+    """Commands of stagereg in the text, as words; those that are named with nothing else are none."""
+    text = re.sub(r"^```.*?^```$", "", PAGE.read_text(), flags=re.M | re.S)
+    words = [shlex.split(code) for code in re.findall(r"`(stagereg [^`\n]+)`", text)]
+    return [each[1:] for each in words if len(each) > 2]
+
+
+def rows(head: str) -> list[list[str]]:
+    """The cells of the table whose head begins so."""
+    _, _, rest = PAGE.read_text().partition(f"| {head} |")
+    lines = rest.partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_table_of_moments_is_that_of_the_code() -> None:
+    told = [(name.strip("`"), what) for name, what, *_ in rows("point")]
+    assert told == [(name, what.replace("``", "`")) for name, what in POINTS.items()]
+
+
+def test_every_command_of_the_page_is_understood() -> None:
+    parser = argparse.ArgumentParser()
+    added = parser.add_subparsers(required=True)
+    for name, room in COMMANDS.items():
+        package = "stagereg.bench" if name == "bench" else "stagereg.commands"
+        importlib.import_module(f"{package}.{room}").add_to(added)
+    given = [shlex.split(line)[1:] for line, _ in consoles() if line.startswith("stagereg ")] + spoken()
+    for words in given:
+        parser.parse_args([word for word in words if word != "..."])
+    assert {words[0] for words in given} == set(COMMANDS)
+
+
+def test_every_option_that_the_page_names_is_the_checkpointers() -> None:
+    from stagereg.checkpoint.checkpointer import Checkpointer
+
+    named = set(re.findall(r"`checkpoint\.(\w+)", PAGE.read_text()))
+    assert {"verify", "on_error", "timeout", "grace", "resume", "dir"} <= named
+    assert named <= set(inspect.signature(Checkpointer).parameters)
+
+
+def test_what_the_page_links_to_is_there() -> None:
+    links = re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", PAGE.read_text())
+    for link, anchor in links:
+        target = PAGE.parent / link if link else PAGE
+        assert target.exists(), link
+        heads = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if anchor else []
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
+    assert len(links) >= 5
+
+
+def fits(told: str, printed: str) -> bool:
+    """Whether what the page tells is what was printed: line by line; ``...`` is anything, and so is each number."""
+    lines = ["(?:.*\n)*" if line == "..." else f"{pattern(line)}\n" for line in told.splitlines()]
+    return re.fullmatch("".join(lines), printed) is not None
+
+
+def pattern(line: str) -> str:
+    number = r"\d+(?:[.,:-]\d+)*"
+    words = [re.escape(re.sub(number, "\0", word)) for word in line.split()]
+    return r"\s*" + r"\s+".join(word.replace(re.escape("..."), ".*").replace("\0", number) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("printed", "same"),
+    [("a\n  b  3.25 c\n", True), ("a\n b 1,024 c\nd\n", True), ("a\n b x c\n", False), ("b 3.1 c\n", False)],
+)
+def test_only_numbers_and_what_dots_stand_for_may_differ(printed: str, same: bool) -> None:
+    assert fits("a\n b 1 c\n...\n", printed) == same
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_every_command_of_the_page_runs_and_prints_what_it_says(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    (program,) = (text for text in blocks("python") if text.startswith("# train.py"))
+    (tmp_path / "train.py").write_text(program)
+    bin = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": bin}
+    flipped = False
+    for line, told in consoles():
+        ended = subprocess.run(
+            ["bash", "-c", line],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        flipped = flipped or line.startswith("printf")
+        assert ended.returncode == (flipped and line.startswith("stagereg verify")), f"$ {line}\n{ended.stdout}"
+        printed = "".join(f"{each.rstrip()}\n" for each in ended.stdout.splitlines())
+        assert fits(told, printed), f"$ {line}\n{printed}\n-- the page says\n{told}"

@@ -1,0 +1,71 @@
+"""The storage that fails on purpose: where it was told to, as a disk would, and only there."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import stagereg
+from stagereg.checkpoint import points
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.errors import CheckpointError, ConfigError
+from stagereg.testing.faults import FaultyStorage
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens() -> Iterator[None]:
+    yield
+    points.watch(None)
+
+
+@pytest.mark.parametrize("storage", ["dcp", "direct", "safetensors"])
+@pytest.mark.parametrize("at", ["writing", "flushed", "held", "described"])
+def test_a_save_fails_where_and_when_it_was_told_to(tmp_path: Path, storage: str, at: str) -> None:
+    if storage == "safetensors":
+        pytest.importorskip("safetensors")
+    faulty = FaultyStorage(storage, "EDQUOT", at, saves=[2])
+    with Checkpointer(str(tmp_path), keep=9, storage=faulty, stager=stagereg.build("stager", "blocking")) as made:
+        for step in (1, 2, 3):
+            made.save(step, {"x": step})
+            if step != 2:
+                made.wait()
+                continue
+            with pytest.raises(CheckpointError, match="quota") as caught:
+                made.wait()
+            assert isinstance(caught.value.__cause__, OSError)
+            assert caught.value.__cause__.errno == errno.EDQUOT
+    assert sorted(path.name for path in tmp_path.glob("*step-*")) == ["step-00000001", "step-00000003"]
+    restored = {"x": 0}
+    with Checkpointer(str(tmp_path), stager=stagereg.build("stager", "blocking")) as other:
+        assert other.restore(restored) == restored["x"] == 3, "and it is read without the faulty storage"
+
+
+def test_so_many_bytes_are_written_before(tmp_path: Path) -> None:
+    import torch
+
+    sizes: list[int] = []
+
+    class Seen(FaultyStorage):
+        def _written(self) -> int:
+            sizes.append(super()._written())
+            return sizes[-1]
+
+    state = {f"x{i}": torch.ones(1 << 18) for i in range(6)}
+    with Checkpointer(
+        str(tmp_path), storage=Seen(after_bytes=2 << 20), stager=stagereg.build("stager", "blocking")
+    ) as made:
+        made.save(1, state)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            made.wait()
+    assert 2 << 20 <= sizes[-1] < 4 << 20
+    assert all(size < 2 << 20 for size in sizes[:-1])
+
+
+def test_what_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'ENOSPC'"):
+        FaultyStorage(fault="ENOSPACE")
+    with pytest.raises(ConfigError, match="Did you mean 'renamed'"):
+        FaultyStorage(at="rename")
