@@ -151,13 +151,19 @@ class Writing:
     def back(self, error: BaseException | None) -> None:
         """Say that the storage is back, and what has become of the save."""
         saves = self.saves
-        what = "was not saved" if error is not None else "is saved after all"
+        what = "is saved after all" if error is None else f"was not saved ({reason(error)})"
         steps = ", ".join(map(str, saves.refused))
         also = f" In the meantime these steps were not saved: {steps}." if steps else ""
         saves.refused.clear()
         say = _log.info if saves.ranks.rank > 0 else _log.warning
         seconds = record.now() - self.called
-        say("stagereg: the storage is back: step %d %s, after %.0f s.%s", self.save.step, what, seconds, also)
+        say(
+            "stagereg: what hung has ended, so saves begin again: step %d %s, after %.0f s.%s",
+            self.save.step,
+            what,
+            seconds,
+            also,
+        )
 
     def abandon(self) -> None:
         """Commit nothing any more."""

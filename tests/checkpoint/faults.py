@@ -287,6 +287,7 @@ def _plain(saw: str, home: Path) -> str:
     text = saw.replace(str(home / "run"), "DIR").replace(str(home), "HOME")
     text = re.sub(r"(step-\d+\.)[0-9a-f]{12}", r"\1TOKEN", text)
     text = re.sub(r"pid \d+", "pid PID", text)
+    text = re.sub(r".*no accelerator here.*\n", "", text)
     return re.sub(r"(after|in) \d+ s\b", r"\1 N s", text).strip()
 
 
@@ -316,7 +317,8 @@ def main() -> None:
             result = {**vars(run(FAULTS[name])), "on_error": FAULTS[name].on_error}
             print(json.dumps([name, result]), flush=True)
     else:
-        print(table(names))
+        for name in names:
+            print(table([name]), flush=True)
 
 
 if __name__ == "__main__":

@@ -277,3 +277,22 @@ def test_of_many_that_try_at_once_one_is_inside_at_a_time(tmp_path: Path) -> Non
             each.kill()
     assert [each.returncode for each in contestants] == [0, 0, 0], told
     assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_its_owner_deletes_while_another_one_locks_it_is_not_what_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.lockf
+    deleted: list[Path] = []
+
+    def lockf(descriptor: int, operation: int) -> None:
+        if not deleted:
+            deleted.append(tmp_path / lock.LOCK)
+            deleted[0].unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    with Lock(tmp_path) as held:
+        assert (tmp_path / lock.LOCK).exists()
+        found = os.stat(tmp_path / lock.LOCK)
+        assert held._taken.identity == (found.st_dev, found.st_ino)

@@ -48,7 +48,7 @@ def train(cfg):
                 os.kill(os.getppid() if cfg.to == "parent" else os.getpid(), getattr(signal, cfg.signal))
                 if cfg.what == "freeze":
                     os.kill(os.getpid(), signal.SIGSTOP)
-            if cfg.what == "fail" and step == 30 + 2 * rank:
+            if cfg.what == "fail" and rank == 1 and any(checkpointer.leaving.words()):
                 raise KeyError("no cheese")
             checkpointer.maybe_save(step, state)
     with open(cfg.answers, "a") as file:
@@ -123,10 +123,8 @@ def test_a_signal_to_the_parent_has_all_ranks_save_and_leave_with_75(program: Pr
     assert "Traceback" not in ended.stderr
     assert "stopped by" not in ended.stderr
     job = JobResult.of_directory(Path(directory).parent)
-    assert (job.status, job.error and job.error.partition(" in /")[0]) == (
-        "unfinished",
-        f"rank 0: preempted by SIGTERM: step {step} is saved",
-    )
+    assert job.status == "unfinished"
+    assert re.match(f"rank [01]: preempted by SIGTERM: step {step} is saved in /", str(job.error))
     assert program.answers() == []
 
 
@@ -172,7 +170,7 @@ def test_the_next_start_goes_on_and_ends_as_if_nothing_had_been(
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_sweep_is_stopped_by_the_job_that_was_preempted(program: Program) -> None:
-    ended = program.run("-m", f"steps={STEPS},{STEPS + 1}", "+hydra.sweep.dir=sweep")
+    ended = program.run("-m", f"steps={STEPS},{STEPS + 1}", "hydra.sweep.dir=sweep")
     assert ended.returncode == 75, ended.stderr
     assert len(re.findall("^preempted by .*checkpoint.dir=", ended.stderr, re.MULTILINE)) == 1
     assert [path.name for path in (program.folder / "sweep").iterdir() if path.is_dir()] == ["0"]

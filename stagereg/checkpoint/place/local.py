@@ -187,8 +187,8 @@ class LocalPlace(Place):
             self.distrusted.discard(str(final))
             _log.warning("stagereg: the damaged checkpoint %s is replaced: step %d was saved again.", final, step)
         _sync(self._root)
-        reach("committed")
         try:
+            reach("committed")
             if replaced is not None:
                 _discard(replaced)
             self._point_latest(final)

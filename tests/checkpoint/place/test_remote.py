@@ -234,6 +234,7 @@ def test_killed_before_any_change_of_the_store_what_is_there_is_complete(
         RemotePlace(root).sweep()
         assert place.leftovers() == []
         assert place.latest() == place.checkpoints()[0][0] == found[0]
+        assert place.checkpoints()[1] == {}
     assert killed == len(made)
     assert 3 <= committed < killed
 

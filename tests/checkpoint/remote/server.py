@@ -5,9 +5,8 @@ forks a server that listens (``start``), kills one (``kill``), or waits until on
 input, and takes its servers along.
 
 A server can be told over HTTP how to fail (``POST /_faults``), tells when a request has met with a fault
-(``GET /_hit``), and what it was asked (``GET /_seen``). With a
-disk, which is one file, whatever it has acknowledged is there again when another one starts with that file; moto alone
-forgets everything.
+(``GET /_hit``), and what it was asked (``GET /_seen``). With a disk, which is one file, whatever it has acknowledged is
+there again when another one starts with that file; moto alone forgets everything.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ import os
 import pickle
 import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ACCOUNT, PARTITION = "123456789012", "aws"
 BOUND_S = 60.0
@@ -76,7 +76,7 @@ class Faulty:
                 environ["wsgi.input"].read(length // 2)
                 if what == "die":
                     os.kill(os.getpid(), signal.SIGKILL)
-                raise ConnectionAbortedError
+                self._hang_up(environ)
             if what == "refuse":
                 environ["wsgi.input"].read(length)
                 code = fault.get("code", "SlowDown")
@@ -92,8 +92,12 @@ class Faulty:
             with self._lock:
                 _keep(self._disk)
         if fault is not None and fault["do"] == "lose":
-            raise ConnectionAbortedError
+            self._hang_up(environ)
         return answer
+
+    def _hang_up(self, environ: dict[str, Any]) -> NoReturn:
+        environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)  # which is kept for the next request otherwise
+        raise ConnectionAbortedError
 
     def _hit(self, method: str, asked: str) -> dict[str, Any] | None:
         for fault in self._faults:

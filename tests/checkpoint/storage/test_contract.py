@@ -173,7 +173,8 @@ def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(small_disk: Path
         state = {"x": torch.zeros(400_000)}
         assert saving.restore(state) == 1
         assert state["x"].sum() == 400_000
-        assert sorted(os.listdir(small_disk)) == ["latest", "step-00000001"]
+        assert sorted(path.name for path in small_disk.glob("[!.]*")) == ["latest", "step-00000001"]
+        assert not list(small_disk.glob(".step-*"))
 
 
 @each
