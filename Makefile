@@ -9,7 +9,7 @@ TORCH := torch==2.13.0
 WORKERS := --numprocesses 2 --dist worksteal
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: train test test-all check format clean
+.PHONY: train test test-all nightly check format clean
 
 train: $(VENV)/.ready  ## train a small language model on two local ranks
 	$(BIN)/python examples/train.py stager=pinned_cached join.throw=true
@@ -19,6 +19,11 @@ test: $(HYDRA_1_4)/.ready  ## the tests
 
 test-all: $(HYDRA_1_4)/.ready  ## the tests with their longer matrices
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
+
+nightly: $(VENV)/.ready  ## three hundred kills, and five hundred saves twice; prints the counts and figures
+	$(BIN)/python tests/checkpoint/kills/matrix.py --kills 300
+	$(BIN)/stagereg bench endurance --saves 500
+	$(BIN)/stagereg bench endurance --saves 500 --stager shared --storage direct
 
 check: $(VENV)/.ready  ## lint, format and types
 	$(BIN)/ruff check .

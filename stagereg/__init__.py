@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stagereg.config.main import main
     from stagereg.join.context import Join
     from stagereg.join.protocol import Joinable, JoinHook
+    from stagereg.preemption import Preempted
     from stagereg.record import log
     from stagereg.sizes import ByteSize
     from stagereg.stagers.blocking import BlockingAsyncStager
@@ -36,6 +37,7 @@ __all__ = [
     "JoinHook",
     "Joinable",
     "PeerFailedError",
+    "Preempted",
     "StageregError",
     "UnevenInputsError",
     "build",
@@ -55,6 +57,7 @@ _LAZY = {
     "Join": "stagereg.join.context",
     "JoinHook": "stagereg.join.protocol",
     "Joinable": "stagereg.join.protocol",
+    "Preempted": "stagereg.preemption",
     "instantiate": "stagereg.config.instantiate",
     "log": "stagereg.record",
     "main": "stagereg.config.main",

@@ -33,6 +33,7 @@ class Work(Protocol):
 _works: weakref.WeakSet[Work] = weakref.WeakSet()
 _untold: list[StageregError] = []
 _outcomes: dict[str, StageregError] = {}
+_code: int | None = None
 
 
 def expect(work: Work) -> None:
@@ -64,6 +65,12 @@ def outcome(of: str, failure: StageregError | None) -> None:
         _outcomes[of] = failure
 
 
+def leave_with(code: int) -> None:
+    """Say that the process is about to end, with this status, also if a thread still hangs or a failure is told."""
+    global _code
+    _code = code
+
+
 def finish() -> None:
     """Wait for all that is under way. Raises: the first failure that is to be told; the others are printed."""
     _wait()
@@ -93,16 +100,18 @@ def _at_exit() -> None:
     failures = _taken()
     for failure in failures:
         print(f"stagereg: {failure}", file=sys.stderr)
-    if not (failures or ended):
+    if not (failures or ended or _code is not None):
         print("stagereg: left while a thread still hangs in work that has failed", file=sys.stderr)
     if failures or not ended:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(1 if _code is None else _code)
 
 
 def _forget() -> None:
+    global _code
+    _code = None
     _works.clear()
     _untold.clear()
     _outcomes.clear()

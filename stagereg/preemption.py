@@ -110,7 +110,10 @@ class Notice:
         return _ears.add(self)
 
     def close(self) -> None:
-        """Listen no more; the last one of a process restores the handlers. Twice is harmless."""
+        """Listen no more; the last one of a process restores the handlers. Twice is harmless.
+
+        If a signal has come and nothing has been saved for it, its time goes on: who sent it wants the process gone.
+        """
         _ears.remove(self)
 
 
@@ -132,6 +135,8 @@ class _Ears:
         self.notices: tuple[Notice, ...] = ()
         self.observer: Callable[[float | None], None] | None = None
         self.received: signal.Signals | None = None
+        self._came = False  # as the main thread knows, which may be before `received` is there
+        self._saved = False
         self._before: dict[signal.Signals, Any] = {}
         self._pipe: tuple[int, int] | None = None
 
@@ -144,6 +149,9 @@ class _Ears:
 
     def remove(self, notice: Notice) -> None:
         if notice not in self.notices:
+            return
+        self._saved = self._saved or notice.saved
+        if self._came and len(self.notices) == 1 and not self._saved:
             return
         self.notices = tuple(each for each in self.notices if each is not notice)
         if not self.notices:
@@ -177,7 +185,7 @@ class _Ears:
         free = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
         if not free:
             return False
-        self.received = None
+        self.received, self._came, self._saved = None, False, False
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         threading.Thread(target=self._hear, args=(self._pipe[0],), name="stagereg-notice", daemon=True).start()
@@ -211,7 +219,9 @@ class _Ears:
         if not self.notices:  # the last one has ended where handlers could not be restored
             self._close()
             os.kill(os.getpid(), number)
-        elif self._pipe is not None and not self._is_awake():
+            return
+        self._came = True
+        if self._pipe is not None and not self._is_awake():
             with contextlib.suppress(OSError):
                 os.write(self._pipe[1], bytes([number]))
 
@@ -245,7 +255,7 @@ class _Ears:
         notices, received = self.notices, self.received
         if not notices or received is None:
             return
-        saved = any(each.saved for each in notices)
+        saved = self._saved or any(each.saved for each in notices)
         for each in notices:
             if each.speaks and not saved:
                 text = f"stopped by {received.name}: {_reason(why, each)}; {_newest(each)}\n"

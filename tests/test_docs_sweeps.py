@@ -119,7 +119,7 @@ def test_the_scripts_of_the_page_are_shell() -> None:
     scripts = blocks(SLURM, "bash")
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=LIMIT_S)
-    assert len(scripts) == 3
+    assert len(scripts) == 4
 
 
 def test_every_command_of_stagereg_on_the_pages_is_understood() -> None:

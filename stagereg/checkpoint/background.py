@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -52,7 +53,8 @@ class Task(Protocol):
 
 
 class Background:
-    """The thread. All methods are for the training thread; none may be called from inside a task.
+    """The thread. All methods are for the training thread, and for the end of the process, which may come while that
+    still runs; none may be called from inside a task. In a forked child nothing is under way: it has no such thread.
 
     Args:
         timeout_s: seconds that one task may take, from when the one before it has ended.
@@ -65,6 +67,8 @@ class Background:
         self._queue: queue.SimpleQueue[tuple[Background, _Place] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._under_way: deque[_Place] = deque()
+        self._looking = threading.Lock()
+        self._process = os.getpid()
         self._failures: deque[CheckpointError] = deque()
         weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never shut would stay
         ending.expect(self)
@@ -72,13 +76,13 @@ class Background:
     @property
     def hanging(self) -> bool:
         """Whether the task being worked on has taken too long, which has been told, and has not ended."""
-        self._look()
-        return bool(self._under_way) and self._under_way[0].late
+        first = self._first()
+        return first is not None and first.late
 
     def make_room(self) -> None:
         """Wait until another task may be submitted, or until the first one has taken too long."""
-        while not self.hanging and len(self._under_way) >= _MOST_UNDER_WAY:
-            self._await_first(math.inf)
+        while (first := self._first()) is not None and not first.late and len(self._under_way) >= _MOST_UNDER_WAY:
+            self._await(first, math.inf)
 
     def submit(self, task: Task) -> None:
         """Have ``task`` run after those before it; what it raises is kept for :meth:`raise_failure`."""
@@ -92,9 +96,9 @@ class Background:
     def drain(self, limit_s: float = math.inf) -> bool:
         """Wait until every task has ended, well or not; False if one has taken too long, or ``limit_s`` has passed."""
         until = time.monotonic() + limit_s
-        while not self.hanging and self._under_way and time.monotonic() < until:
-            self._await_first(until)
-        return not self._under_way
+        while (first := self._first()) is not None and not first.late and time.monotonic() < until:
+            self._await(first, until)
+        return first is None
 
     def finish(self) -> bool:
         """Drain, and where failures are told as warnings, tell them: as :class:`stagereg.ending.Work`."""
@@ -132,26 +136,32 @@ class Background:
             self._thread.join(0 if self._under_way else _JOIN_S)
 
     def _taken(self) -> list[CheckpointError]:
-        self._look()
+        self._first()
         failures = [self._failures.popleft() for _ in range(len(self._failures))]
         for failure in failures:
             ending.take_back(failure)
         return failures
 
-    def _look(self) -> None:
-        """Forget the tasks that have ended, and tell of the first one left if it takes too long."""
-        while self._under_way and self._under_way[0].over.is_set():
-            self._under_way.popleft()
-        if self._under_way and self._under_way[0].is_now_late(self._timeout_s):
-            self._keep(self._under_way[0].task.late())
+    def _first(self) -> _Place | None:
+        """Return the first task that has not ended, if there is one; tell of it once it takes too long."""
+        if os.getpid() != self._process:
+            self._under_way.clear()
+            return None
+        with self._looking:
+            while self._under_way and self._under_way[0].over.is_set():
+                self._under_way.popleft()
+            if not self._under_way:
+                return None
+            first = self._under_way[0]
+            if (failure := first.lateness(self._timeout_s)) is not None:
+                self._keep(failure)
+            return first
 
-    def _await_first(self, until: float) -> None:
-        """Wait for the first task, no longer than ``until`` on the monotonic clock or its time-out."""
-        first = self._under_way[0]
+    def _await(self, first: _Place, until: float) -> None:
+        """Wait for a task, no longer than ``until`` on the monotonic clock or its time-out."""
         now = time.monotonic()
         left = _LOOK_S if first.begun is None else first.begun + self._timeout_s - now
         first.over.wait(max(0.0, min(left, until - now, threading.TIMEOUT_MAX)))
-        self._look()
 
     def _keep(self, failure: CheckpointError) -> None:
         if self._warn is None:
@@ -192,14 +202,14 @@ class _Place:
         self._ended = False
         self._lock = threading.Lock()
 
-    def is_now_late(self, timeout_s: float) -> bool:
-        """Whether the time-out has passed, the first time that it is so."""
+    def lateness(self, timeout_s: float) -> CheckpointError | None:
+        """Return what to tell now that the time-out has passed, the first time that it has."""
         with self._lock:
             begun = self.begun
             if self.late or self._ended or begun is None or time.monotonic() < begun + timeout_s:
-                return False
+                return None
             self.late = True
-            return True
+            return self.task.late()
 
     def end(self) -> bool:
         """Note the end of the task; return whether it came too late."""

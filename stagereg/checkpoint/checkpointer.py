@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 import weakref
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future
@@ -21,13 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch.distributed as dist
 
-from stagereg import record
+from stagereg import ending, record
 from stagereg.checkpoint import entries, options, restoring, torchfiles
 from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.leaving import Leaving, newest
 from stagereg.checkpoint.lock import Hold
-from stagereg.checkpoint.place.choice import path_or_url, place_of
+from stagereg.checkpoint.place.choice import path_or_url, place_around, place_of
 from stagereg.checkpoint.points import reach
 from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.saving import Save
@@ -156,13 +157,15 @@ class Checkpointer:
             "stager", build("stager", "pinned_cached") if stager is None else stager
         )
         self._storage: Storage = options.component("storage", build("storage", "dcp") if storage is None else storage)
-        expect_fit(self._storage, self._place.root)
         _leave_room(self._stager, self._storage)
         self._hold: Hold | None = None
         self._ranks = Agreement(process_group, self.timeout)
+        apart = bool(getattr(self._stager, "shares_memory", False))
+        expect_fit(self._storage, self._place.root, self._ranks.size + apart)
         self._stalls: list[float] = []
         self._saved: int | None = None
         self._closed = False
+        self._pid = os.getpid()
         self._last = False
         if self._ranks.group is None:
             torchfiles.expect_one_process()
@@ -173,9 +176,12 @@ class Checkpointer:
         if len(set(told)) > 1:
             self._let_go()
             raise ConfigError(f"every must be the same on all ranks, which have {', '.join(told)}.")
-        side = Agreement(process_group)  # of the training threads
-        self._schedule: Schedule = Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), side)
-        self._process = WriterProcess() if getattr(self._stager, "shares_memory", False) else None
+        # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
+        # each, and those of two kinds must not meet.
+        self._schedule: Schedule = (
+            Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), Agreement(process_group))
+        )
+        self._process = WriterProcess() if apart else None
         if self._process is not None:
             self._process.start()
         warns = self.on_error == "warn"
@@ -183,7 +189,7 @@ class Checkpointer:
             self._place, self.keep, self._storage, self._ranks, self.timeout, self._process, self._schedule, warns
         )
         self._background = Background(self.timeout.total_seconds(), self._saves.warn if warns else None)
-        self.leaving = None if self.grace is None else self._listen(side, self.grace)
+        self.leaving = None if self.grace is None else self._listen(Agreement(process_group), self.grace)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`; return whether it did. Call it at the end of each step.
@@ -294,7 +300,8 @@ class Checkpointer:
         if restored is None:
             return None
         self._schedule.restored(restored.manifest.step)
-        self._saves.newest = restored.manifest.step
+        if place_around(restored.path).root == self._place.root:
+            self._saves.newest = restored.manifest.step
         return restored.manifest.step
 
     def close(self) -> None:
@@ -399,8 +406,10 @@ class Checkpointer:
                 failure = error
         if failure is None and self._saves.newest != step:
             failure = CheckpointError(f"Step {step} was not saved.")
-        if failure is not None and "newest" not in str(failure):
-            failure = CheckpointError(f"{reason(failure).rstrip('.')}; {newest(self._place)}.")
+        if failure is not None:
+            if "newest" not in str(failure):
+                failure = CheckpointError(f"{reason(failure).rstrip('.')}; {newest(self._place)}.")
+            ending.outcome(self._place.root, None)  # which is told by how this ends
         self.leaving.leave(step, str(self.dir), failure)
 
     def _open_directory(self, every: str) -> str:
@@ -423,6 +432,11 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError("This checkpointer is closed; construct another one.")
+        if os.getpid() != self._pid:
+            raise CheckpointError(
+                f"This checkpointer is of process {self._pid}; a forked child, such as a worker of a DataLoader, can "
+                "neither save nor restore through it."
+            )
 
     def _stage(self, request: Save, state: MutableMapping[str, Any]) -> None:
         self._ranks.check_still_all()

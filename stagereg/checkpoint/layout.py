@@ -42,6 +42,8 @@ MANIFEST = "manifest.json"
 _FORMAT = 2
 _STEP_NAME = re.compile(r"step-(?P<step>\d+)", re.ASCII)
 _BLOCK_BYTES = 1 << 20
+_MOST = (1 << 63) - 1
+_LATEST_TIME = 1 << 37  # in the year 6325; a date can be made of it everywhere
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,15 @@ class Manifest:
         if form == _FORMAT and data.pop("crc32", None) != _crc32(data):
             raise ValueError("it is not what was written: its own CRC-32 differs")
         storage = data.get("storage", "dcp")
-        if not isinstance(storage, str):
-            raise ValueError(f"storage is {storage!r}, which is no name")
+        if not isinstance(storage, str) or not storage or not storage.isprintable():
+            raise ValueError(f"storage is {storage!r:.100}, which is no name")
         return cls(
             step=_whole(data, "step"),
             world_size=_whole(data, "world_size", least=1),
             serial=_whole(data, "serial"),
             files=_marks(data.get("files")),
             storage=storage,
-            time=_whole(data, "time") if data.get("time") is not None else None,
+            time=_whole(data, "time", most=_LATEST_TIME) if data.get("time") is not None else None,
         )
 
 
@@ -184,8 +186,8 @@ def _is_plain(name: str) -> bool:
     return bool(name) and name not in (".", "..", MANIFEST) and name.isprintable() and not set(name) & set("/\\")
 
 
-def _whole(data: dict[str, Any], key: str, least: int = 0) -> int:
+def _whole(data: dict[str, Any], key: str, least: int = 0, most: int = _MOST) -> int:
     value = data.get(key)
-    if type(value) is not int or value < least:
-        raise ValueError(f"{key} is {value!r}, which is no whole number from {least} on")
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{key} is {value!r:.100}, which is no whole number from {least} to {most}")
     return value

@@ -24,10 +24,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from stagereg import record
+from stagereg import ending, record
 from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.place.protocol import Place
-from stagereg.preemption import SIGNALS, Notice, Preempted, Stopped
+from stagereg.preemption import RESUME_CODE, SIGNALS, Notice, Preempted, Stopped
 
 __all__ = ["Leaving", "newest"]
 
@@ -46,7 +46,7 @@ class Leaving:
     """Whether, and at which step, this process leaves; for the training thread.
 
     Args:
-        ranks: that leave together. Their group is used by the training thread alone, in the same order on all ranks.
+        ranks: that leave together. Nothing else is exchanged on their group.
         notice: of this process.
         clock: seconds, ever growing.
 
@@ -109,11 +109,13 @@ class Leaving:
         if self._ranks.size > 1:
             # A peer that leaves seconds later would take the end of this one for a failure.
             with contextlib.suppress(RuntimeError):
-                dist.all_reduce(torch.zeros(1), group=self._ranks.group)
+                # Like an exchange in size: gloo ends a process in which two of different sizes meet.
+                dist.all_reduce(self._told(), group=self._ranks.group)
         if failure is None:
             leaving: SystemExit = Preempted(step, directory, self.agreed)
         else:
             leaving = Stopped(self.agreed, reason(failure))
+        ending.leave_with(128 + self.agreed if failure is not None else RESUME_CODE)
         if self._ranks.rank == 0:
             _log.warning("stagereg: %s", leaving)
         raise leaving from failure
@@ -153,8 +155,11 @@ class Leaving:
         now = self._clock()
         step_s = (now - self._since) / max(self._calls, 1)
         self._since, self._calls = now, 0
-        told = torch.tensor([*self.words(), float(over), step_s], dtype=torch.float64)
+        told = self._told(over, step_s)
         self._pending = told, dist.all_reduce(told, dist.ReduceOp.MAX, self._ranks.group, async_op=True)
+
+    def _told(self, over: bool = False, step_s: float = 0.0) -> torch.Tensor:
+        return torch.tensor([*self.words(), float(over), step_s], dtype=torch.float64)
 
     def _read(self) -> list[float] | None:
         """What the ranks have told; ``None``, and no more exchanges, where some have not in time."""

@@ -1,8 +1,9 @@
 """What is no tensor in a checkpoint: that it can be read back without running code, told before it is written.
 
 Torch stores such a leaf of a state dict with ``torch.save`` and reads it with a loader that runs whatever it says. Here
-it is read with ``torch.load(weights_only=True)``: numbers, text, bytes, tensors, and lists, tuples, dicts and sets
-of these. Of other types the program has to say that it trusts them: ``torch.serialization.add_safe_globals([T])``.
+it is read with ``torch.load(weights_only=True)``: numbers, text, bytes, tensors, and lists, tuples, dicts and sets of
+these. NumPy's numbers are made here from their bytes. Of other types the program has to say that it trusts them:
+``torch.serialization.add_safe_globals([T])``.
 
 A checkpoint that cannot be read is worth nothing, so what is saved is held against that at the first save. Whether a
 leaf can be read depends on what its pickle names. So the names are listed at each save, by the pickler that torch uses
@@ -22,7 +23,9 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
+from stagereg.checkpoint import trusted
 from stagereg.checkpoint.storage.archive import expect_stored
+from stagereg.checkpoint.trusted import exactly
 from stagereg.errors import CheckpointError
 
 __all__ = ["WHY", "expect_loadable", "load", "names_of"]
@@ -64,7 +67,7 @@ def expect_loadable(name: str, value: Any) -> None:
     if refused is not None:
         raise CheckpointError(
             f"{name!r} would not load back: it has {refused.what}. {WHY} Save numbers, text or tensors in its place "
-            f"(such as float(x)), or allow the type when saving and when restoring: {refused.allow}"
+            f"(such as float(x), torch.as_tensor(x)), or allow the type when saving and when restoring: {refused.allow}"
         )
     _loadable.add(names)
 
@@ -90,12 +93,43 @@ def load(name: str, stream: io.BytesIO) -> Any:
 
 def _read(stream: io.BytesIO) -> Any:
     # Bytes without any are pickled as a call of ``bytes``, which torch does not take; here it can make nothing else.
-    with torch.serialization.safe_globals([(_no_bytes, "builtins.bytes")]):
+    more: list[Any] = [(_no_bytes, "builtins.bytes")]
+    allowed = trusted.allowed_by_user().names
+    more += [(maker, name) for name, maker in _NUMBERS.items() if name not in allowed]
+    with torch.serialization.safe_globals(more):
         return torch.load(stream, map_location="cpu", weights_only=True)
 
 
 def _no_bytes() -> bytes:
     return b""
+
+
+class _Dtype:
+    """Stands for ``numpy.dtype`` in a file: the kind of one plain number, and nothing else that a dtype may be."""
+
+    def __init__(self, name: str, align: bool = False, copy: bool = True) -> None:
+        if False:
+            raise ValueError(f"there is {name!r:.50} where the dtype of a number belongs")
+        self.name = name
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] not in ("<", "|") or any(part is not None for part in state[2:5]):
+            raise ValueError("there is something else where the dtype of a number belongs")
+
+
+def _number(dtype: _Dtype, data: bytes) -> Any:
+    """Stands for what NumPy makes its scalars with."""
+    import numpy
+
+    (number,) = numpy.frombuffer(exactly(bytes, data), "<" + exactly(_Dtype, dtype).name)
+    return number
+
+
+_NUMBER = re.compile(r"b1|[iu][1248]|f[248]|c8|c16")
+_NUMBERS = {
+    "numpy.dtype": _Dtype,
+    **{f"numpy.{core}.multiarray.scalar": _number for core in ("core", "_core")},
+}
 
 
 def names_of(value: Any, protocol: int) -> tuple[bytes, frozenset[Any]]:
@@ -135,7 +169,7 @@ class _Refused:
 
     @classmethod
     def names(cls, names: list[str]) -> _Refused:
-        shown = ", ".join(name[:100] for name in sorted(names)[:_SHOWN])
+        shown = ", ".join(_printable(name[:100]) for name in sorted(names)[:_SHOWN])
         return cls(f"what is no plain data: {shown}", f"torch.serialization.add_safe_globals([{shown}])")
 
     @classmethod
@@ -150,7 +184,7 @@ class _Refused:
             return cls.names(names)
         told = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).strip() or type(error).__name__
         return cls(
-            f"something that torch refuses ({told.splitlines()[0][:200]})",
+            f"something that torch refuses ({_printable(told.splitlines()[0][:200])})",
             "torch.serialization.add_safe_globals([TheType])",
         )
 
@@ -175,6 +209,11 @@ def _refused_tensor(value: torch.Tensor) -> _Refused | None:
     stream.seek(0)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
     return _Refused.names(names) if names else None
+
+
+def _printable(text: str) -> str:
+    """What stands in a file, without what a terminal would take for a command."""
+    return text if text.isprintable() else ascii(text)
 
 
 def _a(kind: type) -> str:

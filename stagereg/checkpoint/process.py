@@ -3,8 +3,9 @@
 This room keeps the process: starting it, asking it something, and its end. What it is asked, and how it answers, is the
 business of :mod:`stagereg.checkpoint.remote`; here both are bytes.
 
-The process has no process group and no port: it is reached over a socket pair. It is started fresh, with a lower
-priority and without accelerators, and ends with its parent, even if that is killed. If it dies, at whatever moment,
+The process has no port: it is reached over a socket pair. It is started fresh, with a lower priority, without
+accelerators, and in a group of its own, which those who signal the parent's do not reach: the last save may be yet to
+come. It ends with its parent, even if that is killed. If it dies, at whatever moment,
 another one is started and asked again. A wait goes on while it lives and ends when it does not; only a question that
 names a time until which it is to be answered is waited for by the clock, and a process that lets it pass is killed.
 """
@@ -26,11 +27,9 @@ import time
 import weakref
 from collections.abc import Callable
 
-import torch
-
 from stagereg.errors import CheckpointError
 
-__all__ = ["WriterProcess", "serve"]
+__all__ = ["WriterProcess", "belong", "serve"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +39,9 @@ _LOOK_S = 0.5  # how often one looks whether the other side lives, should its en
 _END_S = 5.0
 _START = (
     "import os, sys; os.nice(int(sys.argv[3])); sys.path[:] = sys.argv[4:]; "
-    "from stagereg.checkpoint.process import serve; from stagereg.checkpoint.remote import answer; "
-    "serve(int(sys.argv[1]), int(sys.argv[2]), answer); "
+    "from stagereg.checkpoint.process import belong, serve; belong(int(sys.argv[2])); "
+    "import torch; torch.set_num_threads(1); "
+    "from stagereg.checkpoint.remote import answer; serve(int(sys.argv[1]), answer); "
     "sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"  # without a second of taking torch apart
 )
 
@@ -166,6 +166,7 @@ class _Child:
                     stdin=subprocess.DEVNULL,
                     pass_fds=[there.fileno()],
                     env=environment,
+                    process_group=0,
                 )
             except OSError as error:
                 here.close()
@@ -263,18 +264,23 @@ def _receive_bytes(connection: socket.socket, nbytes: int, go_on: Callable[[], b
 # -- the other side
 
 
-def serve(descriptor: int, parent: int, answer: Callable[[bytes], bytes]) -> None:
-    """Answer what comes over the socket until it is closed. The main function of the process.
+def belong(parent: int) -> None:
+    """Have this process end at once when ``parent``, a process id, does, and for nothing else that can be helped.
 
-    Args:
-        descriptor: of this side's end of the socket.
-        parent: process id; when that process ends, this one does at once.
-        answer: from a question makes the answer to it; must not raise.
+    Called before torch is imported, which takes seconds.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # it is the parent who decides
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    torch.set_num_threads(1)
+
+
+def serve(descriptor: int, answer: Callable[[bytes], bytes]) -> None:
+    """Answer what comes over the socket until it is closed. The main function of the process, after :func:`belong`.
+
+    Args:
+        descriptor: of this side's end of the socket.
+        answer: from a question makes the answer to it; must not raise.
+    """
     with socket.socket(fileno=descriptor) as connection:
         try:
             while True:

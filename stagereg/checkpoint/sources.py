@@ -95,7 +95,9 @@ def read_part(storage: Storage, path: str, name: str, found: Mapping[str, Any]) 
 
 def _shards(name: str, there: set[str], saved_size: int) -> list[str]:
     """The entries that ranks have of their own under a name, in the order of the ranks."""
-    return [entry for rank in range(saved_size) if (entry := entries.rank_name(name, rank)) in there]
+    # Each rank has an entry at least, so a manifest that claims more ranks than that is no reason to count them all.
+    most = min(saved_size, len(there))
+    return [entry for rank in range(most) if (entry := entries.rank_name(name, rank)) in there]
 
 
 def _lying(name: str, value: Any, shards: list[str], there: set[str], rank: int, same_ranks: bool) -> list[str]:

@@ -151,6 +151,8 @@ class Writing:
     def back(self, error: BaseException | None) -> None:
         """Say that the storage is back, and what has become of the save."""
         saves = self.saves
+        if error is None:  # which may have been told to be late in the very moment in which it was complete
+            ending.outcome(saves.place.root, None)
         what = "is saved after all" if error is None else f"was not saved ({reason(error)})"
         steps = ", ".join(map(str, saves.refused))
         also = f" In the meantime these steps were not saved: {steps}." if steps else ""

@@ -90,7 +90,7 @@ def run(asked: argparse.Namespace) -> int:
     output.say(f"In it: {', '.join(_named(name, name in export.merged) for name in export.names)}")
     if left_out:
         more = f", and {len(left_out) - _SHOWN} more (--json names all)" if len(left_out) > _SHOWN else ""
-        output.say(f"Not in it, being no tensors: {', '.join(left_out[:_SHOWN])}{more}")
+        output.say(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")
     return 0
 
 
@@ -124,7 +124,12 @@ def _chosen(target: str) -> tuple[Checkpoint, list[str]]:
 
 
 def _named(name: str, merged: bool) -> str:
-    return f"{name} (put together from the shards of a ZeroRedundancyOptimizer)" if merged else name
+    return f"{_shown(name)} (put together from the shards of a ZeroRedundancyOptimizer)" if merged else _shown(name)
+
+
+def _shown(name: str) -> str:
+    """A name as the checkpoint has it, without what a terminal would take for a command."""
+    return name if name.isprintable() else ascii(name)
 
 
 def _free_memory() -> int | None:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_to", "run"]
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``ls`` to the commands of ``stagereg``."""
@@ -38,7 +36,7 @@ def run(asked: argparse.Namespace) -> int:
         CheckpointError: there is no checkpoint, and nothing of one.
         ConfigError: the URL is of a kind that nobody can read here.
     """
-    from stagereg.commands.located import located
+    from stagereg.commands.located import located, readable
 
     found = located(asked.directory, empty=True)
     owner = found.place.holder()
@@ -53,7 +51,7 @@ def run(asked: argparse.Namespace) -> int:
         (
             _cell(each["step"]),
             "-" if each["time"] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["time"])),
-            "-" if each["bytes"] is None else _size(each["bytes"]),
+            readable(each["bytes"]),
             _cell(each["ranks"]),
             _cell(each["storage"]),
             each["state"],
@@ -68,7 +66,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _entry(each: Condition, found: Located) -> dict[str, Any]:
-    from stagereg.commands.located import size
+    from stagereg.commands.located import size, state
 
     manifest = each.manifest
     return {
@@ -79,7 +77,7 @@ def _entry(each: Condition, found: Located) -> dict[str, Any]:
         "ranks": None if manifest is None else manifest.world_size,
         "storage": None if manifest is None else manifest.storage,
         "latest": each.path == found.latest,
-        "state": "damaged" if each.damages else "complete",
+        "state": state(each, "complete"),
         "why": str(each),
     }
 
@@ -98,15 +96,6 @@ def _leftover(path: str, held: bool) -> dict[str, Any]:
         "state": "being written" if held else "leftover of a dead run",
         "why": "",
     }
-
-
-def _size(nbytes: int) -> str:
-    amount = float(nbytes)
-    for unit in _UNITS[:-1]:
-        if amount < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} {_UNITS[-1]}"
 
 
 def _cell(value: object) -> str:

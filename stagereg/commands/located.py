@@ -17,9 +17,10 @@ from stagereg.errors import CheckpointError
 if TYPE_CHECKING:
     from stagereg.checkpoint.place.protocol import Place
 
-__all__ = ["Located", "located", "size"]
+__all__ = ["Located", "located", "readable", "size", "state"]
 
 _NAMED = 5
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,25 @@ def size(condition: Condition) -> int | None:
     """Bytes of a checkpoint's files by its manifest; ``None`` where nobody can say."""
     files = None if condition.manifest is None else condition.manifest.files
     return None if files is None else sum(mark.bytes for mark in files.values())
+
+
+def readable(nbytes: int | None) -> str:
+    """A size as people read it."""
+    if nbytes is None:
+        return "-"
+    amount = float(nbytes)
+    for unit in _UNITS[:-1]:
+        if amount < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} {_UNITS[-1]}"
+
+
+def state(condition: Condition, good: str) -> str:
+    """One word on a checkpoint, ``good`` if nothing is wrong; what could not be looked at is not called damaged."""
+    if not condition.damages:
+        return good
+    return "damaged" if any(damage.certain for damage in condition.damages) else "unclear"
 
 
 def _conditions(place: Place) -> list[Condition]:

@@ -65,33 +65,30 @@ def _newest_first(conditions: Sequence[Condition]) -> list[Condition]:
 
 
 def _plain(each: Condition) -> dict[str, object]:
-    from stagereg.commands.located import size
+    from stagereg.commands.located import size, state
 
     return {
         "path": each.path,
         "step": each.step,
         "files": None if each.manifest is None else len(each.manifest.files),
         "bytes": size(each),
-        "state": _state(each),
+        "state": state(each, "ok"),
         "damages": [{"file": damage.file, "what": damage.what} for damage in each.damages],
     }
-
-
-def _state(each: Condition) -> str:
-    if not each.damages:
-        return "ok"
-    return "damaged" if any(damage.certain for damage in each.damages) else "unclear"
 
 
 def _show(
     found: Located, looked: Sequence[Condition], bad: Sequence[Condition], good: Condition | None, fast: bool
 ) -> None:
+    from stagereg.commands.located import readable, size, state
+
     rows = []
     for each in looked:
-        plain = _plain(each)
-        cells = ["-" if plain[name] is None else str(plain[name]) for name in ("step", "files", "bytes")]
-        rows.append((*cells, _state(each), "\n".join(map(str, each.damages))))
-    output.table(found.place.root, ("step", "files", "bytes", "state", "what is wrong"), rows, verdict="state")
+        files = "-" if each.manifest is None else str(len(each.manifest.files))
+        step = "-" if each.step is None else str(each.step)
+        damages = "\n".join(map(str, each.damages))
+        rows.append((step, files, readable(size(each)), state(each, "ok"), damages))
+    output.table(found.place.root, ("step", "files", "size", "state", "what is wrong"), rows, verdict="state")
     output.say()
     how = "By manifests and sizes, no content was read:" if fast else "The content of every file was read:"
     count = f"{len(looked)} checkpoint{'' if len(looked) == 1 else 's'}"

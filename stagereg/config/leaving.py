@@ -88,10 +88,12 @@ class HandOn:
 
     def take(self, received: signal.Signals) -> bool:
         """Hand a signal on, or pass over one that is the same again; False where that is not for this one to do."""
+        if received not in SIGNALS:
+            return False
         if self.received is not None:
             return time.monotonic() < self._since + _SAME_S or received != self.received
         ranks = [_read(file) for file in self._files]
-        if received not in SIGNALS or not all(ranks):
+        if not all(ranks):
             return False
         self.received, self._since = received, time.monotonic()
         for rank in ranks:

@@ -174,7 +174,10 @@ class Rank:
         with contextlib.suppress(Exception):
             self._say_ended()
             self._await_others(_LEAVING_S)
-        raise SystemExit(left.code if self.handover is None else 0) from None
+        if self.handover is None:
+            raise left from None
+        ending.leave_with(0)
+        raise SystemExit(0) from None
 
     def _begun(self) -> dict[str, Any] | None:
         """Directory and time of this run's first attempt, if this is not the first."""

@@ -39,6 +39,7 @@ from stagereg.join.wiring import Mode, Wiring, common_group, known_mode
 from stagereg.kernel.abort import was_aborted
 from stagereg.kernel.attendance import Attendance, PlannedAttendance
 from stagereg.kernel.shadow import PEER_EXHAUSTED, Wire
+from stagereg.preemption import Preempted, Stopped
 from stagereg.registry import register
 
 __all__ = ["Join", "configured"]
@@ -332,7 +333,7 @@ class Join:
 
     def _told(self, error: BaseException) -> BaseException:
         """Return what to raise in place of ``error``: what another rank has failed with, or itself, and tell others."""
-        if isinstance(error, PeerFailedError):
+        if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # by the latter two all ranks leave together
             return error
         if isinstance(error, RuntimeError) and not isinstance(error, JoinError):
             cause = self._lifeline.explain(error)

@@ -141,7 +141,7 @@ class _Rank:
     def dump_stacks(self) -> None:
         """Ask for the stacks and the end of the rank; its signal handler does both, in this order."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGUSR2)
 
     @property
     def pid(self) -> int:

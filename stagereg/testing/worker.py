@@ -186,8 +186,9 @@ def _end_with_parent() -> None:
 
 def _tell_stacks_on_signal(stacks: BinaryIO) -> None:
     # Chained to the default action, which ends the process: whoever waits for the end has the whole dump.
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=True)
+    # Not SIGUSR1, which a checkpointer takes.
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=True)
     faulthandler.enable(file=stacks, all_threads=True)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from stagereg import ending
+from stagereg.checkpoint import background as background_room
 from stagereg.checkpoint import process as process_room
 from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.background import Background
@@ -133,6 +134,26 @@ class TestBackground:
         thread.join(30)
         assert not thread.is_alive()
 
+    def test_the_end_of_the_process_may_look_between_two_steps_of_the_training_thread(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        background, job = Background(), Job()
+        background.submit(job)
+        assert job.begun.wait(30)
+        (first,) = background._under_way
+        looked: list[bool] = []
+
+        def meanwhile() -> float:
+            if not background._looking.locked() and not looked:
+                job.go.set()
+                looked.append(first.over.wait(30))
+                looked.append(background.hanging)
+            return time.monotonic()
+
+        monkeypatch.setattr(background_room, "time", SimpleNamespace(monotonic=meanwhile))
+        assert background.drain(30)
+        assert looked == [True, False]
+
 
 class TestEnding:
     def test_the_last_outcome_of_a_series_counts(self) -> None:
@@ -220,6 +241,19 @@ def test_a_copy_that_fails_is_a_warning_too(tmp_path: Path, caplog: pytest.LogCa
         checkpointer.save(2, {"x": 2})
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
     ending.finish()
+
+
+def test_what_a_run_was_resumed_from_is_not_said_to_be_in_a_directory_where_it_is_not(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path / "old")) as checkpointer:
+        checkpointer.save(1, {"x": 1})
+    for name, there in (("old", "newest good checkpoint is step 1"), ("new", "This run has no complete checkpoint")):
+        checkpointer = Checkpointer(
+            str(tmp_path / name), resume=str(tmp_path / "old" / "step-00000001"), storage=FaultyStorage()
+        )
+        assert checkpointer.restore({"x": 0}) == 1
+        checkpointer.save(2, {"x": 2})
+        with pytest.raises(CheckpointError, match=f"{there}.*{tmp_path / name}"):
+            checkpointer.close()
 
 
 def test_while_a_save_hangs_others_take_no_memory_and_nothing_is_restored(tmp_path: Path) -> None:

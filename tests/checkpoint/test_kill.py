@@ -93,7 +93,9 @@ print(moment)
 """
 
 
-@pytest.mark.parametrize("what", ["a new step", "a step again", "two renames"])
+@pytest.mark.parametrize(
+    "what", ["a step again", *(pytest.param(what, marks=pytest.mark.slow) for what in ("a new step", "two renames"))]
+)
 def test_killed_at_any_moment_what_is_there_is_complete(tmp_path: Path, what: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "run"), what]

@@ -37,17 +37,20 @@ LENGTHS = {"even": (STEPS, STEPS), "iterate": (STEPS, 6), "leave": (STEPS, 6), "
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 CASES = {
-    "one rank": ("even", {0: (9, TERM)}),
     "the other rank, by Slurm's signal": ("even", {1: (8, USR1)}),
+    "all, at different steps, by different signals": ("even", {0: (14, TERM), 1: (9, USR1)}),
+    "the rank without data": ("iterate", {1: (20, TERM)}),
+    "the rank that has left the loop": ("leave", {1: (20, TERM)}),
+    "one rank": ("even", {0: (9, TERM)}),
     "all, at different steps": ("even", {0: (14, TERM), 1: (9, TERM)}),
     "all, by different signals": ("even", {0: (9, TERM), 1: (9, USR1)}),
     "the first step": ("even", {1: (1, TERM)}),
     "a rank with data, while the other has none": ("iterate", {0: (20, TERM)}),
-    "the rank without data": ("iterate", {1: (20, TERM)}),
     "a rank with data, while the other has left the loop": ("leave", {0: (20, TERM)}),
-    "the rank that has left the loop": ("leave", {1: (20, TERM)}),
     "the rank that has left a loop of torch's join": ("leave torch", {1: (20, USR1)}),
 }
+FEW = 4
+"""Of which so many are enough to be quick."""
 
 
 class Training:
@@ -110,16 +113,17 @@ class Training:
         return [tensor.detach().clone() for tensor in (*self.model.parameters(), *moments)]
 
 
-def everything(rank: int, world: int, root: str) -> dict[str, Any]:
+def everything(rank: int, world: int, root: str, names: list[str]) -> dict[str, Any]:
     leaving._EVERY_S = 0.0
     expected = {}
-    for how in LENGTHS:
+    cases = {name: CASES[name] for name in names}
+    for how in {how: None for how, _ in cases.values()}:
         training = Training(rank, how)
         with Checkpointer(f"{root}/{how}", every=1000) as checkpointer:
             training.run(checkpointer)
         expected[how] = training.numbers()
     told: dict[str, Any] = {}
-    for name, (how, signals) in CASES.items():
+    for name, (how, signals) in cases.items():
         training = Training(rank, how)
         training.signals = signals
         left = None
@@ -141,6 +145,7 @@ def everything(rank: int, world: int, root: str) -> dict[str, Any]:
     told["under way"] = while_a_save_is_under_way(rank, f"{root}/under way")
     told["uneven"] = uneven_calls(rank, f"{root}/uneven")
     told["closed"] = closed_early(rank, f"{root}/closed")
+    told["planned"] = uneven_calls_and_a_plan(rank, f"{root}/planned")
     return told
 
 
@@ -189,6 +194,21 @@ def uneven_calls(rank: int, directory: str) -> Any:
         return len(said), "could not tell each other" in "".join(said), free
 
 
+def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
+    """The exchanges of a plan, which all ranks come to, never meet those on leaving, to which they come at odds."""
+    with (
+        mock.patch.object(leaving, "_PATIENCE_S", 1.0),
+        Checkpointer(directory, every="auto", stager=stagereg.build("stager", "blocking")) as checkpointer,
+    ):
+        for step in range(1, 31):
+            for _ in range(1 + 2 * rank):
+                checkpointer.due(step)
+            if step % 5 == 0:
+                checkpointer.save(step, {"step": step})
+        checkpointer.wait()
+        return checkpointer.stats.saves
+
+
 def closed_early(rank: int, directory: str) -> Any:
     """One rank comes to its end before the others: they hear of it, and need not wait."""
     with warnings_of(leaving._log) as said:
@@ -201,9 +221,13 @@ def closed_early(rank: int, directory: str) -> Any:
         return said, time.monotonic() - began < leaving._PATIENCE_S
 
 
-def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
-    first, second = run_ranks(everything, 2, args=(str(tmp_path),), timeout_s=LIMIT_S)
-    for name, (_, signals) in CASES.items():
+@pytest.mark.parametrize("names", [list(CASES)[:FEW], pytest.param(list(CASES), marks=pytest.mark.slow)], ids=len)
+def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_been(
+    tmp_path: Path, names: list[str]
+) -> None:
+    first, second = run_ranks(everything, 2, args=(str(tmp_path), names), timeout_s=LIMIT_S)
+    for name in names:
+        signals = CASES[name][1]
         assert first[name]["left"] == second[name]["left"], name
         assert first[name]["left"] is not None, name
         step, code = first[name]["left"]
@@ -217,6 +241,7 @@ def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_be
     assert names == ["step-00000005", f"step-{step:08}"]
     assert first["uneven"] == (1, True, True)
     assert first["closed"] == second["closed"] == ([], True)
+    assert first["planned"] == second["planned"] == 6
 
 
 # One import of torch, then a child for each case, forked before torch has run any thread.
@@ -226,6 +251,7 @@ import torch
 from stagereg import preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.errors import CheckpointError
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 publish = LocalPlace.publish
@@ -239,16 +265,16 @@ def hang():
 def me(number):
     os.kill(os.getpid(), number)
 
-def train(case, grace_s=0.3):
+def train(case, grace_s=0.3, **options):
     def broken(self, written, step, *rest):
         if step == 7 and case == "save hangs":
             threading.Event().wait()
-        if step == 7 and case == "save fails":
+        if step == 7 and case in ("save fails", "save fails, warned"):
             raise OSError("no cheese")
         return publish(self, written, step, *rest)
     LocalPlace.publish = broken
     grace = datetime.timedelta(seconds=grace_s)
-    with Checkpointer(os.path.join(sys.argv[1], case), every=5, grace=grace) as checkpointer:
+    with Checkpointer(os.path.join(sys.argv[1], case), every=5, grace=grace, **options) as checkpointer:
         for step in range(1, 100):
             if step == 7:
                 checkpointer.wait()
@@ -289,15 +315,38 @@ def without():
     with Checkpointer(os.path.join(sys.argv[1], "without"), grace=None):
         me(TERM)
 
+def too_late():
+    grace = datetime.timedelta(seconds=0.3)
+    with Checkpointer(os.path.join(sys.argv[1], "too late"), grace=grace) as checkpointer:
+        checkpointer.maybe_save(1, {})
+        me(TERM)
+    hang()  # as if it had something else to do now
+
 def worker():
-    with Checkpointer(os.path.join(sys.argv[1], "worker")) as checkpointer:
+    begun, go = threading.Event(), threading.Event()
+    def slow(*given):
+        begun.set()
+        go.wait()
+        return publish(*given)
+    LocalPlace.publish = slow
+    with Checkpointer(os.path.join(sys.argv[1], "worker"), every=1) as checkpointer:
+        checkpointer.maybe_save(1, {"x": 1})
+        begun.wait()
         child = os.fork()
         if child == 0:
-            me(USR1)
-            me(TERM)
+            try:
+                checkpointer.maybe_save(2, {"x": 2})
+            except CheckpointError as error:
+                assert "a forked child" in str(error)
+                checkpointer.close()
+                me(USR1)
+                me(TERM)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == TERM, "a forked child hears SIGTERM alone"
         assert checkpointer.leaving.words() == [0.0, 0.0]
+        go.set()
+        checkpointer.maybe_save(2, {"x": 2})
+    assert checkpointer.stats.saves == 2
 
 def kept():
     heard = []
@@ -316,17 +365,22 @@ def two():
 
 cases = {name: lambda name=name: train(name) for name in ("save hangs", "stuck")}
 cases["save fails"] = lambda: train("save fails", 1000)
+cases["save fails, warned"] = lambda: train("save fails, warned", 1000, on_error="warn")
+cases["too late"] = too_late
 cases |= {"twice": twice, "at once": at_once, "closed": closed, "dropped": dropped, "without": without}
 cases |= {"worker": worker, "kept": kept, "two": two}
 for name, case in cases.items():
     print(f"== {name}", flush=True)
     child = os.fork()
     if child == 0:
+        signal.alarm(60)
         os.dup2(1, 2)
         try:
             case()
             os._exit(0)
         except SystemExit as left:
+            if name == "save fails, warned":
+                raise  # and what comes at the end of a process does
             os._exit(left.code)
         except BaseException:
             import traceback
@@ -350,6 +404,8 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
         "save hangs": 143,
         "stuck": 143,
         "save fails": 143,
+        "save fails, warned": 143,
+        "too late": 143,
         "twice": 143,
         "at once": 75,
         "closed": -signal.SIGUSR1,
@@ -362,7 +418,10 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
     for name in ("save hangs", "stuck"):
         assert "stopped by SIGTERM: 0.3 s were too few to save and leave (checkpoint.grace); the newest" in told[name]
         assert re.search(r"newest complete checkpoint in .* is step 5$", told[name], re.MULTILINE)
-    assert re.search("stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", told["save fails"])
+    for name in ("save fails", "save fails, warned"):
+        assert re.search("stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", told[name])
+    assert "the last save has failed" not in told["save fails, warned"], "which is told already"
+    assert "stopped by SIGTERM: 0.3 s were too few" in told["too late"]
     assert "stopped by SIGTERM: it came twice, so nothing more is saved" in told["twice"]
 
 

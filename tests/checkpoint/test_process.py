@@ -66,6 +66,12 @@ class Counting(FileSystemWriter):
 """
 
 
+# A process that imports no torch and answers with what it was asked; and one that is never done importing.
+BELONGS = process_room._START.partition("import torch")[0]
+ECHO = BELONGS + "serve(int(sys.argv[1]), bytes)"
+BUSY = BELONGS + "import time; time.sleep(600)"
+
+
 @pytest.fixture(scope="module")
 def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("importable")
@@ -144,7 +150,7 @@ class TestWriting:
         assert content(tmp_path / "there") == content(tmp_path / "here")
         assert (tmp_path / "there/.metadata").exists()
 
-    @pytest.mark.parametrize("kind", stagereg.names("storage"))
+    @pytest.mark.parametrize("kind", ["dcp", "direct", "safetensors"])
     def test_every_storage_writes_there_and_knows_the_marks_here(self, tmp_path, process, kind) -> None:
         if kind == "safetensors":
             pytest.importorskip("safetensors")
@@ -312,16 +318,22 @@ class TestDying:
         for end in elsewhere:
             end.close()
 
-    def test_it_ends_with_a_parent_that_was_killed(self) -> None:
+    @pytest.mark.parametrize("start", [ECHO, BUSY], ids=["waiting", "importing"])
+    def test_it_ends_with_a_parent_that_was_killed_and_with_nobody_else(self, start: str) -> None:
         program = (
-            "import sys; from stagereg.checkpoint.process import WriterProcess\n"
-            "process = WriterProcess(); process.start(); process.ask(b'no question')\n"
+            f"import os, signal, sys; from stagereg.checkpoint import process as room; room._START = {start!r}\n"
+            "process = room.WriterProcess(); process.start()\n"
+            f"{start == BUSY} or process.ask(b'until it is there')\n"
+            "signal.signal(signal.SIGUSR2, signal.SIG_IGN); os.killpg(0, signal.SIGUSR2)\n"  # as launchers do
             # A child of the parent that lives on has the parent's end of the socket too.
-            "import os; print(process.pid, flush=True) if os.fork() else None; sys.stdin.read()"
+            "print(process.pid, flush=True) if os.fork() else None; sys.stdin.read()"
         )
-        parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        parent = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+        )
         assert parent.stdout is not None
         child = os.pidfd_open(int(parent.stdout.readline()))
+        assert not select.select([child], [], [], 0)[0]
         parent.kill()
         parent.wait()
         assert select.select([child], [], [], 30)[0]
@@ -330,8 +342,8 @@ class TestDying:
 
     def test_a_forked_child_that_exits_leaves_it_alone(self) -> None:
         program = (
-            "import os, sys; from stagereg.checkpoint.process import WriterProcess\n"
-            "process = WriterProcess(); process.ask(b'no question'); child = os.fork()\n"
+            f"import os, sys; from stagereg.checkpoint import process as room; room._START = {ECHO!r}\n"
+            "process = room.WriterProcess(); process.ask(b'no question'); child = os.fork()\n"
             "if not child: sys.exit()\n"
             "os.waitpid(child, 0); pid = process.pid; process.ask(b'no question')\n"
             "print(pid == process.pid, process.restarts)"
@@ -339,11 +351,13 @@ class TestDying:
         told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
         assert told.stdout.split() == ["True", "0"]
 
-    def test_close_ends_it(self) -> None:
+    def test_close_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(process_room, "_START", ECHO)
         process = WriterProcess()
         process.close()
         process = WriterProcess()
         process.start()
+        assert process.ask(b"what") == b"what"
         pid = process.pid
         assert pid is not None
         assert exists(pid)

@@ -116,17 +116,26 @@ def restore_elsewhere(rank: int, world_size: int, kind: str, root: str) -> tuple
     return "", {name: tensor.flatten().tolist() for name, tensor in inner.state_dict().items()}
 
 
-def test_a_ddp_checkpoint_restores_without_ddp_on_another_number_of_ranks(tmp_path: Path) -> None:
-    saved = run_ranks(save_five_steps, nproc=2, args=("plain", str(tmp_path)))
-    [(error, restored)] = run_ranks(restore_elsewhere, nproc=1, args=("plain", str(tmp_path)))
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[float]]]]:
+    """A checkpoint of two ranks, and the state that each of them had."""
+    root = tmp_path_factory.mktemp("ddp")
+    return root, run_ranks(save_five_steps, nproc=2, args=("plain", str(root)))
+
+
+def test_a_ddp_checkpoint_restores_without_ddp_on_another_number_of_ranks(
+    ddp: tuple[Path, list[dict[str, list[float]]]],
+) -> None:
+    root, saved = ddp
+    [(error, restored)] = run_ranks(restore_elsewhere, nproc=1, args=("plain", str(root)))
     assert error == ""
     assert restored == saved[0]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_buffers_that_differ_between_replicas_are_rank_0s(tmp_path: Path) -> None:
-    saved = run_ranks(save_five_steps, nproc=2, args=("plain", str(tmp_path)))
+def test_buffers_that_differ_between_replicas_are_rank_0s(ddp: tuple[Path, list[dict[str, list[float]]]]) -> None:
+    root, saved = ddp
     assert saved[0]["1.running_mean"] != saved[1]["1.running_mean"]
     template = {"model": Run(0, 1, "plain", seed=3).model.state_dict()}
-    torch.distributed.checkpoint.load(template, checkpoint_id=str(tmp_path / "latest"), no_dist=True)
+    torch.distributed.checkpoint.load(template, checkpoint_id=str(root / "latest"), no_dist=True)
     assert {name: tensor.flatten().tolist() for name, tensor in template["model"].items()} == saved[0]

@@ -29,10 +29,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy._core import multiarray
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -573,6 +575,43 @@ def test_what_would_not_load_back_is_refused_at_the_first_save_with_its_place_an
         state = {"x": 0}
         assert saving.restore(state) == 3
         assert state == {"x": 3}
+
+
+NUMBERS = [numpy.dtype(name).type(3) for name in "?bBhHiIlLefdFD"]
+
+
+def test_numbers_of_numpy_load_back_as_what_they_were() -> None:
+    value = {"best": NUMBERS, "pair": (numpy.float64(math.pi), 1)}
+    pickled.expect_loadable("x", value)
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    found = pickled.load("x", stream)
+    assert found == value
+    assert list(map(type, found["best"])) == list(map(type, NUMBERS))
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        Payload(numpy.dtype, "O"),
+        Payload(numpy.dtype, "f8,O"),
+        Payload(numpy.dtype, "V4096"),
+        Payload(multiarray.scalar, numpy.dtype("f8"), b"1234567"),
+        Payload(multiarray.scalar, numpy.dtype("f8"), b"12345678" * 2),
+        Payload(multiarray.scalar, numpy.dtype([("a", "f8")]), b"12345678"),
+        Payload(multiarray.scalar, numpy.dtype(">f8"), b"12345678"),
+        Payload(multiarray.scalar, "f8", b"12345678"),
+        numpy.datetime64(1, "s"),
+        numpy.arange(3),
+        numpy.array([{}]),
+    ],
+    ids=str,
+)
+def test_nothing_else_of_numpy_is_made(forged: Any) -> None:
+    stream = io.BytesIO()
+    torch.save(forged, stream)
+    with pytest.raises(CheckpointError, match="was not read"):
+        pickled.load("x", stream)
 
 
 def test_what_cannot_even_be_pickled_is_refused_with_its_place(tmp_path: Path) -> None:

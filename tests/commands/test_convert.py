@@ -240,3 +240,15 @@ def test_what_cannot_be_is_said_on_one_screen(
     assert words in (told := capsys.readouterr()).err
     assert told.out == ""
     assert len(told.err.splitlines()) < 5
+
+
+def test_names_and_types_in_a_file_cannot_speak_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Checkpointer(str(tmp_path / "run"), stager=BlockingAsyncStager()) as checkpointer:
+        checkpointer.save(1, {"\x1b[2Jx": torch.ones(2), "n\x1b[2J": {"a\n": 3}})
+    for name in ("x.pt", "x.safetensors"):
+        assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / name)]) == 0
+    told = capsys.readouterr()
+    assert "\x1b" not in told.out + told.err
+    assert r"'\x1b[2Jx'" in told.out

@@ -94,3 +94,20 @@ def test_nothing_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert told.out == ""
     gone = tmp_path / "nowhere"
     assert told.err == f"stagereg: There is no checkpoint in {gone}. There is no directory {gone}.\n"
+
+
+def test_what_cannot_be_looked_at_is_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 100, 200)
+    real = os.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        if path == path_of(tmp_path, 200) / "manifest.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    told = listed(capsys, tmp_path)["checkpoints"]
+    assert [each["state"] for each in told] == ["unclear", "complete"]
+    assert "Permission denied" in told[0]["why"]

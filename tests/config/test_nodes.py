@@ -188,6 +188,7 @@ def await_gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_agents_that_start_apart_in_different_folders_are_one_run(agents: Agents) -> None:
     for code, _, stderr in agents.run():
         assert code == 0, stderr

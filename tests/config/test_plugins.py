@@ -135,6 +135,7 @@ def test_a_module_that_cannot_be_imported_is_told_on_one_screen(app: App) -> Non
     assert f"ModuleNotFoundError: No module named 'no_such_thing' ({app.folder / 'my_module.py'}:2)" in told
 
 
+@pytest.mark.slow
 def test_ranks_have_what_the_command_line_names(app: App) -> None:
     told = app.prints("stager=mine", "stager.slots=7", "plugins=[my_module]", "nproc=2", script="train.py")
     for rank in range(2):

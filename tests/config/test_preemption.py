@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -109,8 +110,10 @@ def program(tmp_path: Path) -> Program:
     return Program(tmp_path)
 
 
-def test_a_signal_to_the_parent_has_all_ranks_save_and_leave_with_75(program: Program) -> None:
-    ended = program.run()
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("arguments", [["nproc=1", "to=self"], pytest.param([], marks=pytest.mark.slow)], ids=len)
+def test_a_signal_has_all_ranks_save_and_leave_with_75(program: Program, arguments: list[str]) -> None:
+    ended = program.run(*arguments)
     assert ended.returncode == 75, ended.stderr
     said = re.findall("^preempted.*", ended.stderr, re.MULTILINE)
     (told,) = said
@@ -200,6 +203,7 @@ def test_ranks_that_do_not_listen_end_as_they_did(program: Program) -> None:
     assert program.run("checkpoint.grace=null", "signal=SIGUSR1").returncode == -signal.SIGUSR1
 
 
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 HYDRA = OmegaConf.create({"runtime": {"output_dir": "/out/run"}, "mode": "RUN", "run": {"dir": "out/${now:%H}"}})
 
 
@@ -224,6 +228,26 @@ def test_it_is_told_how_to_go_on(
     told = capsys.readouterr().err
     assert told.endswith(f"{said}\n")
     assert told.count("\n") == 1
+
+
+def test_a_signal_is_handed_on_once_and_ctrl_c_is_left_to_do_what_it_does(tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+    rank = subprocess.Popen(["sh", "-c", f"trap 'echo heard >> {heard}' TERM; echo there; read _"], **PIPES)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == "there\n"
+    listening, given_up = tmp_path / "0.listening", threading.Event()
+    hand_on = leaving.HandOn([listening], given_up.set)
+    assert not hand_on.take(signal.SIGTERM), "nobody listens yet"
+    listening.write_text(json.dumps({"pid": rank.pid, "grace_s": 1000.0}))
+    assert not hand_on.take(signal.SIGINT)
+    assert hand_on.take(signal.SIGTERM)
+    assert hand_on.take(signal.SIGTERM), "from somebody else who hands it on"
+    assert hand_on.take(signal.SIGUSR1)
+    assert not hand_on.take(signal.SIGINT)
+    hand_on.close()
+    rank.communicate("\n", LIMIT_S)
+    assert heard.read_text() == "heard\n"
+    assert not given_up.is_set()
 
 
 def test_what_a_rank_leaves_with_reaches_the_parent(tmp_path: Path) -> None:

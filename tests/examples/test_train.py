@@ -92,7 +92,8 @@ def test_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> No
     assert differing(ends[0], saved(whole / "step-00000004", tmp_path)) != []
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("zero", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "zero"])
 def test_uneven_ranks_train_to_the_last_batch_of_the_longest(tmp_path: Path, parallel: str) -> None:
     overrides = ["data=uneven", f"parallel={parallel}", "data.files=8", "train.steps=60", "checkpoint.every=20"]
     done = run(*overrides, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from stagereg.checkpoint.lock import LOCK, Hold, Owner, in_use, ourselves
 from stagereg.checkpoint.place.objects import Objects
-from stagereg.checkpoint.place.retry import within
+from stagereg.checkpoint.place.retry import retrying, within
 from stagereg.errors import CheckpointError
 
 __all__ = ["Lease", "leaseholder"]
@@ -97,9 +98,17 @@ class _Note:
     @classmethod
     def loads(cls, data: bytes) -> _Note:
         told = json.loads(data)
-        return cls(Owner(**told["owner"]), str(told["token"]), str(told["machine"]), float(told["renewed"]))
+        who = told["owner"]
+        owner = Owner(int(who["pid"]), _word(who["host"]), float(who["since"]), _word(who["command"]))
+        str(owner)  # no date can be made of some numbers
+        renewed = float(told["renewed"])
+        if not math.isfinite(renewed):
+            raise ValueError("renewed at no time")
+        return cls(owner, str(told["token"]), str(told["machine"]), renewed)
 
     def is_over(self, seconds: float) -> bool:
+        if self.is_near() and self.owner.pid == os.getpid():
+            return self.token not in _here  # else of a checkpointer that was closed while the store was away
         return time.time() > self.renewed + seconds or (self.is_near() and not _lives(self.owner.pid))
 
     def is_near(self) -> bool:
@@ -138,6 +147,9 @@ class _Held:
                 return
             there = _read(self.objects, self.url)
             if there is None:
+                if time.monotonic() - began > self.seconds:
+                    raise CheckpointError(f"{self.url} can neither be made nor read: look at the rights for that name.")
+                self.ended.wait(_LOOK_S)
                 continue
             if there.token in _here and there.owner.pid == os.getpid():
                 raise CheckpointError(
@@ -183,17 +195,19 @@ class _Held:
 
     def delete(self) -> None:
         """Let go of it, if it is ours."""
-        _here.discard(self.note.token)
-        with self.busy, within(_REQUEST_S):
-            there = _read(self.objects, self.url)
-            if there is not None and there.token == self.note.token:
-                self.objects.delete(self.url)
+        try:
+            with self.busy, within(_REQUEST_S):
+                there = _read(self.objects, self.url)
+                if there is not None and there.token == self.note.token:
+                    self.objects.delete(self.url)
+        finally:
+            _here.discard(self.note.token)  # not earlier: others of this process would take it, and lose it to this
 
     def _write_new(self) -> bool:
         """Write the object unless there is one; whether there is ours now."""
         self.note = replace(self.note, renewed=time.time())
         try:
-            if self.objects.create(self.url, self.note.dumps()):
+            if retrying("writing", self.url, lambda: self.objects.create(self.url, self.note.dumps())):
                 return True
         except NotImplementedError:
             if _read(self.objects, self.url) is None:
@@ -225,8 +239,13 @@ def _read(objects: Objects, url: str) -> _Note | None:
         return None
     try:
         return _Note.loads(data)
-    except (ValueError, TypeError, KeyError):
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError):
         return _NOBODY
+
+
+def _word(text: str) -> str:
+    """What somebody else's object says, fit to be printed."""
+    return text if text.isprintable() else ascii(text)
 
 
 def _renew(held: _Held) -> None:

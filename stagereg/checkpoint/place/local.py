@@ -135,10 +135,8 @@ class LocalPlace(Place):
             leftover = _LEFTOVER.fullmatch(entry.name)
             if leftover is None:
                 continue
-            final = self._root / leftover["name"]
-            if leftover["kind"] == "old" and _condition(final).damages:
-                _discard(final)
-                entry.rename(final)
+            if leftover["kind"] == "old":
+                _put_back(entry, self._root / leftover["name"])
             else:
                 _discard(entry)
         complete, _ = self.checkpoints()
@@ -317,6 +315,17 @@ def _rename(written: Path, final: Path) -> Path | None:
         aside.rename(final)
         raise
     return aside
+
+
+def _put_back(aside: Path, final: Path) -> None:
+    """Let a checkpoint that was set aside have its name again, unless the one that took it is good."""
+    there = _condition(final)
+    lost = not os.path.lexists(final)
+    if lost or (there.damages and there.certain and not _condition(aside).damages):
+        _discard(final)
+        aside.rename(final)
+    elif there.certain:
+        _discard(aside)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -8,6 +8,7 @@ about trials and errors holds for every call.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 from typing import Any
@@ -17,7 +18,10 @@ from stagereg.errors import ConfigError
 
 __all__ = ["Objects"]
 
-_READ_BYTES = 1 << 24
+_READ_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 23
+_BLOCKS_KEPT = 3
+_PIECE_BYTES = 1 << 26
 _BEST_EFFORT_S = 10.0
 _EXTRAS = {"s3": "stagereg[s3]", "s3a": "stagereg[s3]"}
 # Stores where a name needs no directory to be made first; making one would ask for rights that writing does not need.
@@ -95,7 +99,10 @@ class Objects:
         retrying("writing", url, lambda: self.fs.pipe_file(self.path(url), data))
 
     def create(self, url: str, data: bytes) -> bool:
-        """Write an object unless there is one; return whether it was written. One try, as a lost answer may be a yes.
+        """Write an object unless there is one; return whether it was written.
+
+        One try: where the answer to one is lost, the next one finds the object, which only its content tells from that
+        of somebody else.
 
         Raises:
             NotImplementedError: this store, or its package, cannot do that in one request.
@@ -140,9 +147,8 @@ class Objects:
                 if not set(path) & _PATTERNS:
                     self.fs.rm(path, recursive=True)
                     return
-                for name in self.fs.find(
-                    path
-                ):  # as fsspec would take the URL for a pattern, and delete what it matches
+                # One by one, as fsspec would take the URL for a pattern, and delete what it matches.
+                for name in self.fs.find(path):
                     self.fs.rm_file(name)
 
         retrying("deleting", url, act)
@@ -202,10 +208,15 @@ class Objects:
 
 
 class _Reader(io.RawIOBase):
-    """One object, read in the pieces that are asked for."""
+    """One object, of which each byte is asked for once, as far as that is possible.
+
+    Who reads an archive looks at its end, at its beginning, at its end again, and then takes the large record in it at
+    once. So little ones come from blocks of which the last few are kept, and large ones as they are asked for.
+    """
 
     def __init__(self, objects: Objects, url: str) -> None:
         super().__init__()
+        self._blocks: dict[int, bytes] = {}
         self._objects, self._url = objects, url
         self._path = objects.path(url)
         self._size = retrying("reading", url, lambda: int(objects.fs.size(self._path)))
@@ -227,10 +238,33 @@ class _Reader(io.RawIOBase):
         end = min(self._at + len(view), self._size)
         if self._at >= end:
             return 0
-        data = retrying("reading", self._url, lambda: self._objects.fs.cat_file(self._path, start=self._at, end=end))
+        number, offset = divmod(self._at, _BLOCK_BYTES)
+        if number in self._blocks or end - self._at < _BLOCK_BYTES:
+            data = memoryview(self._block(number))[offset : offset + end - self._at]
+        else:
+            known = min((other * _BLOCK_BYTES for other in self._blocks if other > number), default=end)
+            data = memoryview(self._fetch(self._at, min(end, known, self._at + _PIECE_BYTES)))
         view[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+    def _block(self, number: int) -> bytes:
+        found = self._blocks.pop(number, None)
+        if found is None:
+            begin = number * _BLOCK_BYTES
+            found = self._fetch(begin, min(begin + _BLOCK_BYTES, self._size))
+            if len(self._blocks) >= _BLOCKS_KEPT:
+                del self._blocks[next(iter(self._blocks))]
+        self._blocks[number] = found  # the one used last is the last one
+        return found
+
+    def _fetch(self, begin: int, end: int) -> bytes:
+        data: bytes = retrying(
+            "reading", self._url, lambda: self._objects.fs.cat_file(self._path, start=begin, end=end)
+        )
+        if not data:
+            raise OSError(errno.EIO, "it has become shorter while it was read", self._url)
+        return data
 
 
 def _check(url: str, protocol: str) -> None:

@@ -90,11 +90,6 @@ class Place(ABC):
     def latest(self) -> Checkpoint | None:
         """Return what ``latest`` points to; ``None`` if that is nothing, or not complete."""
 
-    def damage(self, checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
-        """Return those of ``names`` whose content is not what the manifest says; reads the files."""
-        found = self.contents(checkpoint.path, names)
-        return [name for name, mark in found.items() if mark != checkpoint.manifest.files[name]]
-
     @abstractmethod
     def holder(self) -> Owner | None:
         """Return who writes here at this moment, or ``None`` if nobody does; waits for nobody and takes nothing."""

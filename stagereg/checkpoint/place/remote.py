@@ -24,7 +24,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from stagereg.checkpoint import layout
 from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differences, of_error
@@ -44,7 +44,7 @@ from stagereg.checkpoint.place.objects import Objects
 from stagereg.checkpoint.place.protocol import Place
 from stagereg.checkpoint.place.retry import within
 from stagereg.checkpoint.points import reach
-from stagereg.errors import CheckpointError
+from stagereg.errors import CheckpointError, ConfigError
 
 __all__ = ["RemotePlace"]
 
@@ -61,7 +61,8 @@ class RemotePlace(Place):
         root: its URL.
 
     Raises:
-        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed.
+        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed, or it has
+            nothing but a protocol.
     """
 
     remote = True
@@ -69,21 +70,19 @@ class RemotePlace(Place):
     def __init__(self, root: str) -> None:
         super().__init__()
         self.root = root.rstrip("/")
+        if not root.partition("://")[2].strip("/"):
+            raise ConfigError(
+                f"{root} names no bucket, or whatever that is called there; try {root.rstrip('/:')}://bucket/runs."
+            )
         self.objects = Objects(self.root)
 
     # -- reading
 
     def checkpoints(self) -> tuple[list[Checkpoint], dict[str, str]]:
         """See :class:`.Place`."""
-        complete: list[Checkpoint] = []
-        refused: dict[str, str] = {}
-        for name, sizes in self._steps().items():
-            found = self._look(f"{self.root}/{name}", sizes)
-            if found.checkpoint is not None:
-                complete.append(found.checkpoint)
-            else:
-                refused[found.path] = str(found)
-        return newest_first(complete), refused
+        every = self._conditions()
+        complete = [found.checkpoint for found in every if found.checkpoint is not None]
+        return newest_first(complete), {found.path: str(found) for found in every if found.damages}
 
     def condition(self, path: str) -> Condition:
         """See :class:`.Place`."""
@@ -161,8 +160,9 @@ class RemotePlace(Place):
         if self._hold is not None:
             self._hold.check()
         reach("held")
-        known, _ = self.checkpoints()
-        serial = 1 + max((c.manifest.serial for c in known), default=0)
+        before = [each for each in self._conditions() if each.path != written]
+        known = [each.manifest for each in before if each.manifest is not None]  # damaged ones count as well
+        serial = 1 + max((each.serial for each in known), default=0)
         manifest = Manifest(step, world_size, serial, files, storage, int(time.time()))
         sizes = self.objects.sizes(written)
         for name, expected in files.items():
@@ -174,7 +174,8 @@ class RemotePlace(Place):
         try:
             self.objects.put(f"{self.root}/{LATEST}", written.rpartition("/")[2].encode())
             reach("pointed")
-            self._retain(written, step, keep)
+            self._retain(before, step, keep)
+            self.objects.abort_uploads(f"{written}/")
         except Exception as error:
             _log.warning("Step %d is saved; what follows is left to the next save: %s", step, error)
         reach("retained")
@@ -192,19 +193,19 @@ class RemotePlace(Place):
         else:
             self.objects.abort_uploads(f"{path}/")
 
-    def _retain(self, written: str, step: int, keep: int) -> None:
-        complete, refused = self.checkpoints()
-        every = [*(each.path for each in complete), *refused]
-        replaced = [path for path in every if _step_of(path) == step and path != written]
-        for path in replaced:
-            if path in refused or path in self.distrusted:
-                _log.warning("stagereg: the damaged checkpoint %s is replaced: step %d was saved again.", path, step)
+    def _retain(self, before: Sequence[Condition], step: int, keep: int) -> None:
+        """Delete of what there was ``before`` a commit what the new checkpoint replaces, and what is too old."""
+        replaced = [each.path for each in before if _step_of(each.path) == step]
+        for each in before:
+            if each.path in replaced and (each.damages or each.path in self.distrusted):
+                _log.warning(
+                    "stagereg: the damaged checkpoint %s is replaced: step %d was saved again.", each.path, step
+                )
+        complete = newest_first([each.checkpoint for each in before if each.checkpoint is not None])
         counted = [each.path for each in complete if each.path not in {*replaced, *self.distrusted}]
-        for path in (*counted[keep:], *replaced):
-            if path != written:
-                self._delete(path)
-                self.distrusted.discard(path)
-        self.objects.abort_uploads(f"{written}/")
+        for path in (*counted[keep - 1 :], *replaced):
+            self._delete(path)
+            self.distrusted.discard(path)
 
     def _delete(self, path: str) -> None:
         assert self._is_ours(path), path
@@ -215,6 +216,10 @@ class RemotePlace(Place):
     def _is_ours(self, path: str) -> bool:
         folder, _, name = path.rpartition("/")
         return folder == self.root and _NAME.fullmatch(name) is not None
+
+    def _conditions(self) -> list[Condition]:
+        """Return what each step directory is like by its manifest and sizes."""
+        return [self._look(f"{self.root}/{name}", sizes) for name, sizes in self._steps().items()]
 
     def _steps(self) -> dict[str, dict[str, int]]:
         """Return the sizes of the objects in each step directory."""

@@ -14,6 +14,7 @@ from stagereg.errors import CheckpointError, StageregError
 __all__ = ["expect_fit", "name_of", "named"]
 
 _OURS = "@stagereg"
+_MEMORY = "memory://"
 
 
 def name_of(storage: Storage) -> str:
@@ -26,11 +27,19 @@ def name_of(storage: Storage) -> str:
     return entry.name.removesuffix(_OURS)
 
 
-def expect_fit(storage: Storage, path: str) -> None:
-    """Raise ``CheckpointError`` if ``path`` is a URL and ``storage`` says by its ``remote`` that it writes to none."""
+def expect_fit(storage: Storage, path: str, processes: int = 1) -> None:
+    """Raise ``CheckpointError`` if ``storage`` cannot write to ``path``, or not from several ``processes``.
+
+    One whose ``remote`` is false writes to no URL.
+    """
     if is_url(path) and not getattr(storage, "remote", True):
         raise CheckpointError(
             f"storage={name_of(storage)} writes to file systems of this machine alone, not to {path}; use storage=dcp."
+        )
+    if processes > 1 and path.startswith(_MEMORY):
+        raise CheckpointError(
+            f"{path} is in the memory of one process, and here {processes} write: the ranks, and with stager=shared a "
+            "process of its own. Use a directory or the URL of a store."
         )
 
 

@@ -18,6 +18,7 @@ import math
 import os
 import stat
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -105,10 +106,11 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the entries of a plan."""
+        """Read the entries of a plan, in the order in which they lie in their files."""
         for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
             self.expect_regular(name)
-        return super().read_data(plan, planner)
+        items = sorted(plan.items, key=lambda item: int(self.storage_data[item.storage_index].offset))
+        return super().read_data(replace(plan, items=items), planner)
 
     def expect_regular(self, name: str) -> None:
         """Raise ``CheckpointError`` unless a file of the directory is a regular one; never opens it, so never waits."""

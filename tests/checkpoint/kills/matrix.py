@@ -408,10 +408,11 @@ class Matrix:
                 raise Broken(f"rank {rank} got another state back than the one of step {step}")
 
     def _check_directory(self, setup: Setup, root: Path, told: Told, before: int) -> None:
-        complete, refused = place_of(str(root)).checkpoints()
+        place = place_of(str(root))
+        complete, refused = place.checkpoints()
         if refused:
             raise Broken(f"step directories that are no checkpoints: {refused}")
-        damaged = {one.path: bad for one in complete if (bad := place_of(str(root)).damage(one, one.manifest.files))}
+        damaged = {one.path: str(found) for one in complete if (found := place.examine(one.path)).damages}
         if damaged:
             raise Broken(f"damaged: {damaged}")
         if not setup.again and newest(root) < max(before, told.committed()):

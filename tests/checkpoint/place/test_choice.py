@@ -45,6 +45,7 @@ def test_urls_are_remote_and_stay_what_they_are() -> None:
         ("nonsense://bucket/x", "fsspec knows no nonsense://"),
         ("abfs://container/x", "needs a package that is not installed"),
         ("simplecache::s3://bucket/x", "is a chain of URLs"),
+        ("s3://", r"names no bucket.*s3://bucket/runs"),
     ],
 )
 def test_a_url_that_cannot_be_a_place_is_refused(url: str, message: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place import lease
+from stagereg.checkpoint.place import lease, retry
 from stagereg.checkpoint.place.lease import Lease, leaseholder
 from stagereg.checkpoint.place.objects import Objects
 from stagereg.errors import CheckpointError
@@ -103,7 +103,34 @@ def test_an_owner_that_renews_is_not_disturbed_and_named(root: str, monkeypatch:
     assert content(store, root)["token"] == "theirs"
 
 
-@pytest.mark.parametrize("left", ["expired", "of a dead process here", "not ours", "unchanged for long"])
+def test_what_a_closed_checkpointer_could_not_give_back_keeps_nobody_of_its_process_out(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(self: Objects, url: str) -> None:
+        raise OSError("the store is away")
+
+    first = Checkpointer(root)
+    with monkeypatch.context() as away:
+        away.setattr(Objects, "delete", gone)
+        first.close()
+    assert content(Objects(root), root)["owner"]["pid"] == os.getpid()
+    assert leaseholder(Objects(root), root) is None
+    held(Store(root), root).release()
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "expired",
+        "of a dead process here",
+        "not ours",
+        "nested",
+        "of no machine",
+        "of no date",
+        "at no time",
+        "unchanged for long",
+    ],
+)
 def test_what_a_dead_run_left_is_taken_over(root: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(BOUND_S)
@@ -112,6 +139,10 @@ def test_what_a_dead_run_left_is_taken_over(root: str, left: str, monkeypatch: p
         "expired": note(renewed=time.time() - 61),
         "of a dead process here": note(owner=dead, machine=lease._machine()),
         "not ours": b"[]",
+        "nested": b"[" * 100_000,
+        "of no machine": note(owner={**dead, "host": 3}),
+        "of no date": note(owner={**dead, "since": 1e300}),
+        "at no time": note(renewed=float("nan")),
         "unchanged for long": note(renewed=time.time() + 9999),  # a clock that is ahead
     }
     monkeypatch.setattr(lease, "_LOOK_S", 0.0)
@@ -139,6 +170,32 @@ def test_of_two_that_take_over_at_once_the_second_one_wins_and_the_first_goes_on
     with pytest.raises(CheckpointError, match="process 4242"):
         held(store, root)
     assert len(store.puts) == 1
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_store_that_fails_once_is_asked_again(root: str, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    monkeypatch.setattr(retry, "FIRST_S", 0.0)
+    store = Store(root)
+    create, failed = store.create, []
+
+    def fail(url: str, data: bytes) -> bool:
+        if not failed:
+            failed.append(lost and create(url, data))
+            raise ConnectionError("lost")
+        return create(url, data)
+
+    store.create = fail  # type: ignore[method-assign]
+    with held(store, root) as hold:
+        hold.check()
+    assert failed == [lost]
+
+
+def test_a_lock_that_can_neither_be_made_nor_read_is_told(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_LOOK_S", 0.0)
+    store = Store(root)
+    store.create = lambda url, data: False  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match=r"\.lock can neither be made nor read"):
+        Lease(store, root, seconds=0.05)
 
 
 def test_a_store_without_conditional_writes_is_held_as_well(root: str) -> None:

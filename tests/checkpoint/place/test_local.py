@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.layout import Checkpoint
+from stagereg.checkpoint.layout import Checkpoint, Manifest
 from stagereg.checkpoint.place.local import LocalPlace
 
 
@@ -73,3 +74,43 @@ def test_what_is_half_written_is_listed_and_swept(root: Path) -> None:
 def test_a_place_that_is_not_there_has_nothing(tmp_path: Path) -> None:
     place = LocalPlace(tmp_path / "nowhere")
     assert (place.checkpoints(), place.leftovers(), place.latest()) == (([], {}), [], None)
+
+
+@pytest.mark.parametrize(
+    ("taken", "aside", "left"),
+    [("gone", "good", 1), ("good", "good", 2), ("damaged", "good", 1), ("damaged", "damaged", None)],
+)
+def test_of_a_checkpoint_and_the_one_that_was_set_aside_for_it_the_good_one_stays(
+    root: Path, taken: str, aside: str, left: int | None
+) -> None:
+    old, new = root / ".step-00000003.ab12.old", root / "step-00000003"
+    for source, path, state in (("step-00000001", old, aside), ("step-00000002", new, taken)):
+        if state == "gone":
+            continue
+        shutil.copytree(root / source, path)
+        manifest = Manifest.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(dataclasses.replace(manifest, step=3).dumps())
+        if state == "damaged":
+            (path / "__0_0.distcp").write_bytes(b"")
+    LocalPlace(root).sweep()
+    found = LocalPlace(root).open(str(new))
+    assert (found.manifest.serial if isinstance(found, Checkpoint) else None) == left
+    assert not old.exists()
+
+
+def test_what_was_set_aside_stays_while_the_other_one_cannot_be_looked_at(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = root / ".step-00000002.ab12.old", root / "step-00000002"
+    shutil.copytree(new, old)
+    real = os.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        if path == new / "manifest.json":
+            raise PermissionError(13, "no", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    LocalPlace(root).sweep()
+    assert (old / "manifest.json").exists()
+    assert (new / "manifest.json").exists()

@@ -21,8 +21,8 @@ MANIFESTS = st.builds(
     st.integers(1, 10**6),
     st.integers(0, 10**9),
     st.dictionaries(PLAIN, MARKS, max_size=4),
-    st.text(max_size=10),
-    st.integers(0, 2**40) | st.none(),
+    PLAIN,
+    st.integers(0, 2**36) | st.none(),
 )
 ONE = Manifest(7, 2, 3, {"__0_0.distcp": FileMark(10, 11), ".metadata": FileMark(12, 13)}, "direct", 14)
 
@@ -89,7 +89,11 @@ WRONG: list[tuple[str, Any]] = [
     ("serial", None),
     ("time", -5),
     ("time", 1.5),
+    ("time", 10**18),
+    ("serial", 2**63),
     ("storage", 3),
+    ("storage", ""),
+    ("storage", "\x1b[2Jdcp"),
     ("files", ["a"]),
     ("files", {"a": 3}),
     ("files", {"a": {"bytes": -1, "crc32": 0}}),

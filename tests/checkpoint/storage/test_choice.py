@@ -9,6 +9,7 @@ import pytest
 
 import stagereg
 from stagereg import registry
+from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.choice import name_of, named
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError
@@ -49,3 +50,8 @@ def test_a_storage_of_the_project_keeps_its_name_when_another_package_claims_it(
 def test_an_unknown_storage_is_told_with_those_there_are() -> None:
     with pytest.raises(CheckpointError, match=r"storage 'gone', which is not registered here\. There is: dcp, direct"):
         named("gone", DcpStorage())
+
+
+def test_the_memory_of_a_process_is_refused_where_several_write() -> None:
+    with pytest.raises(CheckpointError, match=r"memory of one process, and here 2 write"):
+        Checkpointer("memory://runs/gpt", stager=stagereg.build("stager", "shared"))

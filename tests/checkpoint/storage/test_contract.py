@@ -231,23 +231,29 @@ def test_a_storage_without_a_directory_says_so(storage: str) -> None:
 
 LOAD_WITH_TORCH_ALONE = """
 import sys, torch, torch.distributed.checkpoint as dcp
-template = {"w": torch.zeros(3, 1000), "t": torch.zeros(1000, 3), "s": torch.zeros(()), "n": 0}
-dcp.load(template, checkpoint_id=sys.argv[1], no_dist=True)
-assert torch.equal(template["w"], torch.arange(3000.0).view(3, 1000)), template
-assert torch.equal(template["t"], torch.arange(3000.0).view(3, 1000).t()), template
-assert (template["s"].item(), template["n"]) == (2.5, 7), template
+for path in sys.argv[1:]:
+    template = {"w": torch.zeros(3, 1000), "t": torch.zeros(1000, 3), "s": torch.zeros(()), "n": 0}
+    dcp.load(template, checkpoint_id=path, no_dist=True)
+    assert torch.equal(template["w"], torch.arange(3000.0).view(3, 1000)), (path, template)
+    assert torch.equal(template["t"], torch.arange(3000.0).view(3, 1000).t()), (path, template)
+    assert (template["s"].item(), template["n"]) == (2.5, 7), (path, template)
 assert "stagereg" not in sys.modules
 """
 
 
-@pytest.mark.parametrize("storage", ["dcp", "direct"])
-def test_torch_alone_reads_it_in_a_fresh_process(tmp_path: Path, storage: str) -> None:
+def test_torch_alone_reads_it_in_a_fresh_process(tmp_path: Path) -> None:
     w = torch.arange(3000.0).view(3, 1000)
-    with checkpointer(tmp_path, storage) as saving:
-        saving.save(1, {"w": w.clone(), "t": w.t(), "s": torch.tensor(2.5), "n": 7})
-    command = [sys.executable, "-I", "-W", "ignore", "-c", LOAD_WITH_TORCH_ALONE, str(tmp_path / "latest")]
+    paths = [str(tmp_path / storage / "latest") for storage in ("dcp", "direct")]
+    for storage in ("dcp", "direct"):
+        with checkpointer(tmp_path / storage, storage) as saving:
+            saving.save(1, {"w": w.clone(), "t": w.t(), "s": torch.tensor(2.5), "n": 7})
+    command = [sys.executable, "-I", "-W", "ignore", "-c", LOAD_WITH_TORCH_ALONE, *paths]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def save_and_load_shards_everywhere(rank: int, world_size: int, root: str) -> dict[str, list[str]]:
+    return {storage: save_and_load_shards(rank, world_size, f"{root}/{storage}", storage) for storage in STORAGES}
 
 
 def save_and_load_shards(rank: int, world_size: int, root: str, storage: str) -> list[str]:
@@ -279,18 +285,20 @@ def save_and_load_shards(rank: int, world_size: int, root: str, storage: str) ->
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
 
 
-@each
-def test_two_ranks_write_their_shards_and_read_them_back(tmp_path: Path, storage: str) -> None:
-    listings = run_ranks(save_and_load_shards, nproc=2, args=(str(tmp_path), storage))
-    assert listings[0] == listings[1]
-    assert {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"} <= set(listings[0])
-    manifest = layout.Manifest.loads((tmp_path / "latest" / layout.MANIFEST).read_text())
-    assert set(manifest.files) == set(listings[0]) - {layout.MANIFEST}
-    if storage != "safetensors":
+def test_two_ranks_write_their_shards_and_read_them_back(tmp_path: Path) -> None:
+    listings, others = run_ranks(save_and_load_shards_everywhere, nproc=2, args=(str(tmp_path),))
+    assert listings == others
+    for storage, names in listings.items():
+        assert {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"} <= set(names)
+        latest = tmp_path / storage / "latest"
+        manifest = layout.Manifest.loads((latest / layout.MANIFEST).read_text())
+        assert set(manifest.files) == set(names) - {layout.MANIFEST}
+        if storage == "safetensors":
+            continue
         template = {"sharded": {name: torch.zeros(50, 70) for name in PLACEMENTS}}
-        dcp.load(template, checkpoint_id=tmp_path / "latest", no_dist=True)
+        dcp.load(template, checkpoint_id=latest, no_dist=True)
         for name in PLACEMENTS:
-            assert torch.equal(template["sharded"][name], torch.arange(3500.0).view(50, 70))
+            assert torch.equal(template["sharded"][name], torch.arange(3500.0).view(50, 70)), storage
 
 
 class Foreign(DcpStorage):
