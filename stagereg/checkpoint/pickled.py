@@ -108,7 +108,7 @@ class _Dtype:
     """Stands for ``numpy.dtype`` in a file: the kind of one plain number, and nothing else that a dtype may be."""
 
     def __init__(self, name: str, align: bool = False, copy: bool = True) -> None:
-        if False:
+        if not _NUMBER.fullmatch(name):
             raise ValueError(f"there is {name!r:.50} where the dtype of a number belongs")
         self.name = name
 

@@ -366,6 +366,7 @@ def two():
 cases = {name: lambda name=name: train(name) for name in ("save hangs", "stuck")}
 cases["save fails"] = lambda: train("save fails", 1000)
 cases["save fails, warned"] = lambda: train("save fails, warned", 1000, on_error="warn")
+cases["save hangs past its time-out"] = lambda: train("save hangs", 1000, timeout=datetime.timedelta(seconds=3))
 cases["too late"] = too_late
 cases |= {"twice": twice, "at once": at_once, "closed": closed, "dropped": dropped, "without": without}
 cases |= {"worker": worker, "kept": kept, "two": two}
@@ -379,7 +380,7 @@ for name, case in cases.items():
             case()
             os._exit(0)
         except SystemExit as left:
-            if name == "save fails, warned":
+            if name in ("save fails, warned", "save hangs past its time-out"):
                 raise  # and what comes at the end of a process does
             os._exit(left.code)
         except BaseException:
@@ -405,6 +406,7 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
         "stuck": 143,
         "save fails": 143,
         "save fails, warned": 143,
+        "save hangs past its time-out": 143,
         "too late": 143,
         "twice": 143,
         "at once": 75,
@@ -421,6 +423,8 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
     for name in ("save fails", "save fails, warned"):
         assert re.search("stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", told[name])
     assert "the last save has failed" not in told["save fails, warned"], "which is told already"
+    told_late = told["save hangs past its time-out"]
+    assert "stopped by SIGTERM: Step 7 was not saved: it has taken longer than 3 s" in told_late
     assert "stopped by SIGTERM: 0.3 s were too few" in told["too late"]
     assert "stopped by SIGTERM: it came twice, so nothing more is saved" in told["twice"]
 

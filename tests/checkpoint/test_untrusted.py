@@ -605,7 +605,6 @@ def test_numbers_of_numpy_load_back_as_what_they_were() -> None:
         numpy.arange(3),
         numpy.array([{}]),
     ],
-    ids=str,
 )
 def test_nothing_else_of_numpy_is_made(forged: Any) -> None:
     stream = io.BytesIO()
@@ -637,3 +636,14 @@ def test_entries_of_the_project_itself_load_back() -> None:
     captured = entries.capture({"x": 1}, step=1, rank=0, world_size=1)
     for name, value in captured.items():
         structure.dump(value, name)
+
+
+def test_ranks_that_a_manifest_only_claims_are_not_counted_out(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), stager=build("stager", "blocking")) as saving:
+        saving.save(1, {"x": 1})
+    path = tmp_path / "step-00000001" / MANIFEST
+    path.write_text(replace(Manifest.loads(path.read_text()), world_size=10**12).dumps())
+    state = {"x": 0}
+    with within(10):
+        restore(tmp_path / "step-00000001", state)
+    assert state == {"x": 1}

@@ -102,10 +102,10 @@ def test_what_cannot_be_looked_at_is_not_called_damaged(
     save(tmp_path, 100, 200)
     real = os.lstat
 
-    def lstat(path: Path) -> os.stat_result:
+    def lstat(path: Path, **more: Any) -> os.stat_result:
         if path == path_of(tmp_path, 200) / "manifest.json":
             raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
+        return real(path, **more)
 
     monkeypatch.setattr(os, "lstat", lstat)
     told = listed(capsys, tmp_path)["checkpoints"]

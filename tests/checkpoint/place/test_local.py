@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,10 +106,10 @@ def test_what_was_set_aside_stays_while_the_other_one_cannot_be_looked_at(
     shutil.copytree(new, old)
     real = os.lstat
 
-    def lstat(path: Path) -> os.stat_result:
+    def lstat(path: Path, **more: Any) -> os.stat_result:
         if path == new / "manifest.json":
             raise PermissionError(13, "no", str(path))
-        return real(path)
+        return real(path, **more)
 
     monkeypatch.setattr(os, "lstat", lstat)
     LocalPlace(root).sweep()
