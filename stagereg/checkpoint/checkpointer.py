@@ -170,9 +170,7 @@ class Checkpointer:
         if self._ranks.group is None:
             torchfiles.expect_one_process()
         wanted = str(every)
-        told = self._ranks.together(
-            f"checkpoint.dir={dir} is no directory to write to", lambda: self._open_directory(wanted)
-        )
+        told = self._ranks.together(f"checkpoint.dir={dir} cannot be written to", lambda: self._open_directory(wanted))
         if len(set(told)) > 1:
             self._let_go()
             raise ConfigError(f"every must be the same on all ranks, which have {', '.join(told)}.")

@@ -30,13 +30,15 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["LOCK", "Hold", "Lock", "Owner", "holder", "in_use", "ourselves"]
+__all__ = ["LOCK", "UNFIT", "Hold", "Lock", "Owner", "holder", "in_use", "ourselves"]
 
 LOCK = ".lock"
 _OWNER = ".lock.owner"
@@ -99,7 +101,16 @@ class Owner:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.pid} on {self.host}, since {began} ({self.command})"
 
+    @classmethod
+    def told(cls, who: Mapping[str, Any]) -> Owner:
+        """Make one of what somebody has written, fit to be printed. Raises: one of :data:`UNFIT`."""
+        owner = cls(int(who["pid"]), _word(who["host"]), float(who["since"]), _word(who["command"]))
+        str(owner)  # no date can be made of some numbers
+        return owner
 
+
+UNFIT = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
+"""What reading an owner's words may raise, when they are not ours or only half there."""
 _NOBODY_KNOWN = Owner(0, "", 0.0, "")
 
 
@@ -321,7 +332,10 @@ def _write_owner(root: str) -> None:
 
 def _read_owner(root: str | os.PathLike[str]) -> Owner:
     try:
-        owner = Owner(**json.loads((Path(root) / _OWNER).read_text()))
-        return Owner(int(owner.pid), str(owner.host), float(owner.since), str(owner.command))
-    except (OSError, ValueError, TypeError):
+        return Owner.told(json.loads((Path(root) / _OWNER).read_bytes()))
+    except UNFIT:
         return _NOBODY_KNOWN
+
+
+def _word(text: str) -> str:
+    return text if text.isprintable() else ascii(text)

@@ -235,13 +235,23 @@ def test_anybody_is_told_who_holds_a_directory(tmp_path: Path, other: Other) -> 
     assert holder(tmp_path) is holder(tmp_path / "nowhere") is None
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": "x"}', json.dumps({"pid": None, "host": 1})])
+NO_DATE = json.dumps({"pid": 1, "host": "h", "since": 1e300, "command": "c"})
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": "x"}', json.dumps({"pid": None, "host": 1}), NO_DATE])
 def test_an_owner_that_cannot_be_read_is_another_process(tmp_path: Path, content: str) -> None:
     with Lock(tmp_path):
         (tmp_path / ".lock.owner").write_text(content)
         owner = holder(tmp_path)
         assert owner is not None
         assert str(owner) == "another process"
+
+
+def test_what_an_owner_says_of_itself_is_fit_to_be_printed(tmp_path: Path) -> None:
+    with Lock(tmp_path):
+        said = {"pid": 1, "host": "a\x1b[2Jb", "since": 0, "command": "c\nd"}
+        (tmp_path / ".lock.owner").write_text(json.dumps(said))
+        assert str(holder(tmp_path)).isprintable()
 
 
 def _without_locks(number: int) -> Callable[[int, int], None]:

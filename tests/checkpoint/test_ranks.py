@@ -147,7 +147,7 @@ def construct(rank: int, world_size: int, root: str) -> str:
 def test_a_directory_that_cannot_be_written_is_refused_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for text in run_ranks(construct, nproc=2, args=(str(tmp_path / "file"),)):
-        assert "no directory to write to: rank 0: FileExistsError" in text
+        assert "cannot be written to: rank 0: FileExistsError" in text
 
 
 def save_different_steps(rank: int, world_size: int, root: str) -> str:

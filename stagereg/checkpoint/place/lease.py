@@ -26,7 +26,7 @@ import weakref
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from stagereg.checkpoint.lock import LOCK, Hold, Owner, in_use, ourselves
+from stagereg.checkpoint.lock import LOCK, UNFIT, Hold, Owner, in_use, ourselves
 from stagereg.checkpoint.place.objects import Objects
 from stagereg.checkpoint.place.retry import retrying, within
 from stagereg.errors import CheckpointError
@@ -98,9 +98,7 @@ class _Note:
     @classmethod
     def loads(cls, data: bytes) -> _Note:
         told = json.loads(data)
-        who = told["owner"]
-        owner = Owner(int(who["pid"]), _word(who["host"]), float(who["since"]), _word(who["command"]))
-        str(owner)  # no date can be made of some numbers
+        owner = Owner.told(told["owner"])
         renewed = float(told["renewed"])
         if not math.isfinite(renewed):
             raise ValueError("renewed at no time")
@@ -239,13 +237,8 @@ def _read(objects: Objects, url: str) -> _Note | None:
         return None
     try:
         return _Note.loads(data)
-    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError):
+    except UNFIT:
         return _NOBODY
-
-
-def _word(text: str) -> str:
-    """What somebody else's object says, fit to be printed."""
-    return text if text.isprintable() else ascii(text)
 
 
 def _renew(held: _Held) -> None:
