@@ -37,8 +37,10 @@ def test_the_table_says_what_the_document_says(capsys: pytest.CaptureFixture[str
     found = listed(capsys)
     assert cli.main(["list"]) == 0
     _, _, *rows = capsys.readouterr().out.splitlines()
+    packages = [f"{each['distribution']} {each['version']}".strip() or each["file"] for each in found]
     assert [row.split() for row in rows] == [
-        [each["kind"], each["name"], each["distribution"], each["version"], each["target"]] for each in found
+        [each["kind"], each["name"], *package.split(), each["target"]]
+        for each, package in zip(found, packages, strict=True)
     ]
 
 
