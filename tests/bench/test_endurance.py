@@ -109,7 +109,8 @@ def test_counts_are_of_this_process_and_its_writer(folders: dict[str, str]) -> N
     assert {mark.processes for mark in seen} == {2}
     assert all(mark.seconds > 0 for mark in seen)
     assert seen[-1].unfinished == 0
-    assert seen[-1].disk == sum(path.lstat().st_size for path in Path(folders["folder"]).rglob("step-*/*"))
+    kept = sum(path.lstat().st_size for path in Path(folders["folder"]).rglob("step-*/*"))
+    assert 0 < seen[-1].disk - kept < 1000, "beside the checkpoints, only who holds the directory, as long as it does"
 
 
 @pytest.mark.slow
