@@ -210,6 +210,9 @@ def run(
     try:
         for i, kill in enumerate(kills):
             if kill.when == RANDOM and not _one_ended(watched, began + kill.moment * full):
+                while kill.victim == WRITER and not _children(pids[kill.rank]):
+                    if _one_ended(watched, time.monotonic() + 0.01):  # until the writer is there
+                        break
                 _kill_now(kill, pids, folder / f"killed-{i}")
         deadline = began + LIMIT_S
         while _running(watched):
@@ -218,7 +221,7 @@ def run(
             deadline = min(deadline, time.monotonic() + LINGER_S) if _killed(watched) else deadline
         late = len(_running(watched))
         for descriptor in _running(watched):
-            signal.pidfd_send_signal(descriptor, signal.SIGUSR1)  # its stacks, for the one who reads the output
+            signal.pidfd_send_signal(descriptor, signal.SIGUSR2)  # its stacks, for the one who reads the output
         select.select(_running(watched), [], [], 2.0 if late else 0)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -245,7 +248,7 @@ def _forked(rank: int, before: Sequence[int], folder: Path, act: Callable[[], No
         output = os.open(folder / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
         torch.set_num_threads(1)
         act()
         code = 0
@@ -272,12 +275,19 @@ def _one_ended(watched: dict[int, int], deadline: float) -> bool:
     return bool(select.select(list(watched), [], [], max(0.0, deadline - time.monotonic()))[0])
 
 
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
 def _kill_now(kill: Kill, pids: Sequence[int], flag: Path) -> None:
     if kill.victim == WRITER:
-        children = Path(f"/proc/{pids[kill.rank]}/task/{pids[kill.rank]}/children").read_text().split()
+        children = _children(pids[kill.rank])
         if not children:
             return
-        os.kill(int(children[0]), signal.SIGKILL)
+        os.kill(children[0], signal.SIGKILL)
     elif kill.victim == ONE:
         os.kill(pids[kill.rank], signal.SIGKILL)
     else:

@@ -70,7 +70,8 @@ class Observer:
     def _kill(self, victim: str) -> None:
         in_rank = os.getpid() == self.process
         if victim == ALL:
-            os.killpg(0, signal.SIGKILL)
+            # The group of the ranks, which a writer process is not in; it ends with its parent.
+            os.killpg(os.getpgid(self.process), signal.SIGKILL)
         elif victim == ONE:
             os.kill(self.process, signal.SIGKILL)
         elif not in_rank:
