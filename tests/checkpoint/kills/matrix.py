@@ -215,8 +215,8 @@ def run(
                         break
                 _kill_now(kill, pids, folder / f"killed-{i}")
         deadline = began + LIMIT_S
-        while _running(watched):
-            if not select.select(_running(watched), [], [], max(0.0, deadline - time.monotonic()))[0]:
+        while left := _running(watched):
+            if not select.select(left, [], [], max(0.0, deadline - time.monotonic()))[0]:
                 break
             deadline = min(deadline, time.monotonic() + LINGER_S) if _killed(watched) else deadline
         late = len(_running(watched))
