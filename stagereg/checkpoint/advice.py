@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 
-from torch.distributed.checkpoint.api import CheckpointException
+from stagereg.checkpoint.causes import causes
 
 __all__ = ["advice"]
 
@@ -45,17 +44,7 @@ _ADVICE = {
 
 def advice(error: BaseException, root: str) -> str:
     """Return what to do about ``error``, which came while ``root`` was written; empty where that cannot be told."""
-    for each in _chain(error, set()):
+    for each in causes(error):
         if isinstance(each, OSError) and each.errno in _ADVICE:
             return _ADVICE[each.errno].format(root=root)
     return ""
-
-
-def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
-    if error is None or id(error) in seen:
-        return
-    seen.add(id(error))
-    yield error
-    wrapped = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-    for other in (*wrapped, error.__cause__, error.__context__):
-        yield from _chain(other, seen)

@@ -20,12 +20,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from stagereg import ending
+from stagereg.checkpoint.causes import causes
 from stagereg.errors import CheckpointError
 
 __all__ = ["Background", "Task"]
@@ -176,7 +175,7 @@ class Background:
         except BaseException as error:
             failed = error
             _log.debug("A save failed.", exc_info=error)
-            for connected in _connected(error, set()):
+            for connected in causes(error):
                 connected.__traceback__ = None
         if place.end():
             place.task.back(failed)
@@ -227,13 +226,3 @@ def _work(tasks: queue.SimpleQueue[tuple[Background, _Place] | None]) -> None:
         background._run(place)
         # While it waits for the next task, the thread keeps nothing alive.
         del given, background, place
-
-
-def _connected(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
-    if error is None or id(error) in seen:
-        return
-    seen.add(id(error))
-    yield error
-    others = [wrapped for wrapped, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-    for other in (error.__cause__, error.__context__, *others):
-        yield from _connected(other, seen)

@@ -165,10 +165,13 @@ class TestEnding:
         ending.finish()
 
     def test_what_somebody_was_told_is_not_told_again(self) -> None:
-        failure = CheckpointError("x")
-        ending.tell(failure)
-        ending.take_back(failure)
-        ending.finish()
+        told, untold = CheckpointError("heard"), CheckpointError("new")
+        ending.tell(told)
+        ending.tell(untold)
+        ending.take_back(told)
+        with pytest.raises(CheckpointError) as caught:
+            ending.finish()
+        assert caught.value is untold
 
 
 class TestWriterProcess:
