@@ -100,7 +100,7 @@ class Manifest:
         storage = data.get("storage", "dcp")
         if not isinstance(storage, str) or not storage or not storage.isprintable():
             raise ValueError(f"storage is {storage!r:.100}, which is no name")
-        return cls(
+        manifest = cls(
             step=_whole(data, "step"),
             world_size=_whole(data, "world_size", least=1),
             serial=_whole(data, "serial"),
@@ -108,6 +108,10 @@ class Manifest:
             storage=storage,
             time=_whole(data, "time", most=_LATEST_TIME) if data.get("time") is not None else None,
         )
+        # The checksum is of what the text means; a cut or change of the space between words shows here.
+        if form == _FORMAT and (text.decode() if isinstance(text, bytes) else text) != manifest.dumps():
+            raise ValueError("it is not what was written, though it means the same")
+        return manifest
 
 
 @dataclass(frozen=True)

@@ -34,18 +34,18 @@ def test_what_is_written_is_read(manifest: Manifest) -> None:
 
 
 @given(st.data())
-def test_a_changed_character_is_noticed_or_changes_nothing(data: st.DataObject) -> None:
+def test_a_changed_character_is_noticed(data: st.DataObject) -> None:
     text = ONE.dumps()
     at = data.draw(st.integers(0, len(text) - 1))
     changed = text[:at] + data.draw(st.characters(codec="utf-8")) + text[at + 1 :]
-    try:
-        found = Manifest.loads(changed)
-    except ValueError:
-        return
-    assert found == ONE  # white space, or the same character
+    if changed == text:
+        assert Manifest.loads(changed) == ONE
+    else:
+        with pytest.raises(ValueError, match=r".+"):
+            Manifest.loads(changed)
 
 
-@given(st.integers(0, len(ONE.dumps()) - 3))
+@given(st.integers(0, len(ONE.dumps()) - 1))
 def test_a_torn_one_is_none(length: int) -> None:
     with pytest.raises(ValueError, match=r".+"):
         Manifest.loads(ONE.dumps()[:length])
