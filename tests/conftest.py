@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 from collections.abc import Iterator
 
@@ -20,15 +21,13 @@ def registry_as_before() -> Iterator[None]:
         del registry._decorated[key]
 
 
-def pytest_collection_finish() -> None:
-    # Registers itself when test modules import it. Programs that choose it by its name do so themselves.
-    registry._decorated.pop(("storage", "faulty", "stagereg.testing.faults:FaultyStorage"), None)
-
-
 def pytest_configure() -> None:
     # A shell's background job ignores SIGINT, and the programs that tests start would inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Registers itself when it is imported, and some tests ask what there is. Programs that choose it import it anew.
+    importlib.import_module("stagereg.testing.faults")
+    registry._decorated.pop(("storage", "faulty", "stagereg.testing.faults:FaultyStorage"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
