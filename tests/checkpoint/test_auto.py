@@ -66,14 +66,19 @@ class Training:
 
     def end_writes(self) -> None:
         """Commit what has been written by now."""
-        while self.pending and self.now - self.pending[0] >= self.write_s * (1 - 1e-6):
+        while self.pending and self.now - self.pending[0] >= self.written_s:
             self.pending.pop(0)
             self.schedule.ended(self.write_s)
 
     @property
+    def written_s(self) -> float:
+        """After how long a save has been written for the clock, which loses a little in every sum."""
+        return self.write_s * (1 - 1e-6)
+
+    @property
     def best(self) -> int:
         """The interval in steps that is best for these times."""
-        beside = -(-(self.write_s - self.stall_s) // (self.step_s * self.slower)) if self.write_s > self.stall_s else 0
+        beside = max(0.0, -(-(self.written_s - self.stall_s) // (self.step_s * self.slower)))
         cost = self.stall_s + beside * self.step_s * (self.slower - 1)
         taken = interval.best(cost, MTBF_S, self.write_s)
         return interval.in_steps(taken, self.step_s, interval.least(cost, self.write_s))
