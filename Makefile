@@ -20,10 +20,11 @@ test: $(HYDRA_1_4)/.ready  ## the tests
 test-all: $(HYDRA_1_4)/.ready  ## the tests with their longer matrices
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
 
-nightly: $(VENV)/.ready  ## three hundred kills, and five hundred saves twice; prints the counts and figures
+nightly: $(HYDRA_1_4)/.ready  ## three hundred kills, five hundred saves twice, new examples; prints counts and figures
 	$(BIN)/python tests/checkpoint/kills/matrix.py --kills 300
 	$(BIN)/stagereg bench endurance --saves 500
 	$(BIN)/stagereg bench endurance --saves 500 --stager shared --storage direct
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=explore $(WORKERS)
 
 check: $(VENV)/.ready  ## lint, format and types
 	$(BIN)/ruff check .

@@ -1,4 +1,8 @@
-"""What holds for all tests: those that need an accelerator are skipped without one, and programs can be interrupted."""
+"""What holds for all tests: those that need an accelerator are skipped without one, and programs can be interrupted.
+
+Property-based tests take the same examples every time, so that a failure is one of the change that it comes with.
+``make nightly`` looks for new ones (``--hypothesis-profile=explore``).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,13 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from stagereg import registry
+
+settings.register_profile("same", derandomize=True, print_blob=True)
+settings.register_profile("explore", derandomize=False, print_blob=True)
+settings.load_profile("same")
 
 
 @pytest.fixture
