@@ -6,6 +6,7 @@ Property-based tests take the same examples every time, so that a failure is one
 
 from __future__ import annotations
 
+import gc
 import importlib
 import signal
 from collections.abc import Iterator
@@ -37,6 +38,12 @@ def pytest_configure() -> None:
     # Registers itself when it is imported, and some tests ask what there is. Programs that choose it import it anew.
     importlib.import_module("stagereg.testing.faults")
     registry._decorated.pop(("storage", "faulty", "stagereg.testing.faults:FaultyStorage"))
+
+
+def pytest_collection_finish() -> None:
+    # Many tests collect garbage, and would walk over all modules and all collected tests each time.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,9 +4,9 @@ The one multi-rank harness, for plugin authors and for the project's own tests. 
 own process group; nothing is left behind, not even the processes that a rank has started itself.
 
 A process that imports torch takes seconds to start, so the ranks are forked from a server process (the standard
-library's forkserver) that has imported torch and done nothing else: no thread, no autograd, no collective has ever run
-in it, so what it forks is as good as new. A hung rank tells its Python stack by ``faulthandler``, which needs no
-cooperation of the thread that hangs.
+library's forkserver) that has imported torch and the project's components and done nothing else: no thread, no
+autograd, no collective has ever run in it, so what it forks is as good as new. A hung rank tells its Python stack by
+``faulthandler``, which needs no cooperation of the thread that hangs.
 
 What is left to others: the function's way to the ranks (``transport``), what a rank does (``worker``), which contract
 to test, and starting training jobs (``stagereg.main``).
@@ -15,6 +15,7 @@ to test, and starting training jobs (``stagereg.main``).
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import signal
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from stagereg import registry
 from stagereg.errors import StageregError
 from stagereg.fate import signal_name
 from stagereg.testing.transport import pack
@@ -37,13 +39,17 @@ from stagereg.testing.worker import Assignment, work
 __all__ = ["RankFailure", "run_ranks"]
 
 _PRELOAD = [
+    "stagereg.testing.worker",
     "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
     "torch.distributed.tensor",
     "torch.nn.parallel",
 ]
+_RUNNERS = ["pytest", "hypothesis"]
+"""Where the caller has them: modules of tests import them, and children of multiprocessing their caller's main one."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _PG_EXTRA_S = 60.0
 """Seconds by which the process group is more patient than the harness, so that it is the harness that speaks."""
@@ -171,13 +177,20 @@ class _Rank:
 
 def _start(job: Assignment) -> _Rank:
     context = get_context("forkserver")
-    # Test runners are re-imported by every child of multiprocessing as its main module.
-    context.set_forkserver_preload([*_PRELOAD, *(name for name in ("pytest",) if name in sys.modules)])
-    with mock.patch.dict(os.environ, _ONE_THREAD):
+    context.set_forkserver_preload([*_PRELOAD, *_components(), *(each for each in _RUNNERS if each in sys.modules)])
+    # What the server imports is then what is imported here, whatever lies in its working directory.
+    here = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
+    with mock.patch.dict(os.environ, {**_ONE_THREAD, **here}):
         forkserver.ensure_running()
     process = context.Process(target=work, args=(job,), name=f"rank {job.rank}")
     process.start()
     return _Rank(job, process)
+
+
+@functools.cache
+def _components() -> list[str]:
+    """The modules of all that the project has itself; nobody else's code is run before a rank asks for it."""
+    return sorted({each.target.partition(":")[0] for each in registry.entries() if each.distribution == "stagereg"})
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:

@@ -1,8 +1,8 @@
 """What one rank of the multi-rank harness does, from its start to its end.
 
-It runs in a process of its own, forked from a server that has only imported torch. What it has to tell goes into files
-of the run's folder, so that a rank that dies has still said what it could: its result, its traceback, its output, its
-stacks. This room assumes nothing about the function it runs, not even that it comes back.
+It runs in a process of its own, forked from a server that has only imported things. What it has to tell goes into
+files of the run's folder, so that a rank that dies has still said what it could: its result, its traceback, its output,
+its stacks. This room assumes nothing about the function it runs, not even that it comes back.
 
 A function that tries several things one after the other has two means against what one of them does to the next:
 :func:`new_group` and :func:`limited`.

@@ -25,7 +25,11 @@ def mine(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return value.eq(3) if dtype == torch.bool else value.to(dtype)
 
 
-def run_one(rank: int, world_size: int, declared: dict[str, Any], context: str) -> list[Any]:
+def run_all(rank: int, world_size: int, declared: list[dict[str, Any]], context: str) -> list[list[Any]]:
+    return [run_one(rank, each, context) for each in declared]
+
+
+def run_one(rank: int, declared: dict[str, Any], context: str) -> list[Any]:
     collective = stagereg.build("joinable", "collective", collectives=[declared])
     dtype = collective.collectives[0].dtype
     results = []
@@ -36,32 +40,43 @@ def run_one(rank: int, world_size: int, declared: dict[str, Any], context: str) 
     return results
 
 
-def outcomes(context: str = "ours", **declared: Any) -> list[list[Any]]:
-    return run_ranks(run_one, 3, args=(declared, context), timeout_s=30)
+def outcomes(**declared: Any) -> list[list[Any]]:
+    """What each rank got in each of its steps."""
+    return all_outcomes([declared])[0]
+
+
+def all_outcomes(declared: list[dict[str, Any]], context: str = "ours") -> list[list[list[Any]]]:
+    """The same for several collectives, one join after the other."""
+    by_rank = run_ranks(run_all, 3, args=(declared, context), timeout_s=60)
+    return [list(each) for each in zip(*by_rank, strict=True)]
 
 
 REDUCED = {"sum": [9, 7, 3], "product": [24, 12, 3], "min": [2, 3, 3], "max": [4, 4, 3]}
 
 
 @pytest.mark.parametrize("context", ["ours", "torch's"])
-@pytest.mark.parametrize("reduce", REDUCED)
-def test_all_reduce_is_over_the_active_ranks(reduce: str, context: str) -> None:
-    results = outcomes(context, op="all_reduce", shape=[2], dtype="float64", reduce=reduce)
-    assert [[each.tolist() for each in rank] for rank in results] == [
-        [[value] * 2 for value in REDUCED[reduce][:length]] for length in LENGTHS
+def test_all_reduce_is_over_the_active_ranks(context: str) -> None:
+    declared = [{"op": "all_reduce", "shape": [2], "dtype": "float64", "reduce": reduce} for reduce in REDUCED]
+    for reduce, results in zip(REDUCED, all_outcomes(declared, context), strict=True):
+        assert [[each.tolist() for each in rank] for rank in results] == [
+            [[value] * 2 for value in REDUCED[reduce][:length]] for length in LENGTHS
+        ], reduce
+
+
+def test_the_neutral_value_is_one_of_the_dtype() -> None:
+    dtypes = ["int64", "int32", "uint8", "bfloat16", "float16"]
+    declared = [
+        {"op": "all_reduce", "dtype": dtype, "reduce": reduce} for dtype in dtypes for reduce in ("min", "product")
     ]
+    for each, results in zip(declared, all_outcomes(declared), strict=True):
+        assert [result.item() for result in results[1]] == REDUCED[each["reduce"]], each
 
 
-@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "bfloat16", "float16"])
-@pytest.mark.parametrize("reduce", ["min", "product"])
-def test_the_neutral_value_is_one_of_the_dtype(reduce: str, dtype: str) -> None:
-    results = outcomes(op="all_reduce", dtype=dtype, reduce=reduce)
-    assert [each.item() for each in results[1]] == REDUCED[reduce]
-
-
-@pytest.mark.parametrize(("reduce", "expected"), [("max", [True, True, True]), ("min", [False, False, True])])
-def test_all_reduce_of_truth_values(reduce: str, expected: list[bool]) -> None:
-    assert [each.item() for each in outcomes(op="all_reduce", dtype="bool", reduce=reduce)[1]] == expected
+def test_all_reduce_of_truth_values() -> None:
+    expected = {"max": [True, True, True], "min": [False, False, True]}
+    declared = [{"op": "all_reduce", "dtype": "bool", "reduce": reduce} for reduce in expected]
+    for wanted, results in zip(expected.values(), all_outcomes(declared), strict=True):
+        assert [each.item() for each in results[1]] == wanted
 
 
 def test_reduce_reaches_its_root() -> None:
@@ -159,7 +174,11 @@ def test_what_was_not_declared_is_refused_before_anything_is_sent() -> None:
     assert [total] == other == ["[2.0, 2.0]"]
 
 
-def iterating(rank: int, world_size: int, mode: str | None) -> list[float]:
+def all_iterating(rank: int, world_size: int) -> list[list[float]]:
+    return [iterating(rank, mode) for mode in (None, "counted", "auto")]
+
+
+def iterating(rank: int, mode: str | None) -> list[float]:
     """A join whose only joinable is no model: its call is the step, on an empty batch too."""
     tally = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "shape": [1]}])
     join = stagereg.Join([tally], mode=mode)
@@ -171,6 +190,5 @@ def iterating(rank: int, world_size: int, mode: str | None) -> list[float]:
     return sums
 
 
-@pytest.mark.parametrize("mode", [None, "counted", "auto"])
-def test_it_announces_the_steps_of_iterate_too(mode: str | None) -> None:
-    assert run_ranks(iterating, 3, args=(mode,), timeout_s=30) == [[6.0, 4.0, 2.0]] * 3
+def test_it_announces_the_steps_of_iterate_too() -> None:
+    assert run_ranks(all_iterating, 3, timeout_s=60) == [[[6.0, 4.0, 2.0]] * 3] * 3

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.errors import JoinError, PeerFailedError
-from stagereg.testing import RankFailure, run_ranks
+from stagereg.testing import RankFailure, ranks, run_ranks
+from stagereg.testing.worker import new_group
 
 from .reference import EXACT, batch, difference, mlp
 
@@ -27,7 +28,16 @@ TIMEOUT_S = 3.0
 SLACK_S = 10.0
 """What a rank may take beyond the timeout to say so, on a machine with more ranks than cores."""
 WAYS = ["torch's wire", "counted", "planned", "iterate"]
-SLOW_WAYS = [way if way == "iterate" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+
+
+def slow_but(*quick: str) -> list[object]:
+    return [way if way in quick else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the harness wait for ranks that outlive another for as long as they may take to tell of it."""
+    monkeypatch.setattr(ranks, "_LINGER_S", TIMEOUT_S + SLACK_S)
 
 
 def model() -> DistributedDataParallel:
@@ -76,7 +86,8 @@ def raising(rank: int, world_size: int, way: str) -> tuple[str, str, float]:
     return outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
 
 
-@pytest.mark.parametrize("way", WAYS)
+# iterate plans where all lengths are known.
+@pytest.mark.parametrize("way", slow_but("torch's wire", "counted", "iterate"))
 def test_an_exception_on_one_rank_is_told_on_all(way: str) -> None:
     joined, failed, active = run_ranks(raising, 3, args=(way,), timeout_s=60)
     assert failed[:2] == ("ValueError", "loss is not finite")
@@ -110,10 +121,10 @@ def test_a_rank_that_fails_before_its_first_loop_is_named() -> None:
         assert seconds < TIMEOUT_S + SLACK_S
 
 
-def going_on(rank: int, world_size: int, way: str) -> list[float]:
-    """All ranks leave three joins by the same exception, and use the process group afterwards."""
+def going_on(rank: int, world_size: int) -> list[float]:
+    """All ranks leave three joins of each kind by the same exception, and use the process group afterwards."""
     sums = []
-    for _ in range(3):
+    for way in WAYS * 3:
         with contextlib.suppress(KeyError):
             trains(rank, way, 3, lambda step: {0: None}[step])
         total = torch.ones(1)
@@ -122,9 +133,8 @@ def going_on(rank: int, world_size: int, way: str) -> list[float]:
     return sums
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_all_leave_by_the_same_exception_can_go_on(way: str) -> None:
-    assert run_ranks(going_on, 3, args=(way,), timeout_s=60) == [[3.0] * 3] * 3
+def test_ranks_that_all_leave_by_the_same_exception_can_go_on() -> None:
+    assert run_ranks(going_on, 3, timeout_s=60) == [[3.0] * 3 * len(WAYS)] * 3
 
 
 def dying(rank: int, world_size: int, way: str, number: int, folder: str) -> None:
@@ -132,21 +142,23 @@ def dying(rank: int, world_size: int, way: str, number: int, folder: str) -> Non
         if rank == 1 and step == 3:
             os.kill(os.getpid(), number)
 
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
     told = outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
     Path(folder, f"{rank}.part").write_text("\n".join(map(str, [told[0], told[2], told[1]])))
     Path(folder, f"{rank}.part").rename(Path(folder, str(rank)))
-    if number == signal.SIGSTOP:
-        raise RuntimeError("this rank is done; the harness would wait for the one that is frozen")
+    if len(list(Path(folder).glob("[0-9]"))) == 2:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[1], signal.SIGKILL)
+    raise RuntimeError("this rank is done; the harness would wait for the one that is gone")
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("way", SLOW_WAYS)
+@pytest.mark.parametrize("way", slow_but("iterate"))
 def test_a_rank_that_is_killed_or_frozen_is_named_by_all_others(way: str, number: int, tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
         run_ranks(dying, 3, args=(way, number, str(tmp_path)), timeout_s=60)
-    deadline = time.monotonic() + TIMEOUT_S + SLACK_S
-    while len(list(tmp_path.glob("[0-9]"))) < 2 and time.monotonic() < deadline:
-        threading.Event().wait(0.05)
     for rank in (0, 2):
         kind, seconds, *text = (tmp_path / str(rank)).read_text().splitlines()
         assert kind == "PeerFailedError", text
@@ -155,14 +167,20 @@ def test_a_rank_that_is_killed_or_frozen_is_named_by_all_others(way: str, number
 
 
 def stuck(rank: int, world_size: int, way: str) -> tuple[str, str, float]:
+    """Rank 1 does not come until the others have told."""
+    store = dist.distributed_c10d._get_default_store()
+
     def trouble(step: int) -> None:
-        if rank == 1 and step == 3:
-            threading.Event().wait(TIMEOUT_S + 3)
+        deadline = time.monotonic() + TIMEOUT_S + SLACK_S
+        while rank == 1 and step == 3 and time.monotonic() < deadline and not store.check(["told by 0", "told by 2"]):
+            threading.Event().wait(0.05)  # a wait in the store would keep this rank's own thread from it
 
-    return outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
+    told = outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
+    store.set(f"told by {rank}", "")
+    return told
 
 
-@pytest.mark.parametrize("way", SLOW_WAYS)
+@pytest.mark.parametrize("way", slow_but("iterate"))
 def test_a_rank_that_is_alive_but_does_not_come_is_named_after_the_timeout(way: str) -> None:
     joined, _, active = run_ranks(stuck, 3, args=(way,), timeout_s=60)
     for kind, text, seconds in (joined, active):
@@ -199,7 +217,7 @@ def never_notifying(rank: int, world_size: int, way: str) -> tuple[str, str, flo
     return outcome(act)
 
 
-@pytest.mark.parametrize("way", ["torch's wire", "counted", "planned"])
+@pytest.mark.parametrize("way", slow_but("torch's wire", "counted")[:3])
 def test_a_joinable_that_never_notifies_is_an_error_on_all_ranks(way: str) -> None:
     for kind, text, seconds in run_ranks(never_notifying, 3, args=(way,), timeout_s=60):
         assert kind in ("JoinError", "PeerFailedError")
@@ -207,7 +225,18 @@ def test_a_joinable_that_never_notifies_is_an_error_on_all_ranks(way: str) -> No
         assert seconds < TIMEOUT_S + SLACK_S
 
 
-def misused(rank: int, world_size: int, what: str) -> tuple[str, str, float]:
+def misused(rank: int, world_size: int, what: list[str]) -> list[tuple[str, str, float]]:
+    """Each misuse in a process group of its own."""
+    told = []
+    for number, each in enumerate(what):
+        print(f"now comes {each}")
+        if number:
+            new_group()
+        told.append(misuse(rank, each))
+    return told
+
+
+def misuse(rank: int, what: str) -> tuple[str, str, float]:
     one, two = model(), model()
     x = batch(rank, 0, 0)
 
@@ -279,16 +308,21 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("what", WORDS)
-def test_what_cannot_be_joined_is_an_error_on_all_ranks(what: str) -> None:
-    told = run_ranks(misused, 3 if "module left" in what else 2, args=(what,), timeout_s=60)
-    for kind, text, seconds in told:
-        assert kind in ("JoinError", "PeerFailedError"), told
-        assert WORDS[what] in text
-        assert seconds < TIMEOUT_S + SLACK_S
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_cannot_be_joined_is_an_error_on_all_ranks(size: int) -> None:
+    what = [each for each in WORDS if ("module left" in each) == (size == 3)]
+    for told in run_ranks(misused, size, args=(what,), timeout_s=100):
+        for each, (kind, text, seconds) in zip(what, told, strict=True):
+            assert kind in ("JoinError", "PeerFailedError"), (each, told)
+            assert WORDS[each] in text
+            assert seconds < TIMEOUT_S + SLACK_S, each
 
 
-def twice(rank: int, world_size: int, way: str) -> list[torch.Tensor]:
+def twice(rank: int, world_size: int) -> list[list[torch.Tensor]]:
+    return [forwarded_twice(rank, way) for way in WAYS]
+
+
+def forwarded_twice(rank: int, way: str) -> list[torch.Tensor]:
     """Two forwards for one backward, and forwards that are no training at all."""
     ddp = model()
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.05)
@@ -304,8 +338,7 @@ def twice(rank: int, world_size: int, way: str) -> list[torch.Tensor]:
     return [p.detach() for p in ddp.parameters()]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_forwards_for_one_backward_and_evaluation_between_give_the_references_numbers(way: str) -> None:
+def test_two_forwards_for_one_backward_and_evaluation_between_give_the_references_numbers() -> None:
     torch.manual_seed(0)
     single = mlp().double()
     optimizer = torch.optim.Adam(single.parameters(), lr=0.05)
@@ -316,8 +349,9 @@ def test_two_forwards_for_one_backward_and_evaluation_between_give_the_reference
                 x = batch(rank, 0, step)
                 ((single(x).sum() + single(2 * x).square().sum()) / 3).backward()
         optimizer.step()
-    for params in run_ranks(twice, 3, args=(way,), timeout_s=60):
-        assert difference(params, [p.detach() for p in single.parameters()]) < EXACT
+    for outcomes in run_ranks(twice, 3, timeout_s=60):
+        for way, params in zip(WAYS, outcomes, strict=True):
+            assert difference(params, [p.detach() for p in single.parameters()]) < EXACT, way
 
 
 def test_the_errors_are_the_projects_and_torchs_kind() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 import stagereg
 from stagereg.testing import run_ranks
 
-from .reference import EXACT, OPTIMIZERS, Case, batch, difference, expected, net, train
+from .reference import EXACT, OPTIMIZERS, Case, batch, difference, expected, net
+from .test_numbers import differences
 
 
 def shape(function: Any) -> list[tuple[str, Any, Any]]:
@@ -117,9 +117,15 @@ class OurTally(Tally, stagereg.Joinable):
 
 TALLIES = {"of its own": Tally, "of torch's": TorchTally, "of ours": OurTally}
 JOINS = {"ours": stagereg.Join, "torch's": torch_join.Join}
+TOLD = [("ours", "ours"), ("ours", "torch's"), ("torch's", "ours")]
+"""Whose join it is, and whose is told of each step."""
 
 
-def tallies(rank: int, world_size: int, base: str, context: str, notifies: str) -> Any:
+def all_tallies(rank: int, world_size: int) -> dict[tuple[str, str, str], Any]:
+    return {(base, *wheres): tallies(rank, base, *wheres) for base in TALLIES for wheres in TOLD}
+
+
+def tallies(rank: int, base: str, context: str, notifies: str) -> Any:
     first, second = TALLIES[base](JOINS[notifies]), TALLIES[base](JOINS[notifies])
     totals = []
     with JOINS[context]([first, second], colour="red", divide_by_initial_world_size=False):
@@ -130,12 +136,14 @@ def tallies(rank: int, world_size: int, base: str, context: str, notifies: str) 
     return totals, first.seen, second.calls
 
 
-@pytest.mark.parametrize("base", TALLIES)
-@pytest.mark.parametrize(("context", "notifies"), [("ours", "ours"), ("ours", "torch's"), ("torch's", "ours")])
-def test_a_third_partys_joinables_are_joined(base: str, context: str, notifies: str) -> None:
-    outcomes = run_ranks(tallies, 3, args=(base, context, notifies), timeout_s=30)
-    assert [totals for totals, _, _ in outcomes] == [[(3, 3)], [(3, 3), (2, 2), (1, 1)], [(3, 3), (2, 2)]]
-    assert [calls for _, _, calls in outcomes] == [["main", "main", False], [True], ["main", False]]
+def test_a_third_partys_joinables_are_joined() -> None:
+    ranks = run_ranks(all_tallies, 3, timeout_s=60)
+    assert len(ranks[0]) == len(TALLIES) * len(TOLD)
+    for which in ranks[0]:
+        outcomes = [outcome[which] for outcome in ranks]
+        totals = [totals for totals, _, _ in outcomes]
+        assert totals == [[(3, 3)], [(3, 3), (2, 2), (1, 1)], [(3, 3), (2, 2)]], which
+        assert [calls for _, _, calls in outcomes] == [["main", "main", False], [True], ["main", False]], which
 
 
 def keywords(rank: int, world_size: int) -> Any:
@@ -195,14 +203,15 @@ MIXED = {
 
 
 @pytest.mark.parametrize("library", ["torch", "mixed"])
-@pytest.mark.parametrize("name", MIXED)
-def test_our_joinables_bring_the_numbers_into_torchs_join(name: str, library: str) -> None:
-    reference = expected(MIXED[name])
-    for outcome in run_ranks(train, 3, args=(MIXED[name], library), timeout_s=30):
-        assert difference(outcome, reference) < EXACT
+def test_our_joinables_bring_the_numbers_into_torchs_join(library: str) -> None:
+    assert {where: value for where, value in differences(MIXED, library).items() if not value < EXACT} == {}
 
 
-def trace(rank: int, world_size: int, library: str, case: Case) -> Any:
+def traces(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
+    return {(name, library): trace(rank, library, case) for name, case in WIRES.items() for library in LIBRARIES}
+
+
+def trace(rank: int, library: str, case: Case) -> Any:
     """What this rank sends in a join of torch's own objects: how often each operation of each size."""
     ddp = DistributedDataParallel(net(case), **case.ddp)
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -218,25 +227,24 @@ def trace(rank: int, world_size: int, library: str, case: Case) -> Any:
     return sent, [p.detach().clone() for p in ddp.parameters()], [b.clone() for b in ddp.buffers()]
 
 
+LIBRARIES = ("torch", "ours", "mixed")
 WIRES = {
-    "plain": Case(),
-    "buffers": Case(net="norm"),
-    "buckets": Case(ddp={"bucket_cap_mb": 1e-5}),
-    "unused": Case(net="mlp", ddp={"find_unused_parameters": True}),
+    "plain": Case(lengths=(1, 2, 4)),
+    "buffers": Case(lengths=(1, 2, 4), net="norm"),
+    "buckets": Case(lengths=(1, 2, 4), ddp={"bucket_cap_mb": 1e-5}),
+    "unused": Case(lengths=(1, 2, 4), net="mlp", ddp={"find_unused_parameters": True}),
 }
 
 
-@pytest.mark.parametrize("name", WIRES)
-def test_the_wire_is_torchs(name: str) -> None:
-    case = replace(WIRES[name], lengths=(1, 2, 4))
-    theirs = run_ranks(trace, 3, args=("torch", case), timeout_s=30)
-    for library in ("ours", "mixed"):
-        ours = run_ranks(trace, 3, args=(library, case), timeout_s=30)
-        for (sent, params, buffers), (they_sent, their_params, their_buffers) in zip(ours, theirs, strict=True):
+def test_the_wire_is_torchs() -> None:
+    for rank, traced in enumerate(run_ranks(traces, 3, timeout_s=60)):
+        assert len(traced) == len(WIRES) * len(LIBRARIES)
+        for (name, library), (sent, params, buffers) in traced.items():
+            they_sent, their_params, their_buffers = traced[name, "torch"]
             assert sum(sent.values()) > 10
-            assert sent == they_sent
-            assert all(map(torch.equal, params, their_params))
-            assert all(map(torch.equal, buffers, their_buffers))
+            assert sent == they_sent, (name, library, rank)
+            assert all(map(torch.equal, params, their_params)), (name, library, rank)
+            assert all(map(torch.equal, buffers, their_buffers)), (name, library, rank)
 
 
 def in_doubt(rank: int, world_size: int, case: Case) -> list[torch.Tensor]:

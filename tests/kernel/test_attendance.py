@@ -16,7 +16,7 @@ from stagereg.kernel.attendance import Attendance, CountedAttendance, PlannedAtt
 from .simulated import Simulation, Stuck
 
 SEVERAL = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 

@@ -51,7 +51,7 @@ class Opened:
         self.view = context.new_page()
         self.asked: list[str] = []
         self.complaints: list[str] = []
-        self.view.set_default_timeout(10_000)
+        self.view.set_default_timeout(40_000)
         self.view.on("request", lambda request: self.asked.append(request.url))
         self.view.on("console", lambda message: self.complaints.append(message.text))
         self.view.on("pageerror", lambda error: self.complaints.append(str(error)))
