@@ -111,7 +111,7 @@ def test_a_users_train_py_runs_from_its_own_folder_with_the_wheel(installed: Pat
     assert "STAGED [1.0, 1.0] stagereg.stagers.blocking.BlockingStager True 5" in out
 
 
-@pytest.mark.parametrize("install", ["installed", "editable"])
+@pytest.mark.parametrize("install", [pytest.param("installed", marks=pytest.mark.slow), "editable"])
 def test_an_app_that_never_imports_stagereg_has_the_options(
     install: str, app: Path, request: pytest.FixtureRequest
 ) -> None:

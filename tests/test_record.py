@@ -339,6 +339,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_every_rank_of_a_program_records_in_the_jobs_directory_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(PROGRAM))
     ended = subprocess.run(

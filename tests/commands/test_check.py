@@ -156,7 +156,7 @@ def test_whatever_a_plugin_does_to_its_process_costs_one_row(
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     file = tmp_path / "harmful.py"
     file.write_text(HARMFUL)
-    told = check(str(file), "--timeout", "2", capsys=capsys, code=1)
+    told = check(str(file), "--timeout", "4", capsys=capsys, code=1)
     found = rows(told)
     assert list(found)[1:] == re.findall(r"def (test_\w+)", HARMFUL)
     assert found["test_keeps"] == ("kept", "")
@@ -170,7 +170,7 @@ def test_whatever_a_plugin_does_to_its_process_costs_one_row(
         rf"died of SIGSEGV, in test_crashes \(.*harmful.py:{line_of('ctypes.string_at')}\)", found["test_crashes"][1]
     )
     assert re.search(
-        rf"still running after 2 s, in test_hangs \(.*harmful.py:{line_of('time.sleep')}\)", found["test_hangs"][1]
+        rf"still running after 4 s, in test_hangs \(.*harmful.py:{line_of('time.sleep')}\)", found["test_hangs"][1]
     )
     assert found["test_after"] == ("kept", "")
     assert told["counts"] == {"kept": 3, "broken": 6, "skipped": 1}

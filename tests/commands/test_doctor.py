@@ -104,8 +104,8 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 threading.Event().wait()
 """
     file = install("hanging", source, {"stager.hanging": "X"})
-    found = examined(capsys, 1, "--timeout", "3")["stager/hanging"]
-    assert found["found"].endswith(f"did not end within 3 s: stuck in <module> ({file}:6)")
+    found = examined(capsys, 1, "--timeout", "5")["stager/hanging"]
+    assert found["found"].endswith(f"did not end within 5 s: stuck in <module> ({file}:6)")
     with pytest.raises(ProcessLookupError):
         _wait_for_the_end_of(int(pid.read_text()))
 

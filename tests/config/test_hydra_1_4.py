@@ -70,7 +70,9 @@ def test_the_other_environment_differs_in_hydra_and_omegaconf_alone() -> None:
 
 @pytest.mark.timeout(300)
 def test_what_is_built_and_refused_is_the_same_on_hydra_1_4() -> None:
-    passes(*(str(ROOM / f"test_{name}.py") for name in ("instantiate", "lock", "schema")), timeout_s=280)
+    # What tries the tests themselves, on locks with holes, needs no second Hydra.
+    files = [str(ROOM / f"test_{name}.py") for name in ("instantiate", "lock", "schema")]
+    passes(*files, "-k", "not with_a_hole", timeout_s=280)
 
 
 def test_an_app_on_hydra_1_4_gives_the_registrys_paths_as_its_allow_list(tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ def test_agents_that_start_apart_in_different_folders_are_one_run(agents: Agents
     assert (folder / "checkpoints" / "latest").resolve().name == "step-00000004"
 
 
+@pytest.mark.slow
 def test_an_error_below_the_second_agent_is_told_once_with_its_rank_and_ends_both(agents: Agents) -> None:
     ended = agents.run("what=fail")
     assert all(code != 0 for code, _, _ in ended)
@@ -334,7 +335,7 @@ def test_only_who_says_nothing_new_is_silent(monkeypatch: pytest.MonkeyPatch) ->
     with pulse.Pulse(store, 0), pulse.Pulse(store, 1):
         pass
     with pulse.Pulse(store, 1):
-        assert pulse.silent(store, [0, 1, 2], 0.8) == [0, 2]
+        assert pulse.silent(store, [0, 1, 2], 2.0) == [0, 2]
     assert str(os.getpid()) in pulse.place(store, 0)
     assert pulse.place(store, 2) == "nothing is known of it"
 
@@ -352,6 +353,27 @@ def test_a_pulse_ends_with_its_block_and_with_its_store(monkeypatch: pytest.Monk
         beating._thread.join(LIMIT_S)
         assert not beating._thread.is_alive()
     assert "stagereg-pulse" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_ranks_of_two_machines_tell_a_cause_once_and_end_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank, "leave", sys.exit)
+    monkeypatch.setattr(rank, "_LINGER_S", LIMIT_S)  # nobody waits that long: the other one comes
+    store = HashStore()
+
+    def ends(number: int, error: Exception) -> object:
+        with pytest.raises(SystemExit) as left:
+            Rank(number, 2, 0, 1, None, store).fail(error)
+        return left.value.code
+
+    with ThreadPoolExecutor(1) as pool:
+        follows = pool.submit(ends, 0, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
+        assert ends(1, KeyError("no cheese")) == follows.result(timeout=LIMIT_S) == 1
+    told = capsys.readouterr().err
+    assert told.splitlines()[0].startswith("rank 1: ")
+    assert told.count("KeyError: 'no cheese'") == len(re.findall(r"^rank \d+: ", told, re.MULTILINE)) == 1
+    assert "peer" not in told
 
 
 def test_who_waits_for_the_others_to_end_hears_of_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

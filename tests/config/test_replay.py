@@ -72,6 +72,16 @@ if __name__ == "__main__":
     train()
 """
 
+# Both in one process, since one that imports torch costs seconds; the run that they repeat was in another.
+AGAIN = """
+import runpy, sys
+
+given = sys.argv[1:]
+for words in ([], ["join.net.wait=3 dayz", "join.room=1"]):
+    sys.argv = ["train.py", *given, *words]
+    runpy.run_path("train.py", run_name="__main__")
+"""
+
 OVERRIDES = """
 number=7 room=512MB dtype=bfloat16 device=cuda:1 wait=00:05:00 codec=ZSTD codecs={a:ZSTD} folder=/tmp/y mode=slow
 ratio=1 old=3 either=4 pair=[2,half] rooms=[1KiB,3] net.host=there net.wait=1m nets=[{host:a},{host:b,wait:2}]
@@ -94,23 +104,21 @@ def app(tmp_path: Path) -> Path:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "app.yaml").write_text("defaults: [{join: mine}, _self_]\nhydra: {run: {dir: run}}\n")
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "again.py").write_text(AGAIN)
     return tmp_path
 
 
-def started(app: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "train.py", *arguments]
-    return subprocess.Popen(command, cwd=app, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def run(app: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, script, *arguments]
+    return subprocess.run(command, cwd=app, text=True, capture_output=True, timeout=100, check=False)
 
 
 def test_a_replayed_run_gets_the_same_objects_and_wrong_ones_are_refused(app: Path) -> None:
-    first = started(app, *(f"join.{override}" for override in OVERRIDES.split()))
-    out, err = first.communicate(timeout=60)
-    assert out == MADE, err
+    first = run(app, "train.py", *(f"join.{override}" for override in OVERRIDES.split()))
+    assert first.stdout == MADE, first.stderr
 
     replay = ["--config-path", "run/.hydra", "--config-name", "config", "hydra.output_subdir=null"]
-    again = started(app, *replay)
-    wrong = started(app, *replay, "join.net.wait=3 dayz", "join.room=1")
-    assert again.communicate(timeout=60)[0] == MADE
-    _, told = wrong.communicate(timeout=60)
-    assert told.startswith("rank 0: join.net.wait: '3 dayz' has no unit of time after 3. Did you mean 'day")
-    assert wrong.returncode == 1
+    again = run(app, "again.py", *replay)
+    assert again.stdout == MADE
+    assert again.stderr.startswith("rank 0: join.net.wait: '3 dayz' has no unit of time after 3. Did you mean 'day")
+    assert again.returncode == 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,22 @@ def main(cfg):
     built = hydra.utils.instantiate(cfg.stager)
     print("BUILT", {k: v for k, v in vars(built).items()}, "torch" in sys.modules, "broken" in sys.modules)
 main()
+"""
+
+# Many command lines of the app in one process: most of the time goes into importing Hydra.
+MANY = """
+import contextlib, io, json, os, runpy, sys
+ended = []
+for line in json.load(sys.stdin):
+    sys.argv, os.environ["COMP_LINE"] = ["app.py", *line["arguments"]], line["completed"]
+    said, told, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
+        try:
+            runpy.run_path("app.py", run_name="__main__")
+        except SystemExit as left:
+            code = left.code
+    ended.append([sys.argv, code or 0, said.getvalue(), told.getvalue()])
+json.dump(ended, sys.stdout)
 """
 
 CONFIG = """
@@ -54,30 +71,53 @@ class App:
         (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
         (self.folder / path).write_text(text)
 
-    def run(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, given: str = "", **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "app.py", *arguments],
+            [sys.executable, *(arguments if given else ("app.py", *arguments))],
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(self.folder / "site"), **env},
+            input=given,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=100,
         )
+
+    def run_each(self, *lines: tuple[str, ...]) -> list[subprocess.CompletedProcess[str]]:
+        """Run each command line, one after the other in one process."""
+        return self._run_each([{"arguments": line, "completed": ""} for line in lines])
+
+    def _run_each(self, lines: list[dict[str, Any]]) -> list[subprocess.CompletedProcess[str]]:
+        done = self.run("-c", MANY, given=json.dumps(lines))
+        assert done.returncode == 0, done.stderr
+        return [subprocess.CompletedProcess(*ended) for ended in json.loads(done.stdout)]
 
     def prints(self, *arguments: str, **env: str) -> str:
         done = self.run(*arguments, **env)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    def prints_each(self, *lines: tuple[str, ...]) -> list[str]:
+        done = self.run_each(*lines)
+        assert [each.returncode for each in done] == [0] * len(lines), done
+        return [each.stdout for each in done]
+
     def refuses(self, *arguments: str) -> str:
-        done = self.run(*arguments)
+        return self.refusal(self.run(*arguments))
+
+    def refusal(self, done: subprocess.CompletedProcess[str]) -> str:
         assert done.returncode == 1
         assert "Traceback" not in done.stderr
         assert len(done.stderr.splitlines()) <= 24  # one screen; Hydra's own list takes a line an option
         return done.stderr
 
     def completes(self, line: str) -> list[str]:
-        return self.prints("-sc", "query=bash", COMP_LINE=f"python app.py {line}").split()
+        return self.completes_each(line)[0]
+
+    def completes_each(self, *lines: str) -> list[list[str]]:
+        ask = ("-sc", "query=bash")
+        done = self._run_each([{"arguments": ask, "completed": f"python app.py {line}"} for line in lines])
+        assert [each.returncode for each in done] == [0] * len(lines), done
+        return [each.stdout.split() for each in done]
 
 
 @pytest.fixture
@@ -96,11 +136,13 @@ def test_every_option_is_run_by_a_sweep(app: App) -> None:
 
 
 def test_tab_completes_groups_options_and_fields_without_torch(app: App) -> None:
-    assert "stager=" in app.completes("sta")
-    assert {"stager=theirs", "stager=other", "stager=pinned_cached"} <= set(app.completes("stager="))
-    assert app.completes("stager=the") == ["stager=theirs"]
-    assert set(app.completes("stager.s")) == {"stager.slots="}
-    assert app.completes("stager=other stager.p") == ["stager.path="]
+    lines = ("sta", "stager=", "stager=the", "stager.s", "stager=other stager.p")
+    group, options, option, field, of_another = app.completes_each(*lines)
+    assert "stager=" in group
+    assert {"stager=theirs", "stager=other", "stager=pinned_cached"} <= set(options)
+    assert option == ["stager=theirs"]
+    assert set(field) == {"stager.slots="}
+    assert of_another == ["stager.path="]
 
 
 BUILT_IN = ["blocking", "incremental", "overlapped", "pinned_cached", "shared", "torch_default"]
@@ -108,12 +150,13 @@ STAGERS = sorted([*BUILT_IN, "broken", "other", "theirs"])  # the others are of 
 
 
 def test_help_info_and_cfg_show_the_options(app: App) -> None:
-    shown = app.prints("--help")
+    lines = (("--help",), ("--info", "searchpath"), ("--info", "defaults"), ("--cfg", "job", "--package", "stager"))
+    shown, places, defaults, config = app.prints_each(*lines)
     assert f"stager: {', '.join(STAGERS)}" in shown
     assert "slots: 2" in shown
-    assert "stagereg://" in app.prints("--info", "searchpath")
-    assert "stager/theirs" in app.prints("--info", "defaults")
-    assert app.prints("--cfg", "job", "--package", "stager").endswith("_target_: theirs.Stager\nslots: 2\npin: false\n")
+    assert "stagereg://" in places
+    assert "stager/theirs" in defaults
+    assert config.endswith("_target_: theirs.Stager\nslots: 2\npin: false\n")
 
 
 def test_a_misspelt_option_tells_the_nearest_and_the_list(app: App) -> None:
@@ -141,16 +184,15 @@ def test_an_optional_group_may_name_what_is_not_there(app: App) -> None:
     assert app.prints().startswith("BUILT")
 
 
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("stager.slots=many", "Value 'many' of type 'str' could not be converted to Integer"),
-        ("stager.pin=maybe", "Value 'maybe' is not a valid bool"),
-        ("stager.slotz=1", "Key 'slotz' not in 'stager/theirs'"),
-    ],
-)
-def test_a_wrong_type_or_key_is_refused_while_composing(app: App, override: str, told: str) -> None:
-    assert told in app.refuses(override)
+def test_a_wrong_type_or_key_is_refused_while_composing(app: App) -> None:
+    wrong = {
+        "stager.slots=many": "Value 'many' of type 'str' could not be converted to Integer",
+        "stager.pin=maybe": "Value 'maybe' is not a valid bool",
+        "stager.slotz=1": "Key 'slotz' not in 'stager/theirs'",
+    }
+    ended = app.run_each(*((override,) for override in wrong))
+    for done, told in zip(ended, wrong.values(), strict=True):
+        assert told in app.refusal(done)
 
 
 def test_a_broken_package_is_named_only_when_chosen(app: App) -> None:
@@ -174,9 +216,10 @@ def test_one_name_of_two_packages_is_two_options(app: App) -> None:
     assert app.prints() == "there\n"
 
 
-@pytest.mark.parametrize("package", ["theirs", "Theirs"])
-def test_an_option_may_name_its_package_also_where_only_one_has_it(app: App, package: str) -> None:
-    assert app.prints(f"stager=theirs@{package}") == app.prints("stager=theirs")
+def test_an_option_may_name_its_package_also_where_only_one_has_it(app: App) -> None:
+    plain, *named = app.prints_each(("stager=theirs",), ("stager=theirs@theirs",), ("stager=theirs@Theirs",))
+    assert plain.startswith("BUILT")
+    assert named == [plain, plain]
 
 
 FULL_ERROR = "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
@@ -199,27 +242,15 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 with initialize_config_dir(sys.argv[1], version_base="1.3"):
     print(OmegaConf.to_yaml(compose("train", sys.argv[2:])))
+    compose("train", ["join.throw=maybe"])
 """
 
 
-@pytest.fixture
-def compose(tmp_path: Path) -> Callable[..., str]:
-    """Compose an app that builds on the shipped ``stagereg.yaml``; returns YAML."""
+def test_the_shipped_composition_takes_the_documented_overrides_and_is_typed(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text("defaults: [stagereg, _self_]\n")
-
-    def compose(*overrides: str) -> str:
-        command = [sys.executable, "-c", SHIPPED, str(tmp_path), *overrides]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        return done.stdout + done.stderr
-
-    return compose
-
-
-def test_the_shipped_composition_takes_the_documented_overrides(compose: Callable[..., str]) -> None:
-    out = compose("stager=blocking", "join.throw=true", "checkpoint.every=5", "nproc=2")
+    overrides = ["stager=blocking", "join.throw=true", "checkpoint.every=5", "nproc=2"]
+    command = [sys.executable, "-c", SHIPPED, str(tmp_path), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     for line in ("stagers.blocking.Bloc", "  throw: true\n", "  every: 5\n", "  stager: ${stager}\n", "nproc: 2\n"):
-        assert line in out
-
-
-def test_the_shipped_composition_is_typed(compose: Callable[..., str]) -> None:
-    assert "Value 'maybe' is not a valid bool" in compose("join.throw=maybe")
+        assert line in done.stdout, done.stderr
+    assert "Value 'maybe' is not a valid bool" in done.stderr

@@ -54,8 +54,11 @@ def uneven(done: subprocess.CompletedProcess[str]) -> tuple[int, list[int]]:
     return int(steps[1]), sorted(map(int, shadowed[1].split(", ")))
 
 
-def test_readme_command_trains_from_its_folder_and_plain_torch_loads_the_checkpoint(tmp_path: Path) -> None:
-    overrides = ["stager=pinned_cached", "join.throw=true", "train.steps=8", "checkpoint.every=4"]
+@pytest.mark.parametrize("ranks", [["nproc=1"], pytest.param([], marks=pytest.mark.slow)], ids=["one rank", "default"])
+def test_readme_command_trains_from_its_folder_and_plain_torch_loads_the_checkpoint(
+    tmp_path: Path, ranks: list[str]
+) -> None:
+    overrides = ["stager=pinned_cached", "join.throw=true", "train.steps=8", "checkpoint.every=4", *ranks]
     done = run(*overrides, f"hydra.run.dir={tmp_path}/run", cwd=SCRIPT.parent, script=Path("train.py"))
     assert done.returncode == 0, done.stderr
     for row in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,6 +52,13 @@ MAKERS: dict[str, Callable[..., AsyncStager]] = {
     "torch_plain": lambda: BlockingAsyncStager(False),
     "torch_cached": lambda: BlockingAsyncStager(True),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collection() -> None:
+    """Spares the stagers, which collect cycles before they wait, the many objects that have been there before."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,13 @@ import torch
 
 from stagereg import AsyncStager
 from stagereg.errors import StagerClosedError
+from stagereg.kernel import waiting
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that is not seen is given less time."""
+    monkeypatch.setattr(waiting, "GRACE_S", 0.2)
 
 
 def state(value: float, n: int = 5000) -> dict[str, torch.Tensor]:

@@ -315,7 +315,7 @@ def programs(examples: int, steps: int) -> settings:
 
 @pytest.mark.parametrize("kind", STAGERS)
 def test_every_copy_is_the_state_at_the_call_of_stage(kind: str) -> None:
-    run_state_machine_as_test(lambda: Training(kind), settings=programs(60, 40))
+    run_state_machine_as_test(lambda: Training(kind), settings=programs(25, 40))
 
 
 @pytest.mark.slow

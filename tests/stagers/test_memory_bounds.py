@@ -1,11 +1,12 @@
 """Host memory: no more than the copies that are out need, and the same after two hundred saves as after twenty.
 
-Each program runs in a fresh process, where nothing else takes or has taken memory.
+Each program runs in a process that has imported torch and done nothing else: one that does just that forks them all.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc"),
+    pytest.mark.timeout(300),
+]
 
 STAGERS = {
     "blocking": "",
@@ -25,7 +29,7 @@ STAGERS = {
 }
 
 COMMON = """
-import gc, os, sys, threading
+import gc, json, os, sys, threading, traceback
 from concurrent.futures import Future
 import torch, stagereg
 
@@ -36,10 +40,27 @@ def status(key):
 def settled(staged):
     return staged.result(timeout=60) if isinstance(staged, Future) else staged
 
-def build():
-    return stagereg.build("stager", sys.argv[1], **eval(f"dict({sys.argv[2]})"))
-
 MIB = 2**20
+
+def run(kind, options, program):
+    def build():
+        return stagereg.build("stager", kind.removesuffix("_content"), **eval(f"dict({options})"))
+    exec(program, globals() | {"build": build})
+
+for case in json.load(sys.stdin):
+    print("--", flush=True)
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            run(*case)
+            sys.stdout.flush()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    if os.waitpid(pid, 0)[1]:
+        sys.exit(f"{case[0]} failed")
 """
 
 PEAK = """
@@ -112,29 +133,31 @@ print(nbytes, status("VmRSS") - before)
 """
 
 
-def run(kind: str, *programs: str) -> list[list[int]]:
-    arguments = [kind.removesuffix("_content"), STAGERS[kind]]
-    command = [sys.executable, "-W", "ignore", "-c", "".join([COMMON, *programs]), *arguments]
+@functools.cache
+def reports() -> dict[str, list[list[int]]]:
+    """What the programs of all kinds told, a list a line; run once for the tests that look at the outcome."""
+    cases = [(kind, options, PEAK + GROWTH) for kind, options in STAGERS.items()]
+    cases.append(("incremental_content", STAGERS["incremental_content"], RAGGED))
+    command = [sys.executable, "-W", "ignore", "-c", COMMON]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done: Any = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    done: Any = subprocess.run(
+        command, input=json.dumps(cases), capture_output=True, text=True, timeout=250, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
-
-
-report = functools.cache(lambda kind: run(kind, PEAK, GROWTH))
-"""Both programs in one process, run once for the tests that look at the outcome."""
+    told = [[[int(word) for word in line.split()] for line in part.splitlines()] for part in done.stdout.split("--\n")]
+    return dict(zip([*STAGERS, "bit by bit"], told[1:], strict=True))
 
 
 @pytest.mark.parametrize("kind", STAGERS)
 def test_two_copies_in_flight_take_the_memory_of_two_copies_and_what_is_shared_is_there_once(kind: str) -> None:
-    nbytes, still, peak = report(kind)[0]
+    nbytes, still, peak = reports()[kind][0]
     arenas = 2 * nbytes - (still if kind.startswith("incremental") else 0)
     assert peak <= 1.05 * arenas
 
 
 @pytest.mark.parametrize("kind", STAGERS)
 def test_two_hundred_saves_take_no_more_than_twenty(kind: str) -> None:
-    _, (rss, descriptors, threads), (descriptors_after, threads_after) = report(kind)
+    _, (rss, descriptors, threads), (descriptors_after, threads_after) = reports()[kind]
     assert rss < 4 * 2**20
     assert descriptors <= 0
     assert threads <= 0
@@ -143,5 +166,5 @@ def test_two_hundred_saves_take_no_more_than_twenty(kind: str) -> None:
 
 
 def test_what_settles_bit_by_bit_leaves_no_half_used_memory_behind() -> None:
-    ((nbytes, grown),) = run("incremental_content", RAGGED)
+    ((nbytes, grown),) = reports()["bit by bit"]
     assert grown < 0.2 * nbytes

@@ -131,10 +131,22 @@ LIMITS = settings(
 )
 
 
-@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in STAGERS])
-@LIMITS
+@pytest.mark.parametrize("kind", QUICK)
+@settings(LIMITS, max_examples=25)
 @given(data=st.data())
 def test_any_state_dict_staged_again_and_again(kind: str, makers: Makers, data: st.DataObject) -> None:
+    stage_again_and_again(kind, makers, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STAGERS)
+@LIMITS
+@given(data=st.data())
+def test_any_of_many_state_dicts_staged_again_and_again(kind: str, makers: Makers, data: st.DataObject) -> None:
+    stage_again_and_again(kind, makers, data)
+
+
+def stage_again_and_again(kind: str, makers: Makers, data: st.DataObject) -> None:
     stager = makers[kind](**STAGERS[kind])
     state = data.draw(states())
     held: list[tuple[Any, Any]] = []
