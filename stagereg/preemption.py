@@ -13,6 +13,7 @@ When to leave is agreed upon in :mod:`stagereg.checkpoint.leaving`. This is a gr
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
@@ -113,8 +114,14 @@ class Notice:
         """Listen no more; the last one of a process restores the handlers. Twice is harmless.
 
         If a signal has come and nothing has been saved for it, its time goes on: who sent it wants the process gone.
+        If all is saved, the handlers stay to ignore what comes until the time is up: the process is on its way out.
         """
         _ears.remove(self)
+
+    def share(self, received: signal.Signals) -> None:
+        """Have the time begin here too, unless it has: another process that leaves with this one was told to."""
+        if self in _ears.notices:
+            _ears.share(received)
 
 
 @contextlib.contextmanager
@@ -137,7 +144,8 @@ class _Ears:
         self.received: signal.Signals | None = None
         self._came = False  # as the main thread knows, which may be before `received` is there
         self._saved = False
-        self._before: dict[signal.Signals, Any] = {}
+        self._until = 0.0  # on the monotonic clock: when the time is up
+        self._taken: list[signal.Signals] = []
         self._pipe: tuple[int, int] | None = None
 
     def add(self, notice: Notice) -> bool:
@@ -164,25 +172,38 @@ class _Ears:
         SIGTERM does to it what it did before. It is deaf to SIGUSR1, which Slurm sends to every process of a step, so
         that the workers of a loader go on for the steps that are still to come.
         """
-        if self._pipe is None:
+        if not self._taken:
             return
-        signal.set_wakeup_fd(-1)
-        for descriptor in self._pipe:
-            os.close(descriptor)
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else handler)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(-1)
+            for descriptor in self._pipe:
+                os.close(descriptor)
+        self._release(signal.SIG_IGN)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             # An agent signals the whole group of a rank, which it has given a session of its own.
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
-        self.notices, self.received, self.observer, self._before, self._pipe = (), None, None, {}, None
+        self.notices, self.received, self.observer, self._saved, self._pipe = (), None, None, False, None
+
+    def share(self, received: signal.Signals) -> None:
+        self._came = True
+        if self._pipe is not None and self.received is None:
+            self._begin(received)
+            with contextlib.suppress(OSError):
+                os.write(self._pipe[1], b"\0")  # no signal: only wakes the thread
+
+    def deaf(self) -> None:
+        """At the end of the process: where all is saved, what still comes cannot change its exit status."""
+        if self._saved or any(each.saved for each in self.notices):
+            for number in self._own():
+                signal.signal(number, signal.SIG_IGN)
 
     def _tell(self) -> None:
         if self.observer is not None:
             self.observer(min((each.grace_s for each in self.notices), default=None))
 
     def _open(self) -> bool:
-        free = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+        free = {*self._own(), *filter(_is_free, SIGNALS)}
         if not free:
             return False
         self.received, self._came, self._saved = None, False, False
@@ -192,20 +213,30 @@ class _Ears:
         before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         if before != -1:  # somebody else's, such as an event loop's
             signal.set_wakeup_fd(before)
-        self._before = {number: signal.signal(number, self._handle) for number in free}
+        for number in free:
+            signal.signal(number, self._handle)
+        self._taken = list(free)
         return True
 
     def _close(self) -> None:
         """Undo what :meth:`_open` has done. Away from the main thread nothing can be; then it is over at the end."""
         if threading.current_thread() is not threading.main_thread() or self._pipe is None:
             return
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+        if not self._saved:
+            self._release()
         if self._is_awake():
             signal.set_wakeup_fd(-1)
         (_, write), self._pipe = self._pipe, None
         os.close(write)  # which ends the thread, and that closes the other end
+
+    def _own(self) -> list[signal.Signals]:
+        """The signals that come here still: somebody may have set a handler since."""
+        return [number for number in self._taken if signal.getsignal(number) == self._handle]
+
+    def _release(self, usr1: signal.Handlers = signal.SIG_DFL) -> None:
+        for number in self._own():
+            signal.signal(number, usr1 if number == signal.SIGUSR1 else signal.SIG_DFL)
+        self._taken = []
 
     def _is_awake(self) -> bool:
         """Whether the interpreter writes into the pipe. On the main thread."""
@@ -216,8 +247,12 @@ class _Ears:
         return current == self._pipe[1]
 
     def _handle(self, number: int, frame: Any) -> None:
-        if not self.notices:  # the last one has ended where handlers could not be restored
+        if not self.notices:
+            if self._saved and time.monotonic() < self._until:
+                return
+            self._saved = False  # or the last one has ended where handlers could not be restored
             self._close()
+            self._release()
             os.kill(os.getpid(), number)
             return
         self._came = True
@@ -227,28 +262,33 @@ class _Ears:
 
     def _hear(self, read: int) -> None:
         """What the thread does: until the pipe is closed, or the time is up."""
-        began = deadline = 0.0
+        heard: float | None = None
         try:
             while True:
-                left = max(0.0, deadline - time.monotonic()) if self.received is not None else None
+                left = max(0.0, self._until - time.monotonic()) if self.received is not None else None
                 if not select.select([read], [], [], left)[0]:
                     self._end("the time is up")
                     return
                 numbers = os.read(read, 64)
                 if not numbers:
                     return
-                for number in map(signal.Signals, numbers):
-                    if number not in SIGNALS or not self.notices:
+                for number in [signal.Signals(each) for each in numbers if each in SIGNALS]:
+                    if not self.notices:
                         continue
                     if self.received is None:
-                        began = time.monotonic()
-                        deadline = began + min(each.grace_s for each in self.notices)
-                        self.received = number
-                    elif number == self.received and time.monotonic() > began + _SAME_S:
+                        self._begin(number)
+                    if heard is None:
+                        heard = time.monotonic()
+                    elif number == self.received and time.monotonic() > heard + _SAME_S:
                         self._end("it came again")
                         return
         finally:
             os.close(read)
+
+    def _begin(self, received: signal.Signals) -> None:
+        """Have the time begin. The thread looks at what is set last."""
+        self._until = time.monotonic() + min(each.grace_s for each in self.notices)
+        self.received = received
 
     def _end(self, why: str) -> None:
         """End the process from this thread, if there is anybody left who was to leave."""
@@ -265,6 +305,16 @@ class _Ears:
         flushing.start()
         flushing.join(_WORDS_S)
         os._exit(RESUME_CODE if saved else 128 + received)
+
+
+def _is_free(number: signal.Signals) -> bool:
+    """Whether nobody handles a signal: not in Python, and as far as can be seen not in C (``faulthandler``)."""
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return False
+    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as status:
+        caught = next(line for line in status if line.startswith("SigCgt:"))
+        return not int(caught.split()[1], 16) >> (number - 1) & 1
+    return True
 
 
 def _reason(why: str, notice: Notice) -> str:
@@ -295,3 +345,4 @@ def _flush() -> None:
 
 _ears = _Ears()
 os.register_at_fork(after_in_child=lambda: _ears.forget())
+atexit.register(lambda: _ears.deaf())

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 """Seconds from one exchange to the next."""
-_MOST_CALLS = 256
+_MOST_CALLS = 64
 """Calls from one exchange to the next at most: steps may become slower than those that were measured."""
 _PATIENCE_S = 60.0
 """Seconds to wait for the ranks that have not come to an exchange: far more than they are apart where they train in
@@ -77,6 +77,7 @@ class Leaving:
         for number, signalled in zip(SIGNALS, told, strict=True):
             if signalled > 0 and self.agreed is None:
                 self.agreed = number
+                self._notice.share(number)
 
     def asked(self, step: int) -> bool:
         """Whether to leave after ``step``; on all ranks, once a step. Never raises, and waits for a bounded time."""
@@ -144,8 +145,8 @@ class Leaving:
                 self._watching = False
                 return
             self.hear(words)
-            self._next = max(2, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 2
-        elif self._calls >= self._next:
+            self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
+        if self.agreed is None and self._calls >= self._next:
             try:
                 self._begin()
             except RuntimeError as error:

@@ -31,7 +31,7 @@ from stagereg.config.libc import tuned
 from stagereg.config.rank import environment
 from stagereg.config.tasks import Task
 from stagereg.errors import LaunchError
-from stagereg.preemption import SIGNALS
+from stagereg.preemption import RESUME_CODE, SIGNALS
 
 __all__ = ["RanksFailedError", "checked_nproc", "launch"]
 
@@ -45,6 +45,10 @@ _ELASTIC = "torch.distributed.elastic"
 
 class RanksFailedError(LaunchError):
     """Ranks of a job failed; the message is what they told, each cause once and with its rank."""
+
+
+class _SavedError(LaunchError):
+    """Ranks had saved and were to leave, and have not come to their end in time."""
 
 
 def checked_nproc(value: Any) -> int:
@@ -84,6 +88,9 @@ def launch(command: Command, hydra: Any, nproc: int) -> Any:
         with _Signals(handover, ranks) as signals:
             try:
                 _run_elastic(command.for_ranks(hydra), ranks, task, handover, hydra.runtime.cwd, signals)
+            except _SavedError as error:
+                print(error, file=sys.stderr, flush=True)
+                raise SystemExit(RESUME_CODE) from None
             except BaseException as error:
                 received = signals.received or getattr(error, "sigval", None) or signals.handed_on
                 if received is None:
@@ -114,6 +121,8 @@ def _run_elastic(
             signals.listen()
             start(*arguments)
         except ChildFailedError as failed:
+            if any(each.exitcode == RESUME_CODE for each in failed.failures.values()) and not handover.errors():
+                raise _SavedError("preempted: all is saved, but ranks had not come to their end in time") from None
             raise RanksFailedError(_told(handover, failed.failures)) from None
 
 

@@ -133,15 +133,18 @@ def say(error: Left, hydra: Any) -> None:
 def _in_words(error: Preempted, hydra: Any) -> str:
     from hydra.types import RunMode
 
-    run = Path(hydra.runtime.output_dir)
-    if not Path(error.directory).is_relative_to(run) or (hydra.mode == RunMode.RUN and not _changes(hydra.run)):
+    one = hydra.mode == RunMode.RUN
+    own = Path(error.directory).is_relative_to(Path(hydra.runtime.output_dir))
+    if not own or not _changes(hydra.run if one else hydra.sweep):
         return f"{error}; the same command goes on from there"
+    sweep = None if one else Path(hydra.runtime.cwd, hydra.sweep.dir)
+    there = f"checkpoint.dir={error.directory}" if sweep is None else f"hydra.sweep.dir={sweep}"
     saved = f"preempted by {error.received.name}: step {error.step} is saved"
-    return f"{saved}; the same command with checkpoint.dir={error.directory} goes on from there"
+    return f"{saved}; the same command with {there} goes on from there"
 
 
 def _changes(run: Any) -> bool:
-    """Whether the run's directory is another one each time."""
+    """Whether the directory of a run, or of a sweep, is another one each time."""
     from omegaconf import OmegaConf
 
     raw = OmegaConf.to_container(run, resolve=False)

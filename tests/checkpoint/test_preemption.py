@@ -132,18 +132,18 @@ def everything(rank: int, world: int, root: str, names: list[str]) -> dict[str, 
                 training.run(checkpointer)
         except Preempted as error:
             left = error
-        before = [signal.getsignal(number) for number in (TERM, USR1)]
         resumed = Training(rank, how)
         with Checkpointer(f"{root}/{name}", every=1000) as checkpointer:
             resumed.run(checkpointer)
         told[name] = {
             "left": left and (left.step, left.code),
             "steps": training.steps,
-            "restored": before == [signal.SIG_DFL] * 2,
+            "restored": [signal.getsignal(number) for number in (TERM, USR1)] == [signal.SIG_DFL] * 2,
             "same": all(map(torch.equal, resumed.numbers(), expected[how])),
         }
     told["under way"] = while_a_save_is_under_way(rank, f"{root}/under way")
     told["uneven"] = uneven_calls(rank, f"{root}/uneven")
+    told["slow"] = steps_that_take_long(rank, f"{root}/slow")
     told["closed"] = closed_early(rank, f"{root}/closed")
     told["planned"] = uneven_calls_and_a_plan(rank, f"{root}/planned")
     return told
@@ -209,6 +209,21 @@ def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
         return checkpointer.stats.saves
 
 
+def steps_that_take_long(rank: int, directory: str) -> int | None:
+    """The signal comes in a step that is as long as the ranks are to be silent: the next step is the last."""
+    try:
+        with mock.patch.object(leaving, "_EVERY_S", 0.0), Checkpointer(directory, every=1000) as checkpointer:
+            for step in range(1, STEPS):
+                if step == 8 and rank == 1:
+                    os.kill(os.getpid(), TERM)
+                    while not any(checkpointer.leaving.words()):
+                        time.sleep(0.001)
+                checkpointer.maybe_save(step, {"step": step})
+    except Preempted as left:
+        return left.step
+    return None
+
+
 def closed_early(rank: int, directory: str) -> Any:
     """One rank comes to its end before the others: they hear of it, and need not wait."""
     with warnings_of(leaving._log) as said:
@@ -240,13 +255,14 @@ def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_be
     assert second["under way"] == first["under way"]
     assert names == ["step-00000005", f"step-{step:08}"]
     assert first["uneven"] == (1, True, True)
+    assert first["slow"] == second["slow"] == 9
     assert first["closed"] == second["closed"] == ([], True)
     assert first["planned"] == second["planned"] == 6
 
 
-# One import of torch, then a child for each case, forked before torch has run any thread.
+# One import of torch, then a child for each case, forked before torch has run any thread; they wait at the same time.
 SCRIPT = """
-import ctypes, datetime, os, signal, sys, threading, time
+import ctypes, datetime, faulthandler, os, signal, sys, threading, time
 import torch
 from stagereg import preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
@@ -267,7 +283,7 @@ def me(number):
 
 def train(case, grace_s=0.3, **options):
     def broken(self, written, step, *rest):
-        if step == 7 and case == "save hangs":
+        if step == 7 and case.startswith("save hangs"):
             threading.Event().wait()
         if step == 7 and case in ("save fails", "save fails, warned"):
             raise OSError("no cheese")
@@ -300,6 +316,39 @@ def at_once():
         me(TERM)
         for step in range(1, 10**6):
             checkpointer.maybe_save(step, {})
+
+def many_while_it_ends():
+    with Checkpointer(os.path.join(sys.argv[1], "many")) as checkpointer:
+        me(TERM)
+        try:
+            for step in range(1, 10**6):
+                checkpointer.maybe_save(step, {})
+        except SystemExit:
+            checkpointer.close()
+            me(TERM)
+            me(USR1)
+            child = os.fork()
+            if child == 0:
+                me(USR1)
+                me(TERM)
+            assert os.waitpid(child, 0)[1] == TERM
+            raise
+
+def others_signals():
+    heard = []
+    signal.signal(signal.SIGRTMIN + 3, lambda *_: heard.append(1))
+    with Checkpointer(os.path.join(sys.argv[1], "others")) as checkpointer:
+        me(signal.SIGRTMIN + 3)
+        assert heard
+        me(TERM)
+        for step in range(1, 10**6):
+            checkpointer.maybe_save(step, {})
+
+def told_by_another_rank():
+    grace = datetime.timedelta(seconds=0.3)
+    checkpointer = Checkpointer(os.path.join(sys.argv[1], "told"), grace=grace)
+    checkpointer.leaving.hear([1.0, 0.0])
+    hang()
 
 def closed():
     Checkpointer(os.path.join(sys.argv[1], "closed")).close()
@@ -354,7 +403,16 @@ def kept():
     with Checkpointer(os.path.join(sys.argv[1], "kept")) as checkpointer:
         me(USR1)
         assert heard and checkpointer.leaving.words() == [0.0, 0.0]
+        later = signal.signal(TERM, lambda *_: heard.append(1)) and signal.getsignal(TERM)
     assert signal.getsignal(USR1) is not signal.SIG_DFL
+    assert signal.getsignal(TERM) is later
+
+def dumped():
+    faulthandler.register(USR1)
+    with Checkpointer(os.path.join(sys.argv[1], "dumped")) as checkpointer:
+        me(USR1)
+        assert checkpointer.leaving.words() == [0.0, 0.0]
+    me(USR1)
 
 def two():
     one, other = (Checkpointer(os.path.join(sys.argv[1], name)) for name in ("two", "two more"))
@@ -366,16 +424,19 @@ def two():
 cases = {name: lambda name=name: train(name) for name in ("save hangs", "stuck")}
 cases["save fails"] = lambda: train("save fails", 1000)
 cases["save fails, warned"] = lambda: train("save fails, warned", 1000, on_error="warn")
-cases["save hangs past its time-out"] = lambda: train("save hangs", 1000, timeout=datetime.timedelta(seconds=3))
+cases["save hangs past its time-out"] = lambda: train("save hangs late", 1000, timeout=datetime.timedelta(seconds=3))
 cases["too late"] = too_late
 cases |= {"twice": twice, "at once": at_once, "closed": closed, "dropped": dropped, "without": without}
-cases |= {"worker": worker, "kept": kept, "two": two}
+cases |= {"worker": worker, "kept": kept, "dumped": dumped, "two": two}
+cases |= {"many": many_while_it_ends, "others": others_signals, "told": told_by_another_rank}
+children = {}
 for name, case in cases.items():
-    print(f"== {name}", flush=True)
-    child = os.fork()
-    if child == 0:
+    said = os.path.join(sys.argv[1], f"{name}.txt")
+    children[name] = os.fork(), said
+    if children[name][0] == 0:
         signal.alarm(60)
-        os.dup2(1, 2)
+        for descriptor in (1, 2):
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
         try:
             case()
             os._exit(0)
@@ -387,7 +448,9 @@ for name, case in cases.items():
             import traceback
             traceback.print_exc()
             os._exit(1)
-    print("-- code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+for name, (child, said) in children.items():
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(f"== {name}", open(said).read(), f"-- code {code}", sep="\\n", flush=True)
 """
 
 
@@ -415,7 +478,11 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
         "without": -signal.SIGTERM,
         "worker": 0,
         "kept": 0,
+        "dumped": 0,
         "two": 75,
+        "many": 75,
+        "others": 75,
+        "told": 143,
     }, ended.stdout + ended.stderr
     for name in ("save hangs", "stuck"):
         assert "stopped by SIGTERM: 0.3 s were too few to save and leave (checkpoint.grace); the newest" in told[name]
@@ -426,6 +493,8 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
     told_late = told["save hangs past its time-out"]
     assert "stopped by SIGTERM: Step 7 was not saved: it has taken longer than 3 s" in told_late
     assert "stopped by SIGTERM: 0.3 s were too few" in told["too late"]
+    assert "stopped by SIGTERM: 0.3 s were too few" in told["told"]
+    assert told["dumped"].count("Current thread") == 2
     assert "stopped by SIGTERM: it came twice, so nothing more is saved" in told["twice"]
 
 

@@ -23,7 +23,7 @@ STEPS = 700
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 SCRIPT = """
-import json, os, signal
+import json, os, signal, time
 import stagereg
 
 
@@ -51,7 +51,12 @@ def train(cfg):
                     os.kill(os.getpid(), signal.SIGSTOP)
             if cfg.what == "fail" and rank == 1 and any(checkpointer.leaving.words()):
                 raise KeyError("no cheese")
-            checkpointer.maybe_save(step, state)
+            try:
+                checkpointer.maybe_save(step, state)
+            except SystemExit:
+                while cfg.what == "linger":
+                    time.sleep(1)
+                raise
     with open(cfg.answers, "a") as file:
         file.write(json.dumps({"rank": rank, "start": start, "value": value.item()}) + "\\n")
     return value.item()
@@ -175,7 +180,10 @@ def test_the_next_start_goes_on_and_ends_as_if_nothing_had_been(
 def test_a_sweep_is_stopped_by_the_job_that_was_preempted(program: Program) -> None:
     ended = program.run("-m", f"steps={STEPS},{STEPS + 1}", "hydra.sweep.dir=sweep")
     assert ended.returncode == 75, ended.stderr
-    assert len(re.findall("^preempted by .*checkpoint.dir=", ended.stderr, re.MULTILINE)) == 1
+    told = (
+        f"^preempted by SIGTERM: step .* in {program.folder}/sweep/0/checkpoints; the same command goes on from there$"
+    )
+    assert len(re.findall(told, ended.stderr, re.MULTILINE)) == 1
     assert [path.name for path in (program.folder / "sweep").iterdir() if path.is_dir()] == ["0"]
 
 
@@ -185,6 +193,15 @@ def test_ranks_that_do_not_leave_in_their_time_are_ended(program: Program) -> No
     ended = program.run("what=freeze", "checkpoint.grace=1s")
     assert ended.returncode == 143
     assert ended.stderr.rstrip().endswith("stopped by SIGTERM")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ranks_that_have_saved_and_do_not_come_to_their_end_are_ended_with_75(program: Program) -> None:
+    ended = program.run("what=linger", "checkpoint.grace=5s")
+    assert ended.returncode == 75, ended.stderr
+    assert ended.stderr.rstrip().endswith("preempted: all is saved, but ranks had not come to their end in time")
+    assert program.latest() >= 30
 
 
 @pytest.mark.slow
@@ -204,7 +221,13 @@ def test_ranks_that_do_not_listen_end_as_they_did(program: Program) -> None:
 
 
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-HYDRA = OmegaConf.create({"runtime": {"output_dir": "/out/run"}, "mode": "RUN", "run": {"dir": "out/${now:%H}"}})
+HYDRA = OmegaConf.create(
+    {
+        "runtime": {"output_dir": "/out/run", "cwd": "/home"},
+        "mode": "RUN",
+        "run": {"dir": "out/${now:%H}"},
+    }
+)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +251,26 @@ def test_it_is_told_how_to_go_on(
     told = capsys.readouterr().err
     assert told.endswith(f"{said}\n")
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("/out", "step 7 is saved in /out/run/c; the same command goes on from there"),
+        ("a/${now:b}", "step 7 is saved; the same command with hydra.sweep.dir=/home/a/b goes on from there"),
+    ],
+)
+def test_a_sweep_goes_on_where_each_of_its_jobs_finds_its_own_checkpoints(
+    capsys: pytest.CaptureFixture[str], folder: str, said: str
+) -> None:
+    from hydra.core.utils import setup_globals
+    from hydra.types import RunMode
+
+    setup_globals()
+    hydra = OmegaConf.merge(HYDRA, {"sweep": {"dir": folder}})
+    hydra.mode = RunMode.MULTIRUN
+    leaving.say(Preempted(7, "/out/run/c", signal.SIGTERM), hydra)
+    assert capsys.readouterr().err == f"preempted by SIGTERM: {said}\n"
 
 
 def test_a_signal_is_handed_on_once_and_ctrl_c_is_left_to_do_what_it_does(tmp_path: Path) -> None:
