@@ -7,7 +7,7 @@ entries, those under ``stagereg.`` hold the step, the number of ranks and each r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -64,15 +64,16 @@ def sharded(entry: str, value: Any) -> dict[str, DTensor]:
     """
     if isinstance(value, ZeroRedundancyOptimizer):
         return {}
-    found = dict(leaves(_current(value), entry))
-    if isinstance(value, torch.optim.Optimizer):
-        params = (param for group in value.param_groups for param in group["params"])
-        found |= {f"{entry}.state.{index}": param for index, param in enumerate(params)}
-    return {name: x for name, x in found.items() if isinstance(x, DTensor)}
+    return {name: x for name, x in _tensors(entry, value) if isinstance(x, DTensor)}
 
 
 def assign(state: MutableMapping[str, Any], name: str, loaded: Any) -> None:
-    """Load one entry into ``state[name]``: into the object in place, or in place of the plain value."""
+    """Load one entry into ``state[name]``: into the object in place, or in place of the plain value.
+
+    Raises:
+        CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and says nothing. And
+            what the object raises.
+    """
     value = state[name]
     inner = _unwrapped(value)
     if isinstance(value, ZeroRedundancyOptimizer):
@@ -81,6 +82,20 @@ def assign(state: MutableMapping[str, Any], name: str, loaded: Any) -> None:
         inner.load_state_dict(loaded)
     else:
         state[name] = _merged(value, loaded)
+    for path, x in _tensors(name, state[name]):
+        if x.is_meta:
+            raise CheckpointError(
+                f"{path!r} is on the meta device, which holds nothing; give it memory first, as by to_empty()"
+            )
+
+
+def _tensors(entry: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an object by dotted name, and of an optimizer its parameters, as :func:`sharded` has them."""
+    if not isinstance(value, ZeroRedundancyOptimizer):  # whose state dict is only there when all ranks make it
+        yield from ((name, x) for name, x in leaves(_current(value), entry) if isinstance(x, torch.Tensor))
+    if isinstance(value, torch.optim.Optimizer):
+        params = (param for group in value.param_groups for param in group["params"])
+        yield from ((f"{entry}.state.{index}", param) for index, param in enumerate(params))
 
 
 def _unwrapped(value: Any) -> Any:

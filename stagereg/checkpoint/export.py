@@ -4,16 +4,20 @@ Read by one process without a process group, whatever number of ranks wrote it: 
 shards of a ``ZeroRedundancyOptimizer`` the state dict of the optimizer inside. The file is written beside its final
 name and flushed first, so it is complete or absent.
 
-A ``.pt`` holds everything, and so does the memory of the process for a while. A ``.safetensors`` holds tensors only; it
-is written piece by piece, since its layout (huggingface.co/docs/safetensors, "Format") is known before the first tensor
-is read. Tied tensors are in either of them once a name.
+A ``.pt`` holds everything, and so does the memory of the process for a while. What ``torch.load(weights_only=True)``
+would not take is there in plain: NumPy's numbers as Python's, a ``defaultdict`` as a ``dict``. A ``.safetensors`` holds
+tensors only; it is written piece by piece, since its layout (huggingface.co/docs/safetensors, "Format") is known before
+the first tensor is read. Tied tensors are in either of them once a name.
 """
 
 from __future__ import annotations
 
+import _codecs
 import contextlib
 import json
 import os
+import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +27,8 @@ import torch
 
 from stagereg import registry
 from stagereg.checkpoint import sources, structure, torchfiles
+from stagereg.checkpoint.agreement import reason
+from stagereg.checkpoint.causes import causes
 from stagereg.checkpoint.layout import Checkpoint, new_token
 from stagereg.checkpoint.storage.choice import named
 from stagereg.checkpoint.storage.protocol import Storage
@@ -34,6 +40,7 @@ SUFFIXES = (".pt", ".pth", ".safetensors")
 """What a file may be called."""
 _PIECE_BYTES = 256 << 20
 _ALIGNMENT = 8
+_METADATA = "__metadata__"
 _DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -57,8 +64,9 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A leaf of the checkpoint: what the file calls it, and, of a tensor, what it is like."""
+    """A leaf of the checkpoint: whose it is, what the file calls it, and, of a tensor, what it is like."""
 
+    part: str
     name: str
     kind: torch.Tensor | None
 
@@ -71,8 +79,7 @@ class Export:
         only: one name of the state that was saved; its own names are then the names in the file. ``None`` for all.
 
     Attributes:
-        names: of the state that was saved, those that are written; without the step and the random number generators.
-        merged: those of them that were saved in shards.
+        merged: of the names of the state that was saved, those that were saved in shards.
 
     Raises:
         CheckpointError: it has no such name, or was written by a storage that is not there.
@@ -83,17 +90,22 @@ class Export:
         self._storage: Storage = named(checkpoint.manifest.storage, registry.build("storage", "dcp"))
         parts = sources.parts(self._storage, self._path, checkpoint.manifest.world_size)
         if only is not None and only not in parts:
-            known = ", ".join(parts)
+            known = sources.listed(list(parts))
             raise CheckpointError(f"There is no {only!r} in {self._path}, only {known}.{nearest(only, parts)}")
         self._parts = parts if only is None else {only: parts[only]}
         self._leaves = dict(self._named_leaves())
-        self.names = sorted(self._parts)
         self.merged = [name for name, part in self._parts.items() if name not in part]
 
     @property
     def tensors(self) -> int:
         """How many tensors there are."""
         return sum(leaf.kind is not None for leaf in self._leaves.values())
+
+    def names(self, out: Path) -> list[str]:
+        """Return of the names of the state those that are in ``out``; neither the step nor the generators are."""
+        if out.suffix != ".safetensors":
+            return sorted(self._parts)
+        return sorted({leaf.part for leaf in self._leaves.values() if leaf.kind is not None})
 
     def needs(self, out: Path) -> int:
         """Return the bytes of tensors that are in memory at once while ``out`` is written."""
@@ -141,16 +153,23 @@ class Export:
             for entry, shape in part.items():
                 for leaf in structure.leaf_names(shape, entry):
                     own = leaf.removeprefix(entry)
-                    yield leaf, _Leaf((name + own if self._only is None else own[1:]) or name, kinds[leaf])
+                    yield leaf, _Leaf(name, (name + own if self._only is None else own[1:]) or name, kinds[leaf])
 
     def _write_all(self, file: IO[bytes]) -> None:
         read = {name: self._read(name, part) for name, part in self._parts.items()}
-        torch.save(read if self._only is None else read[self._only], file)
+        try:
+            torch.save(_plain(read if self._only is None else read[self._only]), file)
+        except RuntimeError as error:  # of torch's archive, which could not be ended after what the file has raised
+            raise next((each for each in causes(error) if isinstance(each, OSError)), error) from None
         file.flush()
         try:
             torch.load(str(file.name), map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:
-            raise CheckpointError(f"torch.load(weights_only=True) would refuse it: {error}") from error
+            named = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(str(file.name)))
+            raise CheckpointError(
+                f"torch.load(weights_only=True) would refuse it ({named or reason(error)}); a .safetensors has the "
+                "tensors alone."
+            ) from error
 
     def _read(self, name: str, part: Mapping[str, Any]) -> Any:
         return sources.read_part(self._storage, self._path, name, part)
@@ -159,13 +178,15 @@ class Export:
         tensors = {leaf: (each.name, each.kind) for leaf, each in self._leaves.items() if each.kind is not None}
         # As the library does it: by size of the elements, so that every tensor is aligned, and then by name.
         order = sorted(tensors, key=lambda leaf: (-tensors[leaf][1].dtype.itemsize, tensors[leaf][0]))
-        table: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(self._step)}}
+        table: dict[str, Any] = {_METADATA: {"format": "pt", "step": str(self._step)}}
         end = 0
         for leaf in order:
             name, kind = tensors[leaf]
             begin, end = end, end + kind.nbytes
             if kind.dtype not in _DTYPES:
                 raise CheckpointError(f"safetensors has no place for {name!r}, which is {kind.dtype}; write a .pt")
+            if name == _METADATA:
+                raise CheckpointError(f"safetensors has no place for a tensor called {name!r}; write a .pt")
             table[name] = {"dtype": _DTYPES[kind.dtype], "shape": list(kind.shape), "data_offsets": [begin, end]}
         head = json.dumps(table, separators=(",", ":")).encode()
         head += b" " * (-len(head) % _ALIGNMENT)
@@ -188,6 +209,31 @@ def _pieces(leaves: list[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
         nbytes += sizes[leaf]
     if piece:
         yield piece
+
+
+class _NoBytes:
+    """Stands for ``b""``, which would be pickled as a call of ``bytes``."""
+
+    def __reduce__(self) -> Any:
+        return _codecs.encode, ("", "latin1")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in types that torch reads, in its own containers; an ``OrderedDict`` may have attributes."""
+    kind, numpy = type(value), sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    if kind is bytes:
+        return value or _NoBytes()
+    if kind in (list, tuple, set):
+        return kind(map(_plain, value))
+    if isinstance(value, dict):
+        items = [(_plain(key), _plain(item)) for key, item in value.items()]
+        into = {} if kind is defaultdict else value
+        into.clear()
+        into.update(dict(items))
+        return into
+    return value
 
 
 def _content(x: torch.Tensor) -> memoryview:

@@ -28,6 +28,9 @@ __all__ = ["restore"]
 
 _log = logging.getLogger(__name__)
 
+_SHOWN, _LONGEST = 8, 300
+"""Lines, and characters of each, of an error that an object has when it takes its state."""
+
 
 def restore(
     place: Place, resume: str, verify: str, state: MutableMapping[str, Any], own: Storage, ranks: Agreement
@@ -134,7 +137,8 @@ def _load(
             try:
                 entries.assign(state, name, loaded[name])
             except Exception as error:
-                raise CheckpointError(f"{name!r} does not take what was saved under its name: {error}") from error
+                told = f"{name!r} does not take what was saved under its name: {_short(error)}"
+                raise CheckpointError(told) from error
         if saved_size == size:
             rng.restore(loaded[entries.rng_name(rank)])
         elif rank == 0:
@@ -179,6 +183,13 @@ def _not_that_one(resume: str, damaged: Condition, good: Checkpoint | None) -> s
         offer = f"The newest good one is of step {good.manifest.step}: checkpoint.resume={good.path}"
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
     return f"resume={named} is not a complete checkpoint: {what}{offer}"
+
+
+def _short(error: Exception) -> str:
+    """What an object says to what it was given, which may name every tensor of a model."""
+    lines = [line[:_LONGEST] + " ..." * (len(line) > _LONGEST) for line in str(error).splitlines()]
+    more = len(lines) - _SHOWN
+    return "\n".join(lines if more <= 0 else [*lines[:_SHOWN], f"and {more} more lines"])
 
 
 def _indented(condition: Condition) -> str:

@@ -8,7 +8,7 @@ numbers make ZeRO and the optimizer class inside it interchangeable: one restore
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -19,7 +19,9 @@ from stagereg.checkpoint import entries, torchfiles, zero
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError, nearest
 
-__all__ = ["parts", "read", "read_part"]
+__all__ = ["listed", "parts", "read", "read_part"]
+
+_SHOWN = 20
 
 
 def read(
@@ -93,6 +95,13 @@ def read_part(storage: Storage, path: str, name: str, found: Mapping[str, Any]) 
     return _joined(None, name, torchfiles.read(storage, path, found, {}))
 
 
+def listed(names: Sequence[str]) -> str:
+    """Return the names of a checkpoint's entries for a message, of many the first: there may be some of each rank."""
+    more = len(names) - _SHOWN
+    shown = names if more <= 0 else [*names[:_SHOWN], f"and {more} more"]
+    return ", ".join(shown) or "an empty state"
+
+
 def _shards(name: str, there: set[str], saved_size: int) -> list[str]:
     """The entries that ranks have of their own under a name, in the order of the ranks."""
     # Each rank has an entry at least, so a manifest that claims more ranks than that is no reason to count them all.
@@ -111,10 +120,11 @@ def _lying(name: str, value: Any, shards: list[str], there: set[str], rank: int,
         return [name]
     if shards:
         raise CheckpointError(
-            f"{name!r} was saved as each rank's own part (ZeroRedundancyOptimizer); restore it into an optimizer."
+            f"{name!r} was saved by each rank for itself. Ask for {shards[0]!r} and so on; or, if it is of a "
+            "ZeroRedundancyOptimizer, restore it into an optimizer."
         )
     others = sorted(other for other in there if not other.startswith(f"{entries.RESERVED}."))
-    raise CheckpointError(f"There is no {name!r} in it, only {', '.join(others)}.{nearest(name, others)}")
+    raise CheckpointError(f"There is no {name!r} in it, only {listed(others)}.{nearest(name, others)}")
 
 
 def _suffices(optimizer: ZeroRedundancyOptimizer, shapes: list[Any]) -> bool:

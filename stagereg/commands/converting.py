@@ -71,7 +71,7 @@ def run(asked: argparse.Namespace) -> int:
         raise CheckpointError(f"{out} was not written: {error}") from error
     finally:
         output.working()
-    nbytes, left_out = out.stat().st_size, export.left_out(out)
+    nbytes, names, left_out = out.stat().st_size, export.names(out), export.left_out(out)
     if asked.json:
         output.as_json(
             {
@@ -79,7 +79,7 @@ def run(asked: argparse.Namespace) -> int:
                 "step": chosen.manifest.step,
                 "file": str(out),
                 "bytes": nbytes,
-                "names": export.names,
+                "names": names,
                 "merged": export.merged,
                 "tensors": export.tensors,
                 "left_out": left_out,
@@ -87,7 +87,7 @@ def run(asked: argparse.Namespace) -> int:
         )
         return 0
     output.say(f"{out}: step {chosen.manifest.step} of {chosen.path}, {nbytes:,} bytes")
-    output.say(f"In it: {', '.join(_named(name, name in export.merged) for name in export.names)}")
+    output.say(f"In it: {', '.join(_named(name, name in export.merged) for name in names) or 'nothing'}")
     if left_out:
         more = f", and {len(left_out) - _SHOWN} more (--json names all)" if len(left_out) > _SHOWN else ""
         output.say(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")

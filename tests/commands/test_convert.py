@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import errno
+import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +133,7 @@ def test_safetensors_has_the_tensors_by_dotted_name_and_what_is_left_out_is_name
         expected |= {f"optimizer.state.{number}.{name}": x for name, x in part.items()}
     assert bits(found) == bits(expected)
     assert (told["tensors"], told["bytes"]) == (len(expected), out.stat().st_size)
-    assert told["merged"] == ["optimizer"]
+    assert (told["names"], told["merged"]) == (["model", "optimizer"], ["optimizer"])
     assert {"optimizer.param_groups.0.lr", "scheduler.last_epoch"} <= set(told["left_out"])
     assert not set(told["left_out"]) & set(expected)
 
@@ -169,11 +173,73 @@ def test_tensors_of_every_kind_are_what_the_library_reads(tmp_path: Path, monkey
 def test_what_safetensors_has_no_place_for_is_named_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = save(tmp_path / "run", {"x": {"wide": torch.ones(2, dtype=torch.complex128)}})
-    assert cli.main(["convert", str(root), str(tmp_path / "x.safetensors")]) == 2
-    assert "no place for 'x.wide', which is torch.complex128; write a .pt" in capsys.readouterr().err
+    state = {"x": {"wide": torch.ones(2, dtype=torch.complex128)}, "y": {"__metadata__": torch.ones(2)}, "z": 3}
+    root = save(tmp_path / "run", state)
+    for name, words in (
+        ("x", "no place for 'wide', which is torch.complex128; write a .pt"),
+        ("y", "no place for a tensor called '__metadata__'; write a .pt"),
+    ):
+        assert cli.main(["convert", str(root), str(tmp_path / "x.safetensors"), "--only", name]) == 2
+        assert words in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert cli.main(["convert", str(root), str(tmp_path / "z.safetensors"), "--only", "z"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["In it: nothing", "Not in it, being no tensors: z"]
     assert cli.main(["convert", str(root), str(tmp_path / "x.pt")]) == 0
+
+
+def test_a_pt_has_what_torch_would_not_load_in_types_that_it_does(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    by_name: Any = collections.defaultdict(list, {"b": [torch.ones(2)], "a": [numpy.float32(0.1)]})
+    state = {
+        "best": numpy.float64(0.25),
+        "seen": (numpy.int64(7), [numpy.bool_(True)], {"none": b"", "some": b"\xff"}),
+        "by_name": by_name,
+        "count": collections.Counter("aab"),
+        "model": torch.nn.BatchNorm1d(2),
+    }
+    root = save(tmp_path / "run", state)
+    assert cli.main(["convert", str(root), str(tmp_path / "x.pt")]) == 0
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert found["best"] == 0.25
+    assert found["seen"] == (7, [True], {"none": b"", "some": b"\xff"})
+    assert list(found["by_name"]) == ["b", "a"]
+    assert found["by_name"]["a"] == [float(numpy.float32(0.1))]
+    assert {type(found["best"]), type(found["seen"][0]), type(found["seen"][1][0])} == {float, int, bool}
+    assert (found["count"], type(found["count"])) == (state["count"], collections.Counter)
+    assert found["model"]._metadata == state["model"].state_dict()._metadata
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_a_full_disk_and_an_interruption_leave_nothing(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stagereg.checkpoint import torchfiles
+
+    class Full(io.FileIO):
+        def write(self, content: Any) -> int:
+            if self.tell() > 20_000:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(content)
+
+    opened = Path.open
+
+    def on_a_full_disk(path: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        return Full(path, mode) if mode == "xb" else opened(path, mode, *rest, **named)
+
+    root, arguments = save(tmp_path / "run", {str(i): torch.ones(5000) for i in range(4)}), str(tmp_path / name)
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "open", on_a_full_disk)
+        assert cli.main(["convert", str(root), arguments]) == 2
+    assert capsys.readouterr().err.endswith(f"{name} was not written: [Errno 28] No space left on device\n")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(torchfiles._Planner, "load_bytes", interrupted)
+        broken.setattr(torchfiles._Planner, "resolve_tensor", interrupted)
+        assert cli.main(["convert", str(root), arguments]) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def flip(file: Path) -> None:

@@ -1,0 +1,75 @@
+"""What was saved gets into the objects, all of it; what does not is named, in few words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.errors import CheckpointError
+from stagereg.stagers.blocking import BlockingAsyncStager
+
+
+def saved(root: Path, state: dict[str, Any]) -> Checkpointer:
+    checkpointer = Checkpointer(str(root), stager=BlockingAsyncStager())
+    checkpointer.save(1, state)
+    checkpointer.wait()
+    return checkpointer
+
+
+def refused(checkpointer: Checkpointer, state: dict[str, Any]) -> str:
+    with pytest.raises(CheckpointError) as told:
+        checkpointer.restore(state)
+    return str(told.value)
+
+
+@pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
+def test_what_has_no_memory_to_be_loaded_into_is_named(tmp_path: Path) -> None:
+    trained = torch.nn.Linear(2, 2)
+    with saved(tmp_path, {"model": trained, "sgd": torch.optim.SGD(trained.parameters()), "x": [torch.ones(2)]}) as c:
+        model = torch.nn.Linear(2, 2, device="meta")
+        assert "'model.weight' is on the meta device" in refused(c, {"model": model})
+        assert "'sgd.state.0' is on the meta device" in refused(c, {"sgd": torch.optim.SGD(model.parameters())})
+        assert "'x.0' is on the meta device" in refused(c, {"x": [torch.ones(2, device="meta")]})
+        model.to_empty(device="cpu")
+        assert c.restore({"model": model}) == 1
+        assert torch.equal(model.weight, trained.weight)
+
+
+def test_a_model_that_takes_meta_tensors_by_itself_may(tmp_path: Path) -> None:
+    class Assigned(torch.nn.Linear):
+        def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = True) -> Any:
+            return super().load_state_dict(state_dict, strict, assign)
+
+    trained, model = torch.nn.Linear(2, 2), Assigned(2, 2, device="meta")
+    with saved(tmp_path, {"model": trained}) as checkpointer:
+        assert checkpointer.restore({"model": model}) == 1
+    assert torch.equal(model.weight, trained.weight)
+
+
+def test_an_error_that_names_every_tensor_is_told_on_one_screen(tmp_path: Path) -> None:
+    one = torch.nn.Linear(2, 2)
+    many = torch.nn.Sequential(*(torch.nn.Linear(3, 2) for _ in range(100)))
+    more = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(100)))
+    with saved(tmp_path, {"one": one, "many": many}) as checkpointer:
+        missing = refused(checkpointer, {"one": many})
+        assert "Missing key(s)" in missing
+        assert 'Unexpected key(s) in state_dict: "weight", "bias"' in missing
+        assert len(missing) < 1000
+        differing = refused(checkpointer, {"many": more})
+        assert "size mismatch for 0.weight" in differing
+        assert "lines" in differing.splitlines()[-1]
+        assert len(differing.splitlines()) < 12
+
+
+def test_names_that_are_not_there_are_told_with_those_that_are(tmp_path: Path) -> None:
+    with saved(tmp_path / "own", {"loader.rank0": {"at": 3}}) as checkpointer:
+        assert "by each rank for itself. Ask for 'loader.rank0'" in refused(checkpointer, {"loader": {}})
+        assert "Did you mean 'loader.rank0'?" in refused(checkpointer, {"loader.rank1": {}})
+    with saved(tmp_path / "none", {}) as checkpointer:
+        assert "no 'x' in it, only an empty state" in refused(checkpointer, {"x": 1})
+    with saved(tmp_path / "many", {f"part{number:03}": number for number in range(500)}) as checkpointer:
+        assert "part019, and 480 more" in refused(checkpointer, {"x": 1})
