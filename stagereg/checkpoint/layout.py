@@ -26,6 +26,8 @@ from typing import Any, Protocol
 __all__ = [
     "LATEST",
     "MANIFEST",
+    "MANIFEST_BYTES",
+    "MOST",
     "Checkpoint",
     "FileMark",
     "Manifest",
@@ -39,10 +41,14 @@ __all__ = [
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
+MANIFEST_BYTES = 1 << 28
+"""What is longer is not read: with some hundred bytes for each file, that is far more than any run writes."""
 _FORMAT = 2
 _STEP_NAME = re.compile(r"step-(?P<step>\d+)", re.ASCII)
 _BLOCK_BYTES = 1 << 20
-_MOST = (1 << 63) - 1
+_LONGEST_NAME = 255  # bytes, as file systems have it
+MOST = (1 << 63) - 1
+"""The greatest number that a manifest may have, of a step as of bytes."""
 _LATEST_TIME = 1 << 37  # in the year 6325; a date can be made of it everywhere
 
 
@@ -87,18 +93,11 @@ class Manifest:
             ValueError: it is none, or damaged, or has a name that is no plain name of a file; the message says which.
         """
         try:
-            data = json.loads(text)
+            data = _checked(json.loads(text))
         except RecursionError:
             raise ValueError("it is nested too deeply to be one") from None
-        if not isinstance(data, dict):
-            raise ValueError("it is no JSON object")
-        form = data.get("format")
-        if type(form) is not int or form not in (1, _FORMAT):
-            raise ValueError(f"it is of format {form!r}, written by another version")
-        if form == _FORMAT and data.pop("crc32", None) != _crc32(data):
-            raise ValueError("it is not what was written: its own CRC-32 differs")
         storage = data.get("storage", "dcp")
-        if not isinstance(storage, str) or not storage or not storage.isprintable():
+        if not isinstance(storage, str) or not _is_name(storage):
             raise ValueError(f"storage is {storage!r:.100}, which is no name")
         manifest = cls(
             step=_whole(data, "step"),
@@ -109,7 +108,7 @@ class Manifest:
             time=_whole(data, "time", most=_LATEST_TIME) if data.get("time") is not None else None,
         )
         # The checksum is of what the text means; a cut or change of the space between words shows here.
-        if form == _FORMAT and (text.decode() if isinstance(text, bytes) else text) != manifest.dumps():
+        if data["format"] == _FORMAT and (text.decode() if isinstance(text, bytes) else text) != manifest.dumps():
             raise ValueError("it is not what was written, though it means the same")
         return manifest
 
@@ -172,13 +171,25 @@ def _crc32(data: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(data, sort_keys=True, separators=(",", ":")).encode())
 
 
+def _checked(data: Any) -> dict[str, Any]:
+    """Return the content of a manifest of a known format, without the checksum, which is right."""
+    if not isinstance(data, dict):
+        raise ValueError("it is no JSON object")
+    form = data.get("format")
+    if type(form) is not int or form not in (1, _FORMAT):
+        raise ValueError(f"it is of format {form!r:.100}, written by another version")
+    if form == _FORMAT and data.pop("crc32", None) != _crc32(data):
+        raise ValueError("it is not what was written: its own CRC-32 differs")
+    return data
+
+
 def _marks(given: Any) -> dict[str, FileMark]:
     if not isinstance(given, dict):
         raise ValueError("it lists no files")
     marks = {}
     for name, entry in given.items():
         if not _is_plain(name):
-            raise ValueError(f"{name!r} is no plain name of a file")
+            raise ValueError(f"{name!r:.100} is no plain name of a file")
         if not isinstance(entry, dict):
             raise ValueError(f"{name} has no mark")
         marks[name] = FileMark(_whole(entry, "bytes"), _whole(entry, "crc32"))
@@ -187,10 +198,14 @@ def _marks(given: Any) -> dict[str, FileMark]:
 
 def _is_plain(name: str) -> bool:
     """Whether a name stays in its directory and can be printed: no separator, no ``..``, no control character."""
-    return bool(name) and name not in (".", "..", MANIFEST) and name.isprintable() and not set(name) & set("/\\")
+    return _is_name(name) and name not in (".", "..", MANIFEST) and not set(name) & set("/\\")
 
 
-def _whole(data: dict[str, Any], key: str, least: int = 0, most: int = _MOST) -> int:
+def _is_name(text: str) -> bool:
+    return text.isprintable() and 0 < len(text.encode()) <= _LONGEST_NAME
+
+
+def _whole(data: dict[str, Any], key: str, least: int = 0, most: int = MOST) -> int:
     value = data.get(key)
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{key} is {value!r:.100}, which is no whole number from {least} to {most}")

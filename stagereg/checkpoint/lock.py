@@ -45,6 +45,7 @@ _OWNER = ".lock.owner"
 _PATIENCE_S = 3.0
 _LOOK_S = 0.05
 _COMMAND_LENGTH = 120
+_OWNER_BYTES = 1 << 16
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -326,13 +327,18 @@ def _warn_no_locks(root: Path, error: OSError) -> None:
 
 
 def _write_owner(root: str) -> None:
+    path = Path(root) / _OWNER
     with contextlib.suppress(OSError):  # a full disk is found by who has to write
-        (Path(root) / _OWNER).write_text(json.dumps(asdict(ourselves())))
+        path.unlink(missing_ok=True)  # it may be a link to somewhere else, or a pipe
+        with path.open("x") as file:
+            file.write(json.dumps(asdict(ourselves())))
 
 
 def _read_owner(root: str | os.PathLike[str]) -> Owner:
     try:
-        return Owner.told(json.loads((Path(root) / _OWNER).read_bytes()))
+        descriptor = os.open(Path(root) / _OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        with open(descriptor, "rb") as file:
+            return Owner.told(json.loads(file.read(_OWNER_BYTES)))
     except UNFIT:
         return _NOBODY_KNOWN
 

@@ -34,6 +34,7 @@ _PLAIN = frozenset({NoneType, bool, float, str, bytes})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor})
 _LONGEST_INTEGER_BITS = 255 * 8 - 1
 _LONG_INTEGER = re.compile(rb"\x8b..\x00\x00", re.DOTALL)  # the instruction for an integer of more than 255 bytes
+_MESH = b"ctorch.distributed.device_mesh\n"  # the instruction that names one; torch reads no other, nor compressed ones
 _SHOWN = 5
 WHY = "Checkpoints are read without running code."
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
@@ -52,7 +53,10 @@ def expect_loadable(name: str, value: Any) -> None:
         CheckpointError: it could not be read back, and what to do.
     """
     kind = type(value)
-    if kind in _PLAIN or kind in _TENSORS or (kind is int and value.bit_length() <= _LONGEST_INTEGER_BITS):
+    if kind in _TENSORS:
+        _expect_dense(name, value)
+        return
+    if kind in _PLAIN or (kind is int and value.bit_length() <= _LONGEST_INTEGER_BITS):
         return
     try:
         data, names = names_of(value, protocol=2)
@@ -70,6 +74,15 @@ def expect_loadable(name: str, value: Any) -> None:
             f"(such as float(x), torch.as_tensor(x)), or allow the type when saving and when restoring: {refused.allow}"
         )
     _loadable.add(names)
+
+
+def _expect_dense(name: str, x: torch.Tensor) -> None:
+    """Refuse a tensor for which torch's distributed checkpoint has no place, also where it would write it."""
+    if x.is_quantized:
+        raise CheckpointError(f"{name!r} would not load back: it is quantized. Save x.dequantize(), or x.int_repr().")
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise CheckpointError(f"{name!r} cannot be saved: it is {kind}, not dense. Save the dense tensors it has.")
 
 
 def load(name: str, stream: io.BytesIO) -> Any:
@@ -92,6 +105,9 @@ def load(name: str, stream: io.BytesIO) -> Any:
 
 
 def _read(stream: io.BytesIO) -> Any:
+    # Torch allows its type by itself. Making one connects this process with others, as the environment says.
+    if _MESH in stream.getvalue():
+        raise CheckpointError("it has a DeviceMesh, which is made by connecting ranks")
     # Bytes without any are pickled as a call of ``bytes``, which torch does not take; here it can make nothing else.
     more: list[Any] = [(_no_bytes, "builtins.bytes")]
     allowed = trusted.allowed_by_user().names

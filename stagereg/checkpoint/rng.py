@@ -27,6 +27,8 @@ __all__ = ["capture", "restore"]
 
 _PICKLE = b"\x80"
 _MERSENNE = "MT19937"
+_POSITIONS = {"pos": 624, "buffer_pos": 4}
+"""The last places that NumPy's generators have in the block they draw from. NumPy believes what it is told."""
 
 
 def _accelerator() -> Any | None:
@@ -105,12 +107,21 @@ def _numpy_state(numpy: Any) -> bytes:
 
 def _numpy_from(data: bytes, numpy: Any) -> Any:
     if exactly(bytes, data).startswith(_PICKLE):
-        name, words, *rest = loads(data, _NUMPY)
+        name, words, position, *rest = loads(data, _NUMPY)
+        rest.insert(0, _position("pos", position))
         return name, numpy.array(_words(exactly(bytes, words.state[-1]).hex()), dtype="uint32"), *rest
     state = json.loads(data)
     if state["bit_generator"] == _MERSENNE:
         state["state"]["key"] = numpy.array(_words(state["state"]["key"]), dtype="uint32")
+    for part in (state, state["state"]):
+        part |= {name: _position(name, part[name]) for name in _POSITIONS.keys() & part.keys()}
     return state
+
+
+def _position(name: str, value: Any) -> int:
+    if not 0 <= exactly(int, value) <= _POSITIONS[name]:
+        raise ValueError(f"{name} is out of its block")
+    return int(value)
 
 
 _NUMPY = Vocabulary(

@@ -49,8 +49,18 @@ def _skeleton(value: Any, name: str, depth: int = 0) -> Any:
         return [_skeleton(item, f"{name}.{i}", depth + 1) for i, item in enumerate(value)]
     bones: Any = copy.copy(value) if isinstance(value, dict) else dict(value)
     for key, item in value.items():
+        _expect_key(key, name)
         bones[key] = _skeleton(item, f"{name}.{key}", depth + 1)
     return bones
+
+
+def _expect_key(key: Any, name: str) -> None:
+    # What other keys pickle names is tried out, see below; of tuples it says nothing.
+    if isinstance(key, (tuple, frozenset)):
+        try:
+            trusted.expect_key(key, trusted.allowed_by_user().trusted)
+        except TypeError as error:
+            raise CheckpointError(f"{name!r} would not load back: {error}. Use text or a number.") from error
 
 
 def dump(value: Any, name: str) -> bytes:

@@ -8,14 +8,15 @@ file says about it, and whose reader checks that and builds the object itself.
 
 The instructions are those of Python's ``pickletools``, protocols 2 to 5, without persistent ids, extension codes,
 out-of-band buffers and the text forms of protocol 0. Nothing is allocated for a length that a file only claims to have,
-nothing here recurses, and keys of mappings are flat, since Python hashes nested ones on the machine's own stack.
+nothing here recurses, and keys of mappings are flat or small, since Python hashes them on the machine's own stack, and
+again each time.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import EllipsisType, NoneType
 from typing import Any, TypeVar
@@ -24,11 +25,25 @@ import torch
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["CONTAINERS", "Factory", "Maker", "Record", "Vocabulary", "allowed_by_user", "dtypes", "exactly", "loads"]
+__all__ = [
+    "CONTAINERS",
+    "Factory",
+    "Maker",
+    "Record",
+    "Vocabulary",
+    "allowed_by_user",
+    "dtypes",
+    "exactly",
+    "expect_key",
+    "loads",
+]
 
 T = TypeVar("T")
 
-_TUPLE_KEYS_NEST = 4
+_TORCHS_OWN = ("torch.distributed.", "torch.nested.")
+_KEYS_NEST = 32
+_KEYS_ITEMS = 1000
+_CHAINED = 200
 _FLAT = frozenset({str, int, float, bool, NoneType, bytes, complex, torch.dtype, torch.Size, EllipsisType})
 
 
@@ -90,20 +105,53 @@ def loads(data: bytes, vocabulary: Vocabulary) -> Any:
     Raises:
         CheckpointError: it is not, with the name that it asked for, or it is damaged.
     """
-    return _Machine(data, vocabulary).run()
+    machine = _Machine(data, vocabulary)
+    try:
+        return machine.run()
+    except BaseException:
+        machine.take_chains_apart()
+        raise
 
 
 def allowed_by_user() -> Vocabulary:
-    """Return what the program has allowed with ``torch.serialization.add_safe_globals``."""
+    """Return what the program has allowed with ``torch.serialization.add_safe_globals``.
+
+    Not what torch allows there by itself for its tensors: making a ``DeviceMesh`` connects this process with others.
+    """
     names: dict[str, Any] = {}
     for told in torch.serialization.get_safe_globals():
         what, path = told if isinstance(told, tuple) else (told, f"{told.__module__}.{told.__qualname__}")
+        if path.startswith(_TORCHS_OWN):
+            continue
         names[path] = Maker(path, what, _bare(what) if isinstance(what, type) else None)
     return Vocabulary(names, frozenset(maker.make for maker in names.values() if isinstance(maker.make, type)))
 
 
 def _bare(cls: Any) -> Callable[..., Any]:
     return lambda *args: cls.__new__(cls, *args)
+
+
+def expect_key(key: Any, trusted: Collection[type] = ()) -> None:
+    """Let pass what may be the key of a mapping in a file: plain data, and tuples and frozensets of little of it.
+
+    Args:
+        key: what is to be hashed.
+        trusted: further classes.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    left, items = [(key, 0)], 1
+    while left:
+        value, nested = left.pop()
+        kind = type(value)
+        if kind in (tuple, frozenset):
+            items += len(value)
+            if nested == _KEYS_NEST or items > _KEYS_ITEMS:
+                raise TypeError(f"a {kind.__name__} of that much cannot be the key of an entry")
+            left.extend((item, nested + 1) for item in value)
+        elif kind not in _FLAT and kind is not Record and kind not in trusted:
+            raise TypeError(f"a {kind.__name__} cannot be the key of an entry")
 
 
 def dtypes() -> dict[str, torch.dtype]:
@@ -154,6 +202,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self.chained: list[defaultdict[Any, Any]] = []
         self.names = vocabulary.names
         self.trusted = vocabulary.trusted
         self.done = False
@@ -170,6 +219,7 @@ class _Machine:
                         f"its pickle has the instruction {opcode:#04x}, which plain data does not need"
                     )
                 act(self)
+            self.expect_short_chains()
             return self.stack.pop()
         except CheckpointError:
             raise
@@ -177,6 +227,21 @@ class _Machine:
             raise CheckpointError(
                 f"its pickle is damaged at byte {self.at} ({type(error).__name__}: {error})"
             ) from error
+
+    def expect_short_chains(self) -> None:
+        """Refuse many ``defaultdict`` inside each other; of all containers, these alone Python frees recursively."""
+        inner = [value for each in self.chained for value in each.values() if type(value) is defaultdict]
+        places = set(map(id, inner))
+        layer, reached = [each for each in self.chained if id(each) not in places], 0
+        for _ in range(_CHAINED if len(places) == len(inner) else 0):
+            reached += len(layer)
+            layer = [value for each in layer for value in each.values() if type(value) is defaultdict]
+        if reached < len(self.chained):  # too deep, in a circle, or in several places
+            raise CheckpointError("its pickle has mappings nested in a way that plain data does not need")
+
+    def take_chains_apart(self) -> None:
+        for each in self.chained:
+            each.clear()
 
     def take(self, size: int) -> bytes:
         """The next ``size`` bytes. Raises: ``ValueError`` if the file does not have them."""
@@ -201,13 +266,9 @@ class _Machine:
         del self.stack[begin:]
         return items
 
-    def key(self, key: Any, nested: int = 0) -> Any:
-        kind = type(key)
-        if kind is tuple and nested < _TUPLE_KEYS_NEST:
-            for item in key:
-                self.key(item, nested + 1)
-        elif kind not in _FLAT and kind is not Record and kind not in self.trusted:
-            raise TypeError(f"a {kind.__name__} cannot be the key of an entry")
+    def key(self, key: Any) -> Any:
+        if type(key) not in _FLAT:
+            expect_key(key, self.trusted)
         return key
 
     # -- what is called for the instructions
@@ -234,7 +295,10 @@ class _Machine:
         args, maker = self.stack.pop(), self.stack.pop()
         if type(maker) is not Maker:
             raise CheckpointError("its pickle calls something that is not there to be called")
-        self.stack.append(getattr(maker, how)(*exactly(tuple, args)))
+        made = getattr(maker, how)(*exactly(tuple, args))
+        if type(made) is defaultdict:
+            self.chained.append(made)
+        self.stack.append(made)
 
     def build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stagereg import output
+from stagereg.errors import CheckpointError
 
 if TYPE_CHECKING:
     from stagereg.checkpoint.damage import Condition
@@ -33,7 +34,7 @@ def run(asked: argparse.Namespace) -> int:
     """Print what is wrong. Returns 0 if nothing is, else 1.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: there is no checkpoint, or a run has deleted all of them while they were read.
         ConfigError: the URL is of a kind that nobody can read here.
     """
     from stagereg.commands.located import located
@@ -44,6 +45,7 @@ def run(asked: argparse.Namespace) -> int:
         output.working(f"reading {each.path}")
         looked.append(each if asked.fast else found.place.examine(each.path))
     output.working()
+    looked = _there(found, looked)
     bad = [each for each in looked if each.damages]
     good = next((each for each in _newest_first(looked) if not each.damages), None)
     if asked.json:
@@ -58,6 +60,21 @@ def run(asked: argparse.Namespace) -> int:
     else:
         _show(found, looked, bad, good, asked.fast)
     return 1 if bad else 0
+
+
+def _there(found: Located, looked: list[Condition]) -> list[Condition]:
+    """Return those that were not deleted while they were read, by a run that goes on and keeps only the newest."""
+    if found.one or not any(each.damages for each in looked):
+        return looked
+    complete, refused = found.place.checkpoints()
+    there = {*refused, *(one.path for one in complete)}
+    left = [each for each in looked if not each.damages or each.path in there]
+    if not left:
+        raise CheckpointError(
+            f"While the checkpoints in {found.place.root} were read, a run replaced all of them by newer ones. Look "
+            "again, or with --fast."
+        )
+    return left
 
 
 def _newest_first(conditions: Sequence[Condition]) -> list[Condition]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -240,14 +241,14 @@ def test_a_directory_that_cannot_be_listed_is_no_start_from_scratch(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Checkpointer(str(root)) as checkpointer:
-        real: Callable[[Path], Any] = Path.iterdir
+        real = os.scandir
 
-        def iterdir(path: Path) -> Any:
+        def scandir(path: Path) -> Any:
             if path == root:
                 raise PermissionError(errno.EACCES, "Permission denied", str(path))
             return real(path)
 
-        monkeypatch.setattr(Path, "iterdir", iterdir)
+        monkeypatch.setattr(os, "scandir", scandir)
         with pytest.raises(CheckpointError, match=r"Nothing was restored from .*Permission denied"):
             checkpointer.restore({"n": 0})
         monkeypatch.undo()

@@ -103,7 +103,10 @@ def state(value: float = 1.0) -> dict[str, torch.Tensor]:
     return {"x": torch.full((4,), value)}
 
 
-def test_a_second_run_is_refused_by_name_and_touches_nothing_of_the_first(tmp_path: Path, other: Other) -> None:
+def test_a_second_run_is_refused_by_name_and_touches_nothing_of_the_first(
+    tmp_path: Path, other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lock.__init__, "__defaults__", (0.1,))
     being_written = tmp_path / ".step-00000002.abc.tmp"
     being_written.mkdir()
     with pytest.raises(CheckpointError, match=rf"in use.*process {other.pid} on .*-c.*directory of its own") as refusal:
@@ -247,6 +250,29 @@ def test_an_owner_that_cannot_be_read_is_another_process(tmp_path: Path, content
         assert str(owner) == "another process"
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_lies_where_the_owner_is_told_is_neither_written_through_nor_waited_for(tmp_path: Path, kind: str) -> None:
+    root, notes = tmp_path / "run", tmp_path / "notes"
+    root.mkdir()
+    notes.write_text("mine")
+
+    def lay() -> None:
+        if kind == "link":
+            (root / ".lock.owner").symlink_to(notes)
+        else:
+            os.mkfifo(root / ".lock.owner")
+
+    lay()
+    with Lock(root):
+        owner = holder(root)
+        assert owner is not None
+        assert owner.pid == os.getpid()
+        (root / ".lock.owner").unlink()
+        lay()
+        assert str(holder(root)) == "another process"
+    assert notes.read_text() == "mine"
+
+
 def test_what_an_owner_says_of_itself_is_fit_to_be_printed(tmp_path: Path) -> None:
     with Lock(tmp_path):
         said = {"pid": 1, "host": "a\x1b[2Jb", "since": 0, "command": "c\nd"}
@@ -261,7 +287,7 @@ def _without_locks(number: int) -> Callable[[int, int], None]:
     return lockf
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("number", [errno.ENOLCK, pytest.param(errno.EOPNOTSUPP, marks=pytest.mark.slow)])
 def test_a_file_system_without_locks_is_warned_of_once_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:

@@ -12,6 +12,7 @@ import copy
 import datetime
 import enum
 import io
+import json
 import math
 import os
 import pickle
@@ -43,6 +44,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
 from stagereg.checkpoint import entries, pickled, rng, structure, torchfiles, trusted
 from stagereg.checkpoint.checkpointer import Checkpointer
@@ -284,6 +286,32 @@ def test_no_instruction_of_a_pickle_reaches_beyond_the_vocabulary() -> None:
     assert heard == []
 
 
+def test_no_ranks_are_connected_for_a_mesh_that_a_file_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch takes ``DeviceMesh`` for safe, and begins to wait for ranks as the environment of ``torchrun`` says."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}.items():
+        monkeypatch.setenv(name, str(value))
+    mesh = Payload(DeviceMesh, "cpu", (0, 1))
+    connected: list[Any] = []
+    monkeypatch.setattr(torch.distributed.device_mesh, "init_process_group", connected.append)
+    with pytest.raises(CheckpointError, match="DeviceMesh"):
+        structure.load(pickle.dumps(mesh))
+    with pytest.raises(CheckpointError, match="DeviceMesh"):
+        pickled.load("x", io.BytesIO(saved(mesh)))
+    assert connected == []
+
+
+def test_random_states_out_of_their_block_are_refused_and_not_drawn_from() -> None:
+    """NumPy reads whatever place of the memory its generator's position says."""
+    words: Any = numpy.random.get_state()
+    for position in (-1, 625, 1 << 30, 1.5):
+        told = json.loads(rng.capture()["numpy"])
+        told["state"]["pos"] = position
+        older = pickle.dumps((*words[:2], position, *words[3:]), 4)
+        for forged in (json.dumps(told).encode(), older):
+            with pytest.raises(CheckpointError, match="random number generators"):
+                rng.restore({**rng.capture(), "numpy": forged})
+
+
 # -- where files lie
 
 
@@ -416,6 +444,32 @@ def test_no_memory_is_taken_for_lengths_that_a_pickle_only_claims() -> None:
             refused_by_both(data)
 
 
+def test_mappings_that_python_would_free_recursively_do_not_end_the_process() -> None:
+    chain = b"\x80\x04" + b"ccollections\ndefaultdict\n)RK\x01" * 100_000 + b"N" + b"s" * 100_000
+    for end in (b".", b")R."):
+        with pytest.raises(CheckpointError):
+            structure.load(chain + end)
+
+
+def test_one_list_or_text_that_stands_for_many_is_not_multiplied() -> None:
+    """Each of these would take gigabytes, or hours."""
+    count = 3_000
+    part = ChunkStorageMetadata(torch.Size([0]), torch.Size([0]))
+    tensor = TensorStorageMetadata(TensorProperties(), torch.Size([0]), [part] * count)
+    of_many: dict[str, Any] = {str(i): tensor for i in range(count)}
+    way = ("a",) * count
+    refs = b"h\x00" * count
+    tuples = b"".join(b"(" + b"h" + bytes([i]) + (b"h" + bytes([i])) * count + b"t\x94" for i in range(3))
+    for data in (
+        pickle.dumps(Metadata(of_many, {}, {}), 4),
+        pickle.dumps(Metadata({}, dict.fromkeys(map(str, range(count)), way), {}), 4),
+        b"\x80\x04cpathlib\nPosixPath\n(X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20) + b"\x94" + refs + b"tR.",
+        b"\x80\x04}(N\x85\x94" + tuples + b"Nu.",
+    ):
+        with within(20), little_memory(1 << 25):
+            refused_by_both(data)
+
+
 def refused_by_both(data: bytes) -> None:
     for load in (read_metadata, structure.load):
         with pytest.raises(CheckpointError):
@@ -444,6 +498,17 @@ def test_an_archive_that_would_grow_is_refused_before_it_does(forged: Path) -> N
         put_blob(forged, name, blob + b"\0")
         refused(forged, "no archive")
         put_metadata(forged, before)
+
+
+def test_a_manifest_is_refused_in_few_words_whatever_is_in_it() -> None:
+    long = "x" * (1 << 20)
+    name = '{"format": 1, "step": 1, "world_size": 1, "serial": 1, "files": {"%s": {"bytes": 1, "crc32": 1}}}'
+    texts = [f'{{"format": "{long}"}}', name % long, name % f"/{long}", f'{{"format": 1, "storage": "{long}"}}']
+    for depth in range(900, 1010):  # the deepest that can be read cannot be written again, for its checksum
+        texts.append('{"format": 2, "crc32": 1, "x": ' + "[" * depth + "]" * depth + "}")
+    for text in texts:
+        with pytest.raises(ValueError, match=r"(?s)\A.{1,300}\Z"):
+            Manifest.loads(text)
 
 
 # -- what is not forged is read as ever
@@ -611,6 +676,40 @@ def test_nothing_else_of_numpy_is_made(forged: Any) -> None:
     torch.save(forged, stream)
     with pytest.raises(CheckpointError, match="was not read"):
         pickled.load("x", stream)
+
+
+@pytest.mark.parametrize("storage", ["dcp", "direct"])
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 2, torch.qint8), "it is quantized"),
+        (lambda: torch.eye(2).to_sparse(), "it is torch.sparse_coo, not dense"),
+        (lambda: torch.eye(2).to_sparse_csr(), "it is torch.sparse_csr, not dense"),
+        (lambda: {("x",) * 2000: 1}, "cannot be the key"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*quantize")
+def test_what_is_no_dense_tensor_or_no_key_is_refused_when_it_is_saved(
+    tmp_path: Path, storage: str, make: Callable[[], Any], told: str
+) -> None:
+    with Checkpointer(str(tmp_path), storage=build("storage", storage), stager=build("stager", "blocking")) as saving:
+        saving.save(1, {"x": {"a": torch.ones(1)}})
+        saving.save(2, {"x": {"a": make()}})
+        with pytest.raises(CheckpointError, match=rf"'x\.a' .*{told}"):
+            saving.wait()
+        assert saving.restore({"x": None}) == 1
+
+
+def test_keys_of_tuples_and_sets_load_back(tmp_path: Path) -> None:
+    deep = ("a", ("b", ("c", ("d", ("e", ("f",))))))
+    state = {"x": {"first": torch.ones(1)}}
+    with Checkpointer(str(tmp_path), stager=build("stager", "blocking")) as saving:
+        saving.save(1, state)
+        state["x"] = {deep: torch.ones(1), frozenset({1, "b"}): torch.zeros(1)}  # type: ignore[dict-item]
+        saving.save(2, state)
+    found: dict[str, Any] = {"x": None}
+    restore(tmp_path / "step-00000002", found)
+    assert found == state
 
 
 def test_what_cannot_even_be_pickled_is_refused_with_its_place(tmp_path: Path) -> None:

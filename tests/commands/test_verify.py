@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,6 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stagereg import cli
+from stagereg.checkpoint import layout
+from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.checkpoint.place.remote import RemotePlace
 
 from .places import contents, path_of, save
@@ -210,3 +213,27 @@ def test_it_reads_without_importing_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_a_run_deletes_while_it_is_read_is_not_told_as_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 100, 200)
+    read = LocalPlace.contents
+
+    def contents(place: LocalPlace, path: str, names: Any) -> Any:
+        if (gone := path_of(tmp_path, 100)).is_dir():
+            gone.rename(tmp_path / f".step-00000100.{layout.new_token()}.tmp")
+        return read(place, path, names)
+
+    monkeypatch.setattr(LocalPlace, "contents", contents)
+    code, told = verify(capsys, tmp_path)
+    assert code == 0
+    assert "1 checkpoint, it is good." in told
+    path_of(tmp_path, 200).rename(path_of(tmp_path, 100))
+    (tmp_path / "latest").unlink()
+    manifest = path_of(tmp_path, 100) / "manifest.json"
+    manifest.write_text(dataclasses.replace(layout.Manifest.loads(manifest.read_bytes()), step=100).dumps())
+    code, told = verify(capsys, tmp_path)
+    assert code == 2
+    assert "a run replaced all of them by newer ones. Look again, or with --fast." in told

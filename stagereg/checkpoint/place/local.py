@@ -36,6 +36,7 @@ from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differ
 from stagereg.checkpoint.layout import (
     LATEST,
     MANIFEST,
+    MANIFEST_BYTES,
     Checkpoint,
     FileMark,
     Manifest,
@@ -77,20 +78,22 @@ class LocalPlace(Place):
 
     def checkpoints(self) -> tuple[list[Checkpoint], dict[str, str]]:
         """See :class:`.Place`."""
-        complete: list[Checkpoint] = []
-        refused: dict[str, str] = {}
-        for path in self._steps():
-            found = _condition(path)
-            if found.checkpoint is not None:
-                complete.append(found.checkpoint)
-            else:
-                refused[str(path)] = str(found)
-        return newest_first(complete), refused
+        while True:
+            found = [_condition(path) for path in self._steps()]
+            damaged = {each.path for each in found if each.damages}
+            if not damaged or damaged <= set(map(str, self._steps())):
+                break  # or else a run has deleted one since they were listed, and a newer one may be there
+        complete = [each.checkpoint for each in found if each.checkpoint is not None]
+        return newest_first(complete), {each.path: str(each) for each in found if each.damages}
 
     def condition(self, path: str) -> Condition:
         """See :class:`.Place`. The checkpoint's path is that of the directory itself, without links."""
         try:
-            return _condition(Path(path).expanduser().resolve())
+            there = Path(path).expanduser().resolve()
+            found = _condition(there)
+            if found.damages and Path(path).expanduser().resolve() != there:
+                return self.condition(path)  # a run has moved `latest` meanwhile
+            return found
         except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, up to Python 3.12
             return Condition(path, None, (Damage(MANIFEST, f"cannot be looked at ({error})", certain=False),))
 
@@ -122,7 +125,7 @@ class LocalPlace(Place):
         self._root.mkdir(parents=True, exist_ok=True)
         trial = self._root / f".probe.{new_token()}.tmp"
         trial.touch()
-        trial.unlink()
+        trial.unlink(missing_ok=True)  # a run that is just starting there may have swept it
 
     def lock(self) -> Hold:
         """See :class:`.Place`."""
@@ -178,20 +181,28 @@ class LocalPlace(Place):
             raise CheckpointError(f"{written} did not reach the disk as it was written: {complete}")
         reach("described")
         final = self._root / step_name(step)
+        if os.path.lexists(final) and not final.is_dir():
+            _move_away(final)
         damaged = os.path.lexists(final) and (str(final) in self.distrusted or bool(_condition(final).damages))
         replaced = _rename(hidden, final)
         reach("renamed")
+        try:
+            _sync(self._root)
+        except OSError:
+            _rename_back(hidden, final, replaced)
+            raise
         if damaged:
             self.distrusted.discard(str(final))
             _log.warning("stagereg: the damaged checkpoint %s is replaced: step %d was saved again.", final, step)
-        _sync(self._root)
         try:
             reach("committed")
             if replaced is not None:
                 _discard(replaced)
-            self._point_latest(final)
-            reach("pointed")
-            self._retain(keep)
+            try:
+                self._point_latest(final)
+                reach("pointed")
+            finally:  # or a file system without links would fill up
+                self._retain(keep)
             reach("retained")
         except OSError as error:  # the checkpoint is complete, so nobody must be told that it was not saved
             _log.warning(
@@ -209,15 +220,18 @@ class LocalPlace(Place):
 
     def _steps(self) -> Iterator[Path]:
         try:
-            entries = list(self._root.iterdir())
+            with os.scandir(self._root) as entries:  # which knows what a directory is without another look
+                found = [entry.path for entry in entries if step_of(entry.name) is not None and entry.is_dir()]
         except (FileNotFoundError, NotADirectoryError):  # anything else must not look like a place without checkpoints
             return
-        yield from (entry for entry in entries if step_of(entry.name) is not None and entry.is_dir())
+        yield from map(Path, found)
 
     def _point_latest(self, final: Path) -> None:
-        link = self._root / f".{LATEST}.{new_token()}.tmp"
+        link, latest = self._root / f".{LATEST}.{new_token()}.tmp", self._root / LATEST
         link.symlink_to(final.name)
-        link.replace(self._root / LATEST)
+        if os.path.lexists(latest) and not latest.is_symlink():
+            _move_away(latest)
+        link.replace(latest)
         _sync(self._root)
 
     def _retain(self, keep: int) -> None:
@@ -239,9 +253,19 @@ def mark_file(path: Path) -> FileMark:
 
 
 def _condition(path: Path) -> Condition:
+    found = _look(path)
+    while found.damages and (again := _look(path)).manifest != found.manifest:
+        found = again  # it was replaced or deleted while it was looked at
+    return found
+
+
+def _look(path: Path) -> Condition:
     try:
-        if not stat.S_ISREG(os.lstat(path / MANIFEST).st_mode):
+        lies = os.lstat(path / MANIFEST)
+        if not stat.S_ISREG(lies.st_mode):
             return _unknown(path, _NO_FILE)
+        if lies.st_size > MANIFEST_BYTES:
+            return _unknown(path, f"damaged (it has {lies.st_size:,} bytes)")
         manifest = Manifest.loads((path / MANIFEST).read_bytes())
     except OSError as error:
         return _unknown(path, of_error(error))
@@ -284,6 +308,13 @@ def _discard(path: Path) -> None:
             path.unlink()
 
 
+def _move_away(path: Path) -> None:
+    """Give what is not of a run another name, under which no run touches it: notes, or what a copy made of a link."""
+    other = path.with_name(f"{path.name}.{new_token()}.moved")
+    path.rename(other)
+    _log.warning("stagereg: %s was in the way of a checkpoint, and is %s now.", path, other.name)
+
+
 def _write(path: Path, text: str) -> None:
     with path.open("x") as file:
         file.write(text)
@@ -315,6 +346,17 @@ def _rename(written: Path, final: Path) -> Path | None:
         aside.rename(final)
         raise
     return aside
+
+
+def _rename_back(written: Path, final: Path, replaced: Path | None) -> None:
+    """Undo :func:`_rename`, as far as that can be done where the disk fails."""
+    with contextlib.suppress(OSError):
+        if replaced == written:
+            _exchange(written, final)
+            return
+        final.rename(written)
+        if replaced is not None:
+            replaced.rename(final)
 
 
 def _put_back(aside: Path, final: Path) -> None:

@@ -74,12 +74,17 @@ class Place(ABC):
         return condition.checkpoint or str(condition)
 
     def examine(self, path: str) -> Condition:
-        """Return what is wrong with one checkpoint, the content of its files included, which are read one by one."""
+        """Return what is wrong with one checkpoint, the content of its files included, which are read one by one.
+
+        Of one that is replaced meanwhile, the new one is looked at; of one that is deleted, no manifest is left.
+        """
         condition = self.condition(path)
         if condition.manifest is None:
             return condition
         found = self.contents(condition.path, condition.manifest.files)
         wrong = differences(condition.manifest, found)
+        if wrong and self.condition(path).manifest != condition.manifest:
+            return self.examine(path)
         if wrong:
             complete, refused = self.checkpoints()
             whose = owners([condition, *complete, *map(self.condition, refused)], condition.path)

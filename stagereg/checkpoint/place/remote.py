@@ -31,6 +31,7 @@ from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differ
 from stagereg.checkpoint.layout import (
     LATEST,
     MANIFEST,
+    MANIFEST_BYTES,
     Checkpoint,
     FileMark,
     Manifest,
@@ -44,7 +45,7 @@ from stagereg.checkpoint.place.objects import Objects
 from stagereg.checkpoint.place.protocol import Place
 from stagereg.checkpoint.place.retry import within
 from stagereg.checkpoint.points import reach
-from stagereg.errors import CheckpointError, ConfigError
+from stagereg.errors import CheckpointError
 
 __all__ = ["RemotePlace"]
 
@@ -61,8 +62,7 @@ class RemotePlace(Place):
         root: its URL.
 
     Raises:
-        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed, or it has
-            nothing but a protocol.
+        ConfigError: as :class:`.Objects` raises it.
     """
 
     remote = True
@@ -70,11 +70,8 @@ class RemotePlace(Place):
     def __init__(self, root: str) -> None:
         super().__init__()
         self.root = root.rstrip("/")
-        if not root.partition("://")[2].strip("/"):
-            raise ConfigError(
-                f"{root} names no bucket, or whatever that is called there; try {root.rstrip('/:')}://bucket/runs."
-            )
-        self.objects = Objects(self.root)
+        self.objects = Objects(root)
+        self._committed = ""
 
     # -- reading
 
@@ -170,6 +167,7 @@ class RemotePlace(Place):
                 there = "is missing" if name not in sizes else f"has {sizes[name]} bytes instead of {expected.bytes}"
                 raise CheckpointError(f"{written} did not reach the store as it was written: {name} {there}")
         self.objects.put(f"{written}/{MANIFEST}", manifest.dumps().encode())
+        self._committed = written
         reach("committed")
         try:
             self.objects.put(f"{self.root}/{LATEST}", written.rpartition("/")[2].encode())
@@ -182,9 +180,14 @@ class RemotePlace(Place):
         return written
 
     def discard(self, path: str) -> None:
-        """See :class:`.Place`. The manifest goes first; unfinished multipart uploads go too."""
+        """See :class:`.Place`. The manifest goes first; unfinished multipart uploads go too.
+
+        What was published stays: another rank may have died since, and the checkpoints before it may be deleted.
+        """
         if not self._is_ours(path):
             raise CheckpointError(f"{path} is no checkpoint in {self.root}; nothing was deleted.")
+        if path == self._committed:
+            return
         try:
             with within(_BEST_EFFORT_S):
                 self._delete(path)
@@ -246,6 +249,8 @@ class RemotePlace(Place):
     def _look(self, path: str, sizes: dict[str, int]) -> Condition:
         if MANIFEST not in sizes:
             return _unknown(path, "missing")
+        if sizes[MANIFEST] > MANIFEST_BYTES:
+            return _unknown(path, f"damaged (it has {sizes[MANIFEST]:,} bytes)")
         try:
             manifest = Manifest.loads(self.objects.get(f"{path}/{MANIFEST}"))
         except OSError as error:

@@ -17,10 +17,10 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -43,6 +43,8 @@ from stagereg.errors import CheckpointError
 
 __all__ = ["CheckpointReader", "read_metadata"]
 
+C = TypeVar("C", bound=Collection[Any])
+
 _METADATA = ".metadata"
 _TORCH = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -51,6 +53,7 @@ _FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESER
 _MEMORY_FORMATS = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.preserve_format}
 _MOST_DIMENSIONS = 64
 _MOST_ELEMENTS = 1 << 62
+_LONGEST_PATH = 1 << 16
 _TYPES = (
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
@@ -71,7 +74,7 @@ def read_metadata(data: bytes) -> Metadata:
     """
     record = loads(data, _VOCABULARY)
     try:
-        return _metadata(record)
+        return _metadata(record, _Quota(len(data)))
     except (TypeError, KeyError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"it is no metadata of a checkpoint: {error}") from error
 
@@ -209,7 +212,9 @@ def _layout(name: str) -> torch.layout:
 
 
 def _path(*parts: str) -> str:
-    return os.sep.join(exactly(str, part) for part in parts).replace(2 * os.sep, os.sep)
+    if sum(len(exactly(str, part)) + 1 for part in parts) > _LONGEST_PATH:
+        raise ValueError("there is a path longer than any")
+    return os.sep.join(parts).replace(2 * os.sep, os.sep)
 
 
 def _memory_format(cls: Maker, name: str) -> Record:
@@ -252,14 +257,30 @@ def _text(value: Any) -> str | None:
     return None if value is None else exactly(str, value)
 
 
-def _metadata(record: Any) -> Metadata:
+class _Quota:
+    """How many items there may be: each takes a byte, unless the file has one list stand for many, to fill memory."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def take(self, items: C) -> C:
+        """Return ``items``. Raises: ``ValueError`` if there are too many in all."""
+        self.left -= len(items)
+        if self.left < 0:
+            raise ValueError("it has more parts than bytes")
+        return items
+
+
+def _metadata(record: Any, quota: _Quota) -> Metadata:
     fields = _fields(record, f"{_TORCH}Metadata")
     return Metadata(
         state_dict_metadata={
-            exactly(str, name): _entry(entry) for name, entry in exactly(dict, fields["state_dict_metadata"]).items()
+            exactly(str, name): _entry(entry, quota)
+            for name, entry in exactly(dict, fields["state_dict_metadata"]).items()
         },
         planner_data={
-            exactly(str, name): _keys(keys) for name, keys in exactly(dict, fields.get("planner_data") or {}).items()
+            exactly(str, name): _keys(quota.take(exactly(tuple, keys)))
+            for name, keys in exactly(dict, fields.get("planner_data") or {}).items()
         },
         storage_data={_index(index): _info(info) for index, info in exactly(dict, fields["storage_data"]).items()},
         storage_meta=_storage_meta(fields.get("storage_meta")),
@@ -267,14 +288,14 @@ def _metadata(record: Any) -> Metadata:
     )
 
 
-def _entry(record: Any) -> BytesStorageMetadata | TensorStorageMetadata:
+def _entry(record: Any, quota: _Quota) -> BytesStorageMetadata | TensorStorageMetadata:
     if type(record) is Record and record.path == f"{_TORCH}BytesStorageMetadata":
         return BytesStorageMetadata()
     fields = _fields(record, f"{_TORCH}TensorStorageMetadata")
     return TensorStorageMetadata(
         properties=_properties(fields["properties"]),
         size=exactly(torch.Size, fields["size"]),
-        chunks=[_chunk(chunk) for chunk in exactly(list, fields["chunks"])],
+        chunks=[_chunk(chunk) for chunk in quota.take(exactly(list, fields["chunks"]))],
     )
 
 
@@ -326,8 +347,8 @@ def _storage_meta(record: Any) -> StorageMeta | None:
     return StorageMeta(checkpoint_id=_text(fields.get("checkpoint_id")), save_id=_text(fields.get("save_id")))
 
 
-def _keys(keys: Any) -> tuple[Any, ...]:
+def _keys(keys: tuple[Any, ...]) -> tuple[Any, ...]:
     """Where in the state an entry was: text and numbers."""
-    if any(type(key) not in (str, int) for key in exactly(tuple, keys)):
+    if any(type(key) not in (str, int) for key in keys):
         raise TypeError("there is something else than text and numbers on the way to an entry")
-    return tuple(keys)
+    return keys

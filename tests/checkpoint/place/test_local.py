@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.layout import Checkpoint, Manifest
+from stagereg.checkpoint.place import local
 from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.errors import CheckpointError
 
 
 @pytest.fixture
@@ -42,6 +45,11 @@ def test_a_pipe_is_refused_and_nobody_waits_for_its_other_end(root: Path, name: 
     (root / "step-00000002" / name).unlink()
     os.mkfifo(root / "step-00000002" / name)
     assert f"{name}: no regular file" in refused(root)
+
+
+def test_a_manifest_of_a_terabyte_is_not_read(root: Path) -> None:
+    os.truncate(root / "step-00000002" / "manifest.json", 1 << 40)
+    assert "manifest.json: damaged (it has 1,099,511,627,776 bytes)" in refused(root)
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_none(root: Path) -> None:
@@ -115,3 +123,136 @@ def test_what_was_set_aside_stays_while_the_other_one_cannot_be_looked_at(
     LocalPlace(root).sweep()
     assert (old / "manifest.json").exists()
     assert (new / "manifest.json").exists()
+
+
+def test_a_directory_that_may_be_listed_and_not_entered_is_told_and_ends(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(name: str) -> Callable[..., os.stat_result]:
+        real: Callable[..., os.stat_result] = getattr(os, name)
+
+        def look(path: Any, *args: Any, **more: Any) -> os.stat_result:
+            if isinstance(path, (str, Path)) and "/step-0000000" in str(path):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *args, **more)
+
+        return look
+
+    for name in ("stat", "lstat"):
+        monkeypatch.setattr(os, name, forbidden(name))
+    complete, refused = LocalPlace(root).checkpoints()
+    assert complete == []
+    assert all("Permission denied" in why for why in refused.values())
+    assert len(refused) == 2
+
+
+def save(root: Path, *steps: int, keep: int = 2, words: str = "") -> None:
+    with Checkpointer(str(root), keep=keep) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, {"x": words})
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, looks_at: str, act: Callable[[], None]) -> None:
+    """Have ``act`` happen when a reader first looks at a file of that step, as by a run that goes on."""
+    look = local._size
+    happened: list[Path] = []
+
+    def size(path: Path) -> Any:
+        if looks_at in str(path) and not happened:
+            happened.append(path)
+            act()
+        return look(path)
+
+    monkeypatch.setattr(local, "_size", size)
+
+
+def test_what_a_run_deletes_while_it_is_looked_at_is_not_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meanwhile(monkeypatch, "step-00000002", lambda: save(root, 3, keep=1))
+    complete, refused = LocalPlace(root).checkpoints()
+    assert ([one.manifest.step for one in complete], refused) == ([3], {})
+
+
+def test_of_what_a_run_replaces_while_it_is_looked_at_the_new_one_is_seen(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meanwhile(monkeypatch, "step-00000002", lambda: save(root, 2, words="longer than before" * 100))
+    complete, refused = LocalPlace(root).checkpoints()
+    assert ([one.manifest.serial for one in complete], refused) == ([3, 1], {})
+
+
+def test_latest_is_there_also_while_it_moves(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meanwhile(monkeypatch, "step-00000002", lambda: save(root, 3, keep=1))
+    latest = LocalPlace(root).latest()
+    assert latest is not None
+    assert latest.manifest.step == 3
+
+
+@pytest.mark.parametrize("new", [2, 3])
+def test_content_that_changes_while_it_is_read_is_no_damage(
+    root: Path, monkeypatch: pytest.MonkeyPatch, new: int
+) -> None:
+    place = LocalPlace(root)
+    read = place.contents
+
+    def contents(path: str, names: Any) -> Any:
+        monkeypatch.setattr(place, "contents", read)
+        save(root, new, keep=1, words="others")
+        return read(path, names)
+
+    monkeypatch.setattr(place, "contents", contents)
+    found = place.examine(str(root / "step-00000002"))
+    if new == 2:
+        assert (found.manifest is not None and found.manifest.serial, found.damages) == (3, ())
+    else:
+        assert str(found) == "manifest.json: missing"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("latest", Path.mkdir), ("latest", Path.touch), ("step-00000003", Path.touch)]
+)
+def test_what_is_in_the_way_of_a_save_is_moved_and_kept(
+    root: Path, caplog: pytest.LogCaptureFixture, name: str, kind: Callable[[Path], None]
+) -> None:
+    (root / name).unlink(missing_ok=True)
+    kind(root / name)
+    save(root, 3, 4, keep=1)
+    (moved,) = root.glob(f"{name}.*.moved")
+    assert f"{root / name} was in the way of a checkpoint, and is {moved.name} now" in caplog.text
+    assert sorted(os.listdir(root)) == sorted(["latest", moved.name, "step-00000004"])
+    assert os.readlink(root / "latest") == "step-00000004"
+
+
+def test_old_checkpoints_are_deleted_also_where_there_can_be_no_links(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def symlink_to(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    (root / "latest").unlink()
+    monkeypatch.setattr(Path, "symlink_to", symlink_to)
+    monkeypatch.setattr(LocalPlace, "sweep", lambda place: None)
+    save(root, 3, 4, keep=1)
+    assert os.listdir(root) == ["step-00000004"]
+    assert "step 4 is saved" in caplog.text
+
+
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("exchange", [local._exchange, lambda one, other: False], ids=["exchange", "two renames"])
+def test_a_save_whose_name_does_not_reach_the_disk_takes_nothing_with_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch, step: int, exchange: Any
+) -> None:
+    sync = local._sync
+
+    def fails(path: Path) -> None:
+        if path == root:
+            raise OSError(5, "Input/output error")
+        sync(path)
+
+    monkeypatch.setattr(local, "_exchange", exchange)
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "_sync", fails)
+        with pytest.raises(CheckpointError, match=f"Step {step} was not saved"):
+            save(root, step)
+    complete, refused = LocalPlace(root).checkpoints()
+    assert ([one.manifest.serial for one in complete], refused) == ([2, 1], {})
+    assert sorted(os.listdir(root)) == ["latest", "step-00000001", "step-00000002"]
