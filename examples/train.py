@@ -194,12 +194,14 @@ def summarize(
     if rank != 0:
         return
     firsts, lasts = ([own[at] for own, _ in ranks if own] for at in (0, -1))
+    latest = checkpointer.latest
+    newest = os.path.relpath(latest) if isinstance(latest, Path) else latest  # which is a URL
     rows = {
         "steps": f"{steps} in {seconds:.1f} s",
         "samples": f"{batch * sum(len(own) for own, _ in ranks):,}",
         "loss, first and last": f"{mean(firsts):.3f}, {mean(lasts):.3f}" if firsts else "no steps were left to train",
         "loss on held-out files": f"{final:.3f} nats/byte",
-        "checkpoints": f"{stats.saves}, newest {os.path.relpath(checkpointer.latest) if checkpointer.latest else '-'}",
+        "checkpoints": f"{stats.saves}, newest {newest or '-'}",
         "staged": f"{sum(nbytes for _, nbytes in ranks) / 2**30:.3f} GiB",
         "stall per checkpoint": f"{1e3 * median(stats.stall_seconds):.1f} ms" if stats.stall_seconds else "-",
         "write per checkpoint": f"{1e3 * median(stats.write_seconds):.1f} ms" if stats.write_seconds else "-",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.damage import Condition, Found, Unclear, differences, owners
 from stagereg.checkpoint.layout import Checkpoint
-from stagereg.checkpoint.place.choice import place_around
+from stagereg.checkpoint.place.choice import as_place_takes_it, place_around
 from stagereg.checkpoint.place.protocol import Place
 from stagereg.errors import CheckpointError
 
@@ -116,7 +116,7 @@ def newest_good(place: Place, offered: Sequence[Checkpoint], content: bool, rank
 
 def _named(path: str) -> Choice:
     place = place_around(path)
-    condition = place.condition(path)
+    condition = place.condition(as_place_takes_it(path))
     _check_certain(condition)
     complete = place.checkpoints()[0]
     others = tuple(one for one in complete if one.manifest != condition.manifest)

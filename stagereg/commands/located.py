@@ -48,10 +48,17 @@ def located(target: str, empty: bool = False) -> Located:
         empty: whether a directory may be one of checkpoints without having any.
 
     Raises:
-        CheckpointError: there is nothing.
+        CheckpointError: there is nothing, or it cannot be looked at.
         ConfigError: it is a URL that nobody can read here.
     """
-    from stagereg.checkpoint.place.choice import place_around, place_of
+    try:
+        return _located(target, empty)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be looked at: {error}") from error
+
+
+def _located(target: str, empty: bool) -> Located:
+    from stagereg.checkpoint.place.choice import as_place_takes_it, place_around, place_of
 
     name = target.rstrip("/").rpartition("/")[2]
     if name != LATEST and step_of(name) is None:
@@ -60,7 +67,7 @@ def located(target: str, empty: bool = False) -> Located:
         if every or (empty and place.leftovers()):
             return Located(place, every, _latest(place), one=False)
     place = place_around(target)
-    condition = place.condition(target)
+    condition = place.condition(as_place_takes_it(target))
     there = any(each.name == condition.name for each in _conditions(place))
     if there or condition.manifest is not None or not _absent(condition):
         return Located(place, [condition], _latest(place), one=True)

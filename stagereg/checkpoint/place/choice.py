@@ -7,10 +7,12 @@ from pathlib import Path
 
 from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.checkpoint.place.protocol import Place
+from stagereg.errors import ConfigError
 
-__all__ = ["is_url", "path_or_url", "place_around", "place_of"]
+__all__ = ["as_place_takes_it", "is_url", "path_or_url", "place_around", "place_of"]
 
 _LOCAL = ("file://", "local://")
+_HOST = "localhost/"
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -24,7 +26,8 @@ def place_of(dir: str | os.PathLike[str]) -> Place:
     Touches neither disk nor network.
 
     Raises:
-        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed.
+        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed; a path begins
+            with ``~`` and the name of nobody.
     """
     if isinstance(dir, str) and is_url(dir):
         from stagereg.checkpoint.place.remote import RemotePlace
@@ -36,8 +39,14 @@ def place_of(dir: str | os.PathLike[str]) -> Place:
 def place_around(checkpoint: str | os.PathLike[str]) -> Place:
     """Return the place that the directory of one checkpoint, or a ``latest``, lies in. Raises as :func:`place_of`."""
     if isinstance(checkpoint, str) and is_url(checkpoint):
-        return place_of(checkpoint.rstrip("/").rpartition("/")[0])
-    return LocalPlace(Path(_plain(checkpoint)).expanduser().absolute().parent)
+        above = checkpoint.rstrip("/").rpartition("/")[0]
+        return place_of(above if above.partition("://")[2].strip("/") else checkpoint)
+    return LocalPlace(_plain(checkpoint).absolute().parent)
+
+
+def as_place_takes_it(checkpoint: str) -> str:
+    """Return the path of one checkpoint for :meth:`.Place.condition`, given as :func:`place_around` takes it."""
+    return checkpoint if is_url(checkpoint) else str(_plain(checkpoint))
 
 
 def path_or_url(path: str) -> Path | str:
@@ -45,8 +54,12 @@ def path_or_url(path: str) -> Path | str:
     return path if is_url(path) else Path(path)
 
 
-def _plain(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+def _plain(path: str | os.PathLike[str]) -> Path:
     for protocol in _LOCAL:
         if isinstance(path, str) and path.startswith(protocol):
-            return path.removeprefix(protocol)
-    return path
+            path = path.removeprefix(protocol)
+            path = f"/{path.removeprefix(_HOST)}" if path.startswith(_HOST) else path
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path} begins with the home of a user who is not known here; ./{path} is a name.") from None

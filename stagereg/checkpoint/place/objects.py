@@ -13,7 +13,7 @@ import io
 import logging
 from typing import Any
 
-from stagereg.checkpoint.place.retry import retrying, within
+from stagereg.checkpoint.place.retry import answer_of, retrying, within
 from stagereg.errors import ConfigError
 
 __all__ = ["Objects"]
@@ -23,6 +23,7 @@ _BLOCK_BYTES = 1 << 23
 _BLOCKS_KEPT = 3
 _PIECE_BYTES = 1 << 26
 _BEST_EFFORT_S = 10.0
+_PRECONDITION_FAILED = 412
 _EXTRAS = {"s3": "stagereg[s3]", "s3a": "stagereg[s3]"}
 # Stores where a name needs no directory to be made first; making one would ask for rights that writing does not need.
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos", "memory"}
@@ -40,7 +41,8 @@ class Objects:
             configuration.
 
     Raises:
-        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed.
+        ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed; the URL names
+            no bucket, or one version of an object, or is a chain, or has a password in it.
     """
 
     def __init__(self, url: str) -> None:
@@ -59,7 +61,10 @@ class Objects:
         if self._known is None:
             from fsspec.core import url_to_fs
 
-            self._known, _ = url_to_fs(self._url)
+            try:
+                self._known, _ = url_to_fs(self._url)
+            except ImportError as error:
+                raise _missing(self._url, self.protocol, error) from error
         return self._known
 
     def path(self, url: str) -> str:
@@ -83,7 +88,7 @@ class Objects:
                 return {}
             names = {name.removeprefix(path).lstrip("/"): entry for name, entry in found.items()}
             return {
-                name: int(entry["size"] or 0)
+                name: int(self.fs.size(entry["name"]) or 0) if entry["size"] is None else int(entry["size"])
                 for name, entry in names.items()
                 if name.startswith(prefix) and name and not name.endswith("/") and entry["type"] == "file"
             }
@@ -111,7 +116,11 @@ class Objects:
             self.fs.pipe_file(self.path(url), data, mode="create")
         except FileExistsError:
             return False
-        except TypeError as error:
+        except (TypeError, OSError) as error:
+            if answer_of(error)[1] == _PRECONDITION_FAILED:  # which some stores say in fewer words than s3fs expects
+                return False
+            if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
             raise NotImplementedError(f"{self.protocol}:// has no conditional write") from error
         return True
 
@@ -270,13 +279,31 @@ class _Reader(io.RawIOBase):
 def _check(url: str, protocol: str) -> None:
     import fsspec
 
+    behind = url.partition("://")[2]
+    if not behind.strip("/") or (behind.startswith("/") and protocol in _FLAT - {"memory"}):
+        raise ConfigError(f"{url} names no bucket, or whatever that is called there; try {protocol}://bucket/runs.")
+    host, _, below = behind.partition("/")
+    if ":" in host.rpartition("@")[0]:
+        hidden = f"{protocol}://***@{host.rpartition('@')[2]}/{below}"
+        raise ConfigError(
+            f"{hidden} has a password in it, which every message and log would show. Leave it out, and set "
+            f"FSSPEC_{protocol.upper()}_USERNAME and FSSPEC_{protocol.upper()}_PASSWORD."
+        )
+    if "?versionId=" in url and protocol in _EXTRAS:
+        raise ConfigError(f"{url} is one version of an object; a directory of checkpoints is s3://bucket/runs.")
     if "::" in url:
         raise ConfigError(f"{url} is a chain of URLs; a directory of checkpoints is one URL, such as s3://bucket/runs.")
     try:
+        if not protocol:
+            raise ValueError("no protocol")
         fsspec.get_filesystem_class(protocol)
     except ValueError as error:
         known = "a path, s3://bucket/…, gs://bucket/…, abfs://container/…"
         raise ConfigError(f"{url}: fsspec knows no {protocol}://. A directory of checkpoints is {known}") from error
     except ImportError as error:
-        what = f"pip install '{_EXTRAS[protocol]}'" if protocol in _EXTRAS else str(error)
-        raise ConfigError(f"{url} needs a package that is not installed: {what}") from error
+        raise _missing(url, protocol, error) from error
+
+
+def _missing(url: str, protocol: str, error: ImportError) -> ConfigError:
+    what = f"pip install '{_EXTRAS[protocol]}'" if protocol in _EXTRAS else str(error)
+    return ConfigError(f"{url} needs a package that is not installed: {what}")

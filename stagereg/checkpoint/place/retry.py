@@ -1,8 +1,9 @@
 """How often something is tried that a network may lose, and what is not worth another try.
 
 A trial that fails for a reason that may pass (no connection, a time-out, a store that is busy or in trouble: statuses
-408, 425, 429, 5xx) is made again, after waits that double from half a second to a minute, each shortened at random by
-up to half so that the ranks do not come back all at once ("equal jitter", M. Brooker, AWS Architecture Blog, 2015).
+408, 425, 429, 5xx but for 501) is made again, after waits that double from half a second to a minute, each shortened
+at random by up to half so that the ranks do not come back all at once ("equal jitter", M. Brooker, AWS Architecture
+Blog, 2015).
 What cannot get better by waiting (no permission, no such bucket, bad credentials, a bad argument) is told at once. A
 series ends with its last trial, or when the time is up that :func:`within` gave the thread; it warns once, at its first
 failure.
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 
 from stagereg.errors import StageregError
 
-__all__ = ["may_pass", "retrying", "until", "within"]
+__all__ = ["answer_of", "may_pass", "retrying", "until", "within"]
 
 T = TypeVar("T")
 
@@ -34,8 +35,18 @@ FIRST_S = 0.5
 LONGEST_S = 60.0
 
 _PASSING_STATUS = (408, 425, 429)
-# S3's names of what has a status that would not say so: content lost on its way, an upload that was cleared away.
-_PASSING_CODES = ("BadDigest", "IncompleteBody", "NoSuchUpload", "RequestTimeout", "XAmzContentSHA256Mismatch")
+_NOT_IMPLEMENTED = 501
+# S3's names of what has a status that would not say so: content lost on its way, an upload that was cleared away,
+# another write of the same object at the same moment.
+_PASSING_CODES = (
+    "BadDigest",
+    "ConditionalRequestConflict",
+    "IncompleteBody",
+    "NoSuchUpload",
+    "OperationAborted",
+    "RequestTimeout",
+    "XAmzContentSHA256Mismatch",
+)
 _FINAL = (
     ArithmeticError,
     AssertionError,
@@ -109,11 +120,11 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
 
 def may_pass(error: BaseException) -> bool:
     """Whether another trial may go better than the one that ended with ``error``."""
-    code, status = _answer(error)
+    code, status = answer_of(error)
     if code in _PASSING_CODES:
         return True
     if status is not None:
-        return status in _PASSING_STATUS or status >= 500
+        return status in _PASSING_STATUS or (status >= 500 and status != _NOT_IMPLEMENTED)
     if isinstance(error, (asyncio.TimeoutError, ConnectionError)):
         return True
     if isinstance(error, _FINAL) or not isinstance(error, Exception):
@@ -126,7 +137,7 @@ def may_pass(error: BaseException) -> bool:
     return not known and not any(word in kind.__name__ for word in _FINAL_WORDS for kind in kinds)
 
 
-def _answer(error: BaseException) -> tuple[str | None, int | None]:
+def answer_of(error: BaseException) -> tuple[str | None, int | None]:
     """Return the store's code and the HTTP status of an error, as botocore, gcsfs, azure or aiohttp keep them."""
     for each in (error, error.__cause__):
         response: Any = getattr(each, "response", None)

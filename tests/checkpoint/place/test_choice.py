@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
 import pytest
 
+from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.place.choice import is_url, path_or_url, place_around, place_of
 from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.place.protocol import Place
 from stagereg.checkpoint.place.remote import RemotePlace
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.registry import build
@@ -24,9 +27,16 @@ def test_paths_are_local_and_absolute(tmp_path: Path, monkeypatch: pytest.Monkey
         place = place_of(path)
         assert isinstance(place, LocalPlace)
         assert place.root == str(tmp_path / expected)
-    for path in (tmp_path / "x", f"{tmp_path}/x/", f"file://{tmp_path}/x", f"local://{tmp_path}/x"):
-        assert place_of(path).root == str(tmp_path / "x")
+    urls = (f"file://{tmp_path}/x", f"local://{tmp_path}/x", f"file://localhost{tmp_path}/x")
+    for same in (tmp_path / "x", f"{tmp_path}/x/", *urls):
+        assert place_of(same).root == str(tmp_path / "x")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("find", [place_of, place_around])
+def test_the_home_of_nobody_is_no_place(find: Callable[[str], Place]) -> None:
+    with pytest.raises(ConfigError, match=r"home of a user who is not known here; \./~nobody-here"):
+        find("~nobody-here/runs/step-00000001")
 
 
 def test_urls_are_remote_and_stay_what_they_are() -> None:
@@ -37,6 +47,7 @@ def test_urls_are_remote_and_stay_what_they_are() -> None:
         assert place_around(f"{url}/step-00000001.ab").root == url
         assert is_url(url)
     assert not is_url(Path("s3://bucket"))
+    assert place_around("memory://bucket").root == "memory://bucket"
 
 
 @pytest.mark.parametrize(
@@ -46,11 +57,30 @@ def test_urls_are_remote_and_stay_what_they_are() -> None:
         ("abfs://container/x", "needs a package that is not installed"),
         ("simplecache::s3://bucket/x", "is a chain of URLs"),
         ("s3://", r"names no bucket.*s3://bucket/runs"),
+        ("s3:///runs", r"names no bucket.*s3://bucket/runs"),
+        ("s3://bucket/x?versionId=3", "is one version of an object"),
+        ("://x", r"fsspec knows no ://"),
     ],
 )
 def test_a_url_that_cannot_be_a_place_is_refused(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Checkpointer(url)
+
+
+def test_a_password_in_a_url_is_refused_and_not_said_again() -> None:
+    with pytest.raises(ConfigError, match=r"ftp://\*\*\*@host/x has a password.*FSSPEC_FTP_PASSWORD") as refused:
+        Checkpointer("ftp://user:secret@host/x")
+    assert "secret" not in str(refused.value)
+
+
+def test_one_checkpoint_is_named_by_a_file_url_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(3, {"x": 1})
+    url = f"file://{tmp_path}/step-00000003"
+    with Checkpointer(str(tmp_path / "other"), resume=url) as checkpointer:
+        assert checkpointer.restore({"x": 0}) == 3
+    assert cli.main(["ls", url]) == 0
+    assert "complete" in capsys.readouterr().out
 
 
 def test_a_missing_package_of_ours_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

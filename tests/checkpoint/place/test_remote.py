@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import errno
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,13 +13,18 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from stagereg import cli
+from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.layout import Checkpoint, FileMark, Manifest, mark
 from stagereg.checkpoint.place import objects
 from stagereg.checkpoint.place.objects import Objects
 from stagereg.checkpoint.place.remote import RemotePlace
 from stagereg.checkpoint.place.retry import within
+from stagereg.checkpoint.saving import Save, carry_out
+from stagereg.checkpoint.torchfiles import Plans
 from stagereg.errors import CheckpointError
+from stagereg.registry import build
 
 
 @pytest.fixture
@@ -329,3 +336,99 @@ def test_a_store_that_is_gone_is_told_with_the_url_and_the_time_is_kept(
     monkeypatch.setattr(MemoryFileSystem, "cat_file", gone)
     with within(0.0), pytest.raises(OSError, match=rf"\(reading\): '{url}/x'"):
         Objects(url).get(f"{url}/x")
+
+
+def test_what_was_committed_stays_though_the_save_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(point: str) -> None:
+        if point == "retained":
+            raise CheckpointError("another rank has died")
+
+    with Checkpointer(url, keep=1) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(3)})
+        checkpointer.wait()
+        monkeypatch.setattr("stagereg.checkpoint.place.remote.reach", end)
+        checkpointer.save(2, {"x": torch.ones(3)})
+        with pytest.raises(CheckpointError, match="another rank has died"):
+            checkpointer.wait()
+    assert complete(RemotePlace(url)) == [2]
+
+
+def test_a_size_that_a_listing_does_not_tell_is_asked_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = publish(RemotePlace(url), 1, "aa")
+    find = Objects._find
+    monkeypatch.setattr(
+        Objects,
+        "_find",
+        lambda *args: {name: {**entry, "size": None} for name, entry in find(*args).items()},
+    )
+    assert isinstance(RemotePlace(url).open(path), Checkpoint)
+
+
+def refused(number: int, code: str, status: int) -> OSError:
+    """An error as s3fs translates it."""
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = OSError(number, "said the store")
+    error.__cause__ = type("ClientError", (Exception,), {"response": answer})()
+    return error
+
+
+def test_a_store_tells_in_its_own_words_that_an_object_is_there_or_that_it_cannot_look(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [refused(errno.EINVAL, "PreconditionFailed", 412), refused(errno.ENOSYS, "NotImplemented", 501)]
+
+    def pipe_file(self: Any, path: str, data: bytes, mode: str = "overwrite") -> None:
+        raise errors.pop(0)
+
+    Objects(url).put(f"{url}/y", b"1")
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+    assert Objects(url).create(f"{url}/x", b"1") is False
+    with pytest.raises(NotImplementedError):
+        Objects(url).create(f"{url}/x", b"1")
+
+
+def test_a_store_that_cannot_be_reached_is_asked_no_longer_than_the_timeout(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def gone(self: Any, path: str, *args: Any, **kwargs: Any) -> None:
+        tried.append(path)
+        raise ConnectionError("gone")
+
+    Objects(url).put(f"{url}/x", b"1")
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", gone)
+    with pytest.raises(CheckpointError, match=r"cannot be written to.*gone"):
+        Checkpointer(url, timeout=datetime.timedelta(seconds=0.1))
+    assert len(tried) == 1
+
+
+def test_a_store_that_cannot_be_looked_at_is_told_by_the_commands(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(RemotePlace(url), 1, "aa")
+
+    def forbidden(self: Any, path: str, **kwargs: Any) -> None:
+        raise PermissionError("no credentials")
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", forbidden)
+    for command in (["ls", url], ["verify", url], ["convert", url, "out.pt"]):
+        assert cli.main(command) == 2
+        assert f"stagereg: {url} could not be looked at: " in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_hangs_before_the_first_file_is_called_by_its_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = Save(1, {"x": torch.ones(3)})
+    save.settled.set()
+    at: list[str] = []
+    real = Objects.exists
+
+    def exists(self: Objects, path: str) -> bool:
+        at.append(save.at)
+        return real(self, path)
+
+    monkeypatch.setattr(Objects, "exists", exists)
+    ranks = Agreement(None, datetime.timedelta(seconds=60))
+    carry_out(save, RemotePlace(url), 1, build("storage", "dcp"), Plans(), ranks)
+    assert at[0] == "preparing its files"

@@ -65,6 +65,8 @@ PASSING = [
     answered(400, "RequestTimeout"),
     answered(400, "BadDigest"),
     answered(404, "NoSuchUpload"),
+    answered(409, "ConditionalRequestConflict"),
+    answered(409, "OperationAborted"),
     with_status(502),
 ]
 FINAL = [
@@ -76,6 +78,7 @@ FINAL = [
     boto.PartialCredentialsError(provider="env", cred_var="secret_key"),
     boto.ParamValidationError(report="x"),
     answered(403),
+    answered(501, "NotImplemented"),
     answered(404, "NoSuchBucket"),
     answered(400, "InvalidBucketName"),
     with_status(401),
