@@ -34,6 +34,9 @@ _works: weakref.WeakSet[Work] = weakref.WeakSet()
 _untold: list[StageregError] = []
 _outcomes: dict[str, StageregError] = {}
 _code: int | None = None
+_interrupted = False
+_HANGS = "left while a thread still hangs in work that has failed"
+_INTERRUPTED = "interrupted while the last work in the background was under way, which is given up"
 
 
 def expect(work: Work) -> None:
@@ -93,15 +96,25 @@ def _taken() -> list[StageregError]:
     return failures
 
 
+def _wait_at_exit() -> bool:
+    """As :func:`_wait`, and no longer than until somebody interrupts it, which no program could catch any more."""
+    global _interrupted
+    try:
+        return not _interrupted and _wait()
+    except KeyboardInterrupt:
+        _interrupted = True
+        return False
+
+
 def _at_exit() -> None:
     # Python takes no exit status from an exit handler, so this ends the process itself, after flushing what is
     # buffered. It does so too where a thread hangs, which could not be ended otherwise.
-    ended = _wait()
+    ended = _wait_at_exit()
     failures = _taken()
     for failure in failures:
         print(f"stagereg: {failure}", file=sys.stderr)
     if not (failures or ended or _code is not None):
-        print("stagereg: left while a thread still hangs in work that has failed", file=sys.stderr)
+        print(f"stagereg: {_INTERRUPTED if _interrupted else _HANGS}", file=sys.stderr)
     if failures or not ended:
         logging.shutdown()
         sys.stdout.flush()
@@ -110,8 +123,8 @@ def _at_exit() -> None:
 
 
 def _forget() -> None:
-    global _code
-    _code = None
+    global _code, _interrupted
+    _code, _interrupted = None, False
     _works.clear()
     _untold.clear()
     _outcomes.clear()
@@ -121,5 +134,5 @@ os.register_at_fork(after_in_child=_forget)
 # Before the pools of threads are shut down, which what is under way may need; exit handlers proper come after that.
 _register = getattr(threading, "_register_atexit", None)
 if _register is not None:
-    _register(_wait)
+    _register(_wait_at_exit)
 atexit.register(_at_exit)

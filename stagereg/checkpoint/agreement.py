@@ -22,28 +22,42 @@ import torch.distributed as dist
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["Agreement", "reason", "reasons"]
+__all__ = ["Agreement", "portable", "reason", "reasons"]
 
 T = TypeVar("T")
 
+_LONGEST = 1000
+"""Characters of what one error says; there are some that print what they could not handle."""
 _PATIENCE = datetime.timedelta(days=30)
 """Longer than any storage is waited for."""
 _USUAL = datetime.timedelta(minutes=30)
 """What torch's own groups have."""
+_SHOWN = 4
+"""Ranks whose errors a message tells."""
 
 
 def reason(error: BaseException) -> str:
-    """Return one line on an error: its type and message, or the message alone of an error of the project."""
-    text = str(error).strip()
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+    """Return one line on an error: its type and message, or the message of an error of the project, as it is."""
+    if isinstance(error, CheckpointError):
+        return str(error).strip()
+    try:
+        text = " ".join(str(error).split("\n")).strip()
+    except Exception:
+        text = "(it cannot say what)"
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]} ... ({len(text)} characters)"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def reasons(errors: Mapping[int, BaseException], alone: bool) -> str:
-    """Return one line on the errors of some ranks, naming the ranks unless this process is alone."""
-    return "; ".join(reason(error) if alone else f"rank {rank}: {reason(error)}" for rank, error in errors.items())
+    """Return one line on the errors of some ranks, of many for the first ones; names them unless one is ``alone``."""
+    told = [reason(error) if alone else f"rank {rank}: {reason(error)}" for rank, error in errors.items()]
+    more = len(told) - _SHOWN
+    return "; ".join(told if more <= 0 else [*told[:_SHOWN], f"and {more} more rank{'s' if more > 1 else ''}"])
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: BaseException) -> BaseException:
+    """Return an error as another rank or process can be told of it: itself, or a ``RuntimeError`` of its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -70,7 +84,7 @@ class Agreement:
         self, process_group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None
     ) -> None:
         self.group: dist.ProcessGroup | None = None
-        self._limit: datetime.timedelta | None = max(timeout or _USUAL, _USUAL)
+        self._limit: datetime.timedelta | None = min(max(timeout or _USUAL, _USUAL), _PATIENCE)
         self.rank, self.size = 0, 1
         if not (dist.is_available() and dist.is_initialized()):
             return
@@ -95,6 +109,16 @@ class Agreement:
         """Raise ``CheckpointError`` if other ranks have come up since a process alone constructed this."""
         if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError("The Checkpointer was constructed before init_process_group; construct it after.")
+
+    def check_still_there(self, failing: str = "") -> None:
+        """Raise ``CheckpointError`` if ``torch.distributed`` has ended: torch then takes each rank for one alone.
+
+        Args:
+            failing: how the message begins, if somebody else does not see to that.
+        """
+        if self.group is not None and not dist.is_initialized():
+            words = "the process group is gone; close() the Checkpointer before destroy_process_group()"
+            raise CheckpointError(f"{failing}: {words}" if failing else words)
 
     def exchange(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order. Collective; values are pickled.
@@ -159,15 +183,19 @@ class Agreement:
         Raises:
             CheckpointError: on every rank, naming the ranks that failed, chained to the error of this rank if it is one
                 of them, else to the first one's.
+            BaseException: on the rank that ``act`` has ended with one that is no ``Exception``; the others are told.
         """
         value: T | None = None
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             value = act()
-        except Exception as error:
+        except BaseException as error:  # the others wait, whatever it is
             failure = error
-        posts = self.exchange((value, None if failure is None else _portable(failure)))
+        self.check_still_there(failing)
+        posts = self.exchange((value, None if failure is None else portable(failure)))
         errors = {rank: error for rank, (_, error) in enumerate(posts) if error is not None}
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
         if errors:
             cause = next(iter(errors.values())) if failure is None else failure
             raise CheckpointError(f"{failing}: {reasons(errors, alone=self.group is None)}") from cause

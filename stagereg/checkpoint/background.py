@@ -84,10 +84,18 @@ class Background:
             self._await(first, math.inf)
 
     def submit(self, task: Task) -> None:
-        """Have ``task`` run after those before it; what it raises is kept for :meth:`raise_failure`."""
+        """Have ``task`` run after those before it; what it raises is kept for :meth:`raise_failure`.
+
+        Raises:
+            CheckpointError: there is no thread yet, and the system refuses to start one.
+        """
         if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._queue,), name="stagereg-checkpoint", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_work, args=(self._queue,), name="stagereg-checkpoint", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise CheckpointError(f"No thread to write checkpoints could be started: {error}") from error
+            self._thread = thread
         place = _Place(task)
         self._under_way.append(place)
         self._queue.put((self, place))

@@ -26,9 +26,11 @@ from stagereg import ending, record
 from stagereg.checkpoint import entries, options, restoring, torchfiles
 from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.background import Background
+from stagereg.checkpoint.layout import MOST
 from stagereg.checkpoint.leaving import Leaving, newest
 from stagereg.checkpoint.lock import Hold
 from stagereg.checkpoint.place.choice import path_or_url, place_around, place_of
+from stagereg.checkpoint.place.retry import within
 from stagereg.checkpoint.points import reach
 from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.saving import Save
@@ -107,7 +109,8 @@ class Checkpointer:
         on_error: what a save that fails does at the next call: ``"raise"``, or ``"warn"`` in the log and let training
             go on; then the process ends with exit status 1 if its last save has failed.
         timeout: of one save, from the end of the one before it to its commit. One that takes longer has failed, and
-            until it ends no other begins.
+            until it ends no other begins. A store that cannot be reached at the start is not asked again later than
+            that.
         grace: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save it and leave. ``None`` leaves
             the two signals alone.
 
@@ -298,7 +301,7 @@ class Checkpointer:
         if restored is None:
             return None
         self._schedule.restored(restored.manifest.step)
-        if place_around(restored.path).root == self._place.root:
+        if os.path.realpath(place_around(restored.path).root) == os.path.realpath(self._place.root):
             self._saves.newest = restored.manifest.step
         return restored.manifest.step
 
@@ -412,15 +415,16 @@ class Checkpointer:
 
     def _open_directory(self, every: str) -> str:
         if self._ranks.rank == 0:
-            self._place.probe()
-            self._hold = self._place.lock()
-            reach("locked")
-            try:
-                self._place.sweep()
-            except BaseException:
-                self._let_go()
-                raise
-            reach("swept")
+            with within(self.timeout.total_seconds()):
+                self._place.probe()
+                self._hold = self._place.lock()
+                reach("locked")
+                try:
+                    self._place.sweep()
+                except BaseException:
+                    self._let_go()
+                    raise
+                reach("swept")
         return every
 
     def _let_go(self) -> None:
@@ -478,8 +482,8 @@ class Checkpointer:
 
 
 def _a_step(step: int) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise CheckpointError(f"A step is a whole number from 0 on, not {step!r}.")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST:
+        raise CheckpointError(f"A step is a whole number from 0 on, below 2**63, not {step!r:.100}.")
     return step
 
 

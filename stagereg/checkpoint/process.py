@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable
 
 from stagereg.errors import CheckpointError
+from stagereg.fate import signal_name
 
 __all__ = ["WriterProcess", "belong", "serve"]
 
@@ -210,7 +211,7 @@ class _Child:
         code = self._process.returncode
         if code is None:
             return "is stuck in the kernel"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return f"was ended by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, parent: int) -> None:

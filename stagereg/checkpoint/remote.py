@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from stagereg.checkpoint.agreement import portable
 from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.storage.around import AroundWriter
 from stagereg.errors import StagerClosedError, StagingError
@@ -59,11 +60,11 @@ class _Written:
 class _Failed:
     """The error, and those it was raised from and while handling; what cannot be pickled as text."""
 
-    error: Exception
-    cause: Exception | None
-    context: Exception | None
+    error: BaseException
+    cause: BaseException | None
+    context: BaseException | None
 
-    def again(self) -> Exception:
+    def again(self) -> BaseException:
         self.error.__cause__, self.error.__context__ = self.cause, self.context
         return self.error
 
@@ -194,21 +195,13 @@ def answer(question: bytes) -> bytes:
         items = zip(asked.plan.items, values, strict=True)
         planner = _Resolved({_key(item): value for item, value in items})
         results = asked.writer.write_data(asked.plan, planner).wait()
-    except Exception as error:
-        return pickle.dumps(_Failed(_portable(error), _related(error.__cause__), _related(error.__context__)))
-    return pickle.dumps(_Written(asked.writer, results), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(_Written(asked.writer, results), pickle.HIGHEST_PROTOCOL)
+    except BaseException as error:  # or the process would end, and another one be asked the same
+        return pickle.dumps(_Failed(portable(error), _related(error.__cause__), _related(error.__context__)))
 
 
-def _related(error: BaseException | None) -> Exception | None:
-    return _portable(error) if isinstance(error, Exception) else None
-
-
-def _portable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+def _related(error: BaseException | None) -> BaseException | None:
+    return None if error is None else portable(error)
 
 
 _Key = tuple[MetadataIndex, WriteItemType]

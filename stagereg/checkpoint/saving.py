@@ -32,9 +32,9 @@ from stagereg.checkpoint.place.retry import within
 from stagereg.checkpoint.points import reach
 from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.remote import ProcessWriter
-from stagereg.checkpoint.storage.around import AroundWriter
 from stagereg.checkpoint.storage.choice import name_of
 from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.storage.telling import TellingWriter
 from stagereg.checkpoint.structure import leaves
 from stagereg.errors import CheckpointError
 
@@ -99,8 +99,9 @@ class Save:
         ready = staged.result() if isinstance(staged, Future) else staged
         if isinstance(staged, Future):
             self.complete()
+        entries = {**ready, **torchfiles.skeletons(ready)}
         self.nbytes = _tensor_bytes(ready)
-        return {**ready, **torchfiles.skeletons(ready)}
+        return entries
 
     def settle(self) -> None:
         """Wait for the training loop, whose stager may have waited for the writer. Raises as :meth:`take` does."""
@@ -155,9 +156,10 @@ def carry_out(
     def ready() -> tuple[int, str]:
         state.update(save.take())
         reach("staged")
+        save.now("waiting for the others to stage")
         return save.step, new_token()
 
-    save.now("waiting for the others to stage")
+    save.now("waiting for its copy")
     posts = ranks.together(failing, ready)
     reach("agreed")
     began = record.now()
@@ -165,7 +167,7 @@ def carry_out(
         raise CheckpointError(f"The ranks saved different steps at the same time: {[step for step, _ in posts]}.")
     written = place.temporary(save.step, posts[0][1])
     try:
-        writer = _Watched(storage if process is None else ProcessWriter(storage, process, save.until), save)
+        writer = _Watched(storage if process is None else ProcessWriter(storage, process, save.until), save, ranks)
         with within(_TRYING * (save.until - time.monotonic())):
             torchfiles.write(state, written, writer, plans, ranks.group, failing)
             state.clear()
@@ -181,14 +183,19 @@ def carry_out(
     return Outcome(save.nbytes or 0, nbytes, began, record.now() - began)
 
 
-class _Watched(AroundWriter):
-    """Notes when this rank writes, and when it waits for the others to have written."""
+class _Watched(TellingWriter):
+    """Notes when this rank makes ready to write, when it writes, and when it waits for the others to have written."""
 
-    def __init__(self, inner: StorageWriter, save: Save) -> None:
+    def __init__(self, inner: StorageWriter, save: Save, ranks: Agreement) -> None:
         super().__init__(inner)
-        self._save = save
+        self._save, self._ranks = save, ranks
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._save.now("preparing its files")
+        return self._save.then_wait(super().prepare_local_plan(plan))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        self._ranks.check_still_there()
         self._save.now("writing its files")
         return self._save.then_wait(super().write_data(plan, planner))
 

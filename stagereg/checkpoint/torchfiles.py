@@ -113,8 +113,10 @@ def write(
             process_group=group,
             no_dist=group is None,
         )
-    except CheckpointException as failed:
+    except BaseException as failed:
         plans.forget()
+        if not isinstance(failed, CheckpointException):
+            raise
         errors = {rank: error for rank, (error, _) in sorted(failed.failures.items())}
         raise CheckpointError(f"{failing}: {reasons(errors, alone=group is None)}") from next(iter(errors.values()))
 
@@ -194,7 +196,7 @@ def _load(reader: StorageReader, wanted: dict[str, Any]) -> dict[str, Any]:
             load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
     except CheckpointException as failed:
         error = next(error for error, _ in failed.failures.values())
-        if isinstance(error, CheckpointError):
+        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
             raise error from None
         raise CheckpointError(reason(error)) from error
     return wanted

@@ -122,11 +122,11 @@ class Writing:
             saves.schedule.ended(None)
             known = save.failure is not None and isinstance(error, CheckpointError)
             cause = error.__cause__ if isinstance(error, CheckpointError) else error
-            text = str(error) if isinstance(error, CheckpointError) else f"A save failed: {reason(error)}"
+            named = "" if isinstance(error, CheckpointError) else f"Step {save.step} was not saved: "
             saves.failed(save.step)
             if known:
                 return
-            raise CheckpointError(saves.described(text, advice(error, saves.place.root))) from cause
+            raise CheckpointError(saves.described(named + reason(error), advice(error, saves.place.root))) from cause
         saves.outcomes.append(outcome)
         saves.newest = save.step
         ending.outcome(saves.place.root, None)
@@ -172,15 +172,21 @@ class Writing:
         self.save.abandoned = True
 
     def _look_at_directory(self) -> None:
-        """Say so if somebody has deleted all that was saved."""
+        """Say so if somebody has deleted all that was saved; what else is wrong there, the save will tell."""
         place = self.saves.place
-        if self.saves.ranks.rank == 0 and not place.remote and not os.path.isdir(place.root):
+        if self.saves.ranks.rank > 0 or place.remote or os.path.isdir(place.root):
+            return
+        try:
+            os.lstat(place.root)
+        except FileNotFoundError:
             _log.warning(
                 "stagereg: %s was deleted by somebody, with all checkpoints in it. It is made again for step %d.",
                 place.root,
                 self.save.step,
             )
-            self.saves.newest = None
+        except OSError:  # such as of a server that is away, and may have them still
+            return
+        self.saves.newest = None
 
 
 def _duration(length: datetime.timedelta) -> str:

@@ -43,6 +43,8 @@ _HANG = "hang"
 _LOOK_S = 0.02
 _HIDDEN = ("writing", "flushed", "written", "marked", "held", "described")
 """Moments at which the directory of the save has its first name still."""
+_BEFORE = ("locked", "swept", "staged", "agreed")
+"""Moments that are over when a storage hears of the save."""
 
 
 @registry.register("storage", "faulty")
@@ -59,7 +61,8 @@ class FaultyStorage(AroundWriter, Storage):
             of a file, ``"flushed"`` behind one; of rank 0 alone ``"held"`` (the manifest cannot be written),
             ``"described"`` (the directory cannot be renamed), ``"renamed"`` (it has been, and cannot be flushed),
             ``"committed"`` (``latest`` cannot be moved).
-        after_bytes: with ``at="writing"``: how many bytes this rank's files take before that.
+        after_bytes: with ``at="writing"``: how many bytes this rank's files take before that,
+            in a directory.
         saves: which of this process's saves fail, counted from 1; ``None`` for all.
         ranks: on which ranks; ``None`` for all.
         release: a path; what hangs goes on when there is a file.
@@ -81,8 +84,9 @@ class FaultyStorage(AroundWriter, Storage):
         known = [*sorted(errno.errorcode.values()), _HANG]
         if fault not in known:
             raise ConfigError(f"fault={fault!r} is no error of this system and not {_HANG!r}.{nearest(fault, known)}")
-        if at not in points.POINTS:
-            raise ConfigError(f"at must be one of {', '.join(points.POINTS)}, not {at!r}.{nearest(at, points.POINTS)}")
+        moments = [name for name in points.POINTS if name not in _BEFORE]
+        if at not in moments:
+            raise ConfigError(f"at must be one of {', '.join(moments)}, not {at!r}.{nearest(at, moments)}")
         inner: Storage = registry.build("storage", storage) if isinstance(storage, str) else storage
         super().__init__(inner)
         self.fault = fault
@@ -147,7 +151,8 @@ class FaultyStorage(AroundWriter, Storage):
         return name in _HIDDEN and not is_url(self._folder) and not os.path.isdir(self._folder)
 
     def _written(self) -> int:
-        return sum(file.stat().st_size for file in Path(self._folder).glob(f"__{self._rank}_*"))
+        own = (f"__{self._rank}_*", f"shard-{self._rank + 1:05}-*")  # as torch's writers name them
+        return sum(file.stat().st_size for names in own for file in Path(self._folder).glob(names))
 
     def __getstate__(self) -> dict[str, Any]:
         """For a writer in another process."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from collections import Counter, OrderedDict
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import format_utils
 
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.stagers.protocol import AsyncStager
 
@@ -293,33 +294,22 @@ def test_stats_count_saves_bytes_and_seconds(tmp_path: Path) -> None:
     assert min(stats.stall_seconds + stats.write_seconds) > 0
 
 
-LOAD_WITH_TORCH_ALONE = """
-import sys, torch, torch.distributed.checkpoint as dcp
-model = torch.nn.Linear(3, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-template = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 0}
-dcp.load(template, checkpoint_id=sys.argv[1])
-assert template["model"]["weight"].tolist() == [[0, 1, 2], [3, 4, 5]], template
-assert template["optimizer"]["param_groups"][0]["lr"] == 0.25, template
-assert template["epoch"] == 7, template
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-dcp_to_torch_save(sys.argv[1], sys.argv[2])
-whole = torch.load(sys.argv[2], weights_only=False)
-assert whole["model"]["bias"].tolist() == [6, 7], whole
-assert "stagereg" not in sys.modules
-"""
-
-
-def test_torch_alone_reads_it_in_a_fresh_process(tmp_path: Path) -> None:
+def test_torch_alone_reads_it_by_names_and_whole(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.copy_(torch.arange(6.0).reshape(2, 3))
         model.bias.copy_(torch.tensor([6.0, 7.0]))
     with Checkpointer(str(tmp_path)) as checkpointer:
         checkpointer.save(1, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.25), "epoch": 7})
-    command = [sys.executable, "-I", "-c", LOAD_WITH_TORCH_ALONE, str(tmp_path / "latest"), str(tmp_path / "one.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    fresh = torch.nn.Linear(3, 2)
+    template: dict[str, Any] = {"model": fresh.state_dict(), "epoch": 0}
+    template["optimizer"] = torch.optim.SGD(fresh.parameters(), lr=1.0).state_dict()
+    dcp.load(template, checkpoint_id=tmp_path / "latest")
+    assert template["model"]["weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert template["optimizer"]["param_groups"][0]["lr"] == 0.25
+    assert template["epoch"] == 7
+    format_utils.dcp_to_torch_save(tmp_path / "latest", tmp_path / "one.pt")
+    assert torch.load(tmp_path / "one.pt", weights_only=False)["model"]["bias"].tolist() == [6, 7]
 
 
 @pytest.mark.parametrize("folder", ["", None, 3])
@@ -337,3 +327,28 @@ def test_a_stager_that_is_none_is_refused_at_once(tmp_path, stager):
 def test_a_step_that_is_no_number_is_refused_by_maybe_save_too(tmp_path):
     with Checkpointer(str(tmp_path)) as checkpointer, pytest.raises(CheckpointError, match="whole number"):
         checkpointer.maybe_save("7", {})
+
+
+def test_a_step_that_no_manifest_can_have_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(2**63 - 1, {"x": 1})
+        with pytest.raises(CheckpointError, match=r"below 2\*\*63"):
+            checkpointer.save(2**63, {"x": 1})
+        checkpointer.wait()
+        assert checkpointer.restore({"x": 0}) == 2**63 - 1
+
+
+def test_a_checkpoint_is_one_of_its_directory_by_whatever_path_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with Checkpointer(str(tmp_path / "run")) as checkpointer:
+        checkpointer.save(1, {"x": 1})
+    monkeypatch.setattr(LocalPlace, "publish", lambda *_: 1 // 0)
+    for named, used in (("link", "run"), ("run", "link")):
+        path = str(tmp_path / named / "step-00000001")
+        with Checkpointer(str(tmp_path / used), resume=path) as checkpointer:
+            checkpointer.restore({"x": 0})
+            checkpointer.save(2, {"x": 2})
+            with pytest.raises(CheckpointError, match=r"newest good checkpoint is step 1"):
+                checkpointer.wait()

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from stagereg.checkpoint import torchfiles
+from stagereg.checkpoint import points, torchfiles
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, StagingError
+from stagereg.registry import build
 from stagereg.stagers.protocol import AsyncStager
 
 
@@ -79,6 +80,33 @@ def test_training_may_go_on_and_save_after_a_failure_was_told(tmp_path: Path, fa
         checkpointer.save(2, {"x": 2})
         checkpointer.wait()
         assert checkpointer.latest == tmp_path / "step-00000002"
+
+
+@pytest.mark.parametrize("storage", ["dcp", "direct", "safetensors"])
+def test_wherever_the_disk_was_full_the_next_save_works_when_it_is_free_again(tmp_path: Path, storage: str) -> None:
+    state = {"x": torch.ones(10), "y": "text"}
+    with Checkpointer(str(tmp_path), keep=1, storage=build("storage", storage)) as checkpointer:
+        for at in range(99):
+            reached: list[str] = []
+
+            def full(name: str, at: int = at, reached: list[str] = reached) -> None:
+                if name in ("made", "writing", "flushed", "written", "marked", "held", "described"):
+                    reached.append(name)
+                    if len(reached) == at + 1:
+                        raise OSError(errno.ENOSPC, "No space left on device")
+
+            points.watch(full)
+            checkpointer.save(2 * at, state)
+            checkpointer._background.drain()
+            points.watch(None)
+            if len(reached) <= at:
+                break
+            with pytest.raises(CheckpointError, match=rf"Step {2 * at} was not saved: OSError: \[Errno 28\]"):
+                checkpointer.wait()
+            checkpointer.save(2 * at + 1, state)
+            checkpointer.wait()
+            assert [path.name for path in tmp_path.glob("*step-*")] == [f"step-{2 * at + 1:08}"]
+    assert reached.count("flushed") >= 2, "the metadata and the files"
 
 
 def test_a_failure_while_saving_a_step_again_leaves_the_old_one(tmp_path: Path, fail_writing: Any) -> None:
@@ -223,28 +251,39 @@ def test_a_third_save_waits_for_the_first_and_writes_never_overlap(
 
 NOBODY_ASKS = """
 import sys
+from stagereg import ending
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 
 def full(self, plan, planner):
     raise OSError(28, "No space left on device")
 
+class Interrupted:
+    def finish(self):
+        raise KeyboardInterrupt
+
 if sys.argv[2] == "fails":
     DcpStorage.write_data = full
+if sys.argv[2] == "is_interrupted":
+    work = Interrupted()
+    ending.expect(work)
 checkpointer = Checkpointer(sys.argv[1])
 checkpointer.save(1, {"x": 1})
 print("the loop is done")
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("fails", 1), ("works", 0)])
+@pytest.mark.parametrize(("how", "status"), [("fails", 1), ("works", 0), ("is_interrupted", 1)])
 def test_an_outcome_nobody_asked_for_reaches_the_exit_status(tmp_path: Path, how: str, status: int) -> None:
     command = [sys.executable, "-c", NOBODY_ASKS, str(tmp_path), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == status, done.stderr
     assert done.stdout == "the loop is done\n"
     assert ("No space left on device" in done.stderr) == (how == "fails")
-    assert ((tmp_path / "step-00000001").exists()) == (how == "works")
+    assert ("interrupted while the last work" in done.stderr) == (how == "is_interrupted")
+    assert "Traceback" not in done.stderr
+    if how != "is_interrupted":
+        assert ((tmp_path / "step-00000001").exists()) == (how == "works")
 
 
 @pytest.fixture

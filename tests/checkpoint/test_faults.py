@@ -154,6 +154,21 @@ class TestBackground:
         assert background.drain(30)
         assert looked == [True, False]
 
+    def test_without_a_thread_a_task_is_refused_and_nobody_waits_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        background, job = Background(), Job()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(CheckpointError, match="can't start new thread"):
+                background.submit(job)
+        assert background.drain(0)
+        background.submit(job)
+        job.go.set()
+        assert background.drain(30)
+        background.shut()
+
 
 class TestEnding:
     def test_the_last_outcome_of_a_series_counts(self) -> None:
@@ -244,6 +259,26 @@ def test_a_copy_that_fails_is_a_warning_too(tmp_path: Path, caplog: pytest.LogCa
         checkpointer.save(2, {"x": 2})
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
     ending.finish()
+
+
+def test_what_is_in_the_way_of_the_directory_is_not_said_to_be_a_deleted_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    with Checkpointer(str(run), on_error="warn") as checkpointer:
+        checkpointer.save(1, {"x": 1})
+        checkpointer.wait()
+        run.rename(tmp_path / "moved")
+        run.touch()
+        checkpointer.save(2, {"x": 2})
+        checkpointer.wait()
+        assert "NotADirectoryError" in caplog.text
+        assert "This run has no complete checkpoint" in caplog.text
+        assert "is made again" not in caplog.text
+        run.unlink()
+        (tmp_path / "moved").rename(run)
+        checkpointer.save(3, {"x": 3})
+    assert (run / "step-00000003").exists()
 
 
 def test_what_a_run_was_resumed_from_is_not_said_to_be_in_a_directory_where_it_is_not(tmp_path: Path) -> None:

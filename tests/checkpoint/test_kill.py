@@ -88,17 +88,19 @@ while True:
         sys.exit(f"killed at moment {moment}: {sorted(os.listdir(root))}")
     if killed == 0:
         break
-    moment += 1
+    moment += int(sys.argv[3])
 print(moment)
 """
 
 
-@pytest.mark.parametrize(
-    "what", ["a step again", *(pytest.param(what, marks=pytest.mark.slow) for what in ("a new step", "two renames"))]
-)
-def test_killed_at_any_moment_what_is_there_is_complete(tmp_path: Path, what: str) -> None:
+EVERY_MOMENT = [pytest.param(what, 1, marks=pytest.mark.slow) for what in ("a step again", "a new step", "two renames")]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("what", "stride"), [("a step again", 4), *EVERY_MOMENT])
+def test_killed_at_any_moment_what_is_there_is_complete(tmp_path: Path, what: str, stride: int) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "run"), what]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "run"), what, str(stride)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert int(done.stdout) > 20

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from stagereg.checkpoint import points
+from stagereg.checkpoint.agreement import reasons
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.checkpoint.storage.dcp import DcpStorage
@@ -113,6 +117,81 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_with_the_cause(tmp_path: Pa
         assert (root / "step-00000003" / "manifest.json").exists()
 
 
+class Unlike(Exception):
+    """Can be pickled, and not be unpickled."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(f"{what} {where}")
+
+
+class Locked(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class Raises(DcpStorage):
+    """Raises what it is told to, where it is told to."""
+
+    told: tuple[str, BaseException] | None = None
+
+    def _raise(self, where: str) -> None:
+        if self.told is not None and self.told[0] == where:
+            raise self.told[1]
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self._raise("reset")
+        super().reset(checkpoint_id)
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        self._raise("write_data")
+        return super().write_data(plan, planner)
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        self._raise("finish")
+        super().finish(metadata, results)
+
+    @property
+    def marks(self) -> Any:
+        self._raise("marks")
+        return super().marks
+
+
+ODD = [
+    (1, "reset", OSError(116, "Stale file handle")),
+    (0, "reset", SystemExit("no licence")),
+    (1, "write_data", Unlike("no", "licence")),
+    (0, "write_data", KeyboardInterrupt("no licence")),
+    (1, "write_data", Locked("no licence")),
+    (0, "finish", Unlike("no", "licence")),
+    (1, "marks", GeneratorExit("no licence")),
+]
+
+
+def raise_what_is_odd(rank: int, world_size: int, root: str) -> list[str]:
+    storage, texts = Raises(), []
+    with Checkpointer(root, stager=BlockingAsyncStager(), storage=storage, keep=99) as checkpointer:
+        for i, (culprit, where, error) in enumerate(ODD):
+            storage.told = (where, error) if rank == culprit else None
+            checkpointer.save(2 * i, {"x": torch.ones(3)})
+            texts.append(message(checkpointer.wait))
+            storage.told = None
+            checkpointer.save(2 * i + 1, {"x": torch.ones(3)})
+            checkpointer.wait()
+    return texts
+
+
+def test_whatever_a_storage_raises_on_one_rank_is_told_on_all_and_the_next_save_works(tmp_path: Path) -> None:
+    for rank, texts in enumerate(run_ranks(raise_what_is_odd, nproc=2, args=(str(tmp_path),))):
+        for i, (text, (culprit, where, error)) in enumerate(zip(texts, ODD, strict=True)):
+            assert text.startswith(f"Step {2 * i} was not saved: "), (rank, where)
+            assert f"{type(error).__name__}: {error}" in text, (rank, where)
+            assert f"rank {culprit}: " in text or (where == "marks" and rank == culprit), (rank, where)
+    assert visible(str(tmp_path)) == ["latest", *(f"step-{2 * i + 1:08}" for i in range(len(ODD)))]
+
+
 def hear_of_a_failure_at_different_calls(rank: int, world_size: int, root: str) -> tuple[str, int | None]:
     with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
         background, publish = checkpointer._background, LocalPlace.publish
@@ -162,8 +241,30 @@ def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def destroy_the_group(rank: int, world_size: int, root: str) -> str:
+    checkpointer = Checkpointer(root, stager=BlockingAsyncStager())
+    points.watch(lambda name: dist.destroy_process_group() if name == "agreed" else None)
+    checkpointer.save(1, {f"x.rank{rank}": torch.ones(3)})
+    return message(checkpointer.close)
+
+
+def test_ranks_whose_group_is_destroyed_meanwhile_do_not_save_as_if_each_were_alone(tmp_path: Path) -> None:
+    for text in run_ranks(destroy_the_group, nproc=2, args=(str(tmp_path),)):
+        assert "Step 1 was not saved" in text
+        assert "close() the Checkpointer before destroy_process_group()" in text
+    assert visible(str(tmp_path)) == []
+
+
+def test_of_many_ranks_with_an_error_a_few_are_told() -> None:
+    text = reasons({rank: OSError(28, "No space left on device") for rank in range(512)}, alone=False)
+    assert "rank 3: OSError" in text
+    assert text.endswith("; and 508 more ranks")
+    assert len(text) < 300
+
+
 def restore_fails_on_rank_1(rank: int, world_size: int, root: str) -> str:
-    with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
+    forever = datetime.timedelta.max
+    with Checkpointer(root, stager=BlockingAsyncStager(), timeout=forever) as checkpointer:
         checkpointer.save(1, {"model": torch.nn.Linear(2, 2)})
         return message(lambda: checkpointer.restore({"model": torch.nn.Linear(2 + rank, 2)}))
 

@@ -64,8 +64,21 @@ def test_so_many_bytes_are_written_before(tmp_path: Path) -> None:
     assert all(size < 2 << 20 for size in sizes[:-1])
 
 
+@pytest.mark.parametrize("storage", ["dcp", "direct", "safetensors"])
+def test_the_bytes_of_every_file_of_a_rank_count(tmp_path: Path, storage: str) -> None:
+    import torch
+
+    faulty = FaultyStorage(storage, after_bytes=50_000)
+    with Checkpointer(str(tmp_path), storage=faulty, stager=stagereg.build("stager", "blocking")) as made:
+        made.save(1, {"x": torch.ones(50_000)})
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            made.wait()
+
+
 def test_what_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'ENOSPC'"):
         FaultyStorage(fault="ENOSPACE")
     with pytest.raises(ConfigError, match="Did you mean 'renamed'"):
         FaultyStorage(at="rename")
+    with pytest.raises(ConfigError, match="at must be one of made, writing"):
+        FaultyStorage(at="agreed")

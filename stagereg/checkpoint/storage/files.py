@@ -182,16 +182,22 @@ class FileStorage(FileSystemWriter, Storage):
 
         def write() -> Future[list[WriteResult]]:
             self.files.marks.clear()
-            try:
-                with telling_the_truth():
-                    written = super(FileStorage, self).write_data(plan, planner)
-                if self.files.error is not None:
-                    raise self.files.error
-            finally:
-                self.files.error = None  # which would hold on to what was to be written
-            return written
+            with self.failing_as_its_streams():
+                return super(FileStorage, self).write_data(plan, planner)
 
         return self.persistently(write)
+
+    @contextmanager
+    def failing_as_its_streams(self) -> Generator[None, None, None]:
+        """Raise what a stream has failed with meanwhile: torch loses the errors of its own threads."""
+        self.files.error = None  # that is left of an earlier checkpoint
+        try:
+            with telling_the_truth():
+                yield
+            if self.files.error is not None:
+                raise self.files.error
+        finally:
+            self.files.error = None  # which would hold on to what was to be written
 
     def persistently(self, write: Callable[[], T]) -> T:
         """Return what ``write`` returns; where files go to a URL, it is called again as long as that may help."""

@@ -90,7 +90,8 @@ class SafetensorsStorage(FileStorage):
             results += super().write_data(replace(plan, items=others, storage_data=names.others), planner).wait()
         self._tensors.path = self.path
         flat: Any = _Flat(planner)
-        results += self._tensors.write_data(replace(plan, items=tensors, storage_data=names.tensors), flat).wait()
+        with self.failing_as_its_streams():
+            results += self._tensors.write_data(replace(plan, items=tensors, storage_data=names.tensors), flat).wait()
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

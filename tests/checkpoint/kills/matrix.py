@@ -52,7 +52,7 @@ from stagereg.registry import find
 
 STEPS, EVERY, WIDTH = 10, 2, 256
 LIMIT_S = 300.0  # of one run; nothing here takes a tenth of it on an idle machine, but writers give way to others
-LINGER_S = 10.0  # for the other ranks to notice; a launcher would end them as well
+LINGER_S = 2.0  # for the other ranks to notice, which is no promise; a launcher would end them as well
 ATTEMPTS = 4
 BEFORE, AFTER, BETWEEN = "before the commit", "after it", "between saves"
 BY_RANK_0 = {"locked", "swept", *list(points.POINTS)[list(points.POINTS).index("held") :]} - {"ended"}
@@ -222,7 +222,7 @@ def run(
         late = len(_running(watched))
         for descriptor in _running(watched):
             signal.pidfd_send_signal(descriptor, signal.SIGUSR2)  # its stacks, for the one who reads the output
-        select.select(_running(watched), [], [], 2.0 if late else 0)
+        select.select(_running(watched), [], [], 0.5 if late else 0)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pids[0], signal.SIGKILL)
