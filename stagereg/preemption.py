@@ -86,13 +86,13 @@ class Notice:
     Args:
         grace_s: seconds it has from then on, before it is ended.
         newest: what there is to go on from, in words; called on a thread of its own, may fail or hang.
-        speaks: whether to say on stderr why the process was ended; one of several ranks does.
     """
 
-    def __init__(self, grace_s: float, newest: Callable[[], str], speaks: bool = True) -> None:
+    def __init__(self, grace_s: float, newest: Callable[[], str]) -> None:
         self.grace_s = grace_s
         self.newest = newest
-        self.speaks = speaks
+        self.speaks = True
+        """Whether to say on stderr why the process was ended; one of several ranks does that all know of the signal."""
         self.saved = False
         """Set when all is saved: from there on a signal changes nothing, and the time being up is no failure."""
 

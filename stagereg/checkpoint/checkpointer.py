@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -30,7 +31,8 @@ from stagereg.checkpoint.layout import MOST
 from stagereg.checkpoint.leaving import Leaving, newest
 from stagereg.checkpoint.lock import Hold
 from stagereg.checkpoint.place.choice import path_or_url, place_around, place_of
-from stagereg.checkpoint.place.retry import within
+from stagereg.checkpoint.place.protocol import Place
+from stagereg.checkpoint.place.retry import answered, within
 from stagereg.checkpoint.points import reach
 from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.saving import Save
@@ -109,8 +111,7 @@ class Checkpointer:
         on_error: what a save that fails does at the next call: ``"raise"``, or ``"warn"`` in the log and let training
             go on; then the process ends with exit status 1 if its last save has failed.
         timeout: of one save, from the end of the one before it to its commit. One that takes longer has failed, and
-            until it ends no other begins. A store that cannot be reached at the start is not asked again later than
-            that.
+            until it ends no other begins. A store that does not answer at the start is waited for as long.
         grace: how long after SIGTERM or SIGUSR1 the ranks have to agree on a step, save it and leave. ``None`` leaves
             the two signals alone.
 
@@ -382,7 +383,7 @@ class Checkpointer:
     def _listen(self, side: Agreement, grace: datetime.timedelta) -> Leaving:
         """Begin to listen for signals, until this is closed or no longer used."""
         place = self._place
-        notice = Notice(grace.total_seconds(), lambda: newest(place), speaks=side.rank == 0)
+        notice = Notice(grace.total_seconds(), lambda: newest(place))
         notice.listen()
         weakref.finalize(self, notice.close)
         return Leaving(side, notice)
@@ -408,23 +409,17 @@ class Checkpointer:
         if failure is None and self._saves.newest != step:
             failure = CheckpointError(f"Step {step} was not saved.")
         if failure is not None:
-            if "newest" not in str(failure):
+            told = str(failure)
+            if "newest" not in told and ("no complete checkpoint" not in told or self.latest is not None):
                 failure = CheckpointError(f"{reason(failure).rstrip('.')}; {newest(self._place)}.")
             ending.outcome(self._place.root, None)  # which is told by how this ends
         self.leaving.leave(step, str(self.dir), failure)
 
     def _open_directory(self, every: str) -> str:
         if self._ranks.rank == 0:
-            with within(self.timeout.total_seconds()):
-                self._place.probe()
-                self._hold = self._place.lock()
-                reach("locked")
-                try:
-                    self._place.sweep()
-                except BaseException:
-                    self._let_go()
-                    raise
-                reach("swept")
+            place, limit = self._place, self.timeout.total_seconds()
+            take = partial(_taken, place, limit)
+            self._hold = answered(place.root, limit, take, Hold.release) if place.remote else take()
         return every
 
     def _let_go(self) -> None:
@@ -479,6 +474,20 @@ class Checkpointer:
             self._told(failure)
         finally:
             request.settled.set()
+
+
+def _taken(place: Place, seconds: float) -> Hold:
+    with within(seconds):
+        place.probe()
+        hold = place.lock()
+        reach("locked")
+        try:
+            place.sweep()
+        except BaseException:
+            hold.release()
+            raise
+        reach("swept")
+        return hold
 
 
 def _a_step(step: int) -> int:

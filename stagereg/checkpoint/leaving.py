@@ -77,6 +77,7 @@ class Leaving:
         for number, signalled in zip(SIGNALS, told, strict=True):
             if signalled > 0 and self.agreed is None:
                 self.agreed = number
+                self._notice.speaks = self._ranks.rank == 0
                 self._notice.share(number)
 
     def asked(self, step: int) -> bool:

@@ -95,12 +95,12 @@ def load(name: str, stream: io.BytesIO) -> Any:
         expect_stored(stream)
         return _read(stream)
     except CheckpointError as error:
-        raise CheckpointError(f"{name!r} was not read: {error}.") from error
+        raise CheckpointError(f"{name!r:.100} was not read: {error}.") from error
     except Exception as error:
         refused = _Refused.by(stream, error)
         raise CheckpointError(
-            f"{name!r} was not read: it has {refused.what}. {WHY} If you trust who wrote it, allow its types before "
-            f"restoring: {refused.allow}"
+            f"{name!r:.100} was not read: it has {refused.what}. {WHY} If you trust who wrote it, allow its types "
+            f"before restoring: {refused.allow}"
         ) from error
 
 

@@ -172,7 +172,6 @@ def carry_out(
             torchfiles.write(state, written, writer, plans, ranks.group, failing)
             state.clear()
             ranks.together(failing, save.settle)
-            reach("written")
             save.tell_copied()
             nbytes = _commit(failing, place, written, save, keep, storage, ranks)
     except BaseException:
@@ -191,6 +190,7 @@ class _Watched(TellingWriter):
         self._save, self._ranks = save, ranks
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._ranks.check_still_there()
         self._save.now("preparing its files")
         return self._save.then_wait(super().prepare_local_plan(plan))
 
@@ -207,14 +207,22 @@ class _Watched(TellingWriter):
 
 def _commit(failing: str, place: Place, written: str, save: Save, keep: int, storage: Storage, ranks: Agreement) -> int:
     """Publish what is written, and return the bytes of this rank's files."""
-    save.now("looking at its files")
-    marks = ranks.together(failing, lambda: save.then_wait(_marks(place, written, storage, ranks.rank)))
-    reach("marked")
-    files: dict[str, FileMark] = {name: mark for share in marks for name, mark in share.items()}
 
-    def publish() -> None:
+    def look() -> dict[str, FileMark]:
+        save.now("looking at its files")
+        reach("written")
+        return save.then_wait(_marks(place, written, storage, ranks.rank))
+
+    def go_on() -> None:
+        reach("marked")
         if save.abandoned:
             raise CheckpointError("it took too long, and nobody waits for it any more")
+
+    marks = ranks.together(failing, look)
+    files: dict[str, FileMark] = {name: mark for share in marks for name, mark in share.items()}
+    ranks.together(failing, go_on)  # first, or rank 0 may commit what another rank has given up
+
+    def publish() -> None:
         if ranks.rank == 0:
             save.now("committing")
             files.update({name: place.mark(written, name) for name in place.files(written) if name not in files})

@@ -98,7 +98,9 @@ def read_part(storage: Storage, path: str, name: str, found: Mapping[str, Any]) 
 def listed(names: Sequence[str]) -> str:
     """Return the names of a checkpoint's entries for a message, of many the first: there may be some of each rank."""
     more = len(names) - _SHOWN
-    shown = names if more <= 0 else [*names[:_SHOWN], f"and {more} more"]
+    # Somebody else may have given them: no longer than a line, and nothing that a terminal would take for a command.
+    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:_SHOWN]]
+    shown += [f"and {more} more"] if more > 0 else []
     return ", ".join(shown) or "an empty state"
 
 

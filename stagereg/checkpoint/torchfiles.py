@@ -134,9 +134,20 @@ def entry_names(storage: Storage, path: str) -> set[str]:
 
 
 def shapes(storage: Storage, path: str, names: Iterable[str]) -> dict[str, Any]:
-    """Return the skeletons of entries by name, for :func:`read`: their containers, with ``...`` for each leaf."""
-    bones = _load(storage.reader(path), dict.fromkeys(_STRUCTURE + name for name in names))
-    return {name.removeprefix(_STRUCTURE): structure.load(data) for name, data in bones.items()}
+    """Return the skeletons of entries by name, for :func:`read`: their containers, with ``...`` for each leaf.
+
+    Raises:
+        CheckpointError: one is damaged, or has a leaf that the checkpoint does not have.
+    """
+    reader = storage.reader(path)
+    bones = _load(reader, dict.fromkeys(_STRUCTURE + name for name in names))
+    found = {name.removeprefix(_STRUCTURE): structure.load(data) for name, data in bones.items()}
+    known = reader.read_metadata().state_dict_metadata
+    for name, skeleton in found.items():
+        lost = next((leaf for leaf in structure.leaf_names(skeleton, name) if leaf not in known), None)
+        if lost is not None:
+            raise CheckpointError(f"{name!r:.100} has {lost!r:.100} by its structure, and nothing of that is stored.")
+    return found
 
 
 def read(storage: Storage, path: str, wanted: Mapping[str, Any], live: Mapping[str, DTensor]) -> dict[str, Any]:

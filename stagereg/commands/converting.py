@@ -59,7 +59,11 @@ def run(asked: argparse.Namespace) -> int:
     chosen, passed = _chosen(asked.checkpoint)
     for line in passed:
         print(f"Passing over {line}", file=sys.stderr)
-    export = Export(chosen, asked.only)
+    try:
+        export = Export(chosen, asked.only)
+    except OSError as error:
+        words = f"{chosen.path} was not read: {error}. If a run has just deleted it, there is a newer one: try again."
+        raise CheckpointError(words) from error
     needed, free = export.needs(out), _free_memory()
     if free is not None and needed > free:
         told = f"This takes {needed / _MIB:,.0f} MiB of memory at once, and {free / _MIB:,.0f} MiB are free."
@@ -120,6 +124,8 @@ def _chosen(target: str) -> tuple[Checkpoint, list[str]]:
         if condition.checkpoint is not None:
             return condition.checkpoint, passed
         passed.append(f"{condition.path}: {condition}")
+    if {each.path for each in located(target).conditions} - {each.path for each in found.conditions}:
+        return _chosen(target)  # a run has put newer ones in their place meanwhile
     raise CheckpointError("There is no good checkpoint to convert.\n" + "\n".join(passed))
 
 

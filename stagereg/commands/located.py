@@ -65,12 +65,12 @@ def _located(target: str, empty: bool) -> Located:
         place = place_of(target)
         every = _conditions(place)
         if every or (empty and place.leftovers()):
-            return Located(place, every, _latest(place), one=False)
+            return Located(place, every, _latest(place, every), one=False)
     place = place_around(target)
     condition = place.condition(as_place_takes_it(target))
     there = any(each.name == condition.name for each in _conditions(place))
     if there or condition.manifest is not None or not _absent(condition):
-        return Located(place, [condition], _latest(place), one=True)
+        return Located(place, [condition], _latest(place, [condition]), one=True)
     raise CheckpointError(f"There is no checkpoint in {target}.{_below(target)}")
 
 
@@ -112,10 +112,10 @@ def _absent(condition: Condition) -> bool:
     return any(each.file == LATEST or (each.file == MANIFEST and each.what == "missing") for each in condition.damages)
 
 
-def _latest(place: Place) -> str | None:
-    """The path, as :meth:`Place.checkpoints` has it, of what ``latest`` points to."""
+def _latest(place: Place, conditions: Sequence[Condition]) -> str | None:
+    """The path of the one that ``latest`` points to, which a directory reached by a link may spell otherwise."""
     found = place.latest()
-    return None if found is None else f"{place.root}/{found.name}"
+    return next((each.path for each in conditions if found is not None and each.manifest == found.manifest), None)
 
 
 def _below(target: str) -> str:

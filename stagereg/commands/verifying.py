@@ -64,11 +64,13 @@ def run(asked: argparse.Namespace) -> int:
 
 def _there(found: Located, looked: list[Condition]) -> list[Condition]:
     """Return those that were not deleted while they were read, by a run that goes on and keeps only the newest."""
-    if found.one or not any(each.damages for each in looked):
+    if not any(each.damages for each in looked):
         return looked
+    from stagereg.checkpoint.layout import step_of
+
     complete, refused = found.place.checkpoints()
-    there = {*refused, *(one.path for one in complete)}
-    left = [each for each in looked if not each.damages or each.path in there]
+    there = {path.rpartition("/")[2] for path in refused} | {one.name for one in complete}
+    left = [each for each in looked if not each.damages or each.name in there or step_of(each.name) is None]
     if not left:
         raise CheckpointError(
             f"While the checkpoints in {found.place.root} were read, a run replaced all of them by newer ones. Look "

@@ -7,6 +7,7 @@ wire has no room for it.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from typing import Any, Literal
@@ -16,12 +17,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
-from stagereg.kernel.abort import limit_of
+from stagereg.kernel.abort import limit_of, was_aborted
 from stagereg.kernel.side import appears
 
 __all__ = ["CarryWatch", "Memory"]
 
 Habit = Literal["drops", "zeroes", "carries"]
+
+_TURN_S = 0.2
+"""Seconds between two looks at whether the join has failed."""
 
 
 class CarryWatch:
@@ -137,12 +141,20 @@ class Memory:
         ranks = [f"active/{rank}" for rank in range(self._group.size())]
         others = (self._store.check([key]) and self._store.get(key) == b"yes" for key in ranks)
         if self._store.check(["habit"]) or any(others):
-            limit = limit_of(self._group)
-            if not appears(self._store, "habit", limit):
-                raise RuntimeError(f"Operation timed out! No rank told within {limit:g} s what it does with gradients.")
+            self._await_habit()
             habit = self._store.get("habit").decode()
             self._nonzero = None if habit == "drops" else torch.tensor(habit == "carries")
         self._in_doubt = False
+
+    def _await_habit(self) -> None:
+        """Wait for it as one waits in a collective of the group: with its limit, and until it is aborted."""
+        limit = limit_of(self._group)
+        deadline = time.monotonic() + limit
+        while not appears(self._store, "habit", _TURN_S):
+            if was_aborted(self._group):
+                raise dist.DistError("the process group was aborted")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Operation timed out! No rank told within {limit:g} s what it does with gradients.")
 
 
 _memories: weakref.WeakKeyDictionary[DistributedDataParallel, Memory] = weakref.WeakKeyDictionary()

@@ -41,14 +41,26 @@ def abort(group: dist.ProcessGroup) -> None:
     others = False
     for backend in _backends(group):
         if _is_gloo(backend):
-            with contextlib.suppress(Exception):
-                source = (group.rank() + 1) % group.size()
-                backend.recv([torch.zeros(1)], source, _TAG).wait(_AT_ONCE)
+            _close_connections(backend, group.rank(), group.size())
         else:
             others = True
     if others:
         with contextlib.suppress(Exception):
             group.abort()
+
+
+def _close_connections(backend: Any, rank: int, size: int) -> None:
+    """Let a receive time out, of the first rank that is still connected.
+
+    One over a connection that the other end has closed, as ranks do that abort a moment earlier, fails without touching
+    the rest: whoever waits for a rank that aborts nothing, since it is the one that failed, would go on waiting.
+    """
+    for distance in range(1, size):
+        try:
+            backend.recv([torch.zeros(1)], (rank + distance) % size, _TAG).wait(_AT_ONCE)
+        except Exception as error:
+            if is_timeout(error):
+                return
 
 
 def was_aborted(group: dist.ProcessGroup) -> bool:

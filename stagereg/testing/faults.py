@@ -45,6 +45,8 @@ _HIDDEN = ("writing", "flushed", "written", "marked", "held", "described")
 """Moments at which the directory of the save has its first name still."""
 _BEFORE = ("locked", "swept", "staged", "agreed")
 """Moments that are over when a storage hears of the save."""
+_AFTER = ("ended",)
+"""Moments at which the save has succeeded, and each rank is on its own."""
 
 
 @registry.register("storage", "faulty")
@@ -58,9 +60,11 @@ class FaultyStorage(AroundWriter, Storage):
         fault: the name of the error, such as ``"EIO"``, ``"ENOSPC"`` or ``"EROFS"``; or ``"hang"``, which is a call
             that does not come back.
         at: the moment before which it comes, by the name of the one that has just passed: ``"writing"`` in the middle
-            of a file, ``"flushed"`` behind one; of rank 0 alone ``"held"`` (the manifest cannot be written),
-            ``"described"`` (the directory cannot be renamed), ``"renamed"`` (it has been, and cannot be flushed),
-            ``"committed"`` (``latest`` cannot be moved).
+            of a file, ``"flushed"`` behind one; ``"made"``, ``"written"`` and ``"marked"`` between the parts of a save;
+            of rank 0 alone ``"held"`` (the manifest cannot be written), ``"described"`` (the directory cannot be
+            renamed), ``"renamed"`` (it has been, and cannot be flushed), ``"committed"`` (``latest`` cannot be moved)
+            and what comes behind it. Of an error all ranks are told; of what hangs, those that wait when it takes
+            too long.
         after_bytes: with ``at="writing"``: how many bytes this rank's files take before that,
             in a directory.
         saves: which of this process's saves fail, counted from 1; ``None`` for all.
@@ -84,7 +88,7 @@ class FaultyStorage(AroundWriter, Storage):
         known = [*sorted(errno.errorcode.values()), _HANG]
         if fault not in known:
             raise ConfigError(f"fault={fault!r} is no error of this system and not {_HANG!r}.{nearest(fault, known)}")
-        moments = [name for name in points.POINTS if name not in _BEFORE]
+        moments = [name for name in points.POINTS if name not in _BEFORE + _AFTER]
         if at not in moments:
             raise ConfigError(f"at must be one of {', '.join(moments)}, not {at!r}.{nearest(at, moments)}")
         inner: Storage = registry.build("storage", storage) if isinstance(storage, str) else storage

@@ -281,16 +281,16 @@ def hang():
 def me(number):
     os.kill(os.getpid(), number)
 
-def train(case, grace_s=0.3, **options):
+def train(case, grace_s=0.3, every=5, **options):
     def broken(self, written, step, *rest):
         if step == 7 and case.startswith("save hangs"):
             threading.Event().wait()
-        if step == 7 and case in ("save fails", "save fails, warned"):
+        if step == 7 and case in ("save fails", "save fails, warned", "first save fails"):
             raise OSError("no cheese")
         return publish(self, written, step, *rest)
     LocalPlace.publish = broken
     grace = datetime.timedelta(seconds=grace_s)
-    with Checkpointer(os.path.join(sys.argv[1], case), every=5, grace=grace, **options) as checkpointer:
+    with Checkpointer(os.path.join(sys.argv[1], case), every=every, grace=grace, **options) as checkpointer:
         for step in range(1, 100):
             if step == 7:
                 checkpointer.wait()
@@ -423,6 +423,7 @@ def two():
 
 cases = {name: lambda name=name: train(name) for name in ("save hangs", "stuck")}
 cases["save fails"] = lambda: train("save fails", 1000)
+cases["first save fails"] = lambda: train("first save fails", 1000, every=1000)
 cases["save fails, warned"] = lambda: train("save fails, warned", 1000, on_error="warn")
 cases["save hangs past its time-out"] = lambda: train("save hangs late", 1000, timeout=datetime.timedelta(seconds=3))
 cases["too late"] = too_late
@@ -468,6 +469,7 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
         "save hangs": 143,
         "stuck": 143,
         "save fails": 143,
+        "first save fails": 143,
         "save fails, warned": 143,
         "save hangs past its time-out": 143,
         "too late": 143,
@@ -489,6 +491,7 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
         assert re.search(r"newest complete checkpoint in .* is step 5$", told[name], re.MULTILINE)
     for name in ("save fails", "save fails, warned"):
         assert re.search("stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", told[name])
+    assert told["first save fails"].count("no complete checkpoint") == 1
     assert "the last save has failed" not in told["save fails, warned"], "which is told already"
     told_late = told["save hangs past its time-out"]
     assert "stopped by SIGTERM: Step 7 was not saved: it has taken longer than 3 s" in told_late
@@ -496,6 +499,15 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
     assert "stopped by SIGTERM: 0.3 s were too few" in told["told"]
     assert told["dumped"].count("Current thread") == 2
     assert "stopped by SIGTERM: it came twice, so nothing more is saved" in told["twice"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_alone_knows_of_the_signal_says_why_it_ends_and_one_of_those_that_all_know(rank: int) -> None:
+    notice = Notice(1.0, str)
+    side = leaving.Leaving(mock.Mock(rank=rank, size=2), notice)
+    assert notice.speaks
+    side.hear([1.0, 0.0])
+    assert notice.speaks == (rank == 0)
 
 
 def test_only_the_main_thread_listens() -> None:

@@ -18,6 +18,7 @@ from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.stagers.blocking import BlockingAsyncStager
+from stagereg.testing.faults import FaultyStorage
 from stagereg.testing.ranks import run_ranks
 
 
@@ -190,6 +191,28 @@ def test_whatever_a_storage_raises_on_one_rank_is_told_on_all_and_the_next_save_
             assert f"{type(error).__name__}: {error}" in text, (rank, where)
             assert f"rank {culprit}: " in text or (where == "marks" and rank == culprit), (rank, where)
     assert visible(str(tmp_path)) == ["latest", *(f"step-{2 * i + 1:08}" for i in range(len(ODD)))]
+
+
+def fail_between_the_collectives(rank: int, world_size: int, root: str) -> list[tuple[str, int | None, int | None]]:
+    results = []
+    for at in ("written", "marked"):
+        faulty = FaultyStorage(at=at, saves=[2], ranks=[1])
+        with Checkpointer(f"{root}/{at}", storage=faulty, stager=BlockingAsyncStager()) as checkpointer:
+            checkpointer.save(1, {"x": 1})
+            checkpointer.save(2, {"x": 2})
+            text = message(checkpointer.wait)
+            found = checkpointer.restore({"x": 0})
+            checkpointer.save(3, {"x": 3})
+            checkpointer.wait()
+            results.append((text, found, checkpointer.restore({"x": 0})))
+    return results
+
+
+def test_an_error_of_one_rank_behind_its_write_is_told_on_all_and_nothing_is_committed(tmp_path: Path) -> None:
+    for results in run_ranks(fail_between_the_collectives, nproc=2, args=(str(tmp_path),)):
+        for text, found, then in results:
+            assert text.startswith("Step 2 was not saved: rank 1: OSError: [Errno 5]")
+            assert (found, then) == (1, 3)
 
 
 def hear_of_a_failure_at_different_calls(rank: int, world_size: int, root: str) -> tuple[str, int | None]:

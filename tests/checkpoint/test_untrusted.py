@@ -38,6 +38,7 @@ from hypothesis import strategies as st
 from numpy._core import multiarray
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -46,6 +47,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 
+from stagereg import cli
 from stagereg.checkpoint import entries, pickled, rng, structure, torchfiles, trusted
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.layout import MANIFEST, Manifest, mark
@@ -230,12 +232,41 @@ def test_code_anywhere_in_the_metadata_is_refused_before_it_runs(forged: Path) -
 @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
 def test_code_in_objects_tensors_and_structures_is_refused_before_it_runs(forged: Path, payload: Any) -> None:
     before = metadata_of(forged)
-    for name, told in (("note", "'note' was not read"), ("model.w", "allowed global|Unsupported|Weights only")):
+    for name, told in (
+        ("note", "'note' was not read"),
+        ("model.w", "where a tensor belongs; nothing was run$"),
+    ):
         put_blob(forged, name, saved(payload))
         refused(forged, told)
         put_metadata(forged, before)
     put_blob(forged, "stagereg.structure.note", saved(pickle.dumps(payload)))
     refused(forged, "which is no plain data|structure of an entry")
+
+
+FORGERIES: dict[str, Callable[[Metadata], Any]] = {
+    "a long name": lambda m: m.state_dict_metadata.update({"n" * 100_000: BytesStorageMetadata()}),
+    "a long file": lambda m: _put_info(m, _StorageInfo("f" * 100_000, 0, 1)),
+    "a huge number": lambda m: _put_info(m, _StorageInfo("__0_0.distcp", 10**5000, 1)),
+    "a number below zero": lambda m: _put_info(m, _StorageInfo("__0_0.distcp", -(10**4000), 1)),
+    "a lost leaf": lambda m: (m.state_dict_metadata.pop("note"), m.storage_data.pop(MetadataIndex("note"))),
+}
+
+
+def _put_info(metadata: Metadata, info: _StorageInfo) -> None:
+    metadata.storage_data[MetadataIndex("note")] = info
+
+
+@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
+def test_whatever_metadata_says_it_is_refused_in_few_words_also_where_it_is_converted(
+    forged: Path, tmp_path: Path, forge: Callable[[Metadata], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = metadata_of(forged)
+    forge(metadata)
+    put_metadata(forged, metadata)
+    told = refused(forged, "was refused|nothing of that is stored").partition("could not be restored: ")[2]
+    assert len(told) < 400
+    assert cli.main(["convert", str(forged), str(tmp_path / "x.pt")]) == 2
+    assert capsys.readouterr().err.strip() == f"stagereg: {told}"
 
 
 @pytest.mark.parametrize("how", ["older", "bare"])

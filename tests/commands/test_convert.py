@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
@@ -261,6 +263,32 @@ def test_of_a_directory_it_is_the_newest_good_one_and_a_damaged_one_is_never_con
     assert cli.main(["convert", str(root / "step-00000003"), str(out)]) == 2
     assert "no good checkpoint" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_what_a_run_deletes_while_it_is_read_is_no_damage_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, out = save(tmp_path / "run", {"x": torch.zeros(9)}, {"x": torch.ones(9)}), tmp_path / "x.pt"
+    newer, read = (root / "step-00000002").rename(tmp_path / "newer"), LocalPlace.contents
+
+    def contents(place: LocalPlace, path: str, names: Any) -> Any:
+        if newer.exists():
+            newer.rename(root / "step-00000002")
+            shutil.rmtree(root / "step-00000001")
+        return read(place, path, names)
+
+    def gone(place: LocalPlace, path: str, names: Any) -> Any:
+        found = read(place, path, names)
+        shutil.rmtree(path)
+        return found
+
+    monkeypatch.setattr(LocalPlace, "contents", contents)
+    assert cli.main(["convert", str(root), str(out)]) == 0
+    assert torch.load(out)["x"].sum() == 9
+    assert "Passing over" not in capsys.readouterr().err
+    monkeypatch.setattr(LocalPlace, "contents", gone)
+    assert cli.main(["convert", str(root), str(out), "--force"]) == 2
+    assert "If a run has just deleted it, there is a newer one: try again." in capsys.readouterr().err
 
 
 def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,3 +111,14 @@ def test_what_cannot_be_looked_at_is_not_called_damaged(
     told = listed(capsys, tmp_path)["checkpoints"]
     assert [each["state"] for each in told] == ["unclear", "complete"]
     assert "Permission denied" in told[0]["why"]
+
+
+def test_latest_is_marked_also_where_the_directory_is_reached_by_a_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "run", 100)
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "run" / "latest").unlink(missing_ok=True)
+    (tmp_path / "run" / "latest").symlink_to("step-00000100")
+    for asked in ("run", "link", "run/latest", "link/latest"):
+        assert [each["latest"] for each in listed(capsys, tmp_path / asked)["checkpoints"]] == [True]

@@ -237,3 +237,21 @@ def test_what_a_run_deletes_while_it_is_read_is_not_told_as_damaged(
     code, told = verify(capsys, tmp_path)
     assert code == 2
     assert "a run replaced all of them by newer ones. Look again, or with --fast." in told
+
+
+def test_the_latest_that_a_run_replaces_while_it_is_read_is_not_told_as_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 100)
+    (tmp_path / "latest").unlink(missing_ok=True)
+    (tmp_path / "latest").symlink_to("step-00000100")
+    read = LocalPlace.contents
+
+    def contents(place: LocalPlace, path: str, names: Any) -> Any:
+        path_of(tmp_path, 100).rename(tmp_path / f".step-00000100.{layout.new_token()}.tmp")
+        return read(place, path, names)
+
+    monkeypatch.setattr(LocalPlace, "contents", contents)
+    code, told = verify(capsys, tmp_path / "latest")
+    assert code == 2
+    assert "a run replaced all of them by newer ones. Look again, or with --fast." in told

@@ -214,6 +214,7 @@ def test_an_error_on_the_way_is_told_beside_the_signal(program: Program) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_ranks_that_do_not_listen_end_as_they_did(program: Program) -> None:
     ended = program.run("checkpoint.grace=null")
     assert (ended.returncode, ended.stderr) == (143, "stopped by SIGTERM\n")

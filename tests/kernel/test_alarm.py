@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import JoinError, PeerFailedError
-from stagereg.kernel.abort import is_broken_operation, is_timeout
+from stagereg.kernel.abort import abort, is_broken_operation, is_timeout
 from stagereg.kernel.alarm import Lifeline
 from stagereg.kernel.board import Board, Failure, Word, place
 from stagereg.kernel.watch import Watch
@@ -87,6 +87,35 @@ def test_an_exception_of_one_rank_reaches_all_wherever_they_sit() -> None:
             assert rank == 1
             assert message == f"ValueError: loss is not finite\nin {kind}"
             assert text == f"rank 1 failed: {message}\nThe cause is there: read the output of rank 1."
+
+
+def aborting(rank: int, world_size: int) -> list[float]:
+    """Rank 1 has failed and aborts nothing. Of the others one waits for it, and aborts when the other already has."""
+    seconds = []
+    for second in (0, 2):
+        group = dist.new_group()
+        dist.barrier(group)
+        if rank == second:
+            work = dist.irecv(torch.zeros(1), 1, group=group)
+            assert work is not None
+            with pytest.raises(RuntimeError):
+                dist.recv(torch.zeros(1), 2 - rank, group=group)  # until the connection to the other is closed
+        if rank != 1:
+            abort(group)
+        if rank == second:
+            start = time.monotonic()
+            with pytest.raises(RuntimeError):
+                work.wait(timedelta(seconds=2 * SOON_S))
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.zeros(1), group=group)  # a collective that had not begun
+            seconds.append(time.monotonic() - start)
+        dist.barrier()
+    return seconds
+
+
+def test_an_abort_ends_what_waits_for_the_failed_rank_whoever_aborts_first() -> None:
+    for seconds in run_ranks(aborting, 3, timeout_s=60):
+        assert all(each < SOON_S for each in seconds)
 
 
 def await_words(group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], step: int) -> None:

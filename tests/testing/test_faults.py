@@ -82,3 +82,5 @@ def test_what_there_is_not_is_refused() -> None:
         FaultyStorage(at="rename")
     with pytest.raises(ConfigError, match="at must be one of made, writing"):
         FaultyStorage(at="agreed")
+    with pytest.raises(ConfigError, match="at must be one of made, writing"):
+        FaultyStorage(at="ended")

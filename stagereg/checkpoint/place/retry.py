@@ -6,12 +6,13 @@ at random by up to half so that the ranks do not come back all at once ("equal j
 Blog, 2015).
 What cannot get better by waiting (no permission, no such bucket, bad credentials, a bad argument) is told at once. A
 series ends with its last trial, or when the time is up that :func:`within` gave the thread; it warns once, at its first
-failure.
+failure. A call that does not come back at all is for :func:`answered`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import errno
 import logging
@@ -20,11 +21,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from stagereg.errors import StageregError
 
-__all__ = ["answer_of", "may_pass", "retrying", "until", "within"]
+__all__ = ["answer_of", "answered", "may_pass", "retrying", "until", "within"]
 
 T = TypeVar("T")
 
@@ -91,6 +93,37 @@ def until() -> float:
     """Return when this thread's trials end, as ``time.monotonic`` counts in all processes of a machine."""
     found: float = getattr(_thread, "until", math.inf)
     return found
+
+
+def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
+    """Return what ``act`` returns, and wait no longer than ``seconds`` for it: a server may take a call and be silent.
+
+    It runs on a thread of its own, which is left alone when the time is up; ``give_back`` gets what it returns then.
+
+    Raises:
+        TimeoutError: it has not ended in time; names ``url``. And what ``act`` raises.
+    """
+    answer: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(act())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    def late(ended: Future[T]) -> None:
+        if ended.exception() is None:
+            give_back(ended.result())
+
+    threading.Thread(target=work, name="stagereg-answer", daemon=True).start()
+    try:
+        concurrent.futures.wait([answer], min(seconds, threading.TIMEOUT_MAX))
+        if not answer.done():
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:g} s", url)
+    except BaseException:
+        answer.add_done_callback(late)
+        raise
+    return answer.result()
 
 
 def retrying(doing: str, url: str, act: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import stat
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -36,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from stagereg.checkpoint.layout import MANIFEST, Manifest
+from stagereg.checkpoint.layout import MANIFEST, MOST, Manifest
 from stagereg.checkpoint.storage.archive import expect_stored
 from stagereg.checkpoint.trusted import Maker, Record, Vocabulary, dtypes, exactly, loads
 from stagereg.errors import CheckpointError
@@ -113,7 +114,10 @@ class CheckpointReader(FileSystemReader):
         for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
             self.expect_regular(name)
         items = sorted(plan.items, key=lambda item: int(self.storage_data[item.storage_index].offset))
-        return super().read_data(replace(plan, items=items), planner)
+        try:
+            return super().read_data(replace(plan, items=items), planner)
+        except pickle.UnpicklingError as error:  # torch's words on it tell how to run what is there
+            raise CheckpointError(f"{self.path} has something else where a tensor belongs; nothing was run") from error
 
     def expect_regular(self, name: str) -> None:
         """Raise ``CheckpointError`` unless a file of the directory is a regular one; never opens it, so never waits."""
@@ -162,7 +166,7 @@ def _check(metadata: Metadata, sizes: Mapping[str, int]) -> None:
     """Hold where everything is said to be, and how large, against the sizes of the files."""
     for info in metadata.storage_data.values():
         if info.relative_path not in sizes:
-            raise CheckpointError(f"it names {info.relative_path!r}, which is no file of the checkpoint")
+            raise CheckpointError(f"it names {info.relative_path!r:.100}, which is no file of the checkpoint")
         if info.offset + info.length > sizes[info.relative_path]:
             raise CheckpointError(
                 f"it names bytes {info.offset} to {info.offset + info.length} of {info.relative_path}, which has "
@@ -172,7 +176,7 @@ def _check(metadata: Metadata, sizes: Mapping[str, int]) -> None:
         if isinstance(entry, TensorStorageMetadata):
             _check_tensor(name, entry, metadata.storage_data)
         elif MetadataIndex(name) not in metadata.storage_data:
-            raise CheckpointError(f"it has {name!r} and does not say where")
+            raise CheckpointError(f"it has {name!r:.100} and does not say where")
 
 
 def _check_tensor(name: str, entry: TensorStorageMetadata, stored: Mapping[MetadataIndex, _StorageInfo]) -> None:
@@ -180,17 +184,18 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, stored: Mapping[Metad
     for chunk in entry.chunks:
         info = stored.get(MetadataIndex(name, chunk.offsets))
         if info is None:
-            raise CheckpointError(f"it has a part of {name!r} and does not say where")
+            raise CheckpointError(f"it has a part of {name!r:.100} and does not say where")
         count = math.prod(chunk.sizes)
         within = len(chunk.offsets) == len(chunk.sizes) == len(entry.size) and all(
             not count or begin + length <= whole
             for begin, length, whole in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
         )
         if not within or count * entry.properties.dtype.itemsize > info.length:
-            raise CheckpointError(f"it has a part of {name!r} that is larger than what is stored of it")
+            raise CheckpointError(f"it has a part of {name!r:.100} that is larger than what is stored of it")
         elements += count
     if elements < math.prod(entry.size):
-        raise CheckpointError(f"it has {name!r} with {math.prod(entry.size)} elements, and {elements} of them stored")
+        whole = math.prod(entry.size)
+        raise CheckpointError(f"it has {name!r:.100} with {whole} elements, and {elements} of them stored")
 
 
 # -- from records to torch's objects
@@ -207,7 +212,7 @@ def _size(sizes: Any) -> torch.Size:
 
 def _layout(name: str) -> torch.layout:
     if exactly(str, name) != "torch.strided":
-        raise ValueError(f"a tensor is {name[:50]}, which checkpoints of torch do not hold")
+        raise ValueError(f"a tensor is {name!r:.50}, which checkpoints of torch do not hold")
     return torch.strided
 
 
@@ -248,8 +253,8 @@ def _fields(record: Any, path: str) -> dict[str, Any]:
 
 
 def _whole(number: Any) -> int:
-    if exactly(int, number) < 0:
-        raise ValueError(f"there is {number} where a number of bytes belongs")
+    if not 0 <= exactly(int, number) <= MOST:
+        raise ValueError("there is no number of bytes where one belongs")
     return int(number)
 
 
@@ -311,7 +316,7 @@ def _properties(record: Any) -> TensorProperties:
         dtype=exactly(torch.dtype, dtype),
         layout=exactly(torch.layout, layout),
         requires_grad=exactly(bool, requires_grad),
-        memory_format=_MEMORY_FORMATS[exactly(int, encoded)],
+        memory_format=_MEMORY_FORMATS[_whole(encoded)],
         pin_memory=exactly(bool, pin_memory),
     )
 

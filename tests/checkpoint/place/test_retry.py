@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import threading
 import time
 from typing import Any
 
@@ -166,3 +167,31 @@ def test_waits_double_up_to_a_minute_and_differ(waits: list[float], caplog: pyte
         of_trial = waits[trial::9]
         assert all(longest / 2 <= wait <= longest for wait in of_trial)
         assert len(set(of_trial)) == 5
+
+
+def test_who_is_silent_is_not_waited_for_and_a_late_answer_is_given_back() -> None:
+    speak, heard, given = threading.Event(), threading.Event(), list[str]()
+
+    def give_back(answer: str) -> None:
+        given.append(answer)
+        heard.set()
+
+    def silent() -> str:
+        assert speak.wait(60)
+        return "late"
+
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s: 's3://b/x'"):
+        retry.answered("s3://b/x", 0.05, silent, give_back)
+    assert given == []
+    speak.set()
+    assert heard.wait(60)
+    assert given == ["late"]
+
+
+def test_an_answer_in_time_is_what_it_is_also_a_time_out_of_its_own() -> None:
+    def fails() -> None:
+        raise TimeoutError("its own")
+
+    assert retry.answered("s3://b/x", 60, lambda: "here", pytest.fail) == "here"
+    with pytest.raises(TimeoutError, match=r"^its own$"):
+        retry.answered("s3://b/x", 60, fails, pytest.fail)
