@@ -20,6 +20,8 @@ settings.register_profile("same", derandomize=True, print_blob=True)
 settings.register_profile("explore", derandomize=False, print_blob=True)
 settings.load_profile("same")
 
+SLOW_TIMEOUT_S = 900
+
 
 @pytest.fixture
 def registry_as_before() -> Iterator[None]:
@@ -47,6 +49,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
