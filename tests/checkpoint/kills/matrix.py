@@ -219,7 +219,7 @@ def run(
             if not select.select(left, [], [], max(0.0, deadline - time.monotonic()))[0]:
                 break
             deadline = min(deadline, time.monotonic() + LINGER_S) if _killed(watched) else deadline
-        late = len(_running(watched))
+        late = [watched[descriptor] for descriptor in _running(watched)]
         for descriptor in _running(watched):
             signal.pidfd_send_signal(descriptor, signal.SIGUSR2)  # its stacks, for the one who reads the output
         select.select(_running(watched), [], [], 0.5 if late else 0)
@@ -233,7 +233,8 @@ def run(
         for i, kill in enumerate(kills):
             if kill.when == RANDOM and kill.victim != WRITER:
                 (folder / f"killed-{i}").unlink(missing_ok=True)
-    return Told(folder, setup.ranks, codes, time.monotonic() - began, late)
+    ended = sum(codes[rank] == -signal.SIGKILL for rank in late)  # the others were just about to end by themselves
+    return Told(folder, setup.ranks, codes, time.monotonic() - began, ended)
 
 
 def _forked(rank: int, before: Sequence[int], folder: Path, act: Callable[[], None]) -> int:
