@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stagereg import cli
+from stagereg.bench import endurance
 from stagereg.bench.endurance import MARKS, Mark, Settings, endure, grown, measured, table
 from stagereg.errors import LaunchError
 from stagereg.registry import build, register
@@ -105,8 +106,9 @@ def test_a_stager_that_leaves_files_open_is_seen_in_a_real_run(leaking: None, fo
 
 @pytest.mark.slow
 def test_counts_are_of_this_process_and_its_writer(folders: dict[str, str]) -> None:
+    others = len(list(endurance._children(os.getpid())))  # what earlier tests have started
     seen = endure(Settings("shared", "direct", 10, 1, **folders))
-    assert {mark.processes for mark in seen} == {2}
+    assert {mark.processes for mark in seen} == {others + 2}
     assert all(mark.seconds > 0 for mark in seen)
     assert seen[-1].unfinished == 0
     kept = sum(path.lstat().st_size for path in Path(folders["folder"]).rglob("step-*/*"))
