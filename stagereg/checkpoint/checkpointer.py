@@ -17,6 +17,7 @@ from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -419,7 +420,7 @@ class Checkpointer:
         if self._ranks.rank == 0:
             place, limit = self._place, self.timeout.total_seconds()
             take = partial(_taken, place, limit)
-            self._hold = answered(place.root, limit, take, Hold.release) if place.remote else take()
+            self._hold = answered(place.root, limit, take, methodcaller("release")) if place.remote else take()
         return every
 
     def _let_go(self) -> None:

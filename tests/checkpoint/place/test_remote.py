@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -432,3 +433,31 @@ def test_what_hangs_before_the_first_file_is_called_by_its_name(url: str, monkey
     ranks = Agreement(None, datetime.timedelta(seconds=60))
     carry_out(save, RemotePlace(url), 1, build("storage", "dcp"), Plans(), ranks)
     assert at[0] == "preparing its files"
+
+
+def test_a_start_waits_no_longer_for_a_silent_store_than_its_time_and_then_holds_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speak, released = threading.Event(), threading.Event()
+    probe, lock = RemotePlace.probe, RemotePlace.lock
+
+    def silent(place: RemotePlace) -> None:
+        assert speak.wait(60)
+        probe(place)
+
+    def watched(place: RemotePlace) -> Any:
+        hold = lock(place)
+        release = hold.release
+        hold.release = lambda: (release(), released.set())  # type: ignore[method-assign]
+        return hold
+
+    monkeypatch.setattr(RemotePlace, "probe", silent)
+    monkeypatch.setattr(RemotePlace, "lock", watched)
+    with pytest.raises(CheckpointError, match=r"no answer within 0\.1 s"):
+        Checkpointer(url, timeout=datetime.timedelta(seconds=0.1))
+    assert names(url) == []
+    speak.set()  # the store wakes up, and what was asked of it is done after all
+    assert released.wait(60)
+    monkeypatch.undo()
+    with Checkpointer(url) as checkpointer:
+        checkpointer.save(1, {"x": 1})
