@@ -18,7 +18,7 @@ from stagereg import cli
 from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.layout import Checkpoint, FileMark, Manifest, mark
-from stagereg.checkpoint.place import objects
+from stagereg.checkpoint.place import objects, remote
 from stagereg.checkpoint.place.objects import Objects
 from stagereg.checkpoint.place.remote import RemotePlace
 from stagereg.checkpoint.place.retry import within
@@ -461,3 +461,13 @@ def test_a_start_waits_no_longer_for_a_silent_store_than_its_time_and_then_holds
     monkeypatch.undo()
     with Checkpointer(url) as checkpointer:
         checkpointer.save(1, {"x": 1})
+
+
+def test_a_manifest_that_is_longer_than_any_is_not_read(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = RemotePlace(url)
+    path = publish(place, 5, "aa")
+    length = len(Objects(url).get(f"{path}/manifest.json"))
+    monkeypatch.setattr(remote, "MANIFEST_BYTES", length)
+    assert complete(place) == [5]
+    monkeypatch.setattr(remote, "MANIFEST_BYTES", length - 1)
+    assert place.checkpoints() == ([], {path: f"manifest.json: damaged (it has {length:,} bytes)"})
