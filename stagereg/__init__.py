@@ -10,23 +10,21 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from stagereg.errors import PeerFailedError, StageregError, UnevenInputsError
+from stagereg._version import __version__ as __version__
+from stagereg.errors import PeerFailedError, Preempted, StageregError, UnevenInputsError
 from stagereg.registry import build, names, register
 
 if TYPE_CHECKING:
-    from stagereg import testing
+    import stagereg.testing as testing
     from stagereg.checkpoint.checkpointer import Checkpointer
     from stagereg.config.instantiate import instantiate
-    from stagereg.config.main import main
     from stagereg.join.context import Join
-    from stagereg.join.protocol import Joinable, JoinHook
-    from stagereg.preemption import Preempted
+    from stagereg.join.joinable import Joinable, JoinHook
+    from stagereg.launch.main import main
     from stagereg.record import log
     from stagereg.sizes import ByteSize
+    from stagereg.stagers.async_stager import AsyncStager
     from stagereg.stagers.blocking import BlockingAsyncStager
-    from stagereg.stagers.protocol import AsyncStager
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AsyncStager",
@@ -50,17 +48,16 @@ __all__ = [
 ]
 
 _LAZY = {
-    "AsyncStager": "stagereg.stagers.protocol",
+    "AsyncStager": "stagereg.stagers.async_stager",
     "BlockingAsyncStager": "stagereg.stagers.blocking",
     "ByteSize": "stagereg.sizes",
     "Checkpointer": "stagereg.checkpoint.checkpointer",
     "Join": "stagereg.join.context",
-    "JoinHook": "stagereg.join.protocol",
-    "Joinable": "stagereg.join.protocol",
-    "Preempted": "stagereg.preemption",
+    "JoinHook": "stagereg.join.joinable",
+    "Joinable": "stagereg.join.joinable",
     "instantiate": "stagereg.config.instantiate",
     "log": "stagereg.record",
-    "main": "stagereg.config.main",
+    "main": "stagereg.launch.main",
 }
 
 

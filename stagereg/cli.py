@@ -13,8 +13,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from stagereg import __version__
-from stagereg.bench import command as bench
+import stagereg.bench.command as bench
+from stagereg._version import __version__
 from stagereg.commands import (
     checking,
     converting,
@@ -28,8 +28,8 @@ from stagereg.commands import (
     tuning,
     verifying,
 )
-from stagereg.config.libc import tuned
 from stagereg.errors import StageregError, nearest
+from stagereg.launch.libc import tuned
 
 __all__ = ["main"]
 

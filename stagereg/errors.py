@@ -10,9 +10,11 @@ This module is the ground floor: it imports nothing of the project and nothing h
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "RESUME_CODE",
     "BrokenPromiseError",
     "CheckpointError",
     "ConfigError",
@@ -20,16 +22,21 @@ __all__ = [
     "JoinableNotInitializedError",
     "LaunchError",
     "PeerFailedError",
+    "Preempted",
     "RegistryError",
     "StagerClosedError",
     "StageregError",
     "StagingError",
+    "Stopped",
     "TargetNotAllowedError",
     "UnevenInputsError",
     "UnknownNameError",
     "UnstageableTypeError",
     "nearest",
 ]
+
+RESUME_CODE = 75
+"""Exit code of a run that has saved and left because it was told to: start it again. ``EX_TEMPFAIL`` of sysexits.h."""
 
 
 class StageregError(Exception):
@@ -131,6 +138,49 @@ class LaunchError(StageregError, RuntimeError):
 
 class BrokenPromiseError(StageregError, AssertionError):
     """A component does not keep a promise of its kind's contract; the message tells what was seen."""
+
+
+class Preempted(SystemExit):
+    """The run was told to leave, and its state is saved. Raised on all ranks, at the same step.
+
+    Left alone, it ends the process with :data:`RESUME_CODE`.
+
+    Attributes:
+        step: that was saved.
+        directory: of the checkpoints, a path or URL.
+        received: the signal.
+    """
+
+    def __init__(self, step: int, directory: str, received: signal.Signals) -> None:
+        super().__init__(RESUME_CODE)
+        self.step, self.directory, self.received = step, directory, received
+
+    def __str__(self) -> str:
+        return f"preempted by {self.received.name}: step {self.step} is saved in {self.directory}"
+
+    def __reduce__(self) -> tuple[type[Preempted], tuple[int, str, signal.Signals]]:
+        return type(self), (self.step, self.directory, self.received)
+
+
+class Stopped(SystemExit):
+    """The run was told to leave, and its state could not be saved. Raised on all ranks.
+
+    Left alone, it ends the process with 128 + the number of the signal.
+
+    Attributes:
+        received: the signal.
+        why: what went wrong, and what there is.
+    """
+
+    def __init__(self, received: signal.Signals, why: str) -> None:
+        super().__init__(128 + received)
+        self.received, self.why = received, why
+
+    def __str__(self) -> str:
+        return f"stopped by {self.received.name}: {self.why}"
+
+    def __reduce__(self) -> tuple[type[Stopped], tuple[signal.Signals, str]]:
+        return type(self), (self.received, self.why)
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -73,7 +73,7 @@ def unmet(distribution: str, path: tuple[str, ...]) -> str:
 
     ``path`` is ``sys.path``. Where ``packaging`` is not installed, nothing can be compared and nothing is unmet.
     """
-    from stagereg import __version__
+    from stagereg._version import __version__
 
     try:
         lines = importlib.metadata.distribution(distribution).requires or []

@@ -14,7 +14,7 @@ def describe(device: str) -> dict[str, Any]:
     """Versions, processor, cores, the load before the run (1, 5 and 15 minutes), and on ``cuda`` device and driver."""
     import torch
 
-    from stagereg import __version__
+    from stagereg._version import __version__
 
     told: dict[str, Any] = {
         "stagereg": __version__,

@@ -34,8 +34,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from stagereg.errors import ConfigError
-from stagereg.preemption import Preempted, Stopped
+from stagereg.errors import ConfigError, Preempted, Stopped
 
 __all__ = ["FILES", "FORMAT", "also_held", "file_name", "log", "now", "peak_rss", "recording", "tell"]
 
@@ -219,7 +218,7 @@ def _place(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    from stagereg import __version__
+    from stagereg._version import __version__
 
     versions: dict[str, str | None] = {"stagereg": __version__}
     for distribution in ("torch", "hydra-core"):

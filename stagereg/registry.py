@@ -465,6 +465,6 @@ def _bare(name: str) -> str:
 
 
 def _version() -> str:
-    from stagereg import __version__
+    from stagereg._version import __version__
 
     return __version__

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+import stagereg.commands.listing as listing
 from stagereg import __version__, cli
-from stagereg.commands import listing
 from stagereg.errors import StageregError
 
 

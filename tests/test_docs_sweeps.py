@@ -18,7 +18,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from stagereg.commands import planning, reporting, tuning
+import stagereg.commands.planning as planning
+import stagereg.commands.reporting as reporting
+import stagereg.commands.tuning as tuning
 from stagereg.sweep.metrics import METRICS
 from stagereg.sweep.render import FILES
 from stagereg.sweep.result import RESULT

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import stagereg
-from stagereg.fate import innermost, raised, signal_name, told_by
+from stagereg.crash_report import innermost, raised, signal_name, told_by
 
 STDLIB, PACKAGE = sysconfig.get_path("stdlib"), Path(stagereg.__file__).parent
 

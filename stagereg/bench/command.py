@@ -89,8 +89,8 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: something that was asked for cannot be had; nothing was measured.
     """
     rows = _check(asked)
-    from stagereg import machine
-    from stagereg.bench import report
+    import stagereg.bench.report as report
+    import stagereg.machine as machine
 
     environment = machine.describe(asked.device)
     notes: list[str] = []
@@ -116,8 +116,9 @@ def _endurance(asked: argparse.Namespace) -> int:
     Raises:
         ConfigError: something that was asked for cannot be had; nothing was saved.
     """
-    from stagereg import machine, registry
-    from stagereg.bench import endurance
+    import stagereg.bench.endurance as endurance
+    import stagereg.machine as machine
+    import stagereg.registry as registry
 
     if asked.saves < endurance.MARKS:
         raise ConfigError(f"--saves must be at least {endurance.MARKS}, one for each mark, not {asked.saves}.")
@@ -226,7 +227,10 @@ def _known(what: str, given: Sequence[str], there: Sequence[str]) -> list[str]:
 
 
 def _rows(asked: argparse.Namespace) -> list[str]:
-    from stagereg.bench import join, staging, stall, write
+    import stagereg.bench.join as join
+    import stagereg.bench.staging as staging
+    import stagereg.bench.stall as stall
+    import stagereg.bench.write as write
 
     if asked.kind == "staging":
         return staging.row_names(asked.device)
@@ -237,7 +241,9 @@ def _rows(asked: argparse.Namespace) -> list[str]:
 
 
 def _staging(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
-    from stagereg.bench import report, staging, states
+    import stagereg.bench.report as report
+    import stagereg.bench.staging as staging
+    import stagereg.bench.states as states
 
     groups = []
     for name in asked.states:
@@ -249,7 +255,9 @@ def _staging(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -
 
 
 def _write(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
-    from stagereg.bench import report, states, write
+    import stagereg.bench.report as report
+    import stagereg.bench.states as states
+    import stagereg.bench.write as write
 
     def note(text: str) -> None:
         if text not in notes:
@@ -266,7 +274,7 @@ def _write(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> 
 
 
 def _stall(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
-    from stagereg.bench import stall
+    import stagereg.bench.stall as stall
 
     groups = []
     for threads in asked.torch_threads:
@@ -278,7 +286,7 @@ def _stall(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> 
 
 
 def _join(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
-    from stagereg.bench import join
+    import stagereg.bench.join as join
 
     pairs = [(model, ranks) for model in asked.models for ranks in asked.ranks]
     return [join.group(*pair, join.measured(*pair, rows, asked.rounds)) for pair in pairs]
@@ -296,7 +304,8 @@ def _interleaved(
     trim: bool = True,
 ) -> list[Series]:
     """Measure the cases of which a row is wanted, and the ceiling, which the others are a ratio to."""
-    from stagereg.bench import measure, report
+    import stagereg.bench.measure as measure
+    import stagereg.bench.report as report
 
     ceiling = cases[0].rows[0]
     wanted = [case for case in cases if case.rows[0] == ceiling or set(case.rows) & set(rows)]
@@ -331,7 +340,7 @@ def _folder(root: str, notes: list[str]) -> Iterator[Path]:
 
 
 def _verdicts(kind: str, groups: Sequence[Group]) -> list[Verdict]:
-    from stagereg.bench import report
+    import stagereg.bench.report as report
     from stagereg.bench.targets import TARGETS, judge
 
     figures = report.figures(groups)
@@ -343,7 +352,8 @@ def _verdicts(kind: str, groups: Sequence[Group]) -> list[Verdict]:
 
 def _noise(kind: str, groups: Sequence[Group]) -> dict[str, float]:
     """What the run cannot tell from nothing, by group, in the unit of that kind's targets."""
-    from stagereg.bench import join, stall
+    import stagereg.bench.join as join
+    import stagereg.bench.stall as stall
     from stagereg.bench.measure import spread
 
     row = {"stall": f"again:{stall.BASE}", "join": join.AGAIN}.get(kind)

@@ -20,7 +20,7 @@ from stagereg.bench.measure import Case, NotThere, Watch
 from stagereg.bench.states import State, tensors
 from stagereg.errors import StagingError, UnknownNameError
 from stagereg.registry import build, names
-from stagereg.stagers.protocol import AsyncStager
+from stagereg.stagers.async_stager import AsyncStager
 
 __all__ = ["CEILING", "cases", "row_names"]
 

@@ -2,7 +2,7 @@
 
 At most two saves are under way: one being worked on and one waiting, which matches a stager that hands out two copies.
 A failure is kept until somebody is told: the next call that asks, or else the end of the job or the process
-(:mod:`stagereg.ending`). It is kept without tracebacks, which would keep the staged memory alive; they go to the log,
+(:mod:`stagereg.shutdown`). It is kept without tracebacks, which would keep the staged memory alive; they go to the log,
 at level DEBUG.
 
 A task that takes longer than the time-out counts as failed from then on, and the thread as hanging until it ends:
@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from stagereg import ending
+import stagereg.shutdown as shutdown
 from stagereg.checkpoint.causes import causes
 from stagereg.errors import CheckpointError
 
@@ -70,7 +70,7 @@ class Background:
         self._process = os.getpid()
         self._failures: deque[CheckpointError] = deque()
         weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never shut would stay
-        ending.expect(self)
+        shutdown.expect(self)
 
     @property
     def hanging(self) -> bool:
@@ -108,7 +108,7 @@ class Background:
         return first is None
 
     def finish(self) -> bool:
-        """Drain, and where failures are told as warnings, tell them: as :class:`stagereg.ending.Work`."""
+        """Drain, and where failures are told as warnings, tell them: as :class:`stagereg.shutdown.Work`."""
         ended = self.drain()
         if self._warn is not None:
             self.raise_failure()
@@ -146,7 +146,7 @@ class Background:
         self._first()
         failures = [self._failures.popleft() for _ in range(len(self._failures))]
         for failure in failures:
-            ending.take_back(failure)
+            shutdown.take_back(failure)
         return failures
 
     def _first(self) -> _Place | None:
@@ -172,7 +172,7 @@ class Background:
 
     def _keep(self, failure: CheckpointError) -> None:
         if self._warn is None:
-            ending.tell(failure)
+            shutdown.tell(failure)
         self._failures.append(failure)
 
     def _run(self, place: _Place) -> None:

@@ -24,8 +24,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch.distributed as dist
 
-from stagereg import ending, record
-from stagereg.checkpoint import entries, options, restoring, torchfiles
+import stagereg.checkpoint.entries as entries
+import stagereg.checkpoint.options as options
+import stagereg.checkpoint.restoring as restoring
+import stagereg.checkpoint.torchfiles as torchfiles
+import stagereg.record as record
+import stagereg.shutdown as shutdown
 from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.layout import MOST
@@ -42,11 +46,11 @@ from stagereg.checkpoint.storage.choice import expect_fit
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.writing import Saves, StorageHangsError, Writing
 from stagereg.errors import CheckpointError, ConfigError
-from stagereg.preemption import Notice
+from stagereg.launch.preemption import Notice
 from stagereg.registry import build, register
 
 if TYPE_CHECKING:
-    from stagereg.stagers.protocol import AsyncStager
+    from stagereg.stagers.async_stager import AsyncStager
 
 __all__ = ["CheckpointStats", "Checkpointer"]
 
@@ -413,7 +417,7 @@ class Checkpointer:
             told = str(failure)
             if "newest" not in told and ("no complete checkpoint" not in told or self.latest is not None):
                 failure = CheckpointError(f"{reason(failure).rstrip('.')}; {newest(self._place)}.")
-            ending.outcome(self._place.root, None)  # which is told by how this ends
+            shutdown.outcome(self._place.root, None)  # which is told by how this ends
         self.leaving.leave(step, str(self.dir), failure)
 
     def _open_directory(self, every: str) -> str:

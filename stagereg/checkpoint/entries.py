@@ -15,7 +15,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from stagereg.checkpoint import rng, zero
+import stagereg.checkpoint.rng as rng
+import stagereg.checkpoint.zero as zero
 from stagereg.checkpoint.structure import leaves
 from stagereg.errors import CheckpointError
 

@@ -25,8 +25,10 @@ from typing import IO, Any
 
 import torch
 
-from stagereg import registry
-from stagereg.checkpoint import sources, structure, torchfiles
+import stagereg.checkpoint.sources as sources
+import stagereg.checkpoint.structure as structure
+import stagereg.checkpoint.torchfiles as torchfiles
+import stagereg.registry as registry
 from stagereg.checkpoint.agreement import reason
 from stagereg.checkpoint.causes import causes
 from stagereg.checkpoint.layout import Checkpoint, new_token

@@ -9,7 +9,7 @@ This needs all ranks to call at the same steps. Where they do not, as in a loop 
 else that all ranks take part in has to carry the words (:attr:`Leaving.elsewhere`): the ``checkpoint`` joinable does.
 Where nothing does, the first exchange that a rank is missing from ends the watch, after a bounded wait.
 
-Signals are heard by :mod:`stagereg.preemption`; saving is left to the checkpointer.
+Signals are heard by :mod:`stagereg.launch.preemption`; saving is left to the checkpointer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from stagereg import ending, record
+import stagereg.record as record
+import stagereg.shutdown as shutdown
 from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.place.protocol import Place
-from stagereg.preemption import RESUME_CODE, SIGNALS, Notice, Preempted, Stopped
+from stagereg.errors import RESUME_CODE, Preempted, Stopped
+from stagereg.launch.preemption import SIGNALS, Notice
 
 __all__ = ["Leaving", "newest"]
 
@@ -69,7 +71,7 @@ class Leaving:
         self._pending: tuple[torch.Tensor, Any] | None = None
 
     def words(self) -> list[float]:
-        """What this rank has to tell: for each of :data:`~stagereg.preemption.SIGNALS`, above 0 if it has come."""
+        """What this rank has to tell: for each of ``SIGNALS``, above 0 if it has come."""
         return [float(self._notice.received == each) for each in SIGNALS]
 
     def hear(self, told: Sequence[float]) -> None:
@@ -117,7 +119,7 @@ class Leaving:
             leaving: SystemExit = Preempted(step, directory, self.agreed)
         else:
             leaving = Stopped(self.agreed, reason(failure))
-        ending.leave_with(128 + self.agreed if failure is not None else RESUME_CODE)
+        shutdown.leave_with(128 + self.agreed if failure is not None else RESUME_CODE)
         if self._ranks.rank == 0:
             _log.warning("stagereg: %s", leaving)
         raise leaving from failure

@@ -23,7 +23,7 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
-from stagereg.checkpoint import trusted
+import stagereg.checkpoint.trusted as trusted
 from stagereg.checkpoint.storage.archive import expect_stored
 from stagereg.checkpoint.trusted import exactly
 from stagereg.errors import CheckpointError

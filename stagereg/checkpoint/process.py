@@ -27,8 +27,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+from stagereg.crash_report import signal_name
 from stagereg.errors import CheckpointError
-from stagereg.fate import signal_name
 
 __all__ = ["WriterProcess", "belong", "serve"]
 

@@ -27,10 +27,10 @@ from stagereg.checkpoint.agreement import portable
 from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.storage.around import AroundWriter
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.parcel import Parcel, fits, pack, unpack
-from stagereg.kernel.sharing import SharedArena
+from stagereg.stagers.shared_memory import SharedArena
+from stagereg.stagers.tensor_bundle import Parcel, fits, pack, unpack
 
 __all__ = ["ProcessWriter", "answer"]
 

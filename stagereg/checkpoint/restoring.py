@@ -12,8 +12,10 @@ import shlex
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
-from stagereg import record
-from stagereg.checkpoint import entries, rng, sources
+import stagereg.checkpoint.entries as entries
+import stagereg.checkpoint.rng as rng
+import stagereg.checkpoint.sources as sources
+import stagereg.record as record
 from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.choosing import Choice, choice, compared, newest_good
 from stagereg.checkpoint.damage import Condition, told

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from stagereg import record
-from stagereg.checkpoint import torchfiles
+import stagereg.checkpoint.torchfiles as torchfiles
+import stagereg.record as record
 from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.layout import FileMark, new_token
 from stagereg.checkpoint.place.protocol import Place

@@ -26,8 +26,8 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from stagereg import record
-from stagereg.checkpoint import interval
+import stagereg.checkpoint.interval as interval
+import stagereg.record as record
 from stagereg.checkpoint.agreement import Agreement
 
 __all__ = ["Automatic", "Fixed", "Schedule"]

@@ -15,7 +15,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from stagereg.checkpoint import entries, torchfiles, zero
+import stagereg.checkpoint.entries as entries
+import stagereg.checkpoint.torchfiles as torchfiles
+import stagereg.checkpoint.zero as zero
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError, nearest
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from stagereg.checkpoint import pickled, trusted
+import stagereg.checkpoint.pickled as pickled
+import stagereg.checkpoint.trusted as trusted
 from stagereg.errors import CheckpointError
 
 __all__ = ["dump", "leaf_names", "leaves", "load", "rebuild"]

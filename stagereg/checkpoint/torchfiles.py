@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor
 
-from stagereg.checkpoint import pickled, structure
+import stagereg.checkpoint.pickled as pickled
+import stagereg.checkpoint.structure as structure
 from stagereg.checkpoint.agreement import reason, reasons
 from stagereg.checkpoint.entries import RESERVED
 from stagereg.checkpoint.storage.protocol import Storage

@@ -12,8 +12,9 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from stagereg import ending, record
-from stagereg.checkpoint import torchfiles
+import stagereg.checkpoint.torchfiles as torchfiles
+import stagereg.record as record
+import stagereg.shutdown as shutdown
 from stagereg.checkpoint.advice import advice
 from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.place.protocol import Place
@@ -73,7 +74,7 @@ class Saves:
         """Note that the save that is now the last one has failed, of which the reason is told elsewhere."""
         if self.told_at_end:
             text = f"the last save has failed, of step {step}, so the exit status is 1."
-            ending.outcome(self.place.root, CheckpointError(f"{text} {self.there()}"))
+            shutdown.outcome(self.place.root, CheckpointError(f"{text} {self.there()}"))
 
     def refuse(self, step: int) -> CheckpointError:
         """Return why a save does not begin while an earlier one hangs."""
@@ -129,7 +130,7 @@ class Writing:
             raise CheckpointError(saves.described(named + reason(error), advice(error, saves.place.root))) from cause
         saves.outcomes.append(outcome)
         saves.newest = save.step
-        ending.outcome(saves.place.root, None)
+        shutdown.outcome(saves.place.root, None)
         saves.schedule.ended(outcome.began + outcome.seconds - self.called)
         record.tell("write", step=save.step, start=outcome.began, seconds=outcome.seconds, bytes=outcome.bytes_written)
 
@@ -152,7 +153,7 @@ class Writing:
         """Say that the storage is back, and what has become of the save."""
         saves = self.saves
         if error is None:  # which may have been told to be late in the very moment in which it was complete
-            ending.outcome(saves.place.root, None)
+            shutdown.outcome(saves.place.root, None)
         what = "is saved after all" if error is None else f"was not saved ({reason(error)})"
         steps = ", ".join(map(str, saves.refused))
         also = f" In the meantime these steps were not saved: {steps}." if steps else ""

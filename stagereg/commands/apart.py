@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from stagereg.crash_report import innermost, signal_name
 from stagereg.errors import StageregError
-from stagereg.fate import innermost, signal_name
 
 __all__ = ["Answer", "Children", "answer"]
 

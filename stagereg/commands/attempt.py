@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from stagereg.commands.subject import Job, Row
+from stagereg.crash_report import innermost, signal_name
 from stagereg.errors import ConfigError
-from stagereg.fate import innermost, signal_name
 
 __all__ = ["Section", "run"]
 

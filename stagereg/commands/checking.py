@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from stagereg import output
-from stagereg.commands import attempt
+import stagereg.commands.attempt as attempt
+import stagereg.output as output
 from stagereg.commands.attempt import Section
 from stagereg.commands.subject import NOT_TRIED, resolve
 from stagereg.errors import ConfigError

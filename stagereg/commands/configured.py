@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stagereg.config.instantiate import instantiate
-from stagereg.stagers.protocol import AsyncStager
+from stagereg.stagers.async_stager import AsyncStager
 from stagereg.testing import StagerContract
 
 __all__ = ["Configured", "configure"]

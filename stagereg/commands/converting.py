@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagereg import output
+import stagereg.output as output
 from stagereg.commands.named import add_plugins_option, import_plugins
 from stagereg.errors import CheckpointError, ConfigError
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagereg import machine, output
+import stagereg.machine as machine
+import stagereg.output as output
 from stagereg.errors import ConfigError
 from stagereg.sweep.metrics import counted
 
@@ -136,7 +137,7 @@ def measured(given: Rates, share: float, stager: str, folder: str) -> Rates:
     Raises:
         ConfigError: it cannot be measured here; the message has the reason.
     """
-    from stagereg.bench import states
+    import stagereg.bench.states as states
     from stagereg.bench.command import quiet
 
     nbytes = int(min(max(share, _LEAST_BYTES), _MOST_BYTES))
@@ -170,14 +171,14 @@ def measured(given: Rates, share: float, stager: str, folder: str) -> Rates:
 
 def _stage_seconds(state: State, stager: str) -> tuple[float, float]:
     """Seconds that the loop is held for, and until the copy is complete."""
-    from stagereg.bench import staging
+    import stagereg.bench.staging as staging
 
     found = _medians([case for case in staging.cases(state, "cpu") if case.rows[0].partition(":")[0] == stager], state)
     return found[0], found[-1]
 
 
 def _write_seconds(state: State, folder: Path) -> float:
-    from stagereg.bench import write
+    import stagereg.bench.write as write
 
     place = Path(tempfile.mkdtemp(prefix="stagereg-plan-", dir=folder))
     try:

@@ -18,8 +18,9 @@ from typing import Any, Literal, Union
 import yaml
 from omegaconf import MISSING, OmegaConf
 
-from stagereg import registry
-from stagereg.config import docstring, schema
+import stagereg.config.docstring as docstring
+import stagereg.config.schema as schema
+import stagereg.registry as registry
 from stagereg.registry import Entry
 
 __all__ = ["Described", "Field", "Runtime", "describe"]

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from stagereg import output, registry
-from stagereg.commands import apart, vitals
+import stagereg.commands.apart as apart
+import stagereg.commands.vitals as vitals
+import stagereg.output as output
+import stagereg.registry as registry
 from stagereg.commands.vitals import Finding
 from stagereg.errors import ConfigError, StageregError
 from stagereg.machine import cores
@@ -65,7 +67,7 @@ def load(kind: str, name: str) -> int:
     Raises:
         StageregError: it cannot be had.
     """
-    from stagereg.config import schema
+    import stagereg.config.schema as schema
 
     entry = registry.find(kind, name)
     schema.schema(entry)

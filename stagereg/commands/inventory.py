@@ -11,7 +11,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-from stagereg import output
+import stagereg.output as output
 
 if TYPE_CHECKING:
     from stagereg.checkpoint.damage import Condition

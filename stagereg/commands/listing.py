@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from stagereg import output, registry
+import stagereg.output as output
+import stagereg.registry as registry
 from stagereg.commands.named import add_plugins_option, import_plugins
 from stagereg.errors import UnknownNameError, nearest
 

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stagereg.checkpoint import interval
+import stagereg.checkpoint.interval as interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 
-from stagereg import output
+import stagereg.output as output
 
 __all__ = ["add_plugins_option", "import_plugins"]
 
@@ -31,7 +31,7 @@ def import_plugins(asked: argparse.Namespace) -> None:
         return
     from omegaconf import OmegaConf
 
-    from stagereg.config import plugins
+    import stagereg.config.plugins as plugins
 
     sys.path.insert(0, os.getcwd())  # where Python looks for the modules of a script, too
     with output.aside():

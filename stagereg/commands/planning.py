@@ -16,9 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stagereg import output, registry
+import stagereg.checkpoint.interval as interval
+import stagereg.output as output
+import stagereg.registry as registry
 from stagereg.bench.command import check_writable
-from stagereg.checkpoint import interval
 from stagereg.commands.costs import Costs, Rates, by_rates, by_run, measured, size_text
 from stagereg.commands.losses import Job, Loss, csv_text, duration_text, loss_figure
 from stagereg.config.texts import duration, written

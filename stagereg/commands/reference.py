@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stagereg import registry
+import stagereg.registry as registry
 from stagereg.commands.describe import Described, Field, describe
 
 __all__ = ["page"]

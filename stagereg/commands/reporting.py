@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagereg import output
+import stagereg.output as output
 from stagereg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: the directory is neither a run nor a sweep, an option is not for what it is or has no meaning, a
             package is missing, or a file could not be written.
     """
-    from stagereg.sweep import place, tensorboard
+    import stagereg.sweep.place as place
+    import stagereg.sweep.tensorboard as tensorboard
 
     directory = Path(asked.directory)
     window = _window(asked.window)
@@ -72,9 +73,10 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _sweep(asked: argparse.Namespace, directory: Path) -> None:
-    from stagereg.sweep import render, tensorboard
+    import stagereg.sweep.render as render
+    import stagereg.sweep.render.tables as tables
+    import stagereg.sweep.tensorboard as tensorboard
     from stagereg.sweep.compare import compare
-    from stagereg.sweep.render import tables
     from stagereg.sweep.result import results
 
     jobs = results(directory)
@@ -135,8 +137,9 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
 
 
 def _run(asked: argparse.Namespace, directory: Path, window: tuple[float, float] | None) -> None:
-    from stagereg.commands import reported
-    from stagereg.sweep import tensorboard, timeline
+    import stagereg.commands.reported as reported
+    import stagereg.sweep.tensorboard as tensorboard
+    import stagereg.sweep.timeline as timeline
     from stagereg.sweep.figures import figures
     from stagereg.sweep.result import JobResult
     from stagereg.sweep.run import NewerError, Run

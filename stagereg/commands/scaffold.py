@@ -18,7 +18,9 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from stagereg import __version__, output, registry
+import stagereg.output as output
+import stagereg.registry as registry
+from stagereg._version import __version__
 from stagereg.errors import ConfigError
 
 __all__ = ["add_to", "make", "run"]

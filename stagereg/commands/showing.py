@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from stagereg import output, registry
+import stagereg.output as output
+import stagereg.registry as registry
 from stagereg.commands.named import add_plugins_option, import_plugins
 from stagereg.errors import UnknownNameError, nearest
 from stagereg.registry import Entry

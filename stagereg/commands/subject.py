@@ -14,7 +14,7 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stagereg import registry
+import stagereg.registry as registry
 from stagereg.errors import ConfigError, nearest
 from stagereg.installed import normalized
 from stagereg.registry import Entry

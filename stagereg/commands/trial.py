@@ -25,10 +25,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from stagereg import registry
+import stagereg.registry as registry
 from stagereg.commands.subject import CONTRACTS, KINDS, NOT_TRIED, Job, bare
+from stagereg.crash_report import raised
 from stagereg.errors import ConfigError, StageregError
-from stagereg.fate import raised
 from stagereg.registry import Entry
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class _Component:
     def types(self) -> str:
         from omegaconf import OmegaConf
 
-        from stagereg.config import schema
+        import stagereg.config.schema as schema
 
         OmegaConf.structured(schema.schema(self.entry))
         found = ", ".join(schema.options(self.entry))
@@ -235,7 +235,7 @@ class _Component:
         """What a stager without a contract cannot be built without, and was not given; empty if there is nothing."""
         from omegaconf import MISSING
 
-        from stagereg.config import schema
+        import stagereg.config.schema as schema
 
         asked = [n for n, o in schema.options(self.entry).items() if o.default == MISSING and n not in self.options]
         parameters = inspect.signature(self.entry.load()).parameters

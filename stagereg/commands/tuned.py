@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stagereg import machine, output
+import stagereg.machine as machine
+import stagereg.output as output
 from stagereg.errors import ConfigError
 from stagereg.sweep.candidates import space
 from stagereg.sweep.goal import Goal
@@ -226,7 +227,7 @@ def _seconds(text: str | None) -> float | None:
 def _import_plugins(program: Program, config: dict[str, Any]) -> None:
     from omegaconf import OmegaConf
 
-    from stagereg.config import plugins
+    import stagereg.config.plugins as plugins
 
     sys.path.insert(0, str(Path(program.script).resolve().parent))  # where Python looks for the modules of the script
     plugins.from_config(OmegaConf.create({"plugins": config.get("plugins")}))

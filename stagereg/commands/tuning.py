@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from stagereg import output
+import stagereg.output as output
 from stagereg.errors import ConfigError
 
 __all__ = ["add_to", "run"]

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stagereg import output
+import stagereg.output as output
 from stagereg.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagereg import machine
+import stagereg.machine as machine
 
 __all__ = ["Finding", "directory", "host", "limits", "torch_facts", "torch_findings", "versions"]
 
@@ -53,7 +53,7 @@ class Finding:
 
 def versions() -> Iterator[Finding]:
     """Python, stagereg and each package that it requires, or has an extra for, against the versions that it takes."""
-    from stagereg import __version__
+    from stagereg._version import __version__
 
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}", value=platform.python_version())
     yield Finding("stagereg", "ok", f"{__version__} at {Path(__file__).parents[1]}", value=__version__)

@@ -24,11 +24,22 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from stagereg import registry
-from stagereg.config import schema, values
-from stagereg.config.advice import explain
-from stagereg.config.lock import Allowed, Lock, label
-from stagereg.config.tree import Place, as_node, describes, escaped, is_container, is_mapping, is_missing, merged, plain
+import stagereg.config.schema as schema
+import stagereg.config.values as values
+import stagereg.registry as registry
+from stagereg.config.allow_list import Allowed, Lock, label
+from stagereg.config.resolved_tree import (
+    Place,
+    as_node,
+    describes,
+    escaped,
+    is_container,
+    is_mapping,
+    is_missing,
+    merged,
+    plain,
+)
+from stagereg.config.suggestions import explain
 from stagereg.errors import ConfigError
 from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown

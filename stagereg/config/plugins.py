@@ -38,7 +38,7 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stagereg import registry
+import stagereg.registry as registry
 from stagereg.errors import ConfigError, RegistryError, nearest
 
 __all__ = ["NamedPlugins", "PluginError", "PluginSource", "from_config", "from_overrides"]

@@ -28,8 +28,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from stagereg import registry
-from stagereg.config import docstring, values
+import stagereg.config.docstring as docstring
+import stagereg.config.values as values
+import stagereg.registry as registry
 from stagereg.errors import ConfigError, StageregError
 from stagereg.registry import Entry
 

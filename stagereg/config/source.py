@@ -23,11 +23,11 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from stagereg import registry
-from stagereg.config import schema
-from stagereg.config.interleaved import InterleavedSweeper
+import stagereg.config.schema as schema
+import stagereg.registry as registry
 from stagereg.config.plugins import NamedPlugins, PluginError, PluginSource
 from stagereg.errors import RegistryError, StageregError, UnknownNameError, nearest
+from stagereg.sweep.interleaved import InterleavedSweeper
 
 __all__ = ["OptionError", "RegistrySearchPath", "RegistrySource", "UnknownOptionError", "offer"]
 

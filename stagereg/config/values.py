@@ -29,7 +29,7 @@ from typing import Any, Literal, Union
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stagereg.config import docstring
+import stagereg.config.docstring as docstring
 from stagereg.config.texts import Text, text_of, written
 from stagereg.errors import ConfigError, nearest
 

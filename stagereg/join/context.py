@@ -7,7 +7,7 @@ batch where there is none, and nothing has to be shadowed. When no rank is activ
 everybody goes on together.
 
 In a plain loop the wire is torch's, so ranks with torch's ``Join`` may be among them, unless a mode is chosen that does
-without (:mod:`stagereg.join.wiring`).
+without (:mod:`stagereg.join.session`).
 
 What it came to is told on leaving (:mod:`stagereg.record`): the steps this rank took with data and without, and the
 samples it was given.
@@ -27,19 +27,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagereg import record
-from stagereg.errors import JoinError, PeerFailedError, UnevenInputsError
-from stagereg.join import nesting
+import stagereg.join.nesting as nesting
+import stagereg.record as record
+from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError
+from stagereg.join.abort import was_aborted
 from stagereg.join.adapt import adapt
 from stagereg.join.iterate import Loop
+from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, NotedConfig, notify
 from stagereg.join.mean import Average, known_average, weighted
-from stagereg.join.protocol import Joinable, JoinConfig, JoinHook, NotedConfig, notify
 from stagereg.join.samples import Given
-from stagereg.join.wiring import Mode, Wiring, common_group, known_mode
-from stagereg.kernel.abort import was_aborted
-from stagereg.kernel.attendance import Attendance, PlannedAttendance
+from stagereg.join.session import Mode, Wiring, common_group, known_mode
+from stagereg.kernel.membership import Attendance, PlannedAttendance
 from stagereg.kernel.shadow import PEER_EXHAUSTED, Wire
-from stagereg.preemption import Preempted, Stopped
 from stagereg.registry import register
 
 __all__ = ["Join", "configured"]

@@ -15,10 +15,10 @@ import torch
 from stagereg.errors import JoinError
 from stagereg.join.empty import emptied, fetch, publish
 from stagereg.join.samples import Given
-from stagereg.join.wiring import Wiring
-from stagereg.kernel.attendance import Attendance
-from stagereg.kernel.side import appears
-from stagereg.kernel.tally import Tally
+from stagereg.join.session import Wiring
+from stagereg.join.tally import Tally
+from stagereg.kernel.channel import appears
+from stagereg.kernel.membership import Attendance
 
 __all__ = ["Loop"]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from stagereg.errors import JoinError
-from stagereg.join.wiring import unknown
+from stagereg.join.session import unknown
 
 __all__ = ["Average", "known_average", "weighted"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stagereg.errors import JoinError
-from stagereg.kernel.attendance import Attendance, Roll
+from stagereg.kernel.membership import Attendance, Roll
 
 __all__ = ["enter", "leave"]
 

@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import JoinError
-from stagereg.join.announce import Announcer
-from stagereg.join.protocol import JoinConfig
+from stagereg.join.joinable import JoinConfig
+from stagereg.join.step_tracker import Announcer
 
 __all__ = ["FLAG", "Pace", "reset_divisor", "set_divisor"]
 

@@ -18,7 +18,7 @@ import torch
 
 from stagereg.errors import StagingError
 from stagereg.kernel.leaves import why_without_data
-from stagereg.kernel.moves import Batch, Move
+from stagereg.kernel.transfer import Batch, Move
 
 __all__ = ["ALIGNMENT", "Layout", "Piece", "Region", "Signature", "lay_out", "sign"]
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from stagereg.kernel.layout import Layout
-from stagereg.kernel.tree import ATOMS
+from stagereg.kernel.state_dict import ATOMS
 
 try:
     from torch._C._dynamo.guards import TensorGuards

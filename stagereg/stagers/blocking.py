@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.registry import register
 from stagereg.stagers.host import HostStager, copier_within

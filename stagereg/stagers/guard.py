@@ -19,7 +19,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from stagereg.kernel.tree import unravel
+from stagereg.kernel.state_dict import unravel
 
 __all__ = ["WriteGuard"]
 

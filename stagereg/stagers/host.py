@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from stagereg.errors import StagingError
-from stagereg.kernel.bounded import BoundedCopier
-from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
-from stagereg.stagers.protocol import AsyncStager, StateDict
+from stagereg.stagers.async_stager import AsyncStager, StateDict
+from stagereg.stagers.bounded import BoundedCopier
 
 __all__ = ["HostStager", "copier_within"]
 

@@ -9,13 +9,13 @@ from typing import Literal
 import torch
 
 from stagereg.errors import StagingError, nearest
-from stagereg.kernel.blocks import Blocks
-from stagereg.kernel.copy import naming, no_collection
-from stagereg.kernel.delta import DeltaCopier, Treatment
-from stagereg.kernel.names import names_of, trace
-from stagereg.kernel.tree import unravel
+from stagereg.kernel.copier import naming, no_collection
+from stagereg.kernel.state_dict import unravel
 from stagereg.registry import register
-from stagereg.stagers.protocol import AsyncStager, StateDict
+from stagereg.stagers.async_stager import AsyncStager, StateDict
+from stagereg.stagers.blocks import Blocks
+from stagereg.stagers.delta import DeltaCopier, Treatment
+from stagereg.stagers.tensor_names import names_of, trace
 
 __all__ = ["IncrementalStager"]
 

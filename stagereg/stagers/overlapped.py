@@ -11,18 +11,18 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stagereg.errors import StagingError
-from stagereg.kernel.changes import Watch
-from stagereg.kernel.copy import Draft, HostCopier, naming
+from stagereg.kernel.copier import Draft, HostCopier, naming
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.moves import Mover
-from stagereg.kernel.overlap import LateCopy, Parting
 from stagereg.kernel.replay import Match
-from stagereg.kernel.tree import Skeleton, path_to
+from stagereg.kernel.state_dict import Skeleton, path_to
+from stagereg.kernel.transfer import Mover
 from stagereg.kernel.writers import COPY_THREADS
 from stagereg.registry import register
+from stagereg.stagers.async_stager import AsyncStager, StateDict
+from stagereg.stagers.deferred_copy import LateCopy, Parting
 from stagereg.stagers.guard import WriteGuard
-from stagereg.stagers.protocol import AsyncStager, StateDict
+from stagereg.stagers.write_detector import Watch
 
 __all__ = ["OverlappedStager"]
 

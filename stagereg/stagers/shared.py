@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.sharing import SharedArena
 from stagereg.registry import register
 from stagereg.stagers.host import HostStager
+from stagereg.stagers.shared_memory import SharedArena
 
 __all__ = ["SharedStager"]
 

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import staging
 
 from stagereg.errors import StagerClosedError, StagingError
 from stagereg.registry import register
-from stagereg.stagers.protocol import AsyncStager, StateDict
+from stagereg.stagers.async_stager import AsyncStager, StateDict
 
 __all__ = ["TorchDefaultStager"]
 
@@ -18,7 +18,7 @@ __all__ = ["TorchDefaultStager"]
 class TorchDefaultStager(AsyncStager):
     """torch's ``DefaultStager``, unchanged; only what is refused, and when, is as with the other stagers.
 
-    It breaks promises of :class:`~stagereg.stagers.protocol.AsyncStager` (torch 2.13), and nothing is repaired here:
+    It breaks promises of ``AsyncStager`` (torch 2.13), and nothing is repaired here:
 
     - *In flight.* Each source storage has one copy, which the next ``stage`` overwrites. A checkpoint still being
       written then holds a mixture of two steps, and nobody is told. Wait for the write before the next ``stage``.

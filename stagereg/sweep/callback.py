@@ -32,15 +32,17 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from stagereg import __version__, machine, record
-from stagereg.config.command import Command
-from stagereg.config.interleaved import KEYS
-from stagereg.config.rank import described, is_rank
-from stagereg.config.tasks import Task
+import stagereg.machine as machine
+import stagereg.record as record
+from stagereg._version import __version__
 from stagereg.errors import ConfigError, StageregError
+from stagereg.launch.command_line import Command
+from stagereg.launch.rank import described, is_rank
+from stagereg.launch.scheduler_task import Task
 from stagereg.output import say
 from stagereg.sweep.compare import compare
 from stagereg.sweep.figures import figures
+from stagereg.sweep.interleaved import KEYS
 from stagereg.sweep.metrics import DIRECTIONS, directed, usual
 from stagereg.sweep.result import RESULT, JobResult, results, split
 from stagereg.sweep.run import Run
@@ -122,7 +124,7 @@ class Compare(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print the comparison and write the report. Leaves by ``SystemExit`` with code 1 when a job has failed."""
-        from stagereg.sweep import render
+        import stagereg.sweep.render as render
         from stagereg.sweep.render.tables import terminal
 
         if self._early_end is not None:

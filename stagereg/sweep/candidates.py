@@ -20,8 +20,9 @@ from typing import Any, Literal, Union
 
 from omegaconf import MISSING
 
-from stagereg import machine, registry
-from stagereg.config import schema
+import stagereg.config.schema as schema
+import stagereg.machine as machine
+import stagereg.registry as registry
 from stagereg.config.schema import Option
 from stagereg.errors import ConfigError, RegistryError, UnknownNameError, nearest
 from stagereg.registry import Entry

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
-from stagereg.config.interleaved import KEYS, InterleavedSweeper
+import stagereg.sweep.answer as answer
+import stagereg.sweep.caveats as caveats
 from stagereg.errors import ConfigError
-from stagereg.sweep import answer, caveats
+from stagereg.sweep.interleaved import KEYS, InterleavedSweeper
 from stagereg.sweep.metrics import METRICS, RETURNED, Metric, directed
 from stagereg.sweep.metrics import metric as named
 from stagereg.sweep.result import JobResult

@@ -103,7 +103,7 @@ class Goal:
         raise ConfigError(f"it tells no {self.metric.name}{hint}, only {known}")
 
     def _expected(self, mtbf_s: float, figures: Mapping[str, float], chosen: Mapping[str, str]) -> float:
-        from stagereg.checkpoint import interval
+        import stagereg.checkpoint.interval as interval
 
         every = str(chosen.get(_INTERVAL, self.every))
         if every != "auto" and not every.isdecimal():

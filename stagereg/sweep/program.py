@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagereg.config.command import quoted
+from stagereg.crash_report import signal_name
 from stagereg.errors import ConfigError
-from stagereg.fate import signal_name
+from stagereg.launch.command_line import quoted
 
 __all__ = ["LOG", "Composed", "Ended", "Program"]
 

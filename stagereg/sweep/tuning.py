@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagereg import machine
-from stagereg.config.command import quoted
+import stagereg.machine as machine
 from stagereg.errors import ConfigError
+from stagereg.launch.command_line import quoted
 from stagereg.record import FILES
 from stagereg.sweep.compare import Comparison, Row, Tie, compare
 from stagereg.sweep.figures import figures

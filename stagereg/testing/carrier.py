@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagereg.join.protocol import Joinable, notify
+from stagereg.join.joinable import Joinable, notify
 
 __all__ = ["Carrier"]
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, TypeVar
 
+from stagereg.crash_report import raised
 from stagereg.errors import BrokenPromiseError
-from stagereg.fate import raised
 
 __all__ = ["Contract", "Outcome", "table"]
 

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from stagereg import registry
-from stagereg.checkpoint import points
+import stagereg.checkpoint.points as points
+import stagereg.registry as registry
 from stagereg.checkpoint.layout import FileMark
 from stagereg.checkpoint.place.choice import is_url
 from stagereg.checkpoint.storage.around import AroundWriter

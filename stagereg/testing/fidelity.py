@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import torch
 
-from stagereg.stagers.protocol import StateDict
+from stagereg.stagers.async_stager import StateDict
 from stagereg.testing.samples import DTYPES, Pair, odd_values
 from stagereg.testing.trial import StagerTrial, promise, promise_on_a_rank
 

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from stagereg import registry
+import stagereg.registry as registry
+from stagereg.crash_report import signal_name
 from stagereg.errors import StageregError
-from stagereg.fate import signal_name
 from stagereg.testing.transport import pack
 from stagereg.testing.worker import Assignment, work
 

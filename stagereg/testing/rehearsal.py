@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from stagereg.crash_report import told_by
 from stagereg.errors import BrokenPromiseError, JoinError, PeerFailedError, UnevenInputsError
-from stagereg.fate import told_by
 from stagereg.testing.marks import changed, marks, strict
 from stagereg.testing.ranks import RankFailure, run_ranks
 from stagereg.testing.worker import await_all, limited, new_group

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from stagereg.stagers.protocol import AsyncStager, StateDict
+from stagereg.stagers.async_stager import AsyncStager, StateDict
 
 __all__ = ["DTYPES", "GatedWriter", "Pair", "PatientCaller", "Settings", "odd_values"]
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from stagereg.errors import RegistryError, StageregError
 from stagereg.spec import check
-from stagereg.stagers.protocol import AsyncStager, StateDict
+from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.testing.fidelity import Fidelity
 from stagereg.testing.likeness import difference, note
 from stagereg.testing.samples import GatedWriter, PatientCaller, Settings

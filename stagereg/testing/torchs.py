@@ -12,7 +12,7 @@ from torch.distributed._state_dict_utils import _create_cpu_state_dict
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 from stagereg.registry import build
-from stagereg.stagers.protocol import AsyncStager
+from stagereg.stagers.async_stager import AsyncStager
 from stagereg.testing.contract import table
 from stagereg.testing.stager import StagerContract
 

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from stagereg.crash_report import told_by
 from stagereg.errors import BrokenPromiseError
-from stagereg.fate import told_by
-from stagereg.stagers.protocol import AsyncStager, StateDict
+from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.testing.contract import Contract
 from stagereg.testing.likeness import difference, note
 from stagereg.testing.ranks import RankFailure, run_ranks

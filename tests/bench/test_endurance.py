@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+import stagereg.bench.endurance as endurance
 from stagereg import cli
-from stagereg.bench import endurance
 from stagereg.bench.endurance import MARKS, Mark, Settings, endure, grown, measured, table
 from stagereg.errors import LaunchError
 from stagereg.registry import build, register

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import stagereg.bench.join as join
+import stagereg.bench.joinrank as joinrank
 from stagereg import cli
-from stagereg.bench import join, joinrank
 from stagereg.bench.joinrank import MODELS, WAYS, Model, Taken, Way, Wire, measure, turns
 from stagereg.errors import LaunchError
 from stagereg.testing import run_ranks

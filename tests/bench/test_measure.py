@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagereg.bench import measure
+import stagereg.bench.measure as measure
 from stagereg.bench.measure import Case, NotThere, Series, Watch, interleave, spread
 from stagereg.bench.report import of_series
 

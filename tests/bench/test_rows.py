@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+import stagereg.bench.ceiling as ceiling
+import stagereg.bench.staging as staging
+import stagereg.bench.stall as stall
+import stagereg.bench.states as states
 from stagereg import machine
-from stagereg.bench import ceiling, staging, stall, states
 from stagereg.bench.ceiling import RawWrite, flush
 from stagereg.bench.measure import Series, Watch, interleave
 from stagereg.bench.write import Durable

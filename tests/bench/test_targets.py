@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from stagereg.bench import join, staging, stall, write
+import stagereg.bench.join as join
+import stagereg.bench.staging as staging
+import stagereg.bench.stall as stall
+import stagereg.bench.write as write
 from stagereg.bench.joinrank import MODELS
 from stagereg.bench.report import Group, Line, figures
 from stagereg.bench.states import STATES

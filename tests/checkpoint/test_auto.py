@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+import stagereg.checkpoint.interval as interval
+import stagereg.config.schema as schema
 from stagereg import registry
-from stagereg.checkpoint import interval
 from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.schedule import Automatic
-from stagereg.config import schema
 from stagereg.config.instantiate import instantiate
 from stagereg.errors import CheckpointError, ConfigError, StagingError
 from stagereg.stagers.blocking import BlockingAsyncStager

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import format_utils
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.errors import CheckpointError, ConfigError
-from stagereg.stagers.protocol import AsyncStager
+from stagereg.stagers.async_stager import AsyncStager
 
 
 def names(root: Path) -> list[str]:

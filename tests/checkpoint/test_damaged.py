@@ -16,9 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import stagereg.checkpoint.place.local as local
 from stagereg import record
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place import local
 from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.errors import CheckpointError
 from stagereg.testing.ranks import run_ranks

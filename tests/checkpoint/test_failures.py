@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from stagereg.checkpoint import points, torchfiles
+import stagereg.checkpoint.points as points
+import stagereg.checkpoint.torchfiles as torchfiles
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.registry import build
-from stagereg.stagers.protocol import AsyncStager
+from stagereg.stagers.async_stager import AsyncStager
 
 
 @pytest.fixture
@@ -251,7 +252,7 @@ def test_a_third_save_waits_for_the_first_and_writes_never_overlap(
 
 NOBODY_ASKS = """
 import sys
-from stagereg import ending
+import stagereg.shutdown as ending
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from stagereg import ending
-from stagereg.checkpoint import background as background_room
-from stagereg.checkpoint import process as process_room
+import stagereg.checkpoint.background as background_room
+import stagereg.checkpoint.process as process_room
+import stagereg.shutdown as ending
 from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.checkpointer import Checkpointer

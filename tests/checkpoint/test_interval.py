@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagereg.checkpoint import interval
+import stagereg.checkpoint.interval as interval
 from stagereg.errors import ConfigError
 
 # In units of the mean time between failures, which the formulas scale with.

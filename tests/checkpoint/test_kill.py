@@ -15,7 +15,7 @@ SCRIPT = """
 import os, shutil, signal, sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
-from stagereg.checkpoint.place import local
+import stagereg.checkpoint.place.local as local
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.layout import Checkpoint
 from stagereg.checkpoint.place.choice import place_around

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stagereg.checkpoint import lock
+import stagereg.checkpoint.lock as lock
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.lock import Lock, Owner, holder
 from stagereg.checkpoint.place.local import LocalPlace

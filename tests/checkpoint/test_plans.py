@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
 import stagereg
+import stagereg.checkpoint.torchfiles as torchfiles
 from stagereg import Checkpointer
-from stagereg.checkpoint import torchfiles
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import stagereg
-from stagereg.checkpoint import points
+import stagereg.checkpoint.points as points
 from stagereg.checkpoint.checkpointer import Checkpointer
 
 CALL = re.compile(r"\breach\(\"(\w+)\"\)")

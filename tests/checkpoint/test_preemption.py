@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
-from stagereg import preemption
-from stagereg.checkpoint import leaving
+import stagereg.checkpoint.leaving as leaving
+import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.place.local import LocalPlace
-from stagereg.preemption import Notice, Preempted
+from stagereg.errors import Preempted
+from stagereg.launch.preemption import Notice
 from stagereg.testing import run_ranks
 
 LIMIT_S = 100
@@ -264,7 +265,7 @@ def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_be
 SCRIPT = """
 import ctypes, datetime, faulthandler, os, signal, sys, threading, time
 import torch
-from stagereg import preemption
+import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.errors import CheckpointError

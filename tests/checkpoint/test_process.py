@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 import stagereg
-from stagereg.checkpoint import process as process_room
+import stagereg.checkpoint.process as process_room
+import stagereg.stagers.shared_memory as sharing
+import stagereg.stagers.tensor_bundle as parcel
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.layout import FileMark
 from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.remote import ProcessWriter
 from stagereg.errors import CheckpointError
-from stagereg.kernel import parcel, sharing
 from stagereg.testing import run_ranks
 
 # Writers that the process can import. A count of deaths is in a file beside the checkpoint.

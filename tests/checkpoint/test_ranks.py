@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagereg.checkpoint import points
+import stagereg.checkpoint.points as points
 from stagereg.checkpoint.agreement import reasons
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.place.local import LocalPlace

@@ -16,8 +16,8 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.registry import build
+from stagereg.stagers.async_stager import AsyncStager
 from stagereg.stagers.blocking import BlockingAsyncStager
-from stagereg.stagers.protocol import AsyncStager
 from stagereg.testing.ranks import run_ranks
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import stagereg
+import stagereg.kernel.waiting as waiting
 from stagereg import Checkpointer
 from stagereg.errors import CheckpointError
-from stagereg.kernel import waiting
 from stagereg.testing import run_ranks
 
 STORAGES = ["dcp", "direct", "safetensors"]
@@ -135,7 +135,7 @@ def test_a_source_that_was_written_under_the_copy_fails_the_save_and_the_next_on
 ) -> None:
     import threading
 
-    from stagereg.kernel.overlap import LateCopy
+    from stagereg.stagers.deferred_copy import LateCopy
 
     may_copy, run = threading.Event(), LateCopy.run
 

@@ -47,8 +47,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 
+import stagereg.checkpoint.entries as entries
+import stagereg.checkpoint.pickled as pickled
+import stagereg.checkpoint.rng as rng
+import stagereg.checkpoint.structure as structure
+import stagereg.checkpoint.torchfiles as torchfiles
+import stagereg.checkpoint.trusted as trusted
 from stagereg import cli
-from stagereg.checkpoint import entries, pickled, rng, structure, torchfiles, trusted
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.layout import MANIFEST, Manifest, mark
 from stagereg.checkpoint.storage.reader import CheckpointReader, read_metadata

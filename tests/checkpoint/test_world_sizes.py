@@ -17,7 +17,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from stagereg.checkpoint import torchfiles, zero
+import stagereg.checkpoint.torchfiles as torchfiles
+import stagereg.checkpoint.zero as zero
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError
 from stagereg.registry import build

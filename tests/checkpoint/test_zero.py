@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagereg.checkpoint import zero
+import stagereg.checkpoint.zero as zero
 
 
 @st.composite

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+import stagereg.commands.attempt as attempt
+import stagereg.commands.subject as subject
 from stagereg.cli import main
-from stagereg.commands import attempt, subject
 from stagereg.errors import ConfigError, RegistryError
 
 # Contracts of no kind need no training to break their promises; each of these does it in another way.
@@ -68,7 +69,7 @@ class Harmful(Contract):
 
 STAGER = """
 import stagereg
-from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.stagers.host import HostStager
 

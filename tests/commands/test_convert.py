@@ -148,7 +148,7 @@ def save(root: Path, *states: dict[str, Any]) -> Path:
 
 
 def tensors_of_every_kind() -> dict[str, torch.Tensor]:
-    from stagereg.checkpoint import export
+    import stagereg.checkpoint.export as export
 
     tied = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     made = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in export._DTYPES}
@@ -159,7 +159,7 @@ def test_tensors_of_every_kind_are_what_the_library_reads(tmp_path: Path, monkey
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    from stagereg.checkpoint import export
+    import stagereg.checkpoint.export as export
 
     monkeypatch.setattr(export, "_PIECE_BYTES", 40)
     tensors = tensors_of_every_kind()
@@ -215,7 +215,7 @@ def test_a_pt_has_what_torch_would_not_load_in_types_that_it_does(tmp_path: Path
 def test_a_full_disk_and_an_interruption_leave_nothing(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stagereg.checkpoint import torchfiles
+    import stagereg.checkpoint.torchfiles as torchfiles
 
     class Full(io.FileIO):
         def write(self, content: Any) -> int:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+import stagereg.commands.apart as apart
+import stagereg.commands.vitals as vitals
 from stagereg import cli
-from stagereg.commands import apart, vitals
 
 from .conftest import Install
 

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
+import stagereg.commands.scaffold as scaffold
 from stagereg.cli import main
-from stagereg.commands import scaffold
 from stagereg.errors import ConfigError
 
 KINDS = ("stager", "joinable", "join_hook")

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import stagereg.checkpoint.interval as interval
+import stagereg.commands.costs as costs
 from stagereg import cli, record
-from stagereg.checkpoint import interval
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.commands import costs
 from stagereg.commands.losses import Job, duration_text
 
 GIVEN = ("--stage-gib-s", "2", "--write-gib-s", "0.5")

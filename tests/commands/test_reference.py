@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import stagereg.commands.reference as reference
 from stagereg import registry
-from stagereg.commands import reference
 
 from .conftest import Install
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import stagereg.sweep.place as place
 from stagereg import cli
 from stagereg.errors import ConfigError
-from stagereg.sweep import place
 
 from ..sweep.samples import FAILING, Sample, failed, rank_file, sweep, write_hydra, write_run
 

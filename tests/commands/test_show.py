@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
+import stagereg.config.schema as schema
 from stagereg import cli, registry
 from stagereg.commands.describe import describe
-from stagereg.config import schema
 
 from .conftest import Install
 

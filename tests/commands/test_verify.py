@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import stagereg.checkpoint.layout as layout
 from stagereg import cli
-from stagereg.checkpoint import layout
 from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.checkpoint.place.remote import RemotePlace
 

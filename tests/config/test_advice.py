@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stagereg.config.advice import explain
+from stagereg.config.suggestions import explain
 
 
 class Codec(enum.Enum):

@@ -19,8 +19,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 import stagereg
+import stagereg.config.schema as schema
 from stagereg import registry
-from stagereg.config import schema
 from stagereg.config.instantiate import targets
 from stagereg.errors import ConfigError, LaunchError, RegistryError, TargetNotAllowedError
 

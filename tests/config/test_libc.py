@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from stagereg.config.libc import TUNABLES, tuned
+from stagereg.launch.libc import TUNABLES, tuned
 
 pytestmark = pytest.mark.skipif(
     (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="the threshold is one of glibc on x86-64"

@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import stagereg
+import stagereg.config.allow_list as lock
+import stagereg.config.instantiate as room
 from stagereg import registry
-from stagereg.config import instantiate as room
-from stagereg.config import lock
 from stagereg.config.instantiate import targets
 from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, UnknownNameError
 

@@ -18,13 +18,13 @@ from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
 from stagereg import record
-from stagereg.config.command import Command
-from stagereg.config.handover import Handover
-from stagereg.config.launch import _told
-from stagereg.config.libc import tuned
-from stagereg.config.main import _follow
-from stagereg.config.rank import Rank
 from stagereg.errors import LaunchError
+from stagereg.launch.command_line import Command
+from stagereg.launch.launch import _told
+from stagereg.launch.launcher_channel import Handover
+from stagereg.launch.libc import tuned
+from stagereg.launch.main import _follow
+from stagereg.launch.rank import Rank
 
 LIMIT_S = 100
 PROMPTLY_S = 20
@@ -469,7 +469,7 @@ subprocess.run([sys.executable, "rank.py"])
 """
 WAITING = """
 import os
-from stagereg.config import rank
+import stagereg.launch.rank as rank
 
 
 def told(parent, end_with=rank._end_with):

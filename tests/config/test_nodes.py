@@ -21,10 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore
 
-from stagereg.config import attempt, pulse, rank
-from stagereg.config.main import _how_to_sweep
-from stagereg.config.rank import Rank
+import stagereg.launch.heartbeat as pulse
+import stagereg.launch.rank as rank
+import stagereg.launch.restart as attempt
 from stagereg.errors import LaunchError
+from stagereg.launch.main import _how_to_sweep
+from stagereg.launch.rank import Rank
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 110

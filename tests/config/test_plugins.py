@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import stagereg
+import stagereg.config.plugins as plugins
 from stagereg import registry
-from stagereg.config import plugins
 from stagereg.config.plugins import PluginError
 from stagereg.errors import StageregError
 
@@ -217,7 +217,7 @@ def test_a_choice_that_comes_too_late_for_an_option_is_not_in_time(composed: Com
 def test_the_main_function_imports_what_its_config_names_where_no_option_is_chosen(
     composed: Composed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagereg.config.main.alone", lambda task, cfg: task(cfg))
+    monkeypatch.setattr("stagereg.launch.main.alone", lambda task, cfg: task(cfg))
     build = stagereg.main()(lambda cfg: stagereg.build("stager", "one"))
     with pytest.raises(stagereg.StageregError, match="No stager named 'one'"):
         build(OmegaConf.create({"a": 1}))

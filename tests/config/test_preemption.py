@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from stagereg.config import leaving
-from stagereg.preemption import Preempted, Stopped
+import stagereg.launch.preempted_exit as leaving
+from stagereg.errors import Preempted, Stopped
 from stagereg.sweep.result import JobResult
 
 LIMIT_S = 110

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 import pytest
 from omegaconf import MISSING, OmegaConf, ValidationError
 
+import stagereg.config.schema as schema
 from stagereg import registry
-from stagereg.config import schema
 from stagereg.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
 import stagereg
+import stagereg.config.schema as schema
+import stagereg.config.values as values
 from stagereg import ByteSize, registry
-from stagereg.config import schema, values
 from stagereg.errors import ConfigError
 
 

@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
+import stagereg.testing.ranks as ranks
 from stagereg.errors import JoinError, PeerFailedError
-from stagereg.testing import RankFailure, ranks, run_ranks
+from stagereg.testing import RankFailure, run_ranks
 from stagereg.testing.worker import new_group
 
 from .reference import EXACT, batch, difference, mlp

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.errors import JoinError, UnevenInputsError
-from stagereg.join.protocol import JoinConfig
+from stagereg.join.joinable import JoinConfig
 from stagereg.testing import run_ranks
 
 from .reference import Case, batch, net

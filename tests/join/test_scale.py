@@ -79,9 +79,9 @@ class Lifeline:
 def in_threads() -> Iterator[None]:
     """What a join takes of its process is per rank while this is on."""
     each = {
-        "stagereg.join.wiring.Lifeline": Lifeline,
-        "stagereg.join.wiring.side_line": lambda group, purpose, waiting: line_of(group, purpose),
-        "stagereg.join.wiring.side_groups": lambda group, but: [],
+        "stagereg.join.session.Lifeline": Lifeline,
+        "stagereg.join.session.side_line": lambda group, purpose, waiting: line_of(group, purpose),
+        "stagereg.join.session.side_groups": lambda group, but: [],
         "stagereg.join.context.was_aborted": lambda group: False,
         "stagereg.join.context.nesting": SimpleNamespace(enter=lambda borrow: None, leave=lambda borrow: None),
     }

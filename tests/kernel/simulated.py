@@ -109,7 +109,7 @@ class Simulation:
             raise self._failure()
 
     def waiting(self, ready: Callable[[float], bool], what: str) -> None:
-        """A ``stagereg.kernel.attendance.Waiting``."""
+        """A ``stagereg.kernel.membership.Waiting``."""
         self.wait(lambda: ready(0.0), what)
 
     def pause(self) -> None:
@@ -194,7 +194,7 @@ class _Thread:
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
     """While this is on, the threads in which tallies answer take turns too."""
-    with mock.patch("stagereg.kernel.tally.threading", SimpleNamespace(Thread=_Thread)):
+    with mock.patch("stagereg.join.tally.threading", SimpleNamespace(Thread=_Thread)):
         yield
 
 
@@ -244,7 +244,7 @@ class _Room:
 
 
 class SimulatedLine:
-    """A ``stagereg.kernel.side.Line``."""
+    """A ``stagereg.kernel.channel.Line``."""
 
     def __init__(self, room: _Room, rank: int) -> None:
         self.rank, self.size = rank, room.simulation.size
@@ -265,7 +265,7 @@ class SimulatedLine:
 
 
 class SimulatedSum:
-    """A ``stagereg.kernel.side.Pending``."""
+    """A ``stagereg.kernel.channel.Pending``."""
 
     def __init__(self, room: _Room, call: _Round) -> None:
         self._room, self._call = room, call

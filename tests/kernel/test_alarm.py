@@ -20,12 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
+import stagereg.testing.ranks as ranks
 from stagereg.errors import JoinError, PeerFailedError
-from stagereg.kernel.abort import abort, is_broken_operation, is_timeout
-from stagereg.kernel.alarm import Lifeline
-from stagereg.kernel.board import Board, Failure, Word, place
-from stagereg.kernel.watch import Watch
-from stagereg.testing import RankFailure, ranks, run_ranks
+from stagereg.join.abort import abort, is_broken_operation, is_timeout
+from stagereg.join.alarm import Lifeline
+from stagereg.join.board import Board, Failure, Word, place
+from stagereg.join.watch import Watch
+from stagereg.testing import RankFailure, run_ranks
 
 SOON_S = 5.0
 """Within which a rank's error is to reach the others: a quarter of a second, and much patience with a busy machine."""

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from stagereg.errors import JoinError, UnevenInputsError
-from stagereg.kernel.attendance import Attendance, CountedAttendance, PlannedAttendance, Roll
+from stagereg.kernel.membership import Attendance, CountedAttendance, PlannedAttendance, Roll
 
 from .simulated import Simulation, Stuck
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 
 MIB = 2**20
@@ -29,7 +29,7 @@ def test_bytes_arrive_whole_however_they_are_split(threads: int) -> None:
 
 
 def test_a_state_dict_that_stays_as_it_is_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stagereg.kernel import copy as room
+    import stagereg.kernel.copier as room
 
     plans = []
     real = room.lay_out

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagereg.errors import JoinError
-from stagereg.kernel.desk import Desk
-from stagereg.kernel.side import Pending, side_line
+from stagereg.join.desk import Desk
+from stagereg.kernel.channel import Pending, side_line
 from stagereg.testing import run_ranks
 
 PATIENCE_S = 20.0

@@ -13,8 +13,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import stagereg.kernel.memory as memory
+import stagereg.kernel.waiting as waiting
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel import memory, waiting
 from stagereg.kernel.memory import Arena, Loan, Pool
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagereg.kernel.side import side_line
+from stagereg.kernel.channel import side_line
 from stagereg.testing import run_ranks
 
 

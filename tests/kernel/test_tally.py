@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from stagereg.kernel.tally import Tally
+from stagereg.join.tally import Tally
 
 from .simulated import Simulation, answering
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stagereg.errors import StagingError
-from stagereg.kernel.tree import path_to, unravel
+from stagereg.kernel.state_dict import path_to, unravel
 
 
 def test_each_tensor_object_is_listed_once_in_order() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg
-from stagereg.kernel import vectored
+import stagereg.kernel.vectored as vectored
 from stagereg.kernel.vectored import Pieces, read_many
 
 

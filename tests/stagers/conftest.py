@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import stagereg
+import stagereg.kernel.memory as memory
+import stagereg.kernel.waiting as waiting
+import stagereg.kernel.writers as writers
+import stagereg.stagers.blocks as blocks
 from stagereg import AsyncStager, BlockingAsyncStager
-from stagereg.kernel import blocks, memory, waiting, writers
 
 
 class Settled(AsyncStager):

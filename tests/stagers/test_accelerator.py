@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import stagereg
+import stagereg.stagers.bounded as bounded
 from stagereg import AsyncStager, Checkpointer
 from stagereg.errors import StagingError
-from stagereg.kernel import bounded
 from stagereg.stagers.overlapped import OverlappedStager
 
 pytestmark = [

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg
+import stagereg.kernel.waiting as waiting
+import stagereg.stagers.bounded as bounded
 from stagereg.errors import StagingError
-from stagereg.kernel import bounded, waiting
-from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.copier import HostCopier
 
 MIB_IN_GB = 2**20 / 2**30
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import stagereg
 from stagereg import AsyncStager, BlockingAsyncStager
-from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.stagers.host import HostStager
 from stagereg.testing import run_ranks

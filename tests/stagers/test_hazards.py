@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager as TorchBlo
 import stagereg
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError, StagingError
-from stagereg.stagers.protocol import AsyncStager
+from stagereg.stagers.async_stager import AsyncStager
 
 OURS: dict[str, dict[str, Any]] = {
     "blocking": {},

@@ -13,9 +13,9 @@ from types import FrameType
 import pytest
 import torch
 
+import stagereg.kernel.waiting as waiting
 from stagereg import AsyncStager
 from stagereg.errors import StagerClosedError
-from stagereg.kernel import waiting
 
 
 @pytest.fixture(autouse=True)

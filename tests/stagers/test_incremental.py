@@ -17,10 +17,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import stagereg
 from stagereg import AsyncStager
 from stagereg.errors import StagingError
-from stagereg.kernel.names import names_of, trace
 from stagereg.kernel.room import room_around
-from stagereg.kernel.tree import unravel
+from stagereg.kernel.state_dict import unravel
 from stagereg.stagers.incremental import IncrementalStager
+from stagereg.stagers.tensor_names import names_of, trace
 from stagereg.testing import run_ranks
 
 

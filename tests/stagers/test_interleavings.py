@@ -26,9 +26,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import stagereg
+import stagereg.stagers.delta as delta
 from stagereg import AsyncStager
 from stagereg.errors import StagingError
-from stagereg.kernel import delta
 from stagereg.testing import run_ranks
 
 STAGERS: dict[str, dict[str, Any]] = {

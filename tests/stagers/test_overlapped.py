@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stagereg
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.overlap import LateCopy
+from stagereg.stagers.deferred_copy import LateCopy
 from stagereg.stagers.overlapped import OverlappedStager
 from stagereg.testing import run_ranks
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stagereg
-from stagereg.kernel.moves import Mover
+from stagereg.kernel.transfer import Mover
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 

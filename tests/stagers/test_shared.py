@@ -21,12 +21,14 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import stagereg
+import stagereg.kernel.memory as memory
+import stagereg.stagers.shared_memory as sharing
+import stagereg.stagers.tensor_bundle as parcel
 from stagereg import AsyncStager
 from stagereg.errors import StagingError
-from stagereg.kernel import memory, parcel, sharing
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.room import room_around
-from stagereg.kernel.sharing import SharedArena
+from stagereg.stagers.shared_memory import SharedArena
 from stagereg.testing import run_ranks
 
 PROGRAM = """

@@ -18,8 +18,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from stagereg.config.tasks import Task
-from stagereg.sweep import result as result_room
+import stagereg.sweep.result as result_room
+from stagereg.launch.scheduler_task import Task
 from stagereg.sweep.callback import Compare
 from stagereg.sweep.result import JobResult
 

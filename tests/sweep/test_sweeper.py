@@ -13,8 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagereg.config.interleaved import InterleavedSweeper, RepeatsError, interleaved
 from stagereg.errors import ConfigError
+from stagereg.sweep.interleaved import InterleavedSweeper, RepeatsError, interleaved
 
 HYDRA_1_4 = Path(sys.prefix) / "hydra-1.4" / "bin" / "python"
 

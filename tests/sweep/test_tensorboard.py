@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+import stagereg.sweep.tensorboard as tensorboard
 from stagereg.errors import ConfigError
-from stagereg.sweep import tensorboard
 from stagereg.sweep.compare import compare
 from stagereg.sweep.result import results
 from stagereg.sweep.run import RankRecord, Run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import stagereg
-from stagereg.checkpoint import points
+import stagereg.checkpoint.points as points
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.testing.faults import FaultyStorage

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import StageregError
-from stagereg.kernel.abort import abort
+from stagereg.join.abort import abort
 from stagereg.testing import RankFailure, run_ranks
 from stagereg.testing.worker import await_all, limited, new_group
 

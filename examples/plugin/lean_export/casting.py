@@ -14,7 +14,7 @@ import torch
 from stagereg.errors import StagingError
 from stagereg.kernel.layout import ALIGNMENT, lay_out, sign
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.moves import Mover
+from stagereg.kernel.transfer import Mover
 
 __all__ = ["WIDE", "CastingCopier"]
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from stagereg import AsyncStager
 from stagereg.errors import StagingError, nearest
-from stagereg.kernel.copy import HostCopier, naming
+from stagereg.kernel.copier import HostCopier, naming
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.tree import unravel
-from stagereg.stagers.protocol import StateDict
+from stagereg.kernel.state_dict import unravel
+from stagereg.stagers.async_stager import StateDict
 from torch.distributed.tensor import DTensor
 
 from lean_export.casting import WIDE, CastingCopier

@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from stagereg.checkpoint import layout
+import stagereg.checkpoint.layout as layout
 from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differences, of_error
 from stagereg.checkpoint.layout import (
     LATEST,

@@ -26,7 +26,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from stagereg.checkpoint import layout
+import stagereg.checkpoint.layout as layout
 from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differences, of_error
 from stagereg.checkpoint.layout import (
     LATEST,

@@ -6,7 +6,7 @@ bare name, so that a checkpoint can be read where no other package claims the na
 
 from __future__ import annotations
 
-from stagereg import registry
+import stagereg.registry as registry
 from stagereg.checkpoint.place.choice import is_url
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError, StageregError

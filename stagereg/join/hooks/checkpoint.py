@@ -2,7 +2,7 @@
 
 Once a step, before anything of it happens, the ranks exchange what was asked for: one small sum on a line of its own.
 All of them have ended the same step then, so what they save together is the state after it. The sum also carries
-whether a rank was told to leave (:mod:`stagereg.preemption`), with data or without: the ranks that still have some then
+whether a rank was told to leave (SIGTERM, SIGUSR1), with data or without: the ranks that still have some then
 ask at the end of the step, and that save is the last.
 
 A rank that has left the loop holds the current state only if the join steps its optimizers and schedules for it. So
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stagereg.errors import JoinError
-from stagereg.join.protocol import JoinHook
-from stagereg.kernel.side import Line
+from stagereg.join.joinable import JoinHook
+from stagereg.kernel.channel import Line
 from stagereg.registry import register
 
 __all__ = ["CheckpointHook", "Leaves", "Saves"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from stagereg.join.protocol import JoinHook
+from stagereg.join.joinable import JoinHook
 from stagereg.kernel.shadow import Collective, shadow
 from stagereg.registry import register
 

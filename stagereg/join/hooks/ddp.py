@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import JoinError
-from stagereg.join.carry import CarryWatch
+from stagereg.join.carryover import CarryWatch
+from stagereg.join.joinable import JoinHook
 from stagereg.join.pace import FLAG, Pace, reset_divisor
-from stagereg.join.protocol import JoinHook
 from stagereg.kernel.shadow import Wire
 from stagereg.registry import register
 

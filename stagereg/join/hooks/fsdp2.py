@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from stagereg.errors import JoinError
-from stagereg.join.announce import Announcer
-from stagereg.join.carry import Memory as Habits
+from stagereg.join.carryover import Memory as Habits
 from stagereg.join.empty import emptied, fetch, publish
-from stagereg.join.protocol import JoinHook, notify
+from stagereg.join.joinable import JoinHook, notify
+from stagereg.join.step_tracker import Announcer
 from stagereg.kernel.shadow import Wire
 from stagereg.registry import register
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stagereg.join.protocol import JoinHook
-from stagereg.kernel.desk import Desk
+from stagereg.join.desk import Desk
+from stagereg.join.joinable import JoinHook
 from stagereg.registry import register
 
 __all__ = ["MetricsHook"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from stagereg.errors import JoinError
-from stagereg.join.protocol import JoinHook
+from stagereg.join.joinable import JoinHook
 from stagereg.registry import register
 
 __all__ = ["ModuleHook"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stagereg.join.protocol import JoinHook
+from stagereg.join.joinable import JoinHook
 from stagereg.registry import register
 
 __all__ = ["StepHook"]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from stagereg.errors import JoinError
-from stagereg.join.protocol import JoinConfig, JoinHook
+from stagereg.join.joinable import JoinConfig, JoinHook
 from stagereg.registry import register
 
 __all__ = ["ZeroHook"]

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import JoinError
-from stagereg.join.announce import Announcer
 from stagereg.join.hooks.checkpoint import CheckpointHook, Saves
 from stagereg.join.hooks.fsdp2 import device_of, group_of, reduces
-from stagereg.join.protocol import Joinable, notify
-from stagereg.kernel.side import side_line
+from stagereg.join.joinable import Joinable, notify
+from stagereg.join.step_tracker import Announcer
+from stagereg.kernel.channel import side_line
 from stagereg.registry import register
 
 __all__ = ["CheckpointJoinable"]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from stagereg.errors import ConfigError, JoinError, nearest
 from stagereg.join.hooks.collective import CollectiveHook
-from stagereg.join.protocol import Joinable, notify
+from stagereg.join.joinable import Joinable, notify
 from stagereg.kernel.shadow import Collective
 from stagereg.registry import register
 

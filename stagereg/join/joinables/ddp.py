@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import JoinError
 from stagereg.join.hooks.ddp import DdpHook
+from stagereg.join.joinable import Joinable
 from stagereg.join.pace import Pace
-from stagereg.join.protocol import Joinable
 from stagereg.registry import register
 
 __all__ = ["DdpJoinable"]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from stagereg.errors import JoinError
 from stagereg.join.hooks.fsdp2 import Fsdp2Hook, device_of, group_of
-from stagereg.join.protocol import Joinable, JoinConfig
+from stagereg.join.joinable import Joinable, JoinConfig
 from stagereg.registry import register
 
 __all__ = ["Fsdp2Joinable"]

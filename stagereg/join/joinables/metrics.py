@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from stagereg.errors import JoinError
+from stagereg.join.desk import Desk
 from stagereg.join.hooks.metrics import MetricsHook
-from stagereg.join.protocol import Joinable, JoinConfig
-from stagereg.kernel.desk import Desk
-from stagereg.kernel.side import side_line
+from stagereg.join.joinable import Joinable, JoinConfig
+from stagereg.kernel.channel import side_line
 from stagereg.registry import register
 
 __all__ = ["MetricsJoinable"]

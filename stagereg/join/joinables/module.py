@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from stagereg.errors import JoinError
-from stagereg.join.announce import Announcer
 from stagereg.join.hooks.module import ModuleHook
-from stagereg.join.protocol import Joinable, notify
+from stagereg.join.joinable import Joinable, notify
+from stagereg.join.step_tracker import Announcer
 from stagereg.registry import register
 
 __all__ = ["ModuleJoinable"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from stagereg.errors import JoinError
 from stagereg.join.hooks.step import StepHook
-from stagereg.join.protocol import Joinable
+from stagereg.join.joinable import Joinable
 from stagereg.registry import register
 
 __all__ = ["StepJoinable"]

@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from stagereg.errors import JoinError
 from stagereg.join.hooks.zero import ZeroHook
-from stagereg.join.protocol import Joinable
+from stagereg.join.joinable import Joinable
 from stagereg.registry import register
 
 __all__ = ["ZeroJoinable"]

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import stagereg.sweep.render.page as page
+import stagereg.sweep.render.plots as plots
+import stagereg.sweep.render.tables as tables
 from stagereg.errors import ConfigError
-from stagereg.sweep.render import page, plots, tables
 
 if TYPE_CHECKING:
     from stagereg.sweep.compare import Comparison

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import stagereg.sweep.render.sheets as sheets
+import stagereg.sweep.render.tables as tables
 from stagereg.sweep.answer import Trust, repeated, trust
 from stagereg.sweep.metrics import METRICS, counted
-from stagereg.sweep.render import sheets, tables
 from stagereg.sweep.render.plots import COLOURS
 from stagereg.sweep.render.sheets import Table
 
@@ -167,7 +168,7 @@ def _rendered(template: str, **values: Any) -> str:
     import jinja2
     from markupsafe import Markup
 
-    from stagereg import __version__
+    from stagereg._version import __version__
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     shelf = jinja2.Environment(

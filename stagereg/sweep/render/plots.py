@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stagereg.sweep.render import tables
+import stagereg.sweep.render.tables as tables
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

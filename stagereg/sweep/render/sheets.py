@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import stagereg.sweep.render.tables as tables
 from stagereg.sweep.metrics import METRICS, counted, in_order, in_words
-from stagereg.sweep.render import tables
 
 if TYPE_CHECKING:
     from stagereg.sweep.compare import Cell, Comparison, Row

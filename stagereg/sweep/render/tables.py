@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from stagereg import output
+import stagereg.output as output
 from stagereg.sweep.metrics import counted, shown
 
 if TYPE_CHECKING:

@@ -43,10 +43,10 @@ import torch.nn.parallel
 from observer import ALL, ONE, RANDOM, WRITER, Kill, Observer, tell
 
 import stagereg
+import stagereg.checkpoint.place.local as local
+import stagereg.checkpoint.points as points
 from stagereg import output
-from stagereg.checkpoint import points
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place import local
 from stagereg.checkpoint.place.choice import place_of
 from stagereg.registry import find
 

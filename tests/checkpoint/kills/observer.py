@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stagereg.checkpoint import points
+import stagereg.checkpoint.points as points
 
 ONE, ALL, WRITER = "one rank", "all ranks", "the writer"
 RANDOM = "a random moment"

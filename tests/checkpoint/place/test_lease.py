@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+import stagereg.checkpoint.place.lease as lease
+import stagereg.checkpoint.place.retry as retry
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place import lease, retry
 from stagereg.checkpoint.place.lease import Lease, leaseholder
 from stagereg.checkpoint.place.objects import Objects
 from stagereg.errors import CheckpointError

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+import stagereg.checkpoint.place.local as local
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.layout import Checkpoint, Manifest
-from stagereg.checkpoint.place import local
 from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.errors import CheckpointError
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+import stagereg.checkpoint.place.objects as objects
+import stagereg.checkpoint.place.remote as remote
 from stagereg import cli
 from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.layout import Checkpoint, FileMark, Manifest, mark
-from stagereg.checkpoint.place import objects, remote
 from stagereg.checkpoint.place.objects import Objects
 from stagereg.checkpoint.place.remote import RemotePlace
 from stagereg.checkpoint.place.retry import within

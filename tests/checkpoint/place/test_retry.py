@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fsspec.exceptions import FSTimeoutError
 
-from stagereg.checkpoint.place import retry
+import stagereg.checkpoint.place.retry as retry
 from stagereg.checkpoint.place.retry import retrying, until, within
 from stagereg.errors import CheckpointError
 

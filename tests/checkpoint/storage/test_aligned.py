@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import stagereg.checkpoint.storage.aligned as aligned
 from stagereg.checkpoint.layout import FileMark
 from stagereg.checkpoint.place.local import mark_file
-from stagereg.checkpoint.storage import aligned
 from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, Bounce
 
 BUFFERS = [Bounce(2 * PAGE) for _ in range(2)]

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import stagereg
-from stagereg.checkpoint import layout
+import stagereg.checkpoint.layout as layout
+import stagereg.checkpoint.place.local as local
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place import local
 from stagereg.checkpoint.place.local import LocalPlace, mark_file
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.errors import CheckpointError, ConfigError, RegistryError

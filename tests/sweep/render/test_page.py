@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+import stagereg.sweep.render.page as page
+import stagereg.sweep.render.plots as plots
 from stagereg.sweep.compare import Comparison, Row
-from stagereg.sweep.render import page, plots
 from stagereg.sweep.run import RankRecord, Run
 
 Rows = Callable[..., Row]

@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+import stagereg.sweep.render.plots as plots
 from stagereg.sweep.compare import Comparison, Row
 from stagereg.sweep.metrics import metric
-from stagereg.sweep.render import plots
 
 matplotlib = pytest.importorskip("matplotlib", reason="pictures need stagereg[report]")
 

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import stagereg.sweep.render.page as page
+import stagereg.sweep.render.tables as tables
 from stagereg.sweep.compare import Cell, Comparison, Row
 from stagereg.sweep.metrics import METRICS, metric
-from stagereg.sweep.render import page, tables
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e12, max_value=1e12)
 _HERE = Path("sweep")

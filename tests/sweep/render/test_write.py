@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stagereg.sweep import render
+import stagereg.sweep.render as render
 from stagereg.sweep.compare import Comparison, Row
 
 Rows = Callable[..., Row]

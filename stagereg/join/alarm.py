@@ -28,9 +28,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 
 from stagereg.errors import PeerFailedError, StageregError
-from stagereg.kernel.abort import abort, is_broken_operation, is_timeout, limit_operations
-from stagereg.kernel.board import Failure, Word, place
-from stagereg.kernel.watch import Watch
+from stagereg.join.abort import abort, is_broken_operation, is_timeout, limit_operations
+from stagereg.join.board import Failure, Word, place
+from stagereg.join.watch import Watch
 
 __all__ = ["Lifeline"]
 

@@ -7,7 +7,7 @@ in one process, a job would have the memory and the warm caches of those before 
 
 Promises: an error of the project is one short message, any other one traceback, with the rank that failed, and exit
 code 1; Ctrl-C ends everything with 130, SIGTERM with 143. While a checkpointer listens, SIGTERM and SIGUSR1 have the
-ranks save and leave instead, with 75: the same command goes on (:mod:`stagereg.preemption`).
+ranks save and leave instead, with 75: the same command goes on (:mod:`stagereg.launch.preemption`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from stagereg.config.command import Command, overrides, wants_no_job, wants_sweep, without_logging
-from stagereg.config.launch import RanksFailedError, checked_nproc, launch
-from stagereg.config.leaving import say
-from stagereg.config.rank import Rank, alone, described, environment, is_rank, leave
-from stagereg.config.tasks import Task
-from stagereg.errors import ConfigError, LaunchError, StageregError
-from stagereg.preemption import Preempted, Stopped
+from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
+from stagereg.launch.command_line import Command, overrides, wants_no_job, wants_sweep, without_logging
+from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
+from stagereg.launch.preempted_exit import say
+from stagereg.launch.rank import Rank, alone, described, environment, is_rank, leave
+from stagereg.launch.scheduler_task import Task
 
 __all__ = ["main"]
 
@@ -92,7 +91,7 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
 
 def _import_plugins() -> None:
     """Import what the command line names; those that configs name are imported while Hydra composes."""
-    from stagereg.config import plugins
+    import stagereg.config.plugins as plugins
 
     try:
         plugins.from_overrides(overrides(sys.argv[1:]))
@@ -129,7 +128,7 @@ def _run_hydra(job: _Job, arguments: dict[str, Any]) -> None:
     import hydra
     from hydra._internal.utils import run_and_report
 
-    from stagereg.config.advice import explain
+    from stagereg.config.suggestions import explain
 
     try:
         with environment({_FULL_ERROR: "1"}):

@@ -3,7 +3,7 @@
 Who has left cannot know when the others call, or how often. So it has a thread that puts its answer down and waits for
 the call. When a join ends, every rank closes its end, and the threads with it.
 
-Where sums of a few numbers are enough, :mod:`stagereg.kernel.tally` has them for less.
+Where sums of a few numbers are enough, :mod:`stagereg.join.tally` has them for less.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stagereg.errors import JoinError
-from stagereg.kernel.side import Line
+from stagereg.kernel.channel import Line
 
 __all__ = ["Desk"]
 

@@ -20,13 +20,13 @@ from typing import Literal
 
 import torch
 
+import stagereg.kernel.room as room
 from stagereg.errors import StagingError
-from stagereg.kernel import room
-from stagereg.kernel.blocks import Block, Blocks, Lease
-from stagereg.kernel.compare import Comparer, Pair, same_elements
-from stagereg.kernel.copy import no_collection
+from stagereg.kernel.copier import no_collection
 from stagereg.kernel.layout import ALIGNMENT, Layout, Piece, Region, Signature, lay_out, sign
-from stagereg.kernel.moves import Batch, Move, Mover
+from stagereg.kernel.transfer import Batch, Move, Mover
+from stagereg.stagers.blocks import Block, Blocks, Lease
+from stagereg.stagers.byte_compare import Comparer, Pair, same_elements
 
 __all__ = ["DeltaCopier", "Treatment"]
 

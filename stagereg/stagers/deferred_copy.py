@@ -1,6 +1,6 @@
 """A copy that goes on while its source is not written: begun in one call, finished at the latest before the next write.
 
-A :class:`LateCopy` moves some regions of a :class:`~stagereg.kernel.copy.Draft` in pieces that any thread may take: a
+A :class:`LateCopy` moves some regions of a :class:`~stagereg.kernel.copier.Draft` in pieces that any thread may take: a
 background thread takes them one after the other, and whoever is about to write calls :meth:`LateCopy.let_write`, helps
 with those that are left, and goes on when all are copied (copy before overwrite). An accelerator's copies are queued on
 a side stream, and a writer's stream is made to wait for them, not the writer.
@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from stagereg.kernel.changes import Places, Watch
-from stagereg.kernel.copy import Draft
+from stagereg.kernel.copier import Draft
 from stagereg.kernel.layout import Layout, Region
-from stagereg.kernel.moves import Batch, Job, Mover, move
+from stagereg.kernel.transfer import Batch, Job, Mover, move
+from stagereg.stagers.write_detector import Places, Watch
 
 __all__ = ["LateCopy", "Parting"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 
 from stagereg.errors import JoinError
-from stagereg.kernel.attendance import until
-from stagereg.kernel.side import Line, Waiting
+from stagereg.kernel.channel import Line, Waiting
+from stagereg.kernel.membership import until
 
 __all__ = ["Tally"]
 

@@ -6,7 +6,7 @@ belong to rank 0, and one clock; in that directory each rank records its job (:m
 the cause is told once, and errors that merely follow from it are not.
 
 ``torchrun --max-restarts`` starts ranks over and over on one store. So each start of all ranks is an *attempt* with
-keys of its own (:mod:`stagereg.config.attempt`), and attempts after the first go on in the directory of the first.
+keys of its own (:mod:`stagereg.launch.restart`), and attempts after the first go on in the directory of the first.
 
 Starting ranks is left to ``launch``, Hydra to ``main``.
 """
@@ -30,12 +30,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stagereg import ending, record
-from stagereg.config import attempt, leaving, pulse
-from stagereg.config.command import quoted, without_callbacks
-from stagereg.config.handover import Handover
-from stagereg.errors import LaunchError, StageregError, UnevenInputsError
-from stagereg.preemption import Preempted, Stopped
+import stagereg.launch.heartbeat as heartbeat
+import stagereg.launch.preempted_exit as preempted_exit
+import stagereg.launch.restart as restart
+import stagereg.record as record
+import stagereg.shutdown as shutdown
+from stagereg.errors import LaunchError, Preempted, StageregError, Stopped, UnevenInputsError
+from stagereg.launch.command_line import quoted, without_callbacks
+from stagereg.launch.launcher_channel import Handover
 
 __all__ = ["Rank", "alone", "described", "environment", "is_rank", "leave"]
 
@@ -99,7 +101,7 @@ class Rank:
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         runs = PrefixStore("stagereg", store)
-        this_attempt = PrefixStore(attempt.named(runs, rank, world_size) if handover is None else "0", runs)
+        this_attempt = PrefixStore(restart.named(runs, rank, world_size) if handover is None else "0", runs)
         return cls(rank, world_size, local_rank, local_world_size, handover, this_attempt, runs)
 
     @property
@@ -116,7 +118,7 @@ class Rank:
         """Hydra overrides that make this rank follow its run; waits for rank 0 where that decides the directory."""
         follow: list[str] = []
         if self.handover is None and self.rank > 0:
-            attempt.await_key(self.store, "run", "rank 0 did not begin")
+            restart.await_key(self.store, "run", "rank 0 did not begin")
             run = json.loads(self.store.get("run"))
             follow += [f"hydra.run.dir={quoted(run['dir'])}", *run["without_callbacks"]]
         if self.leads and (begun := self._begun()):
@@ -132,8 +134,8 @@ class Rank:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self._agree_on_run(cfg)
-        beating = pulse.Pulse(self.store, self.rank) if self.far else contextlib.nullcontext()
-        listening = leaving.announced(None if self.handover is None else self.handover.listening(self.rank))
+        beating = heartbeat.Pulse(self.store, self.rank) if self.far else contextlib.nullcontext()
+        listening = preempted_exit.announced(None if self.handover is None else self.handover.listening(self.rank))
         try:
             with beating, _process_group(PrefixStore("group", self.store), self):
                 if self.handover is not None:
@@ -141,7 +143,7 @@ class Rank:
                 try:
                     with listening, record.recording(_run_directory(), self.rank, self.world_size, **_device()):
                         value = task(cfg)
-                        ending.finish()
+                        shutdown.finish()
                 except (Preempted, Stopped) as left:
                     self._leave(left)
                 except Exception as error:
@@ -162,21 +164,21 @@ class Rank:
             self.handover.result.write_text(_as_json(value))
         return value
 
-    def _leave(self, left: leaving.Left) -> NoReturn:
+    def _leave(self, left: preempted_exit.Left) -> NoReturn:
         """End this rank because all were told to leave: together, so that nobody takes the end of one for a failure."""
         from hydra.core.hydra_config import HydraConfig
 
-        leaving.deaf()
+        preempted_exit.deaf()
         if self.handover is not None:
-            leaving.note(self.handover.left(self.rank), left)
+            preempted_exit.note(self.handover.left(self.rank), left)
         elif self.rank == 0:
-            leaving.say(left, HydraConfig.get())
+            preempted_exit.say(left, HydraConfig.get())
         with contextlib.suppress(Exception):
             self._say_ended()
             self._await_others(_LEAVING_S)
         if self.handover is None:
             raise left from None
-        ending.leave_with(0)
+        shutdown.leave_with(0)
         raise SystemExit(0) from None
 
     def _begun(self) -> dict[str, Any] | None:
@@ -195,7 +197,7 @@ class Rank:
             begun = self._begun() or {"dir": hydra.runtime.output_dir, "time": now_s}
             self.runs.set("begun", json.dumps(begun))
             self.store.set("run", json.dumps(begun | {"without_callbacks": without_callbacks(hydra)}))
-        attempt.await_key(self.store, "run", "rank 0 did not begin")
+        restart.await_key(self.store, "run", "rank 0 did not begin")
         at = json.loads(self.store.get("run"))["time"]
         started = datetime.fromtimestamp(at)
 
@@ -253,13 +255,13 @@ class Rank:
         if not self.far:
             return ()  # whoever has started the ranks sees how they end
         left = [rank for rank in range(self.world_size) if not self.store.check([f"ended/{rank}"])]
-        return tuple(pulse.silent(self.store, left, for_s))
+        return tuple(heartbeat.silent(self.store, left, for_s))
 
     def _names(self, ranks: tuple[int, ...]) -> str:
         """Who these ranks are, as a message begins; empty if there is none."""
         if not ranks:
             return ""
-        named = ", ".join(f"rank {rank} ({pulse.place(self.store, rank)})" for rank in ranks[:_NAMED])
+        named = ", ".join(f"rank {rank} ({heartbeat.place(self.store, rank)})" for rank in ranks[:_NAMED])
         more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
         return f"lost {named}{more}: not a word for seconds; killed, or the machine is gone."
 
@@ -304,7 +306,7 @@ def alone(task: Callable[[Any], Any], cfg: Any, recorded: bool = False) -> Any:
             job.enter_context(record.recording(_run_directory(), dist.get_rank(), dist.get_world_size(), **_device()))
         value = task(cfg)
         if recorded:
-            ending.finish()
+            shutdown.finish()
         return value
 
 

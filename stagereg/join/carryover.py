@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
-from stagereg.kernel.abort import limit_of, was_aborted
-from stagereg.kernel.side import appears
+from stagereg.join.abort import limit_of, was_aborted
+from stagereg.kernel.channel import appears
 
 __all__ = ["CarryWatch", "Memory"]
 

@@ -24,14 +24,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from stagereg.config.command import Command
-from stagereg.config.handover import Handover
-from stagereg.config.leaving import HandOn, left, say
-from stagereg.config.libc import tuned
-from stagereg.config.rank import environment
-from stagereg.config.tasks import Task
-from stagereg.errors import LaunchError
-from stagereg.preemption import RESUME_CODE, SIGNALS
+from stagereg.errors import RESUME_CODE, LaunchError
+from stagereg.launch.command_line import Command
+from stagereg.launch.launcher_channel import Handover
+from stagereg.launch.libc import tuned
+from stagereg.launch.preempted_exit import HandOn, left, say
+from stagereg.launch.preemption import SIGNALS
+from stagereg.launch.rank import environment
+from stagereg.launch.scheduler_task import Task
 
 __all__ = ["RanksFailedError", "checked_nproc", "launch"]
 
@@ -163,7 +163,7 @@ def _elastic_config(nproc: int, task: Task | None, folder: Path) -> Any:
 def _rank_variables(handover: Handover, here: bool) -> dict[str, str]:
     """The environment of ranks: cores are shared out among processes, not threads; ``here`` is on this machine alone.
 
-    What it has to do with staging is told in :mod:`stagereg.config.libc`.
+    What it has to do with staging is told in :mod:`stagereg.launch.libc`.
     """
     defaults = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if here and sys.platform == "linux" else {})
     # Elastic sets this one in the parent and leaves it there; naming it here takes it back in the end.

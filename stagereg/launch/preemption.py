@@ -24,10 +24,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["RESUME_CODE", "SIGNALS", "Notice", "Preempted", "Stopped", "observed"]
+from stagereg.errors import RESUME_CODE
 
-RESUME_CODE = 75
-"""Exit code of a run that has saved and left because it was told to: start it again. ``EX_TEMPFAIL`` of sysexits.h."""
+__all__ = ["SIGNALS", "Notice", "observed"]
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that ask a run to leave."""
 
@@ -35,49 +35,6 @@ _SAME_S = 5.0
 """Seconds in which a signal that comes again is the same one, from another of those who hand it on."""
 _WORDS_S = 1.0
 """Seconds in which it has to be found out which checkpoint is the newest, once the time is up."""
-
-
-class Preempted(SystemExit):
-    """The run was told to leave, and its state is saved. Raised on all ranks, at the same step.
-
-    Left alone, it ends the process with :data:`RESUME_CODE`.
-
-    Attributes:
-        step: that was saved.
-        directory: of the checkpoints, a path or URL.
-        received: the signal.
-    """
-
-    def __init__(self, step: int, directory: str, received: signal.Signals) -> None:
-        super().__init__(RESUME_CODE)
-        self.step, self.directory, self.received = step, directory, received
-
-    def __str__(self) -> str:
-        return f"preempted by {self.received.name}: step {self.step} is saved in {self.directory}"
-
-    def __reduce__(self) -> tuple[type[Preempted], tuple[int, str, signal.Signals]]:
-        return type(self), (self.step, self.directory, self.received)
-
-
-class Stopped(SystemExit):
-    """The run was told to leave, and its state could not be saved. Raised on all ranks.
-
-    Left alone, it ends the process with 128 + the number of the signal.
-
-    Attributes:
-        received: the signal.
-        why: what went wrong, and what there is.
-    """
-
-    def __init__(self, received: signal.Signals, why: str) -> None:
-        super().__init__(128 + received)
-        self.received, self.why = received, why
-
-    def __str__(self) -> str:
-        return f"stopped by {self.received.name}: {self.why}"
-
-    def __reduce__(self) -> tuple[type[Stopped], tuple[signal.Signals, str]]:
-        return type(self), (self.received, self.why)
 
 
 class Notice:

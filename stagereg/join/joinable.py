@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
 
 from stagereg.errors import JoinableNotInitializedError
-from stagereg.kernel.attendance import Attendance
+from stagereg.kernel.membership import Attendance
 from stagereg.kernel.shadow import Wire
 
 __all__ = ["JoinConfig", "JoinHook", "Joinable", "NotedConfig", "notify"]

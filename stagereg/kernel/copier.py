@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
+import stagereg.kernel.room as room
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel import room
 from stagereg.kernel.layout import Layout, Piece, Region, lay_out, sign
 from stagereg.kernel.memory import Loan, Pool
-from stagereg.kernel.moves import Mover
 from stagereg.kernel.replay import Match, Replay
-from stagereg.kernel.tree import Skeleton, path_to, unravel
+from stagereg.kernel.state_dict import Skeleton, path_to, unravel
+from stagereg.kernel.transfer import Mover
 
 __all__ = ["Draft", "HostCopier", "naming", "no_collection"]
 

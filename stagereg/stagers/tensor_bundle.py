@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from stagereg.kernel.room import room_around, tell
-from stagereg.kernel.sharing import Passage, enter, passage_to
+from stagereg.stagers.shared_memory import Passage, enter, passage_to
 
 __all__ = ["Parcel", "fits", "pack", "unpack"]
 

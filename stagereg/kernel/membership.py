@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stagereg.errors import JoinError, UnevenInputsError
-from stagereg.kernel.side import Line, Pending, Waiting, Words, appears
+from stagereg.kernel.channel import Line, Pending, Waiting, Words, appears
 
 __all__ = ["Attendance", "CountedAttendance", "PlannedAttendance", "Roll", "until"]
 

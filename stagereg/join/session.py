@@ -11,11 +11,11 @@ from torch.distributed.algorithms.join import Joinable as TorchJoinable
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stagereg.errors import JoinError, nearest
-from stagereg.join.protocol import Joinable
-from stagereg.kernel.alarm import Lifeline
-from stagereg.kernel.attendance import Attendance, CountedAttendance, PlannedAttendance
-from stagereg.kernel.side import Line, side_groups, side_line
-from stagereg.kernel.tally import Tally
+from stagereg.join.alarm import Lifeline
+from stagereg.join.joinable import Joinable
+from stagereg.join.tally import Tally
+from stagereg.kernel.channel import Line, side_groups, side_line
+from stagereg.kernel.membership import Attendance, CountedAttendance, PlannedAttendance
 
 __all__ = ["Mode", "Wiring", "common_group", "known_mode", "length_of", "unknown"]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from stagereg.kernel.board import Board, Failure, Word, place
+from stagereg.join.board import Board, Failure, Word, place
 
 __all__ = ["Roll", "Watch"]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from stagereg import registry
+import stagereg.registry as registry
 from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, nearest
 from stagereg.registry import Entry
 

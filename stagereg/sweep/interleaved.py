@@ -22,8 +22,7 @@ from hydra.errors import ConfigCompositionException
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from stagereg.errors import ConfigError, LaunchError
-from stagereg.preemption import RESUME_CODE
+from stagereg.errors import RESUME_CODE, ConfigError, LaunchError
 
 __all__ = ["KEYS", "InterleavedSweeper", "RepeatsError", "interleaved"]
 

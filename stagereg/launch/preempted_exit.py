@@ -1,11 +1,11 @@
 """How a run ends that was told to leave: what its ranks tell, the way of a signal to them, and what the user reads.
 
-The parent of local ranks hands SIGTERM and SIGUSR1 on to them where all of them listen (:mod:`stagereg.preemption`),
+The parent of local ranks hands SIGTERM and SIGUSR1 on to them where all of them listen (``preemption``),
 and waits for as long as they have. They agree on a step, save it and leave; that is no failure, so they end with 0 and
 leave a file, and the parent ends with the code that says how it went. Ranks of ``torchrun`` end with that code
 themselves.
 
-Ending ranks that do not listen is left to :mod:`stagereg.config.launch`.
+Ending ranks that do not listen is left to :mod:`stagereg.launch.launch`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stagereg.preemption import SIGNALS, Preempted, Stopped, observed
+from stagereg.errors import Preempted, Stopped
+from stagereg.launch.preemption import SIGNALS, observed
 
 __all__ = ["HandOn", "Left", "announced", "deaf", "left", "note", "say"]
 

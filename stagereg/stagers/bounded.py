@@ -22,11 +22,11 @@ import torch
 import torch.utils.dlpack
 
 from stagereg.errors import StagingError
-from stagereg.kernel.copy import HostCopier
+from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.layout import Layout, Region, lay_out, sign
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.replay import Match
-from stagereg.kernel.tree import Skeleton
+from stagereg.kernel.state_dict import Skeleton
 from stagereg.kernel.waiting import wait_while
 from stagereg.kernel.writers import Block, writer_at_work
 

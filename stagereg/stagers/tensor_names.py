@@ -13,7 +13,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from stagereg.kernel.tree import path_to
+from stagereg.kernel.state_dict import path_to
 
 __all__ = ["names_of", "trace"]
 

@@ -1,0 +1,1 @@
+"""The program and its ranks: starting them, several machines, preemption, and how a run ends."""
