@@ -1,7 +1,7 @@
 """What a training loop does with the gradients of one step before the next: zero them, drop them, or carry them over.
 
 A rank without data has to do the same, without seeing the loop. It goes by what the loop did while it had data. A rank
-that had data for less than two steps cannot know, and asks a rank that has seen more, through the process group's store.
+that had data for less than two steps cannot know, and asks one that has seen more, through the process group's store.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist

@@ -124,7 +124,9 @@ class Loop:
     def _from_other_rank(self, device: torch.device) -> Any:
         """Return the empty batch of a rank that had one: it has published that before its first step began."""
         store: Any = self._session.store
-        self._session.detector.wait(lambda seconds: wait_for_keys(store, self._key, seconds), "publishing an empty batch")
+        self._session.detector.wait(
+            lambda seconds: wait_for_keys(store, self._key, seconds), "publishing an empty batch"
+        )
         return fetch(store, self._key, device)
 
 

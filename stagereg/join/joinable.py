@@ -1,7 +1,7 @@
 """What takes part in a join, and what a rank without data does for it, under torch's names.
 
 Signatures and behaviour are those of ``torch.distributed.algorithms.join`` (torch 2.13). torch's own joinables are
-:class:`Joinable` s here by ``isinstance``, and the ones here go into torch's ``Join``. What stagereg's ``Join`` asks for
+:class:`Joinable` s here by ``isinstance``, and the ones here go into torch's ``Join``. What stagereg's ``Join`` uses
 beyond torch's members is declared here with a default, so a subclass overrides only what it needs.
 """
 
@@ -28,8 +28,8 @@ J = TypeVar("J", bound="Joinable")
 class JoinHook:
     """What a rank without data does for one joinable.
 
-    A subclass overrides what it needs. torch's ``Join`` calls ``main_hook`` and ``post_hook`` only. A hook that is chosen
-    in a config is constructed with its joinable as first argument, and with its options.
+    A subclass overrides what it needs. torch's ``Join`` calls ``main_hook`` and ``post_hook`` only. A hook that is
+    chosen in a config is constructed with its joinable as first argument, and with its options.
     """
 
     def on_exhausted(self) -> None:
@@ -74,8 +74,8 @@ class Joinable(ABC):
     A subclass calls this constructor, and calls ``Join.notify_join_context(self)`` before its collectives of each step.
     The first joinable of a join announces the rank through that call; for the others it does nothing.
 
-    stagereg's ``Join`` calls ``join_hook`` when it is constructed, :meth:`attach` when it is entered, and :meth:`detach`
-    on every way out. torch's ``Join`` calls ``join_hook`` alone.
+    stagereg's ``Join`` calls ``join_hook`` and :meth:`detach` in its constructor, :meth:`attach` when it is entered,
+    and :meth:`detach` on every way out. torch's ``Join`` calls ``join_hook`` alone.
 
     Attributes:
         runs_first: whether it has to be the first joinable, wherever the user lists it.
@@ -180,8 +180,8 @@ def serves(hook: JoinHook, joinable: object, kind: type[J]) -> J:
     """
     if not isinstance(joinable, kind):
         raise JoinError(
-            f"a {type(hook).__name__} is the hook of a {kind.__name__}, and was chosen for a {type(joinable).__name__}. "
-            "Choose a join_hook of that joinable's kind, or none: join_hook@join.joinables.NAME.hook=null"
+            f"a {type(hook).__name__} is the hook of a {kind.__name__}, and was chosen for a {type(joinable).__name__}."
+            " Choose a join_hook of that joinable's kind, or none: join_hook@join.joinables.NAME.hook=null"
         )
     return joinable
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError, nearest
 from stagereg.join.alarm import FailureDetector
 from stagereg.join.tally import SumResponder
-from stagereg.kernel.channel import ControlChannel, control_groups, control_channel
-from stagereg.kernel.membership import Membership, AllReduceMembership, StoreMembership
+from stagereg.kernel.channel import ControlChannel, control_channel, control_groups
+from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
 
 __all__ = ["JoinSession", "Mode", "one_of"]
 
@@ -181,7 +181,9 @@ class JoinSession:
 
     def _membership_of_loop(self, loader: Any) -> Membership:
         if self.responder is None:
-            self.responder = SumResponder(control_channel(self._group, "mean", self._wait_for_ranks), 2, self.detector.wait)
+            self.responder = SumResponder(
+                control_channel(self._group, "mean", self._wait_for_ranks), 2, self.detector.wait
+            )
         channel = control_channel(self._group, "membership", self._wait_for_ranks)
         membership = self._planned(channel, loader)
         if membership is None or self._needs_active_ranks:
@@ -198,7 +200,7 @@ class JoinSession:
         lengths = self._gather_lengths(channel, _length_of(loader))
         unknown = [str(rank) for rank, length in enumerate(lengths) if length is None]
         if not unknown:
-            store: Any = dist.HashStore() if self.store is None else PrefixStore(f"loop/{self.loops}", self.store)
+            store: Any = HashStore() if self.store is None else PrefixStore(f"loop/{self.loops}", self.store)
             known = [length for length in lengths if length is not None]
             return StoreMembership(self._group.rank(), known, store, self._throw, self.detector.wait)
         if self._mode == "planned":

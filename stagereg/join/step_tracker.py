@@ -82,7 +82,7 @@ class StepTracker:
 class TrackedJoinable(Joinable):
     """A joinable whose steps begin with the forward of its module.
 
-    It watches from ``join_hook`` on in torch's ``Join``, and from :meth:`attach` on in stagereg's, until :meth:`detach`.
+    In torch's ``Join`` it watches from ``join_hook`` on, in stagereg's from :meth:`attach` on, until :meth:`detach`.
     """
 
     tracks_forward = True

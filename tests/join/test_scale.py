@@ -194,7 +194,7 @@ class Gradients(stagereg.Joinable):
     def join_hook(self, **kwargs: Any) -> Any:
         return Shadow(self)
 
-    def counts(self, divide: bool) -> bool:
+    def needs_active_ranks(self, divide: bool) -> bool:
         return not divide
 
     @property
@@ -206,13 +206,13 @@ class Gradients(stagereg.Joinable):
         return self._group
 
     def begin(self) -> None:
-        membership = self._join_config.membership
+        membership = self.session.membership
         membership.begin(self._scenario.syncs(membership.steps - membership.expects_empty_step))
         if self._scenario.throw:
             membership.raise_if_exhausted()
 
     def reduce(self, mine: float) -> None:
-        membership = self._join_config.membership
+        membership = self.session.membership
         if membership is not self._loop:
             self._loop = membership
             self._loops += 1

@@ -162,8 +162,10 @@ class CheckpointJoinable(TrackedJoinable):
             have agreed to leave.
         """
         checkpointer = self.checkpointer
-        planned = isinstance(checkpointer, Schedules)
-        due = bool(checkpointer.due(step)) if planned else step > 0 and step % checkpointer.every == 0
+        if isinstance(checkpointer, Schedules):
+            due = checkpointer.due(step)
+        else:
+            due = step > 0 and step % checkpointer.every == 0
         if due:
             self.ask(step)
         return due

@@ -6,10 +6,10 @@ of its own (the second one before a backward, or one under ``no_grad``) neither 
 ranks without data do not take part in it.
 
 The hook's collectives are those of torch's own hook, in its order. Three things differ. torch throws the reduced
-gradients away; here they become the gradients of the parameters, so that an optimizer stepped afterwards takes the step
-that the active ranks take. A loop that never zeroes its gradients, or that ran out in the middle of an accumulation, has
-a share in the next reduction; here the joined rank goes on contributing it instead of zeros. And torch's joined ranks
-report the parameters used long ago as used; here they report none.
+gradients away; here they become the gradients of the parameters, so that an optimizer stepped afterwards takes the
+step that the active ranks take. A loop that never zeroes its gradients, or that ran out in the middle of an
+accumulation, has a share in the next reduction; here the joined rank goes on contributing it instead of zeros. And
+torch's joined ranks report the parameters used long ago as used; here they report none.
 
 The internals of ``DistributedDataParallel`` used here are those of torch 2.13 (``nn/parallel/distributed.py``).
 """
@@ -96,7 +96,7 @@ class DdpJoinable(TrackedJoinable):
         """Begin to watch the module. Raises: ``JoinError`` if it has sparse gradients, which DDP cannot shadow."""
         self._refuse_sparse_gradients()
         super().attach(session)
-        self._leader = next(each for each in session.joinables if isinstance(each, DdpJoinable))
+        self._leader = next((each for each in session.joinables if isinstance(each, DdpJoinable)), None)
 
     def watch(self) -> None:
         """Have the module's forward announce through the join."""
@@ -154,12 +154,12 @@ class DdpJoinable(TrackedJoinable):
             if not tracker.begun:
                 self._refuse_sparse_gradients()
             return
-        if self._leader is not self and self._leader is not None and self._leader.tracker is not None:
-            if self._leader.tracker.begun <= tracker.begun:
-                raise JoinError(
-                    "a DDP module ran before the join's first joinable did in this step, so ranks without data would "
-                    "answer the wrong one. List the joinables in the order in which the loop uses them."
-                )
+        leader = None if self._leader is self or self._leader is None else self._leader.tracker
+        if leader is not None and leader.begun <= tracker.begun:
+            raise JoinError(
+                "a DDP module ran before the join's first joinable did in this step, so ranks without data would "
+                "answer the wrong one. List the joinables in the order in which the loop uses them."
+            )
         if membership is None:
             self.session.announced += config.is_first_joinable
             return
@@ -168,7 +168,8 @@ class DdpJoinable(TrackedJoinable):
         else:
             membership.check()
         if config.throw_on_early_termination and self._rebuilds_buckets(tracker.begun):
-            membership.raise_if_exhausted()  # DDP's forward begins with a collective, which ranks out of data do not join
+            # DDP's forward begins with a collective, in which ranks out of data do not take part.
+            membership.raise_if_exhausted()
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have DDP's forward announce only a step of torch's wire."""

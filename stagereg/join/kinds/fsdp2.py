@@ -75,10 +75,9 @@ class Fsdp2Joinable(TrackedJoinable):
     """
 
     reduces_gradients = True
+    module: Any  # an FSDPModule, which is an nn.Module too
 
-    def __init__(
-        self, module: FSDPModule, example: Any = None, hook: Callable[..., JoinHook] | None = None
-    ) -> None:
+    def __init__(self, module: FSDPModule, example: Any = None, hook: Callable[..., JoinHook] | None = None) -> None:
         super().__init__()
         if not isinstance(module, FSDPModule):
             raise JoinError(
@@ -256,14 +255,13 @@ class Fsdp2Joinable(TrackedJoinable):
 
     def _forward(self, inputs: Any) -> list[torch.Tensor]:
         args, kwargs = inputs
-        root = cast(nn.Module, self.module)
         try:
-            return differentiable(root(*args, **kwargs))
+            return differentiable(self.module(*args, **kwargs))
         except JoinError:
             raise
         except Exception as error:
             raise JoinError(
-                f"{type(root).__name__} cannot run on an empty batch, as a rank without data has to: "
+                f"{type(self.module).__name__} cannot run on an empty batch, as a rank without data has to: "
                 f"{type(error).__name__}: {error}. Let its forward take tensors whose first dimension is 0. {_ADVICE}"
             ) from error
 

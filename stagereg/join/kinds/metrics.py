@@ -176,7 +176,9 @@ class MetricsJoinable(Joinable):
 
     def _open(self) -> GatherResponder:
         if self._responder is None:
-            self._responder = GatherResponder(control_channel(self.join_process_group, f"metrics/{self._number}/{self._renewals}"))
+            self._responder = GatherResponder(
+                control_channel(self.join_process_group, f"metrics/{self._number}/{self._renewals}")
+            )
         return self._responder
 
 
