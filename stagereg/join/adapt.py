@@ -28,7 +28,7 @@ from stagereg.join.kinds.module import ModuleJoinable
 from stagereg.join.kinds.step import StepJoinable
 from stagereg.join.kinds.zero import ZeroJoinable
 
-__all__ = ["ForeignJoinable", "adapt", "adapted", "common_group", "type_name"]
+__all__ = ["ForeignJoinable", "adapt", "adapted", "announces_through_torch", "common_group", "type_name"]
 
 _METHODS = ("join_hook", "join_device", "join_process_group")
 
@@ -39,6 +39,8 @@ class ForeignJoinable(Joinable):
     Args:
         joinable: the object, which keeps its own configuration.
     """
+
+    announces_itself = True
 
     def __init__(self, joinable: Any) -> None:
         self.joinable = joinable
@@ -121,6 +123,11 @@ def common_group(joinables: Sequence[Joinable], given: dist.ProcessGroup | None)
     if any(group != groups[0] for group in groups):
         raise JoinError("Using join context manager with multiple process groups")
     return groups[0] if given is None else given
+
+
+def announces_through_torch(joinable: Joinable) -> bool:
+    """Whether its steps are announced through torch's ``Join``, so that only torch's wire knows of them."""
+    return isinstance(joinable, (ForeignJoinable, ZeroJoinable))
 
 
 def type_name(joinable: Joinable) -> str:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import stagereg.record as record
 from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
 from stagereg.join.abort import was_aborted
-from stagereg.join.adapt import ForeignJoinable, adapt, common_group, type_name
+from stagereg.join.adapt import ForeignJoinable, adapt, announces_through_torch, common_group, type_name
 from stagereg.join.iterate import Loop
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
 from stagereg.join.mean import Average, weighted
@@ -267,10 +267,10 @@ class Join:
 
     def _make_hooks(self) -> list[JoinHook]:
         """Have each joinable make its hook; it watches nothing before the join is entered."""
-        hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
-        for joinable in self._joinables:
-            joinable.detach()
-        return hooks
+        with contextlib.ExitStack() as every:
+            for joinable in self._joinables:
+                every.callback(joinable.detach)
+            return [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
 
     def _make_session(self) -> JoinSession:
         first = self._joinables[0]
@@ -280,7 +280,7 @@ class Join:
             self._mode,
             self._throw,
             any(joinable.needs_active_ranks(self._divides_by_world) for joinable in self._joinables),
-            type_name(first) if isinstance(first, ForeignJoinable) else "",
+            type_name(first) if announces_through_torch(first) else "",
             self._timeout,
         )
 
@@ -356,12 +356,12 @@ class Join:
     def _must_have_announced(self, session: JoinSession) -> None:
         """Refuse a first joinable that ran collectives and never said so; the others would wait for it, or worse."""
         first = self._joinables[0]
-        announces = session.steps > 0 or first.tracks_forward or isinstance(first, ForeignJoinable)
-        if announces or _collectives(self._group) == self._collectives:
+        if session.steps or first.announces_itself or _collectives(self._group) == self._collectives:
             return
         raise JoinError(
             f"the first joinable, a {type_name(first)}, ran collectives but never announced this rank, so ranks "
-            "without data do not know of its steps. Call Join.notify_join_context(self) before the collectives of each."
+            "without data do not know of its steps. Call stagereg.Join.notify_join_context(self) before the collectives"
+            " of each; a class that announces otherwise, as through torch's Join, says so by announces_itself = True."
         )
 
     def _shadow(self, session: JoinSession) -> Warning | None:

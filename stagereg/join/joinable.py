@@ -80,7 +80,8 @@ class Joinable(ABC):
     Attributes:
         runs_first: whether it has to be the first joinable, wherever the user lists it.
         has_no_collectives: whether it has no collectives itself, so that it cannot announce the rank.
-        tracks_forward: whether it announces by watching the forward of its module, and needs no call for it.
+        announces_itself: whether it announces in another way than by stagereg's ``Join.notify_join_context``: by the
+            forward of a module, or through torch's ``Join``.
         reduces_gradients: whether ranks reduce the gradients of a model by it; what follows steps only where
             they were reduced.
         reduced: whether the step that was shadowed last ended with reduced gradients, if it does reduce some.
@@ -91,7 +92,7 @@ class Joinable(ABC):
 
     runs_first: bool = False
     has_no_collectives: bool = False
-    tracks_forward: bool = False
+    announces_itself: bool = False
     reduces_gradients: bool = False
     reduced: bool = True
     after: Joinable | None = None

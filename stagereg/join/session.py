@@ -6,6 +6,7 @@ it does not know what a joinable or a hook does in a step.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
@@ -124,9 +125,9 @@ class JoinSession:
 
     def start(self) -> None:
         """Enter; the join around this one must not be used from now on."""
-        if _entered:
-            _entered[-1]._suspended = _Suspended()
-        _entered.append(self)
+        if _entered.sessions:
+            _entered.sessions[-1]._suspended = _Suspended()
+        _entered.sessions.append(self)
         self.detector.start()
 
     def start_plain_loop(self, loader: Any) -> None:
@@ -135,10 +136,10 @@ class JoinSession:
 
     def stop(self) -> None:
         """Leave, whatever has happened; the join around this one goes on."""
-        if self in _entered:
-            _entered.remove(self)
-            if _entered:
-                _entered[-1]._suspended = None
+        if self in _entered.sessions:
+            _entered.sessions.remove(self)
+            if _entered.sessions:
+                _entered.sessions[-1]._suspended = None
         self.detector.stop()
 
     def start_loop(self, loader: Any) -> Membership:
@@ -223,8 +224,15 @@ class JoinSession:
             self.detector.check()
 
 
-_entered: list[JoinSession] = []
-"""The joins that are on in this process, outermost first: global, as a nested join does not know the one around it."""
+class _Entered(threading.local):
+    """The joins that are on in a thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.sessions: list[JoinSession] = []
+
+
+_entered = _Entered()
+"""Global, as a nested join does not know the one around it."""
 
 
 def _length_of(loader: Any) -> int | None:

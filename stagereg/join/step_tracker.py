@@ -85,7 +85,7 @@ class TrackedJoinable(Joinable):
     In torch's ``Join`` it watches from ``join_hook`` on, in stagereg's from :meth:`attach` on, until :meth:`detach`.
     """
 
-    tracks_forward = True
+    announces_itself = True
     tracker: StepTracker | None = None
 
     def attach(self, session: JoinSession) -> None:

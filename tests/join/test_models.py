@@ -194,7 +194,7 @@ def by_hand(rank: int, world_size: int) -> Any:
     """A plugin author's joinable that has the registered one within."""
 
     class Wrapped(stagereg.Joinable):
-        tracks_forward = True
+        announces_itself = True
 
         def __init__(self, ddp: DistributedDataParallel) -> None:
             self.ddp = ddp

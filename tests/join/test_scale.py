@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -83,7 +82,6 @@ def in_threads() -> Iterator[None]:
         "stagereg.join.session.control_channel": lambda group, purpose, waiting: line_of(group, purpose),
         "stagereg.join.session.control_groups": lambda group, but: [],
         "stagereg.join.context.was_aborted": lambda group: False,
-        "stagereg.join.context.nesting": SimpleNamespace(enter=lambda borrow: None, leave=lambda borrow: None),
     }
     with contextlib.ExitStack() as all_of_them:
         all_of_them.enter_context(answering())

@@ -34,6 +34,8 @@ class ZeroJoinable(Joinable):
         hook: another hook in the place of ``zero``.
     """
 
+    announces_itself = True
+
     def __init__(
         self,
         optimizer: ZeroRedundancyOptimizer,
