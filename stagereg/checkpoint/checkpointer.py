@@ -33,12 +33,12 @@ import stagereg.shutdown as shutdown
 from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.layout import MOST
-from stagereg.checkpoint.leaving import Leaving, newest
 from stagereg.checkpoint.lock import Hold
 from stagereg.checkpoint.place.choice import path_or_url, place_around, place_of
 from stagereg.checkpoint.place.protocol import Place
 from stagereg.checkpoint.place.retry import answered, within
 from stagereg.checkpoint.points import reach
+from stagereg.checkpoint.preemption_consensus import PreemptionConsensus, describe_newest
 from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.saving import Save
 from stagereg.checkpoint.schedule import Automatic, Fixed, Schedule
@@ -46,7 +46,7 @@ from stagereg.checkpoint.storage.choice import expect_fit
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.writing import Saves, StorageHangsError, Writing
 from stagereg.errors import CheckpointError, ConfigError
-from stagereg.launch.preemption import Notice
+from stagereg.launch.preemption import PreemptionHandler
 from stagereg.registry import build, register
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class Checkpointer:
             self._place, self.keep, self._storage, self._ranks, self.timeout, self._process, self._schedule, warns
         )
         self._background = Background(self.timeout.total_seconds(), self._saves.warn if warns else None)
-        self.leaving = None if self.grace is None else self._listen(Agreement(process_group), self.grace)
+        self.preemption = None if self.grace is None else self._listen(Agreement(process_group), self.grace)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`; return whether it did. Call it at the end of each step.
@@ -217,8 +217,8 @@ class Checkpointer:
         For programs that call :meth:`save` themselves, once a step in place of :meth:`maybe_save`. Of the ranks that
         call it with the same step, all get the same answer.
         """
-        record.tell("step", step=_a_step(step))
-        leaves = self.leaving is not None and self.leaving.asked(step)
+        record.emit("step", step=_a_step(step))
+        leaves = self.preemption is not None and self.preemption.agreed_at(step)
         return self._schedule.due(step) or leaves
 
     def save(self, step: int, state: MutableMapping[str, Any]) -> None:
@@ -240,7 +240,7 @@ class Checkpointer:
         """
         started = record.now()
         self._check_open()
-        if self.leaving is not None and self.leaving.saves(step) and not self._last:
+        if self.preemption is not None and self.preemption.agreed_before_save(step) and not self._last:
             self._leave(step, state)
         request = Save(_a_step(step))
         self._saved = step
@@ -264,7 +264,7 @@ class Checkpointer:
                 self._schedule.held(step, stall)
         if told is None:
             self._stalls.append(stall)
-            record.tell("stall", step=step, start=started, seconds=stall)
+            record.emit("stall", step=step, start=started, seconds=stall)
 
     def wait(self) -> None:
         """Wait until every save has ended, or has taken longer than ``timeout``.
@@ -321,15 +321,15 @@ class Checkpointer:
             return
         ended = self._background.drain()
         self._closed = True
-        if self.leaving is not None:
-            self.leaving.close()
+        if self.preemption is not None:
+            self.preemption.close()
         self._background.shut()
         if ended:  # or else nobody may write there before this process has ended, with the thread that hangs
             self._let_go()
         self._saves.plans.forget()
         if self._process is not None:
             if self._process.pid is not None:
-                record.also_held(record.peak_rss(self._process.pid))
+                record.add_child_memory(record.peak_rss(self._process.pid))
             self._process.close(now=not ended)
         try:
             self._stager.close()
@@ -346,8 +346,8 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        if self.leaving is not None:
-            self.leaving.abandon()
+        if self.preemption is not None:
+            self.preemption.abandon()
         try:
             self.close()
         except Exception as also:
@@ -385,20 +385,20 @@ class Checkpointer:
             write_seconds=tuple(outcome.seconds for outcome in outcomes),
         )
 
-    def _listen(self, side: Agreement, grace: datetime.timedelta) -> Leaving:
+    def _listen(self, side: Agreement, grace: datetime.timedelta) -> PreemptionConsensus:
         """Begin to listen for signals, until this is closed or no longer used."""
         place = self._place
-        notice = Notice(grace.total_seconds(), lambda: newest(place))
+        notice = PreemptionHandler(grace.total_seconds(), lambda: describe_newest(place))
         notice.listen()
         weakref.finalize(self, notice.close)
-        return Leaving(side, notice)
+        return PreemptionConsensus(side, notice)
 
     def _leaves(self) -> bool:
-        return self.leaving is not None and self.leaving.agreed is not None
+        return self.preemption is not None and self.preemption.agreed is not None
 
     def _leave(self, step: int, state: MutableMapping[str, Any]) -> NoReturn:
         """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""
-        assert self.leaving is not None
+        assert self.preemption is not None
         self._last = True
         failure: Exception | None = None
         self._background.drain()
@@ -417,8 +417,8 @@ class Checkpointer:
             told = str(failure)
             if "newest" not in told and ("no complete checkpoint" not in told or self.latest is not None):
                 failure = CheckpointError(f"{reason(failure).rstrip('.')}; {newest(self._place)}.")
-            shutdown.outcome(self._place.root, None)  # which is told by how this ends
-        self.leaving.leave(step, str(self.dir), failure)
+            shutdown.set_last_status(self._place.root, None)  # which is told by how this ends
+        self.preemption.exit(step, str(self.dir), failure)
 
     def _open_directory(self, every: str) -> str:
         if self._ranks.rank == 0:
