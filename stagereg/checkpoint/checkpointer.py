@@ -416,7 +416,7 @@ class Checkpointer:
         if failure is not None:
             told = str(failure)
             if "newest" not in told and ("no complete checkpoint" not in told or self.latest is not None):
-                failure = CheckpointError(f"{reason(failure).rstrip('.')}; {newest(self._place)}.")
+                failure = CheckpointError(f"{reason(failure).rstrip('.')}; {describe_newest(self._place)}.")
             shutdown.set_last_status(self._place.root, None)  # which is told by how this ends
         self.preemption.exit(step, str(self.dir), failure)
 
