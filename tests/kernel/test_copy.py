@@ -71,7 +71,7 @@ def test_a_failed_copy_gives_its_loan_back(monkeypatch: pytest.MonkeyPatch) -> N
     pool = Pool()
     copier = HostCopier(pool)
     with monkeypatch.context() as patch:
-        patch.setattr(copier.mover, "start", lambda *args: 1 / 0)
+        patch.setattr(copier.engine, "start", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             copier.copy({"w": torch.ones(10)})
     gc.collect()
