@@ -2,8 +2,8 @@
 
 A ``memory.Pool`` lends a block to one copy. Here a copy may lie in many :class:`BlockRef`\\ s and a block may serve
 many copies, so the two are counted apart: a :class:`Lease` is one copy, and is what ``max_in_flight`` bounds; a block
-is free when no copy and no plan holds it. Both are known by Python's own references: every view of a block that a tensor
-is made over holds the block and the lease.
+is free when no copy and no plan holds it. Both are known by Python's own references: every view of a block that a
+tensor is made over holds the block and the lease.
 
 Waiting for a lease follows the pool's rule (``waiting``): where it is in vain, memory beyond the bound is taken, and a
 warning says so once.

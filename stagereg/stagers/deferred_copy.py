@@ -1,9 +1,9 @@
 """A copy that goes on while its source is not written: begun in one call, finished at the latest before the next write.
 
 A :class:`LateCopy` moves some regions of a :class:`~stagereg.kernel.copier.PendingCopy` in pieces that any thread may
-take: a background thread takes them one after the other, and whoever is about to write calls :meth:`LateCopy.let_write`,
-helps with those that are left, and goes on when all are copied (copy before overwrite). An accelerator's copies are queued on
-a side stream, and a writer's stream is made to wait for them, not the writer.
+take: a background thread takes them one after the other, and whoever is about to write calls
+:meth:`LateCopy.let_write`, helps with those that are left, and goes on when all are copied (copy before overwrite). An
+accelerator's copies are queued on a side stream, and a writer's stream is made to wait for them, not the writer.
 
 Whether anybody wrote without asking is found by ``changes``.
 """
