@@ -1,14 +1,15 @@
-"""Preemption: SIGTERM and SIGUSR1 ask a run to save and leave, and to be started again.
+"""Preemption: SIGTERM and SIGUSR1 ask a run to save and exit, and to be started again.
 
-A :class:`PreemptionHandler` keeps the two signals from ending the process, and says that one has come. It is noted at once,
-whatever the training thread is doing: Python runs handlers between two operations of the main thread only, which may
-wait in a collective for long, so a thread of the notice's own reads what the interpreter writes from within the signal
-(``signal.set_wakeup_fd``). From then on the process has a bounded time to leave, then it is ended from that thread.
+A :class:`PreemptionHandler` keeps the two signals from ending the process, and records that one has come. It does so
+at once, whatever the training thread is doing: Python runs signal handlers on the main thread only, between two of its
+operations, and the main thread may wait in a collective for long. So a thread reads the byte that the interpreter
+writes from within the signal (``signal.set_wakeup_fd``). From then on the process has a bounded time to exit; after
+that the thread ends it.
 
-Schedulers signal whole trees of processes, and launchers hand on what they got: what comes within seconds of the first
+Schedulers signal whole trees of processes, and launchers forward what they got: what comes within seconds of the first
 signal is the same one. A later one of the same kind ends the process at once.
 
-When to leave is agreed upon in :mod:`stagereg.checkpoint.preemption_consensus`. This is a ground floor: it imports nothing heavy.
+The step to exit at is agreed on in :mod:`stagereg.checkpoint.preemption_consensus`. This module imports nothing heavy.
 """
 
 from __future__ import annotations

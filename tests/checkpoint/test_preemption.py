@@ -213,7 +213,10 @@ def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
 def steps_that_take_long(rank: int, directory: str) -> int | None:
     """The signal comes in a step that is as long as the ranks are to be silent: the next step is the last."""
     try:
-        with mock.patch.object(leaving, "_EVERY_S", 0.0), Checkpointer(directory, every=1000) as checkpointer:
+        with (
+            mock.patch.object(preemption_consensus, "_EVERY_S", 0.0),
+            Checkpointer(directory, every=1000) as checkpointer,
+        ):
             for step in range(1, STEPS):
                 if step == 8 and rank == 1:
                     os.kill(os.getpid(), TERM)
