@@ -13,7 +13,7 @@ import pytest
 from stagereg import cli
 from stagereg.checkpoint.lock import Lock
 
-from .places import contents, path_of, save
+from .checkpoint_directories import contents, path_of, save
 
 
 def listed(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
