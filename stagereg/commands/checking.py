@@ -1,8 +1,8 @@
 """``stagereg check``: try every promise of a plugin's contract, and print a table of what was kept and what broken.
 
 A plugin is imported and tried in processes of their own, so one that crashes, leaves or hangs costs a row and no more.
-What is to be tried is found in ``target``, how is in ``check_trial`` and ``attempt``; what the promises are is said by the
-contracts in ``stagereg.testing``.
+What is to be tried is found in ``target``, how is in ``check_trial`` and ``attempt``; what the promises are is said by
+the contracts in ``stagereg.testing``.
 """
 
 from __future__ import annotations
