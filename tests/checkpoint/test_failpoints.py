@@ -9,7 +9,7 @@ import stagereg
 import stagereg.checkpoint.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
 
-CALL = re.compile(r"\breach\(\"(\w+)\"\)")
+CALL = re.compile(r"\bfailpoint\(\"(\w+)\"\)")
 
 
 def test_every_moment_that_is_named_is_reached_somewhere_and_no_other() -> None:
