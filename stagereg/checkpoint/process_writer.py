@@ -29,7 +29,7 @@ from stagereg.checkpoint.storage.forwarding import ForwardingWriter
 from stagereg.errors import StagerClosedError, StagingError
 from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
-from stagereg.stagers.shared_memory import SharedArena
+from stagereg.stagers.shared_memory import SharedBlock
 from stagereg.stagers.tensor_bundle import Parcel, fits, pack, unpack
 
 __all__ = ["ProcessWriter", "answer"]
@@ -169,7 +169,7 @@ class _Sending:
 
     def _bring_in(self, outside: list[int]) -> Parcel:
         try:
-            self._copier = HostCopier(Pool(keep=False, pin=False, make=SharedArena))
+            self._copier = HostCopier(Pool(keep=False, pin=False, make=SharedBlock))
             copies = self._copier.copy([self._held[i] for i in outside])
         except (StagingError, StagerClosedError) as error:
             raise _NotPortableError(str(error)) from error

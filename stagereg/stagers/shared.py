@@ -6,7 +6,7 @@ from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.registry import register
 from stagereg.stagers.host import HostStager
-from stagereg.stagers.shared_memory import SharedArena
+from stagereg.stagers.shared_memory import SharedBlock
 
 __all__ = ["SharedStager"]
 
@@ -51,5 +51,5 @@ class SharedStager(HostStager):
         type_check: bool = False,
     ) -> None:
         reserve = int(reserve_gb * 2**30)
-        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=reserve, make=SharedArena)
+        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=reserve, make=SharedBlock)
         super().__init__(HostCopier(pool, threads, type_check))

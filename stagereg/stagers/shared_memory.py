@@ -1,12 +1,12 @@
-"""Memory that other processes read as well: arenas in shared memory, and how their tensors travel.
+"""Memory that other processes read as well: blocks in shared memory, and how their tensors travel.
 
-A :class:`SharedArena` is one file in memory (``memfd_create``), so a state dict of any number of tensors costs one file
+A :class:`SharedBlock` is one file in memory (``memfd_create``), so a state dict of any number of tensors costs one file
 descriptor, and no space in ``/dev/shm``. A tensor over it goes through ``multiprocessing`` (a queue, a pipe, torch's
 own checkpoint process) without its bytes: what is sent is a :class:`Passage`, which says how to open the file through
-the sender's ``/proc`` entry, and an offset. The receiver maps an arena once and keeps the mapping for the next message.
+the sender's ``/proc`` entry, and an offset. The receiver maps a block once and keeps the mapping for the next message.
 
 Memory that somebody else reads is never written again. Each received message holds a shared lock (``flock``) on the
-file as long as one tensor over it lives, and :attr:`SharedArena.idle` is only true when an exclusive one can be had.
+file as long as one tensor over it lives, and :attr:`SharedBlock.idle` is only true when an exclusive one can be had.
 The kernel drops the locks of a process that dies, so nobody waits for the dead, and needs no list of readers. What was
 sent and not received yet is marked in the file's last page. If nobody has received it after a minute, it is revoked by
 counting up a generation in that page: who opens it later gets an error, and never other bytes than were sent.
@@ -33,13 +33,13 @@ import torch
 from torch.multiprocessing.reductions import reduce_storage, reduce_tensor
 
 from stagereg.errors import StagingError
-from stagereg.kernel.memory import Arena, log
+from stagereg.kernel.memory import Block, log
 
-__all__ = ["Passage", "SharedArena", "enter", "passage_to"]
+__all__ = ["Passage", "SharedBlock", "enter", "passage_to"]
 
 _PAGE = 4096
 _WORTH_TOUCHING = 2**22
-_HEADER = struct.Struct("=16sQ")  # the arena's token, its generation
+_HEADER = struct.Struct("=16sQ")  # the block's token, its generation
 _FIRST_SLOT = 64  # bytes into the last page; from here on one byte a message that is on its way
 _SLOTS = _PAGE - _FIRST_SLOT
 _SENT, _RECEIVED = b"\1", b"\2"
@@ -50,13 +50,13 @@ _UNTRACKED = -1
 
 
 class Passage(NamedTuple):
-    """What another process needs to read an arena; a small value that can be pickled.
+    """What another process needs to read a block; a small value that can be pickled.
 
     Attributes:
         path: where the file can be opened while its sender lives.
-        token: 16 bytes that tell this arena from all others.
-        generation: how often the arena had been lent when this was made.
-        nbytes: of the arena's memory.
+        token: 16 bytes that tell this block from all others.
+        generation: how often the block had been lent when this was made.
+        nbytes: of the block's memory.
         slot: where the receiver marks that it has come; -1 where the sender holds the memory until it is answered.
     """
 
@@ -67,10 +67,10 @@ class Passage(NamedTuple):
     slot: int = _UNTRACKED
 
 
-class SharedArena(Arena):
-    """An arena that other processes of this user on this machine can read, see the module.
+class SharedBlock(Block):
+    """A block that other processes of this user on this machine can read, see the module.
 
-    Args: as for :class:`.Arena`. Raises: ``StagingError`` if the memory is not to be had.
+    Args: as for :class:`.Block`. Raises: ``StagingError`` if the memory is not to be had.
     """
 
     def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
@@ -84,7 +84,7 @@ class SharedArena(Arena):
         return not self._file.is_own or self._file.settle()
 
     def view(self) -> memoryview:
-        """As of any arena. In a forked child, which has the parent's memory before it and no copy, of fresh memory."""
+        """As of any block. In a forked child, which has the parent's memory before it and no copy, of fresh memory."""
         if not self._file.is_own:
             self._map(threads=1)
         return super().view()
@@ -147,9 +147,9 @@ class _Memory:
 
 
 class _File:
-    """The file behind an arena, as its owner has it: who reads it, and what is on its way.
+    """The file behind a block, as its owner has it: who reads it, and what is on its way.
 
-    It outlives its arena while messages are on their way. Methods may run in finalizers: none takes a lock of Python's.
+    It outlives its block while messages are on their way. Methods may run in finalizers: none takes a lock of Python's.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -208,7 +208,7 @@ class _File:
         return bool(self._ways)
 
     def settle(self) -> bool:
-        """See :attr:`SharedArena.idle`. Revokes what was sent and can still be opened."""
+        """See :attr:`SharedBlock.idle`. Revokes what was sent and can still be opened."""
         if self.on_the_way:
             return False
         with _sole(self._fd) as sole:
@@ -238,7 +238,7 @@ class _File:
         os.close(self._fd)
 
     def __reduce__(self) -> tuple[type[_Arrival], tuple[Passage]]:
-        """In a message it stands for its arena. A pickler comes here once a message, so each has one passage."""
+        """In a message it stands for its block. A pickler comes here once a message, so each has one passage."""
         return _Arrival, (self.offer(tracked=True),)
 
     def _take_slot(self) -> int:
@@ -258,7 +258,7 @@ def _unlink(path: str, owner: int) -> None:
 
 
 _live: dict[int, _File] = {}  # by the address of the memory
-_left: list[_File] = []  # files without an arena, of which something is on its way
+_left: list[_File] = []  # files without a block, of which something is on its way
 
 
 @contextlib.contextmanager
@@ -283,7 +283,7 @@ def _file_of(address: int) -> _File | None:
 
 
 def passage_to(address: int) -> tuple[Passage, int] | None:
-    """Return how another process reads the arena that ``address`` lies in, and where the arena begins.
+    """Return how another process reads the block that ``address`` lies in, and where the block begins.
 
     For a message whose sender holds the memory until the receiver has answered. None for other memory.
     """
@@ -370,7 +370,7 @@ def _close(fd: int) -> None:
 
 
 class _Arrival:
-    """An arena as one message brings it, under one lock."""
+    """A block as one message brings it, under one lock."""
 
     def __init__(self, passage: Passage) -> None:
         self.view = enter(passage)
@@ -395,7 +395,7 @@ def _dressed(bare: torch.Tensor, conj: bool, neg: bool, attributes: dict[str, An
 
 
 def _reduce_tensor(x: torch.Tensor) -> Any:
-    """Torch's reducer, with what that forgets of tensors in an arena: conjugation, negation, attributes."""
+    """Torch's reducer, with what that forgets of tensors in a block: conjugation, negation, attributes."""
     conj, neg = x.is_conj(), x.is_neg()
     if not (conj or neg or vars(x)) or x.device.type != "cpu" or x.layout is not torch.strided:
         return reduce_tensor(x)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stagereg.kernel.room import room_around, tell
+from stagereg.kernel.memory import padding_around, register_padding
 from stagereg.stagers.shared_memory import Passage, enter, passage_to
 
 __all__ = ["Parcel", "fits", "pack", "unpack"]
@@ -20,7 +20,7 @@ __all__ = ["Parcel", "fits", "pack", "unpack"]
 _NOWHERE = -1
 
 _Row = tuple[int, int, int, torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool]
-"""Number of the arena, offset in bytes, elements from first to last, dtype, shape, stride, conjugated, negated."""
+"""Number of the block, offset in bytes, elements from first to last, dtype, shape, stride, conjugated, negated."""
 
 
 @dataclass
@@ -28,10 +28,10 @@ class Parcel:
     """What is sent.
 
     Attributes:
-        passages: the arenas that the tensors lie in.
+        passages: the blocks that the tensors lie in.
         rows: one for each tensor.
-        margins: for each arena, the bytes left free before and after tensors.
-        spans: for each arena, offset and bytes of the tensors that have this room.
+        margins: for each block, the bytes left free before and after tensors.
+        spans: for each block, offset and bytes of the tensors that have this room.
     """
 
     passages: list[Passage] = field(default_factory=list)
@@ -58,12 +58,12 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[Parcel, list[int]]:
     for i, x in enumerate(tensors):
         shape, stride = tuple(x.shape), tuple(x.stride())
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if x.numel() else 0
-        at = _arena(parcel, begins, x.data_ptr()) if span else _NOWHERE
+        at = _block(parcel, begins, x.data_ptr()) if span else _NOWHERE
         if span and at == _NOWHERE:
             outside.append(i)
         offset = x.data_ptr() - begins[at][0] if at != _NOWHERE else 0
         parcel.rows.append((at, offset, span, x.dtype, shape, stride, x.is_conj(), x.is_neg()))
-        room = room_around(x) if at != _NOWHERE else None
+        room = padding_around(x) if at != _NOWHERE else None
         if room is not None:
             parcel.margins[at] = (room.before, room.after)
             parcel.spans[at][offset] = x.nbytes
@@ -76,10 +76,9 @@ def unpack(parcel: Parcel) -> list[torch.Tensor]:
     Raises: ``StagingError`` if the sender's memory cannot be opened.
     """
     views = [enter(passage) for passage in parcel.passages]
-    for view, passage, margins, spans in zip(views, parcel.passages, parcel.margins, parcel.spans, strict=True):
+    for view, margins, spans in zip(views, parcel.margins, parcel.spans, strict=True):
         if spans:
-            first = torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
-            tell(view, first, passage.nbytes, margins, spans)
+            register_padding(view, margins, spans)
     made: list[torch.Tensor] = []
     for at, offset, span, dtype, shape, stride, conj, neg in parcel.rows:
         if at == _NOWHERE:
@@ -91,7 +90,7 @@ def unpack(parcel: Parcel) -> list[torch.Tensor]:
     return made
 
 
-def _arena(parcel: Parcel, begins: list[tuple[int, int]], address: int) -> int:
+def _block(parcel: Parcel, begins: list[tuple[int, int]], address: int) -> int:
     for at, (begin, end) in enumerate(begins):
         if begin <= address < end:
             return at

@@ -26,9 +26,8 @@ import stagereg.stagers.shared_memory as sharing
 import stagereg.stagers.tensor_bundle as parcel
 from stagereg import AsyncStager
 from stagereg.errors import StagingError
-from stagereg.kernel.memory import Pool
-from stagereg.kernel.room import room_around
-from stagereg.stagers.shared_memory import SharedArena
+from stagereg.kernel.memory import Pool, padding_around
+from stagereg.stagers.shared_memory import SharedBlock
 from stagereg.testing import run_ranks
 
 PROGRAM = """
@@ -102,8 +101,8 @@ def descriptors(pid: int | str = "self") -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def pool_lending(arena: SharedArena) -> Pool:
-    return Pool(max_in_flight=1, wait_s=0.0, make=lambda nbytes, pin, threads: arena)
+def pool_lending(block: SharedBlock) -> Pool:
+    return Pool(max_in_flight=1, wait_s=0.0, make=lambda nbytes, pin, threads: block)
 
 
 RECEIVE = "state = ForkingPickler.loads(message); answer = {name: x.unique().tolist() for name, x in state.items()}"
@@ -240,11 +239,11 @@ class TestFidelity:
             assert described(arrived) == (*same, min(nbytes, arrived.untyped_storage().nbytes()), flags, bits)
 
     def test_a_parcel_brings_the_room_around_the_tensors(self, stager) -> None:
-        stager.leave_room(128, 64)
+        stager.reserve_padding(128, 64)
         copy = stager.stage(state(1))
         arrived = parcel.unpack(pickle.loads(pickle.dumps(parcel.pack(list(copy.values()))[0])))
         for here, there in zip(copy.values(), arrived, strict=True):
-            mine, theirs = room_around(here), room_around(there)
+            mine, theirs = padding_around(here), padding_around(there)
             assert mine is not None
             assert theirs is not None
             assert (mine.nbytes, mine.before, mine.after) == (theirs.nbytes, theirs.before, theirs.after)
@@ -267,12 +266,12 @@ class TestLease:
         assert reader.do("answer = state['w'].unique().tolist()") == [1.0]
 
     def test_one_slice_in_another_process_keeps_all_of_it(self, reader) -> None:
-        arena = SharedArena(4096, pin=False)
-        held = torch.frombuffer(arena.view(), dtype=torch.uint8)
+        block = SharedBlock(4096, pin=False)
+        held = torch.frombuffer(block.view(), dtype=torch.uint8)
         reader.do("state = ForkingPickler.loads(message)[7:8]", sent(held))
-        assert not arena.idle
+        assert not block.idle
         reader.do("state = None")
-        assert arena.idle
+        assert block.idle
 
     def test_what_is_on_its_way_is_not_overwritten(self, stager, reader) -> None:
         message = sent(stager.stage(state(1)))
@@ -286,17 +285,17 @@ class TestLease:
         assert reader.do(RECEIVE, message) == {"w": [1.0], "v": [1.0]}
 
     def test_when_the_reader_is_done_the_memory_is_lent_again(self, reader) -> None:
-        made: list[SharedArena] = []
+        made: list[SharedBlock] = []
 
-        def make(nbytes: int, pin: bool, threads: int) -> SharedArena:
-            made.append(SharedArena(nbytes, pin, threads))
+        def make(nbytes: int, pin: bool, threads: int) -> SharedBlock:
+            made.append(SharedBlock(nbytes, pin, threads))
             return made[-1]
 
         pool = Pool(max_in_flight=1, make=make)
         for step in range(5):
-            loan = pool.borrow(4096)
-            message = sent(torch.frombuffer(loan.view, dtype=torch.uint8, count=10).fill_(step))
-            del loan
+            lease = pool.borrow(4096)
+            message = sent(torch.frombuffer(lease.view, dtype=torch.uint8, count=10).fill_(step))
+            del lease
             assert reader.do("state = ForkingPickler.loads(message); answer = state.tolist()", message) == [step] * 10
             assert pool.in_flight == 1
             reader.do("state = None")
@@ -327,38 +326,38 @@ class TestLease:
         stager.close()
 
     def test_a_reader_that_was_killed_reads_no_more(self) -> None:
-        arena = SharedArena(4096, pin=False)
-        held = torch.frombuffer(arena.view(), dtype=torch.uint8)
+        block = SharedBlock(4096, pin=False)
+        held = torch.frombuffer(block.view(), dtype=torch.uint8)
         doomed = Reader()
         doomed.do("state = ForkingPickler.loads(message)", sent(held))
-        assert not arena.idle
+        assert not block.idle
         os.kill(doomed.process.pid, signal.SIGKILL)
         doomed.kill()
-        assert arena.idle
+        assert block.idle
 
     def test_a_forked_child_of_a_reader_reads_too(self, reader) -> None:
-        arena = SharedArena(4096, pin=False)
+        block = SharedBlock(4096, pin=False)
         reader.do(
             "import os; state = ForkingPickler.loads(message); away, here = os.pipe(); child = os.fork()\n"
             "if not child: os.close(here); os.read(away, 1); os._exit(0)\n"
             "state = None",
-            sent(torch.frombuffer(arena.view(), dtype=torch.uint8)),
+            sent(torch.frombuffer(block.view(), dtype=torch.uint8)),
         )
-        assert not arena.idle
+        assert not block.idle
         reader.do("os.close(here); os.close(away); os.waitpid(child, 0)")
-        assert arena.idle
+        assert block.idle
 
     def test_a_message_that_nobody_takes_is_revoked_and_never_shows_other_bytes(self, monkeypatch, reader) -> None:
-        arena = SharedArena(4096, pin=False)
-        pool = pool_lending(arena)
-        loan = pool.borrow(4096)
-        message = sent(torch.frombuffer(loan.view, dtype=torch.uint8))
-        del loan
+        block = SharedBlock(4096, pin=False)
+        pool = pool_lending(block)
+        lease = pool.borrow(4096)
+        message = sent(torch.frombuffer(lease.view, dtype=torch.uint8))
+        del lease
         assert pool.in_flight == 1
         monkeypatch.setattr(sharing, "_ON_THE_WAY_S", -1.0)
         assert pool.in_flight == 0
         again = pool.borrow(4096)
-        assert again.address == arena.address
+        assert again.address == block.address
         assert "received too late" in reader.do("state = ForkingPickler.loads(message)", message)
 
     def test_a_message_opened_twice_late_is_refused_the_second_time(self, stager, reader) -> None:
@@ -432,7 +431,7 @@ class TestMemory:
 
     def test_more_than_the_machine_has_is_an_error(self) -> None:
         with pytest.raises(StagingError, match="shared memory"):
-            SharedArena(2**60, pin=False)
+            SharedBlock(2**60, pin=False)
 
     def test_reserved_memory_is_there_for_the_first_stage(self) -> None:
         stager = stagereg.build("stager", "shared", reserve_gb=1 / 64)
@@ -473,8 +472,8 @@ def test_the_stager_says_that_others_can_read_its_copies(stager: AsyncStager) ->
     assert stager.shares_memory is True
 
 
-def test_arenas_fit_where_arenas_go() -> None:
-    made: Callable[[int, bool, int], memory.Arena] = SharedArena
+def test_blocks_fit_where_blocks_go() -> None:
+    made: Callable[[int, bool, int], memory.Block] = SharedBlock
     assert made(1, False, 1).nbytes == 4096
 
 
