@@ -1,8 +1,8 @@
-"""The command ``stagereg``: a dispatcher. Each sub-command is a module of its own and adds itself to the parser.
+"""The command ``stagereg``: a dispatcher. Each sub-command is one module.
 
-The module of a sub-command has ``add_to(commands)``, which adds a parser whose default ``run`` takes the arguments and
-returns the exit code, and imports what it needs when it runs. One with a default ``as_a_rank`` runs in the environment
-that ``stagereg.main`` gives to ranks. Errors of the project are printed on one screen, without a
+The module of a sub-command has ``add_to(commands)``, which adds a parser. The parser's default ``run`` takes the
+arguments and returns the exit code; it imports what it needs when it runs. A parser with a default ``as_a_rank`` runs
+in the environment that ``stagereg.main`` gives to ranks. Errors of the project are printed on one screen, without a
 traceback.
 """
 
@@ -25,11 +25,11 @@ from stagereg.commands import (
     reporting,
     scaffold,
     showing,
-    tuning,
+    tune,
     verifying,
 )
 from stagereg.errors import StageregError, nearest
-from stagereg.launch.libc import tunables
+from stagereg.launch.libc import tuned
 
 __all__ = ["main"]
 
@@ -41,7 +41,7 @@ _COMMANDS = (
     doctor,
     bench,
     reporting,
-    tuning,
+    tune,
     planning,
     inventory,
     verifying,
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _become_a_rank() -> None:
     """Start this process once more in the environment that ranks get, if it is not in it."""
-    missing = tunables(os.environ)
+    missing = tuned(os.environ)
     if missing:
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, "-m", "stagereg", *sys.argv[1:]], {**os.environ, **missing})
