@@ -67,8 +67,8 @@ def checked_nproc(value: Any) -> int:
 def launch(command: CommandLine, hydra: Any, nproc: int) -> Any:
     """Run one job on ``nproc`` fresh local ranks and return rank 0's value; all ranks have ended when it comes back.
 
-    In a scheduler's job with several tasks (:class:`SchedulerTask`) these are the ranks of this task, and only the first
-    task has a value to return.
+    In a scheduler's job with several tasks (:class:`SchedulerTask`) these are the ranks of this task, and only the
+    first task has a value to return.
 
     Args:
         command: how this program was started.
