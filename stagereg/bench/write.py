@@ -123,9 +123,9 @@ def _direct_with_room(state: State) -> _Save:
     """``direct`` at its best: over a copy that was staged with room for what it writes around each tensor."""
     writer = _built("direct")
     stager = build("stager", "pinned_cached")
-    if not hasattr(writer, "margins") or not hasattr(stager, "leave_room"):
+    if not hasattr(writer, "margins") or not hasattr(stager, "reserve_padding"):
         raise NotThere("the storage has no margins, or the stager leaves no room")
-    stager.leave_room(*writer.margins)
+    stager.reserve_padding(*writer.margins)
     copy = stager.stage(state.tree)
     stager.close()  # the copy outlives it
     plans = Plans()

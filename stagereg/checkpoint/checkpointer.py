@@ -166,7 +166,7 @@ class Checkpointer:
             "stager", build("stager", "pinned_cached") if stager is None else stager
         )
         self._storage: Storage = options.component("storage", build("storage", "dcp") if storage is None else storage)
-        _leave_room(self._stager, self._storage)
+        _reserve_padding(self._stager, self._storage)
         self._hold: Hold | None = None
         self._ranks = Agreement(process_group, self.timeout)
         apart = bool(getattr(self._stager, "shares_memory", False))
@@ -509,8 +509,8 @@ def _when_done(staged: Any, act: Callable[[], None]) -> None:
         act()
 
 
-def _leave_room(stager: AsyncStager, storage: Storage) -> None:
+def _reserve_padding(stager: AsyncStager, storage: Storage) -> None:
     """Have the stager leave the room that the storage can use, where both know of it."""
-    margins, leave_room = getattr(storage, "margins", None), getattr(stager, "leave_room", None)
-    if margins is not None and leave_room is not None:
-        leave_room(*margins)
+    margins, reserve_padding = getattr(storage, "margins", None), getattr(stager, "reserve_padding", None)
+    if margins is not None and reserve_padding is not None:
+        reserve_padding(*margins)

@@ -1,7 +1,8 @@
 """When one rank of a join fails, every other rank ends soon, with an error that says who it was and why.
 
 Without it a rank whose partner has raised, died, frozen or got stuck waits in its collective for as long as the process
-group is patient, half an hour by default, and then learns nothing. A :class:`Lifeline` per rank and join sees to it:
+group is patient, half an hour by default, and then learns nothing. A :class:`FailureDetector` per rank and
+join sees to it:
 
 * a rank that raises tells the others its error; they know within about a quarter of a second;
 * a rank that is killed or frozen falls silent: found in seconds where its peers' collectives break, as gloo's do when a
@@ -10,8 +11,8 @@ group is patient, half an hour by default, and then learns nothing. A :class:`Li
   group's; then they ask around, for two seconds at most, and name it and the step that it was last in.
 
 Who knows of a failure aborts its own process group, so a program that sits in a collective, also one inside DDP's
-backward, comes back at once with an error of the backend, and :meth:`Lifeline.explain` then turns that into one that
-says why. A group that was aborted is unusable: end the program, or make a new group.
+backward, comes back at once with an error of the backend, and :meth:`FailureDetector.explain` then turns that into one
+that says why. A group that was aborted is unusable: end the program, or make a new group.
 
 ``watch`` is the thread that talks to the other ranks, on the ``board``; ``abort`` ends operations on a group. When to
 report and what to raise is left to the join.
@@ -29,10 +30,10 @@ import torch.distributed as dist
 
 from stagereg.errors import PeerFailedError, StageregError
 from stagereg.join.abort import abort, is_broken_operation, is_timeout, limit_operations
-from stagereg.join.board import Failure, Word, place
-from stagereg.join.watch import Watch
+from stagereg.join.board import Failure, RankStatus, location
+from stagereg.join.watch import HeartbeatThread
 
-__all__ = ["Lifeline"]
+__all__ = ["FailureDetector"]
 
 _LEAVE_S = 1.0
 """Seconds that the thread gets for its last word; it needs them only if the store does not answer."""
@@ -44,11 +45,11 @@ _LONGEST = 1000
 """Characters of a rank's error that the others print."""
 
 
-class Lifeline:
+class FailureDetector:
     """A rank's tie to the other ranks of a join. Make, start and stop one per join and rank; it is used once.
 
     All methods are for the thread that runs the training loop. None of them is a collective, so ranks without a
-    lifeline may be in the group, and are never suspected of having failed.
+    detector may be in the group, and are never suspected of having failed.
 
     Args:
         group: whose ranks take part.
@@ -65,7 +66,7 @@ class Lifeline:
         self._name = name
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = self._ranks[group.rank()]
-        self._watch: Watch | None = None
+        self._watch: HeartbeatThread | None = None
         self._restore: list[Callable[[], None]] = []
         self._notes: dict[str, object] = {}
         self._reported = False
@@ -78,7 +79,9 @@ class Lifeline:
         if len(self._ranks) == 1 or self._watch is not None:
             return
         self._restore = [limit_operations(group, self._timeout_s) for group in self._groups]
-        self._watch = Watch(self._groups[0], self._name, self._rank, self._ranks, self._timeout_s, self._abort)
+        self._watch = HeartbeatThread(
+            self._groups[0], self._name, self._rank, self._ranks, self._timeout_s, self._abort
+        )
         self._watch.notes = self._notes
         self._watch.start()
         _running.add(self)
@@ -138,7 +141,7 @@ class Lifeline:
         if watch is None or not is_broken_operation(error):
             return None
         watch.waits = _IN_COLLECTIVE
-        call = watch.call_roll() if watch.failure is None else 0
+        call = watch.poll_all() if watch.failure is None else 0
         ran_out = is_timeout(error)
         watch.await_news(lambda: ran_out and watch.roll.call >= call, watch.grace_s + _HEARSAY_S)
         watch.await_news(lambda: watch.roll.call >= call, _HEARSAY_S)
@@ -170,7 +173,7 @@ class Lifeline:
                 self.check()
                 waited = time.monotonic() - start
                 if watch is not None and not call and waited > self._timeout_s - watch.grace_s - _TURN_S:
-                    call = watch.call_roll()  # so that the answers are there when the time is over
+                    call = watch.poll_all()  # so that the answers are there when the time is over
                 if waited > self._timeout_s:
                     break
             else:
@@ -217,14 +220,14 @@ class Lifeline:
         assert known is not None
         return known
 
-    def _late(self, what: str, words: Mapping[int, Word]) -> Failure:
+    def _late(self, what: str, words: Mapping[int, RankStatus]) -> Failure:
         """Who kept the others waiting, by what the ranks have just said: who answered is alive."""
         late = {rank: word for rank, word in sorted(words.items()) if not word.waits}
         absent = [rank for rank in self._ranks if rank != self._rank and rank not in words]
         if late:
             ranks = tuple(late)
             message = f"alive, but did not come to {what} within {self._timeout_s:g} s"
-            each = [f"rank {rank} is {message}{place(word, '; it was last in ')}" for rank, word in late.items()]
+            each = [f"rank {rank} is {message}{location(word, '; it was last in ')}" for rank, word in late.items()]
             advice = "Raise join.timeout if that is how long a step takes."
         elif absent:
             ranks = tuple(absent)
@@ -234,7 +237,7 @@ class Lifeline:
         else:
             ranks = ()
             message = f"all ranks are alive and wait for each other, this one for {what}"
-            others = (f"rank {rank} for {word.waits}{place(word, ', in ')}" for rank, word in sorted(words.items()))
+            others = (f"rank {rank} for {word.waits}{location(word, ', in ')}" for rank, word in sorted(words.items()))
             each = [", ".join([message, *others])]
             advice = "They do not make the same calls in the same order."
         return Failure(ranks, message, f"{'. '.join(each)}. {advice}")
@@ -252,14 +255,14 @@ class Lifeline:
             abort(group)
 
 
-_running: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+_running: weakref.WeakSet[FailureDetector] = weakref.WeakSet()
 
 
 @atexit.register
 def _stop_all() -> None:
     """A thread that is in a call of the store when the interpreter goes down would take the process with it."""
-    for lifeline in list(_running):
-        lifeline.stop()
+    for detector in list(_running):
+        detector.stop()
 
 
 def _summary(error: BaseException) -> str:

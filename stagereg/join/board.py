@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-__all__ = ["Board", "Failure", "Word", "place"]
+__all__ = ["Failure", "RankStatus", "StatusStore", "location"]
 
 _NOTHING = "-"
 
@@ -39,7 +39,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Word:
+class RankStatus:
     """What a rank has last said.
 
     Attributes:
@@ -60,13 +60,13 @@ class Word:
         return json.dumps([self.beat, dict(self.notes), self.waits, told])
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Word:
+    def unpack(cls, packed: bytes) -> RankStatus:
         """Of what :meth:`pack` made."""
         beat, notes, waits, told = json.loads(packed)
         return cls(beat, notes, waits, told and Failure(tuple(told[0]), *told[1:]))
 
 
-def place(word: Word, before: str = "") -> str:
+def location(word: RankStatus, before: str = "") -> str:
     """Where a rank was by its last word, such as ``step 3, exit``, with ``before`` in front unless it did not say."""
     named = {"step": "step ", "where": ""}
     parts = [f"{named.get(key, f'{key} ')}{word.notes[key]}" for key in sorted(word.notes, key=_first_step)]
@@ -77,7 +77,7 @@ def _first_step(key: str) -> tuple[int, str]:
     return ("step", "where").index(key) if key in ("step", "where") else 2, key
 
 
-class Board:
+class StatusStore:
     """The keys of one join in the store. A call waits for the store's answer, however long that takes.
 
     Args:
@@ -90,24 +90,24 @@ class Board:
     def __init__(self, store: Store, name: str) -> None:
         self._store = PrefixStore(name, store)
 
-    def write(self, rank: int, word: Word) -> None:
+    def write(self, rank: int, word: RankStatus) -> None:
         """Replace the word of ``rank``."""
         self._store.set(str(rank), word.pack())
 
-    def read(self, rank: int) -> Word | None:
+    def read(self, rank: int) -> RankStatus | None:
         """The last word of ``rank``; ``None`` if it has said none yet, or goodbye."""
         found = self._look(str(rank))
-        return None if found is None else Word.unpack(found)
+        return None if found is None else RankStatus.unpack(found)
 
     def erase(self, rank: int) -> None:
         """Say goodbye for ``rank``: nothing of it stays."""
         self._store.delete_key(str(rank))
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Call everybody. What was written before is there to be read."""
         self._store.add("bell", 1)
 
-    def rung(self) -> int:
+    def notifications(self) -> int:
         """How many times the bell has rung in this join."""
         return int(self._look("bell") or 0)
 

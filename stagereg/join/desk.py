@@ -13,31 +13,31 @@ from collections.abc import Callable
 from typing import Any
 
 from stagereg.errors import JoinError
-from stagereg.kernel.channel import Line
+from stagereg.kernel.channel import ControlChannel
 
-__all__ = ["Desk"]
+__all__ = ["GatherResponder"]
 
 _CALL, _ANSWER, _END = "call", "answer", "end"
 
 
-class Desk:
+class GatherResponder:
     """One rank's end. It can be used again once all ranks have closed it.
 
     Args:
-        line: on which nothing else is gathered.
+        channel: on which nothing else is gathered.
     """
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, channel: ControlChannel) -> None:
+        self._channel = channel
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
     @property
-    def serves(self) -> bool:
+    def running(self) -> bool:
         """Whether this rank answers, and cannot call."""
         return self._thread is not None
 
-    def call(self, payload: Any) -> list[Any]:
+    def request(self, payload: Any) -> list[Any]:
         """Return what all ranks gave, in rank order: the payloads of those that call, the answers of those that serve.
 
         Every rank that does not serve calls it, in the same order; it waits for all of them. What is given is pickled.
@@ -45,7 +45,7 @@ class Desk:
         Raises:
             JoinError: this rank serves, or another one has closed already.
         """
-        if self.serves:
+        if self.running:
             raise JoinError(
                 "a rank that has left the loop answers calls by itself, and can make none until the join ends"
             )
@@ -58,16 +58,16 @@ class Desk:
             )
         return [thing for _, thing in things]
 
-    def serve(self, answer: Callable[[], Any], heard: Callable[[list[Any]], object] = lambda things: None) -> None:
+    def start(self, answer: Callable[[], Any], on_result: Callable[[list[Any]], object] = lambda things: None) -> None:
         """Answer calls from now on. Twice is harmless.
 
         Args:
             answer: what to give, asked for ahead of each call; it runs in the thread.
-            heard: told what all ranks gave, after each call; likewise.
+            on_result: told what all ranks gave, after each call; likewise.
         """
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._answer, args=(answer, heard), name="stagereg-desk", daemon=True
+                target=self._answer, args=(answer, on_result), name="stagereg-desk", daemon=True
             )
             self._thread.start()
 
@@ -83,7 +83,7 @@ class Desk:
         if failure is not None:
             raise failure
 
-    def _answer(self, answer: Callable[[], Any], heard: Callable[[list[Any]], object]) -> None:
+    def _answer(self, answer: Callable[[], Any], on_result: Callable[[list[Any]], object]) -> None:
         try:
             called = True
             while called:
@@ -91,7 +91,7 @@ class Desk:
                 kinds = {kind for kind, _ in things}
                 called = _CALL in kinds and _END not in kinds
                 if called:
-                    heard([thing for _, thing in things])
+                    on_result([thing for _, thing in things])
             # Nobody can call any more: that takes all ranks which do not serve, and they have ended, or there are none.
             self._end()
         except Exception as error:
@@ -103,4 +103,4 @@ class Desk:
             pass
 
     def _round(self, kind: str, thing: Any) -> list[tuple[str, Any]]:
-        return self._line.gather((kind, thing))
+        return self._channel.gather((kind, thing))

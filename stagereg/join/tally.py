@@ -9,29 +9,29 @@ from __future__ import annotations
 import threading
 
 from stagereg.errors import JoinError
-from stagereg.kernel.channel import Line, Waiting
-from stagereg.kernel.membership import until
+from stagereg.kernel.channel import ControlChannel, Waiting
+from stagereg.kernel.membership import wait_until
 
-__all__ = ["Tally"]
+__all__ = ["SumResponder"]
 
 
-class Tally:
+class SumResponder:
     """One rank's end. Every rank closes it once a loop, unless the join has failed.
 
     Args:
-        line: on which nothing else is summed.
+        channel: on which nothing else is summed.
         width: how many numbers there are.
         waiting: how to wait.
     """
 
-    def __init__(self, line: Line, width: int, waiting: Waiting = until) -> None:
-        self._line = line
+    def __init__(self, channel: ControlChannel, width: int, waiting: Waiting = wait_until) -> None:
+        self._channel = channel
         self._width = width
         self._waiting = waiting
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
-    def sum(self, *values: float) -> list[float]:
+    def request(self, *values: float) -> list[float]:
         """Return the sums over all ranks; called by every rank that does not serve, in the same order.
 
         Raises:
@@ -43,11 +43,11 @@ class Tally:
                 "same on every empty batch, best of all nothing special: remove what looks at whether there are "
                 "samples"
             )
-        pending = self._line.add([*values, 0.0])
+        pending = self._channel.add([*values, 0.0])
         self._waiting(pending.ready, "join.mean")
         return pending.wait()[:-1]
 
-    def serve(self) -> None:
+    def start(self) -> None:
         """Answer from now on, until all ranks have closed or serve. Twice is harmless."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._answer, name="stagereg-tally", daemon=True)
@@ -56,7 +56,7 @@ class Tally:
     def close(self) -> None:
         """End; returns when every rank has. Raises: what the thread failed with."""
         if self._thread is None:
-            pending = self._line.add([*[0.0] * self._width, 1.0])
+            pending = self._channel.add([*[0.0] * self._width, 1.0])
             self._waiting(pending.ready, "the end of the join")
             return
         thread, self._thread = self._thread, None
@@ -68,8 +68,8 @@ class Tally:
     def _answer(self) -> None:
         try:
             ended = 0.0
-            while ended < self._line.size:
-                ended = self._line.add([*[0.0] * self._width, 1.0]).wait()[-1]
+            while ended < self._channel.size:
+                ended = self._channel.add([*[0.0] * self._width, 1.0]).wait()[-1]
         except Exception as error:
             self._failure = error
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from stagereg.join.board import Board, Failure, Word, place
+from stagereg.join.board import Failure, RankStatus, StatusStore, location
 
-__all__ = ["Roll", "Watch"]
+__all__ = ["HeartbeatThread", "PollResult"]
 
 _LOOK_S = 0.2
 """Seconds between two looks at the bell, at most."""
@@ -38,7 +38,7 @@ _SLEPT_S = 0.8
 
 
 @dataclass(frozen=True)
-class Roll:
+class PollResult:
     """The answers to a ring.
 
     Attributes:
@@ -47,10 +47,10 @@ class Roll:
     """
 
     call: int
-    words: Mapping[int, Word]
+    words: Mapping[int, RankStatus]
 
 
-class Watch(threading.Thread):
+class HeartbeatThread(threading.Thread):
     """The thread of one rank in one join.
 
     Args:
@@ -67,7 +67,7 @@ class Watch(threading.Thread):
         lost: what the store's call failed with, after which this thread has ended; empty while all is well.
         news: set whenever one of these has changed; for whoever waits.
         notes: what the program wants to be known of where it is; replaced, never changed.
-        waits: as in :class:`Word`.
+        waits: as in :class:`RankStatus`.
         grace_s: seconds that a call of the roll takes.
     """
 
@@ -80,9 +80,9 @@ class Watch(threading.Thread):
         timeout_s: float,
         on_failure: Callable[[], None],
     ) -> None:
-        super().__init__(name="stagereg-lifeline", daemon=True)
+        super().__init__(name="stagereg-detector", daemon=True)
         self.failure: Failure | None = None
-        self.roll = Roll(0, {})
+        self.roll = PollResult(0, {})
         self.lost = ""
         self.news = threading.Event()
         self.notes: dict[str, object] = {}
@@ -106,14 +106,14 @@ class Watch(threading.Thread):
         self._next_beat = 0.0
         self._rung = 0
         self._answered = 0
-        self._rolling: tuple[float, int, Mapping[int, Word]] | None = None
-        self._watched: tuple[int, Word] | None = None
+        self._rolling: tuple[float, int, Mapping[int, RankStatus]] | None = None
+        self._watched: tuple[int, RankStatus] | None = None
         self._since = 0.0
         self._now = 0.0  # seconds in which this process ran
         self._acted = False
         self._due: float | None = None
 
-    def call_roll(self) -> int:
+    def poll_all(self) -> int:
         """Ask the other ranks to say a word; returns the number that ``roll.call`` reaches when their time is over."""
         self._calls += 1
         self._wake.set()
@@ -154,92 +154,92 @@ class Watch(threading.Thread):
     def run(self) -> None:
         """What the thread does."""
         try:
-            board = Board(self._group.get_group_store(), self._name)
+            store = StatusStore(self._group.get_group_store(), self._name)
             last = time.monotonic()
             while not self._leaving:
                 now = time.monotonic()
                 self._now += min(now - last, _SLEPT_S)
                 last = now
-                self._turn(board)
+                self._turn(store)
                 self._wake.wait(self._look_s)
                 self._wake.clear()
-            self._say_goodbye(board)
+            self._say_goodbye(store)
         except Exception as error:
             self.lost = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         self._act()
         self._told.set()
         self.news.set()
 
-    def _turn(self, board: Board) -> None:
-        self._publish(board)
-        if (rung := board.rung()) != self._rung:
+    def _turn(self, store: StatusStore) -> None:
+        self._publish(store)
+        if (rung := store.notifications()) != self._rung:
             self._rung = rung
-            self._say(board)
-            self._hear(self._read_all(board))
+            self._say(store)
+            self._hear(self._read_all(store))
         if self._calls != self._answered and self._rolling is None:
-            self._open_roll(board)
+            self._open_roll(store)
         if self._now >= self._next_beat:
-            self._say(board)
-            self._watch_next(board)
+            self._say(store)
+            self._watch_next(store)
         if self._rolling is not None and self._now >= self._rolling[0]:
-            self._close_roll(board)
+            self._close_roll(store)
         suspect = self._silence() > self._patience_s and self._rolling is None and self.failure is None
-        if suspect and self._watch_next(board):
-            self.call_roll()
+        if suspect and self._watch_next(store):
+            self.poll_all()
         self._act()
 
-    def _say(self, board: Board) -> None:
+    def _say(self, store: StatusStore) -> None:
         self._beat += 1
         self._next_beat = self._now + self._pulse_s
         notes = {key: str(value) for key, value in self.notes.items()}
-        board.write(self._rank, Word(self._beat, notes, self.waits, self._to_tell))
+        store.write(self._rank, RankStatus(self._beat, notes, self.waits, self._to_tell))
 
-    def _publish(self, board: Board) -> None:
+    def _publish(self, store: StatusStore) -> None:
         if self._to_tell is not None and not self._told.is_set():
-            self._say(board)
-            board.ring()
+            self._say(store)
+            store.notify()
             self._told.set()
 
-    def _say_goodbye(self, board: Board) -> None:
-        self._publish(board)
+    def _say_goodbye(self, store: StatusStore) -> None:
+        self._publish(store)
         if self._to_tell is None and self._beat:
-            board.erase(self._rank)
+            store.erase(self._rank)
 
-    def _read_all(self, board: Board) -> dict[int, Word]:
-        return {rank: word for rank in self._others if (word := board.read(rank)) is not None}
+    def _read_all(self, store: StatusStore) -> dict[int, RankStatus]:
+        return {rank: word for rank in self._others if (word := store.read(rank)) is not None}
 
-    def _hear(self, words: Mapping[int, Word]) -> None:
+    def _hear(self, words: Mapping[int, RankStatus]) -> None:
         told = [word.failure for word in words.values() if word.failure is not None]
         if told and self.failure is None:
             self.failure = min(told, key=lambda failure: failure.when)
             self.news.set()
 
-    def _open_roll(self, board: Board) -> None:
-        before = self._read_all(board)  # before the ring, or an answer could be taken for an old word
-        self._say(board)
-        board.ring()
+    def _open_roll(self, store: StatusStore) -> None:
+        before = self._read_all(store)  # before the ring, or an answer could be taken for an old word
+        self._say(store)
+        store.notify()
         self._rolling = self._now + self.grace_s, self._calls, before
 
-    def _close_roll(self, board: Board) -> None:
+    def _close_roll(self, store: StatusStore) -> None:
         assert self._rolling is not None
         _, call, before = self._rolling
         self._rolling = None
-        words = self._read_all(board)
+        words = self._read_all(store)
         self._hear(words)
         silent = [rank for rank, word in words.items() if rank in before and word.beat == before[rank].beat]
         if silent and self.failure is None:
             self._mercy_s = 0.0
             self._give_up({rank: words[rank] for rank in sorted(silent)})
-            self._publish(board)
+            self._publish(store)
         self._answered = call
-        self.roll = Roll(call, words)
+        self.roll = PollResult(call, words)
         self.news.set()
 
-    def _give_up(self, silent: Mapping[int, Word]) -> None:
+    def _give_up(self, silent: Mapping[int, RankStatus]) -> None:
         watched = self._watched is not None and self._watched[0] in silent
         silence_s = max(self.grace_s, self._silence() if watched else 0.0)
         silence = f"heard of for at least {round(silence_s, 1) if silence_s < 10 else round(silence_s):g} s"
-        each = [f"rank {r} has not been {silence}{place(word, '; it was last in ')}" for r, word in silent.items()]
+        each = [f"rank {r} has not been {silence}{location(word, '; it was last in ')}" for r, word in silent.items()]
         ended = "Its process was" if len(silent) == 1 else "Their processes were"
         text = f"{'. '.join(each)}. {ended} killed or frozen, or the machine is gone: look at the end of its output."
         self.failure = self._to_tell = Failure(tuple(silent), f"not {silence}", text)
@@ -247,9 +247,9 @@ class Watch(threading.Thread):
     def _silence(self) -> float:
         return self._now - self._since
 
-    def _watch_next(self, board: Board) -> bool:
+    def _watch_next(self, store: StatusStore) -> bool:
         """Look at the next rank that has said a word; return whether it is the same word as before."""
-        found = next(((rank, word) for rank in self._others if (word := board.read(rank)) is not None), None)
+        found = next(((rank, word) for rank in self._others if (word := store.read(rank)) is not None), None)
         same = found == self._watched
         if not same:
             self._watched, self._since = found, self._now

@@ -3,8 +3,8 @@
 What a join has to say each step goes over a gloo group of its own, on the CPU. It can never be paired with a collective
 of the training step, whatever the step does; and it costs an accelerator nothing, since nobody waits for a stream.
 
-A :class:`Line` is all that the join's protocol knows of the network, so the protocol also runs on a line that lies
-within one process.
+A :class:`ControlChannel` is all that the join's protocol knows of the network, so the protocol also runs on a channel
+that lies within one process.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-__all__ = ["Line", "Pending", "Waiting", "Words", "appears", "side_groups", "side_line"]
+__all__ = [
+    "ControlChannel",
+    "KeyValueStore",
+    "PendingSum",
+    "Waiting",
+    "control_channel",
+    "control_groups",
+    "wait_for_keys",
+]
 
 Waiting = Callable[[Callable[[float], bool], str], None]
 """Calls a function with seconds to wait, again and again until it returns True; the text says what is waited for."""
 
 
-class Pending(Protocol):
+class PendingSum(Protocol):
     """A sum that is under way."""
 
     def ready(self, seconds: float) -> bool:
@@ -36,7 +44,7 @@ class Pending(Protocol):
         """Wait for the sum, of all ranks' values place by place."""
 
 
-class Line(Protocol):
+class ControlChannel(Protocol):
     """Some ranks that exchange small things. All of them make the same calls in the same order, one thread at a time.
 
     Attributes:
@@ -47,34 +55,34 @@ class Line(Protocol):
     rank: int
     size: int
 
-    def add(self, values: Sequence[float]) -> Pending:
+    def add(self, values: Sequence[float]) -> PendingSum:
         """Begin to sum ``values`` over the ranks; returns at once. All ranks give as many."""
 
     def gather(self, thing: Any) -> list[Any]:
         """Return what all ranks gave, in rank order; it is pickled. Waits for all of them."""
 
 
-def side_line(group: dist.ProcessGroup, purpose: str, waiting: Waiting | None = None) -> Line:
-    """Return the line of ``group``'s ranks for ``purpose``; collective where it is the first time, which makes a group.
+def control_channel(group: dist.ProcessGroup, purpose: str, waiting: Waiting | None = None) -> ControlChannel:
+    """Return the channel of ``group``'s ranks for ``purpose``. The first call makes a group, so it is collective.
 
-    Lines are kept for as long as their group: another join over the same ranks has the same one.
+    Channels are kept for as long as their group: another join over the same ranks has the same one.
 
     Args:
         group: the ranks.
-        purpose: what is exchanged; a line for one never meets another's.
+        purpose: what is exchanged; a channel for one never meets another's.
         waiting: how to wait for the other ranks to make the group too; ``None``: for as long as torch does.
     """
     if group.size() == 1:
-        return _Alone()
-    line = _lines.get((group.group_name, purpose))
-    if line is None or line.of is not group:  # a group that came after one of the same name was destroyed
-        line = _lines[group.group_name, purpose] = _GlooLine(group, _made(group, purpose, waiting))
-    return line
+        return _SingleRankChannel()
+    channel = _channels.get((group.group_name, purpose))
+    if channel is None or channel.of is not group:  # a group that came after one of the same name was destroyed
+        channel = _channels[group.group_name, purpose] = _GlooChannel(group, _made(group, purpose, waiting))
+    return channel
 
 
-def side_groups(group: dist.ProcessGroup, but: Sequence[str]) -> list[dist.ProcessGroup]:
+def control_groups(group: dist.ProcessGroup, but: Sequence[str]) -> list[dist.ProcessGroup]:
     """The process groups that have been made for lines of ``group``'s ranks, for other purposes than these."""
-    return [line.group for (_, purpose), line in _lines.items() if line.of is group and purpose not in but]
+    return [channel.group for (_, purpose), channel in _channels.items() if channel.of is group and purpose not in but]
 
 
 class _Done:
@@ -88,13 +96,13 @@ class _Done:
         return self._values
 
 
-class _Alone:
-    """The line of a rank that is alone."""
+class _SingleRankChannel:
+    """The channel of a rank that is alone."""
 
     rank = 0
     size = 1
 
-    def add(self, values: Sequence[float]) -> Pending:
+    def add(self, values: Sequence[float]) -> PendingSum:
         return _Done(values)
 
     def gather(self, thing: Any) -> list[Any]:
@@ -124,7 +132,7 @@ class _Sum:
         return self._values.tolist()
 
 
-class _GlooLine:
+class _GlooChannel:
     def __init__(self, of: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
         self.of, self.group = of, group
         self.rank, self.size = of.rank(), of.size()
@@ -132,7 +140,7 @@ class _GlooLine:
         self._gloo: Any = group._get_backend(torch.device("cpu"))
         self._options = dist.AllreduceOptions()
 
-    def add(self, values: Sequence[float]) -> Pending:
+    def add(self, values: Sequence[float]) -> PendingSum:
         mine = array("d", values)
         return _Sum(mine, self._gloo.allreduce([torch.frombuffer(mine, dtype=torch.float64)], self._options))
 
@@ -154,11 +162,11 @@ def _made(of: dist.ProcessGroup, purpose: str, waiting: Waiting | None) -> dist.
         store: Any = PrefixStore(f"stagereg/side/{of.group_name}/{purpose}/{number}", of.get_group_store())
         store.set(str(of.rank()), "here")
         ranks = [str(rank) for rank in range(of.size())]
-        waiting(lambda seconds: appears(store, ranks, seconds), "the join")
+        waiting(lambda seconds: wait_for_keys(store, ranks, seconds), "the join")
     return dist.new_group(dist.get_process_group_ranks(of), backend="gloo", use_local_synchronization=True)
 
 
-class Words(Protocol):
+class KeyValueStore(Protocol):
     """What a join needs of a store: torch's stores have it."""
 
     def set(self, key: str, value: str, /) -> Any:
@@ -174,7 +182,7 @@ class Words(Protocol):
         """Add to a number, and return what it has become."""
 
 
-def appears(words: Words, key: str | Sequence[str], seconds: float) -> bool:
+def wait_for_keys(words: KeyValueStore, key: str | Sequence[str], seconds: float) -> bool:
     """Wait for a key, or several, so many seconds at most; return whether they are there.
 
     It looks less and less often: first it is a matter of microseconds, later of a long forward pass.
@@ -190,4 +198,4 @@ def appears(words: Words, key: str | Sequence[str], seconds: float) -> bool:
 
 
 _made_before: Counter[tuple[str, str]] = Counter()
-_lines: dict[tuple[str, str], _GlooLine] = {}
+_channels: dict[tuple[str, str], _GlooChannel] = {}

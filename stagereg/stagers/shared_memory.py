@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import reduce_storage, reduce_tensor
 
 from stagereg.errors import StagingError
 from stagereg.kernel.leaves import flip
-from stagereg.kernel.memory import Arena
+from stagereg.kernel.memory import Block
 
 __all__ = ["SharedBlock", "SharedMemoryHandle", "handle_of", "is_plain", "register_reducers"]
 
@@ -131,10 +131,10 @@ def _view_of(memory: torch.Tensor) -> memoryview:
     return memoryview(block).cast("B")
 
 
-class SharedBlock(Arena):
+class SharedBlock(Block):
     """A block that other processes of this user on this machine can read, see the module.
 
-    Args: as for :class:`.Arena`. Raises: ``StagingError`` if there is no memory for it.
+    Args: as for :class:`.Block`. Raises: ``StagingError`` if there is no memory for it.
     """
 
     def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from stagereg.kernel.leaves import flip
-from stagereg.kernel.room import room_around, tell
+from stagereg.kernel.memory import padding_around, register_padding
 from stagereg.stagers.shared_memory import SharedMemoryHandle, handle_of
 
 __all__ = ["TensorBundle", "pack", "unpack"]
@@ -68,7 +68,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[TensorBundle, list[int]]:
             outside.append(i)
         offset = x.data_ptr() - begins[at] if at != _NO_BLOCK else 0
         bundle.rows.append((at, offset, span, x.dtype, tuple(x.shape), x.stride(), x.is_neg(), x.is_conj()))
-        padding = room_around(x) if at != _NO_BLOCK else None
+        padding = padding_around(x) if at != _NO_BLOCK else None
         if padding is not None:
             bundle.blocks[at].margins = (padding.before, padding.after)
             bundle.blocks[at].spans[offset] = x.nbytes
@@ -95,8 +95,7 @@ def unpack(bundle: TensorBundle) -> list[torch.Tensor]:
     views = [block.handle.attach() for block in bundle.blocks]
     for view, block in zip(views, bundle.blocks, strict=True):
         if block.spans:
-            address = torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
-            tell(view, address, block.handle.nbytes, block.margins, block.spans)
+            register_padding(view, block.margins, block.spans)
     made: list[torch.Tensor] = []
     for at, offset, span, dtype, shape, stride, negative, conjugate in bundle.rows:
         if at == _NO_BLOCK:

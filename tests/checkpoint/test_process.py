@@ -157,7 +157,7 @@ class TestWriting:
             pytest.importorskip("safetensors")
         storage, stager = stagereg.build("storage", kind), stagereg.build("stager", "shared")
         if hasattr(storage, "margins"):
-            stager.leave_room(*storage.margins)
+            stager.reserve_padding(*storage.margins)
         for step in (1.0, 2.0):
             path = tmp_path / str(step)
             source = {"w": torch.arange(3000.0) * step, "v": torch.full((70, 3), step).t(), "n": step}

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 import stagereg.testing.ranks as ranks
 from stagereg.errors import JoinError, PeerFailedError
 from stagereg.join.abort import abort, is_broken_operation, is_timeout
-from stagereg.join.alarm import Lifeline
-from stagereg.join.board import Board, Failure, Word, place
-from stagereg.join.watch import Watch
+from stagereg.join.alarm import FailureDetector
+from stagereg.join.board import Failure, RankStatus, StatusStore, location
+from stagereg.join.watch import HeartbeatThread
 from stagereg.testing import RankFailure, run_ranks
 
 SOON_S = 5.0
@@ -34,18 +34,18 @@ INQUIRY_S = 5.0
 """Seconds beyond the timeout for asking around, likewise."""
 
 
-def outcome(lifeline: Lifeline, step: Callable[[], Any]) -> tuple[float, int | None, str, str]:
+def outcome(detector: FailureDetector, step: Callable[[], Any]) -> tuple[float, int | None, str, str]:
     """Seconds that ``step`` took to fail, and the rank, message and text of the error that a join would raise."""
     start = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
         step()
     error = raised.value
-    known = error if isinstance(error, PeerFailedError) else lifeline.explain(error)
+    known = error if isinstance(error, PeerFailedError) else detector.explain(error)
     assert known is not None, f"not explained: {error}"
     return time.monotonic() - start, known.rank, known.message, str(known)
 
 
-def sit_in(kind: str, group: dist.ProcessGroup, lifeline: Lifeline) -> Callable[[], Any]:
+def sit_in(kind: str, group: dist.ProcessGroup, detector: FailureDetector) -> Callable[[], Any]:
     """A step that the other ranks are to take part in, and that cannot end without them."""
     if kind == "all_reduce":
         return lambda: dist.all_reduce(torch.ones(1), group=group)
@@ -54,26 +54,26 @@ def sit_in(kind: str, group: dist.ProcessGroup, lifeline: Lifeline) -> Callable[
         ddp(torch.ones(1, 4)).sum().backward()
         return lambda: ddp(torch.ones(1, 4)).sum().backward()
     never = threading.Event()
-    return lambda: lifeline.wait(never.wait, "the end")
+    return lambda: detector.wait(never.wait, "the end")
 
 
 def raising(rank: int, world_size: int) -> Any:
     seen = []
     for kind in ("all_reduce", "backward", "wait"):
         group = dist.new_group()
-        lifeline = Lifeline(group, 60, f"raising {kind}")
-        lifeline.start()
-        step = sit_in(kind, group, lifeline)
-        lifeline.check()
+        detector = FailureDetector(group, 60, f"raising {kind}")
+        detector.start()
+        step = sit_in(kind, group, detector)
+        detector.check()
         dist.barrier(group)
         if rank == 1:
-            lifeline.report(ValueError(f"loss is not finite\nin {kind}"))
+            detector.report(ValueError(f"loss is not finite\nin {kind}"))
         else:
-            seen.append(outcome(lifeline, step))
+            seen.append(outcome(detector, step))
             with pytest.raises(PeerFailedError):
-                lifeline.check()
-            lifeline.report(RuntimeError("a consequence, not told"))
-        lifeline.stop()
+                detector.check()
+            detector.report(RuntimeError("a consequence, not told"))
+        detector.stop()
         dist.barrier()
     return seen
 
@@ -121,10 +121,10 @@ def test_an_abort_ends_what_waits_for_the_failed_rank_whoever_aborts_first() -> 
 
 def await_words(group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], step: int) -> None:
     """Return when all ``ranks`` have said which step they are in, for who has said nothing yet is no suspect."""
-    board = Board(group.get_group_store(), name)
+    store = StatusStore(group.get_group_store(), name)
     deadline = time.monotonic() + 20
     for rank in ranks:
-        while (word := board.read(rank)) is None or word.notes.get("step") != str(step):
+        while (word := store.read(rank)) is None or word.notes.get("step") != str(step):
             assert time.monotonic() < deadline, f"rank {rank} says nothing"
     dist.barrier(group)
 
@@ -136,20 +136,20 @@ def unreachable(rank: int, world_size: int, timeout_s: float) -> Any:
     seen: dict[str, Any] = {}
     for kind in ("frozen", "all_reduce", "wait"):
         group = dist.new_group()
-        lifeline = Lifeline(group, timeout_s, kind)
-        lifeline.start()
-        lifeline.note(step=40)
-        lifeline.note(where="exit")
+        detector = FailureDetector(group, timeout_s, kind)
+        detector.start()
+        detector.note(step=40)
+        detector.note(where="exit")
         await_words(group, kind, (0, 1, 2), 40)
         if rank != 1:
-            seen[kind] = outcome(lifeline, sit_in("all_reduce" if kind == "frozen" else kind, group, lifeline))
+            seen[kind] = outcome(detector, sit_in("all_reduce" if kind == "frozen" else kind, group, detector))
             os.kill(pids[1], signal.SIGCONT)
         elif kind == "frozen":
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.barrier()  # where it is busy
         if rank == 1:
-            seen[kind] = outcome(lifeline, sit_in("wait", group, lifeline))
-        lifeline.stop()
+            seen[kind] = outcome(detector, sit_in("wait", group, detector))
+        detector.stop()
         dist.barrier()
     return seen
 
@@ -198,16 +198,16 @@ def killed(rank: int, world_size: int, folder: Path, timeout_s: float, own_store
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     group = dist.group.WORLD
     assert group is not None
-    lifeline = Lifeline(group, timeout_s, "killed")
-    lifeline.start()
-    lifeline.note(step=7)
+    detector = FailureDetector(group, timeout_s, "killed")
+    detector.start()
+    detector.note(step=7)
     await_words(group, "killed", tuple(range(world_size)), 7)
-    assert lifeline.explain(RuntimeError("DataLoader timed out after 5 seconds")) is None
+    assert detector.explain(RuntimeError("DataLoader timed out after 5 seconds")) is None
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    seen = outcome(lifeline, sit_in("all_reduce", group, lifeline))
+    seen = outcome(detector, sit_in("all_reduce", group, detector))
     start = time.monotonic()
-    lifeline.stop()
+    detector.stop()
     (folder / f"{rank}.json").write_text(json.dumps([*seen, time.monotonic() - start]))
     raise LookupError("all is told; the harness would wait for the rank that is gone")
 
@@ -249,22 +249,22 @@ def many(rank: int, world_size: int) -> Any:
     dist.barrier()
     limits = set()
     for epoch in range(60):
-        lifeline = Lifeline(group, 30, f"epoch {epoch}")
-        lifeline.start()
-        lifeline.start()
+        detector = FailureDetector(group, 30, f"epoch {epoch}")
+        detector.start()
+        detector.start()
         limits.add(backend.options._timeout)
-        lifeline.note(step=epoch)
+        detector.note(step=epoch)
         dist.all_reduce(torch.ones(1))
-        lifeline.check()
+        detector.check()
         if epoch % 2 == rank:
             dist.barrier()
-        lifeline.stop()
-        lifeline.stop()
+        detector.stop()
+        detector.stop()
         if epoch % 2 != rank:
             dist.barrier()
-        lifeline.check()
-        lifeline.report(ValueError("after its end"))
-        assert lifeline.explain(RuntimeError("after its end")) is None
+        detector.check()
+        detector.report(ValueError("after its end"))
+        assert detector.explain(RuntimeError("after its end")) is None
     dist.barrier()
     keys = store.num_keys() - keys
     dist.barrier()
@@ -280,29 +280,29 @@ KINDS = ("none", "left", "crossed")
 
 def unexplained(rank: int, world_size: int) -> Any:
     """Three groups of three ranks, side by side, as they all wait. All ranks are well, but in the first group the last
-    rank has no lifeline, in the second it has left, and in the third all wait for each other."""
+    rank has no detector, in the second it has left, and in the third all wait for each other."""
     texts: list[Any] = []
     number, kind, is_last = rank // 3, KINDS[rank // 3], rank % 3 == 2
     members = [tuple(range(first, first + 3)) for first in range(0, world_size, 3)]
     group = [dist.new_group(list(each)) for each in members][number]
-    lifeline = Lifeline(group, 2.0, kind)
+    detector = FailureDetector(group, 2.0, kind)
     if not is_last or kind != "none":
-        lifeline.start()
-        lifeline.note(step=3)
+        detector.start()
+        detector.note(step=3)
         await_words(group, kind, members[number][:2] if kind == "none" else members[number], 3)
     else:
         dist.barrier(group)
     if is_last and kind == "left":
-        lifeline.stop()
+        detector.stop()
     if rank == 0:
-        texts.append(lifeline.explain(RuntimeError("[gloo/pair.cc] sizes do not match")))
+        texts.append(detector.explain(RuntimeError("[gloo/pair.cc] sizes do not match")))
     if not is_last or kind == "crossed":
         never = threading.Event()
         with pytest.raises(PeerFailedError) as error:
-            lifeline.wait(never.wait, f"the end of {rank}" if kind == "crossed" else "the end")
+            detector.wait(never.wait, f"the end of {rank}" if kind == "crossed" else "the end")
         texts.append((error.value.rank, str(error.value)))
     dist.barrier()
-    lifeline.stop()
+    detector.stop()
     dist.barrier()
     return texts
 
@@ -324,16 +324,16 @@ def test_a_rank_that_is_not_in_the_join_is_named_only_when_it_is_waited_for() ->
 def alone(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     assert group is not None
-    lifeline = Lifeline(group, 0.5, "alone")
+    detector = FailureDetector(group, 0.5, "alone")
     threads = threading.active_count()
-    lifeline.start()
+    detector.start()
     assert threading.active_count() == threads
-    lifeline.wait(lambda seconds: True, "nothing")
+    detector.wait(lambda seconds: True, "nothing")
     with pytest.raises(PeerFailedError, match=r"did not come to the end within 0\.5 s"):
-        lifeline.wait(threading.Event().wait, "the end")
-    lifeline.report(ValueError("x"))
-    assert lifeline.explain(RuntimeError("x")) is None
-    lifeline.stop()
+        detector.wait(threading.Event().wait, "the end")
+    detector.report(ValueError("x"))
+    assert detector.explain(RuntimeError("x")) is None
+    detector.stop()
 
 
 def test_a_rank_that_is_alone_needs_no_thread() -> None:
@@ -359,15 +359,17 @@ FATES = st.lists(st.sampled_from(["well", "well", "dead", "absent"]), min_size=2
 def test_those_who_fall_silent_are_named_and_nobody_else(joins: list[list[str]]) -> None:
     group: Any = OneStore()
     timeout_s = 1.2
-    alive: list[tuple[Watch, threading.Event, tuple[int, ...]]] = []
+    alive: list[tuple[HeartbeatThread, threading.Event, tuple[int, ...]]] = []
     for i, fates in enumerate(joins):
         dead = tuple(rank for rank, fate in enumerate(fates) if fate == "dead")
         for rank in dead:
-            Board(group.get_group_store(), f"join {i}").write(rank, Word(1, {}))
+            StatusStore(group.get_group_store(), f"join {i}").write(rank, RankStatus(1, {}))
         for rank, fate in enumerate(fates):
             if fate == "well":
                 acted = threading.Event()
-                alive.append((Watch(group, f"join {i}", rank, range(len(fates)), timeout_s, acted.set), acted, dead))
+                alive.append(
+                    (HeartbeatThread(group, f"join {i}", rank, range(len(fates)), timeout_s, acted.set), acted, dead)
+                )
     try:
         for watch, _, _ in alive:
             watch.start()
@@ -391,25 +393,25 @@ def await_true(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
 
 def test_a_ring_is_answered_at_once_and_a_rank_that_comes_meanwhile_is_no_suspect() -> None:
     group: Any = OneStore()
-    board = Board(group.get_group_store(), "join")
-    watch = Watch(group, "join", 0, range(2), 60, lambda: None)
+    store = StatusStore(group.get_group_store(), "join")
+    watch = HeartbeatThread(group, "join", 0, range(2), 60, lambda: None)
     watch.start()
 
     def beat() -> int:
-        word = board.read(0)
+        word = store.read(0)
         return 0 if word is None else word.beat
 
     await_true(lambda: beat() > 0)
     start = time.monotonic()
     for _ in range(6):  # by itself it says as many words in 12 seconds
         before = beat()
-        board.ring()
+        store.notify()
         await_true(lambda before=before: beat() > before)
     assert time.monotonic() - start < 10
-    rung = board.rung()
-    call = watch.call_roll()
-    await_true(lambda: board.rung() > rung)
-    board.write(1, Word(1, {}))
+    rung = store.notifications()
+    call = watch.poll_all()
+    await_true(lambda: store.notifications() > rung)
+    store.write(1, RankStatus(1, {}))
     await_true(lambda: watch.roll.call == call)
     assert set(watch.roll.words) == {1}
     assert watch.failure is None
@@ -420,7 +422,7 @@ def test_news_reaches_64_ranks() -> None:
     group: Any = OneStore()
     ranks = range(64)
     acted = [threading.Event() for _ in ranks]
-    watches = [Watch(group, "join", rank, ranks, 60, acted[rank].set) for rank in ranks]
+    watches = [HeartbeatThread(group, "join", rank, ranks, 60, acted[rank].set) for rank in ranks]
     for watch in watches:
         watch.start()
     failure = Failure((17,), "KeyError: 'x'", "rank 17 failed: KeyError: 'x'")
@@ -441,7 +443,7 @@ class Broken:
 def test_a_store_that_is_gone_ends_the_thread_and_keeps_nobody_waiting() -> None:
     group: Any = Broken()
     acted = threading.Event()
-    watch = Watch(group, "join", 0, range(2), 60, acted.set)
+    watch = HeartbeatThread(group, "join", 0, range(2), 60, acted.set)
     watch.start()
     watch.join(20)
     assert watch.lost == "RuntimeError: Connection reset by peer"
@@ -451,10 +453,10 @@ def test_a_store_that_is_gone_ends_the_thread_and_keeps_nobody_waiting() -> None
 
 
 def test_what_a_rank_says_arrives_as_it_was() -> None:
-    word = Word(3, {"step": "4", "where": "exit", "epoch": "1"}, "the end", Failure((2, 3), "m", "t"))
-    assert Word.unpack(word.pack().encode()) == word
-    assert place(word, "in ") == "in step 4, exit, epoch 1"
-    assert place(Word(1, {}), "in ") == ""
+    word = RankStatus(3, {"step": "4", "where": "exit", "epoch": "1"}, "the end", Failure((2, 3), "m", "t"))
+    assert RankStatus.unpack(word.pack().encode()) == word
+    assert location(word, "in ") == "in step 4, exit, epoch 1"
+    assert location(RankStatus(1, {}), "in ") == ""
 
 
 def test_the_error_is_what_joins_and_collectives_raise_and_survives_a_process_border() -> None:

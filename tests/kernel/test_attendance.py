@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from stagereg.errors import JoinError, UnevenInputsError
-from stagereg.kernel.membership import Attendance, CountedAttendance, PlannedAttendance, Roll
+from stagereg.kernel.membership import ActiveRanks, AllReduceMembership, Membership, StoreMembership
 
 from .simulated import Simulation, Stuck
 
@@ -63,10 +63,10 @@ class Scenario:
             return None
         return float(sum(gradient(rank, step) for rank, active in enumerate(self.active(step)) if active))
 
-    def roll(self, step: int) -> Roll:
+    def roll(self, step: int) -> ActiveRanks:
         if self.mode == "planned":
-            return Roll((), int(self.syncs(step)))
-        return Roll(self.active(step), sum(self.active(step)) if self.syncs(step) else 0)
+            return ActiveRanks((), int(self.syncs(step)))
+        return ActiveRanks(self.active(step), sum(self.active(step)) if self.syncs(step) else 0)
 
 
 def gradient(rank: int, step: int) -> int:
@@ -81,59 +81,59 @@ class Rank:
     simulation: Simulation
     rank: int
     totals: list[float | None] = field(default_factory=list)
-    rolls: list[Roll] = field(default_factory=list)
-    attendance: Attendance = field(init=False)
+    rolls: list[ActiveRanks] = field(default_factory=list)
+    membership: Membership = field(init=False)
     raised: Exception | None = None
 
     def run(self) -> Rank:
         try:
-            self.attendance = self.enter()
+            self.membership = self.enter()
             self.follow()
         except (JoinError, UnevenInputsError) as error:
             self.raised = error
         return self
 
-    def enter(self) -> Attendance:
+    def enter(self) -> Membership:
         simulation, scenario = self.simulation, self.scenario
-        self.gradients = simulation.line(self.rank, "gradients")
+        self.gradients = simulation.channel(self.rank, "gradients")
         if scenario.mode == "counted":
-            line = simulation.line(self.rank, "attendance")
+            channel = simulation.channel(self.rank, "membership")
             script = scenario.scripts[self.rank]
             length = None if script.announced is None else script.length
-            return CountedAttendance(line, scenario.throw, simulation.waiting, length)
+            return AllReduceMembership(channel, scenario.throw, simulation.waiting, length)
         lengths = [script.length for script in scenario.scripts]
-        return PlannedAttendance(self.rank, lengths, simulation.store, scenario.throw, simulation.waiting)
+        return StoreMembership(self.rank, lengths, simulation.store, scenario.throw, simulation.waiting)
 
     def follow(self) -> None:
         script = self.scenario.scripts[self.rank]
         for takes in script.batches:
             if takes:
-                self.step(self.attendance.steps, gradient(self.rank, self.attendance.steps))
+                self.step(self.membership.steps, gradient(self.rank, self.membership.steps))
         for takes in script.bodies:
-            roll = self.attendance.absent()
+            roll = self.membership.wait_for_next_step()
             if roll is None:
                 break
-            self.attendance.cover()
+            self.membership.expect_empty_step()
             if takes:
-                self.step(self.attendance.steps - 1, 0.0)
+                self.step(self.membership.steps - 1, 0.0)
             else:
                 self.shadow(roll)
-        while (roll := self.attendance.absent()) is not None:
+        while (roll := self.membership.wait_for_next_step()) is not None:
             self.shadow(roll)
 
     def step(self, number: int, mine: float) -> None:
-        self.attendance.begin(self.syncs(number))
+        self.membership.begin(self.syncs(number))
         if self.scenario.throw:
-            self.attendance.heed()
+            self.membership.raise_if_exhausted()
         if self.scenario.scripts[self.rank].reads:
-            self.rolls.append(self.attendance.read())
+            self.rolls.append(self.membership.read())
         else:
             self.rolls.append(self.scenario.roll(number))
         self.totals.append(self.gradients.meet(number, mine) if self.syncs(number) else None)
 
-    def shadow(self, roll: Roll) -> None:
+    def shadow(self, roll: ActiveRanks) -> None:
         self.rolls.append(roll)
-        number = self.attendance.steps - 1
+        number = self.membership.steps - 1
         self.totals.append(self.gradients.meet(number, 0.0) if roll.syncing else None)
 
     def syncs(self, number: int) -> bool:
@@ -194,11 +194,11 @@ def test_all_ranks_take_part_in_every_step_that_any_has_data_for_and_in_no_more(
         assert rank.raised is None
         assert rank.totals == [scenario.total(step) for step in range(scenario.steps)]
         assert rank.rolls == [scenario.roll(step) for step in range(scenario.steps)]
-        assert rank.attendance.over
-        assert rank.attendance.absent() is None
-        assert rank.attendance.steps == scenario.steps
-        assert rank.attendance.shadowed == scenario.steps - script.steps
-        assert not rank.attendance.covered
+        assert rank.membership.over
+        assert rank.membership.wait_for_next_step() is None
+        assert rank.membership.steps == scenario.steps
+        assert rank.membership.shadowed == scenario.steps - script.steps
+        assert not rank.membership.expects_empty_step
 
 
 def thrown(scenario: Scenario) -> tuple[int, list[int], int] | None:
@@ -253,7 +253,7 @@ def test_a_counted_throw_reaches_all_ranks_in_the_same_step(scenario: Scenario) 
         else:
             assert str(rank.raised).startswith(f"Rank {', '.join(map(str, gone))} exhausted all inputs")
             assert f"after step {taken}." in str(rank.raised)
-            assert rank.attendance.steps == begun
+            assert rank.membership.steps == begun
 
 
 @SEVERAL
@@ -265,7 +265,7 @@ def test_a_planned_throw_comes_before_the_first_step_and_names_all_lengths(scena
         honest = tuple(replace(script, batches=(True,) * lengths[0], announced=0) for script in scenario.scripts)
         for rank in play(replace(scenario, scripts=honest)):
             assert rank.raised is None
-            assert rank.attendance.even
+            assert rank.membership.even
             assert len(rank.totals) == lengths[0]
         return
     for rank in play(scenario):
@@ -282,7 +282,7 @@ def test_a_planned_throw_comes_before_the_first_step_and_names_all_lengths(scena
 def test_who_leaves_early_although_even_lengths_were_planned_hears_that_others_have_more(
     kinds: list[int], seed: int
 ) -> None:
-    """In a join, that rank's error reaches the others by its lifeline."""
+    """In a join, that rank's error reaches the others by its detector."""
     scripts = tuple(steps(count, announced=6 - count) for count in kinds)
     scenario = Scenario(scripts, "planned", cycle=1, throw=True, seed=seed)
     ranks = play(scenario, Reporting)
@@ -317,10 +317,10 @@ class Silent(Odd):
     """... and whatever they would do with gradients, nobody reads who takes part before the next step begins."""
 
     def step(self, number: int, mine: float) -> None:
-        self.attendance.begin(self.syncs(number))
+        self.membership.begin(self.syncs(number))
         self.totals.append(None)
 
-    def shadow(self, roll: Roll) -> None:
+    def shadow(self, roll: ActiveRanks) -> None:
         self.totals.append(None)
 
 
@@ -352,34 +352,34 @@ def differs(scenario: Scenario, step: int) -> bool:
 
 def test_a_body_without_data_does_not_begin_a_step_of_its_own() -> None:
     def act(rank: int) -> list[Any]:
-        attendance = CountedAttendance(simulation.line(rank, "attendance"), waiting=simulation.waiting)
+        membership = AllReduceMembership(simulation.channel(rank, "membership"), waiting=simulation.waiting)
         if rank == 0:
-            attendance.begin()
-            assert attendance.read().count == 1
+            membership.begin()
+            assert membership.read().count == 1
         else:
-            assert attendance.absent() == Roll((True, False), 1)
-            attendance.cover()
-            assert attendance.covered
-            attendance.begin()
-            assert not attendance.covered
-        assert attendance.read() == Roll((True, False), 1)
-        assert attendance.absent() is None
-        return [attendance.steps, attendance.shadowed]
+            assert membership.wait_for_next_step() == ActiveRanks((True, False), 1)
+            membership.expect_empty_step()
+            assert membership.expects_empty_step
+            membership.begin()
+            assert not membership.expects_empty_step
+        assert membership.read() == ActiveRanks((True, False), 1)
+        assert membership.wait_for_next_step() is None
+        return [membership.steps, membership.shadowed]
 
     simulation = Simulation(2)
     assert simulation.run(act) == [[1, 0], [1, 1]]
 
 
 def test_a_roll_knows_how_many_are_active_and_who_comes_last() -> None:
-    roll = Roll((True, False, True, False), 2)
+    roll = ActiveRanks((True, False, True, False), 2)
     assert (roll.known, roll.count, roll.highest) == (True, 2, 2)
-    assert not Roll().known
+    assert not ActiveRanks().known
 
 
 def test_a_rank_that_is_alone_ends_by_itself() -> None:
     for mode in ("planned", "counted"):
         (rank,) = play(Scenario((steps(3),), mode))
-        assert rank.attendance.over
+        assert rank.membership.over
         assert rank.totals == [1.0, 1001.0, 2001.0]
 
 
@@ -388,21 +388,21 @@ def test_the_simulation_says_who_waits_for_what() -> None:
 
     def absent(rank: int) -> None:
         if rank == 0:
-            simulation.line(rank, "gradients").meet(0, 1.0)
+            simulation.channel(rank, "gradients").meet(0, 1.0)
 
     def other(rank: int) -> None:
-        simulation.line(rank, "gradients").meet(rank, 1.0)
+        simulation.channel(rank, "gradients").meet(rank, 1.0)
 
     def more(rank: int) -> None:
         for _ in range(rank):
-            simulation.line(rank, "gradients").add([1.0])
+            simulation.channel(rank, "gradients").add([1.0])
 
     simulation = Simulation(2)
     with pytest.raises(Stuck, match=r"nobody can go on\nrank 0 waits for \('sum', 0\) for gradients"):
         simulation.run(absent)
     simulation = Simulation(2)
-    with pytest.raises(Stuck, match=r"call 0 on the line for gradients is .* on rank"):
+    with pytest.raises(Stuck, match=r"call 0 on the channel for gradients is .* on rank"):
         simulation.run(other)
     simulation = Simulation(2)
-    with pytest.raises(Stuck, match=r"calls of each rank on the line for gradients: \[0, 1\]"):
+    with pytest.raises(Stuck, match=r"calls of each rank on the channel for gradients: \[0, 1\]"):
         simulation.run(more)

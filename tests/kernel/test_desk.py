@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagereg.errors import JoinError
-from stagereg.join.desk import Desk
-from stagereg.kernel.channel import Pending, side_line
+from stagereg.join.desk import GatherResponder
+from stagereg.kernel.channel import PendingSum, control_channel
 from stagereg.testing import run_ranks
 
 PATIENCE_S = 20.0
@@ -36,7 +36,7 @@ class ThreadLine:
     def __init__(self, room: Room, rank: int) -> None:
         self.room, self.rank, self.size = room, rank, room.size
 
-    def add(self, values: Any) -> Pending:
+    def add(self, values: Any) -> PendingSum:
         raise NotImplementedError
 
     def gather(self, thing: Any) -> list[Any]:
@@ -48,11 +48,11 @@ class ThreadLine:
         return things
 
 
-def on_ranks(size: int, act: Callable[[int, Desk], Any]) -> tuple[list[Any], int]:
+def on_ranks(size: int, act: Callable[[int, GatherResponder], Any]) -> tuple[list[Any], int]:
     """Run ``act`` on each rank's desk, in a thread a rank; return the results and the number of gathers."""
     room = Room(size)
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(act, rank, Desk(ThreadLine(room, rank))) for rank in range(size)]
+        futures = [pool.submit(act, rank, GatherResponder(ThreadLine(room, rank))) for rank in range(size)]
         return [future.result(PATIENCE_S) for future in futures], room.rounds
 
 
@@ -61,13 +61,13 @@ def on_ranks(size: int, act: Callable[[int, Desk], Any]) -> tuple[list[Any], int
 def test_calls_reach_all_ranks_whoever_has_left(calls: list[int], again: bool, seed: int) -> None:
     """Rank r makes ``calls[r]`` calls and answers from then on, in two joins if ``again``."""
 
-    def act(rank: int, desk: Desk) -> list[list[Any]]:
+    def act(rank: int, desk: GatherResponder) -> list[list[Any]]:
         results = []
         for epoch in range(1 + again):
             lengths = calls if epoch == 0 else calls[::-1]
-            results += [desk.call((rank, epoch, i)) for i in range(lengths[rank])]
+            results += [desk.request((rank, epoch, i)) for i in range(lengths[rank])]
             if random.Random(seed + rank).random() < 0.5 or lengths[rank] < max(lengths):
-                desk.serve(partial(tuple, (rank, epoch, "left")))
+                desk.start(partial(tuple, (rank, epoch, "left")))
             desk.close()
         return results
 
@@ -84,12 +84,12 @@ def test_calls_reach_all_ranks_whoever_has_left(calls: list[int], again: bool, s
 def test_an_answer_is_asked_for_anew_after_each_call_is_heard() -> None:
     heard: list[Any] = []
 
-    def act(rank: int, desk: Desk) -> list[Any]:
+    def act(rank: int, desk: GatherResponder) -> list[Any]:
         results = []
         if rank == 0:
-            desk.serve(lambda: len(heard), heard.append)
+            desk.start(lambda: len(heard), heard.append)
         else:
-            results = [desk.call("now")[0] for _ in range(3)]
+            results = [desk.request("now")[0] for _ in range(3)]
         desk.close()
         return results
 
@@ -99,8 +99,8 @@ def test_an_answer_is_asked_for_anew_after_each_call_is_heard() -> None:
 
 
 def test_ranks_that_all_serve_do_not_gather_in_circles() -> None:
-    def act(rank: int, desk: Desk) -> None:
-        desk.serve(lambda: None)
+    def act(rank: int, desk: GatherResponder) -> None:
+        desk.start(lambda: None)
         desk.close()
 
     _, rounds = on_ranks(3, act)
@@ -108,17 +108,17 @@ def test_ranks_that_all_serve_do_not_gather_in_circles() -> None:
 
 
 def test_what_an_answer_fails_with_surfaces_at_close() -> None:
-    desk = Desk(ThreadLine(Room(1), 0))
-    desk.serve(lambda: 1 / 0)
+    desk = GatherResponder(ThreadLine(Room(1), 0))
+    desk.start(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         desk.close()
 
 
 def test_a_rank_that_serves_cannot_call() -> None:
-    def act(rank: int, desk: Desk) -> str:
-        desk.serve(lambda: None)
+    def act(rank: int, desk: GatherResponder) -> str:
+        desk.start(lambda: None)
         with pytest.raises(JoinError) as caught:
-            desk.call(None)
+            desk.request(None)
         desk.close()
         return str(caught.value)
 
@@ -127,11 +127,11 @@ def test_a_rank_that_serves_cannot_call() -> None:
 
 
 def test_a_call_after_another_rank_has_ended_says_so() -> None:
-    def act(rank: int, desk: Desk) -> str:
+    def act(rank: int, desk: GatherResponder) -> str:
         text = ""
         if rank == 1:
             with pytest.raises(JoinError) as caught:
-                desk.call(None)
+                desk.request(None)
             text = str(caught.value)
         desk.close()
         return text
@@ -144,9 +144,9 @@ def over_gloo(rank: int, world_size: int) -> list[Any]:
     import torch.distributed as dist
 
     assert dist.group.WORLD is not None
-    desk = Desk(side_line(dist.group.WORLD, "desk"))
-    results = [desk.call(f"{rank}.{i}") for i in range(rank)]
-    desk.serve(lambda: f"{rank} left")
+    desk = GatherResponder(control_channel(dist.group.WORLD, "desk"))
+    results = [desk.request(f"{rank}.{i}") for i in range(rank)]
+    desk.start(lambda: f"{rank} left")
     desk.close()
     return results
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagereg.kernel.channel import side_line
+from stagereg.kernel.channel import control_channel
 from stagereg.testing import run_ranks
 
 
@@ -19,39 +19,39 @@ def world() -> dist.ProcessGroup:
 
 def use(rank: int, world_size: int) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    line, other = side_line(world(), "one"), side_line(world(), "other")
-    told["kept"] = side_line(world(), "one") is line
-    told["apart"] = other is not line
-    told["place"] = (line.rank, line.size)
+    channel, other = control_channel(world(), "one"), control_channel(world(), "other")
+    told["kept"] = control_channel(world(), "one") is channel
+    told["apart"] = other is not channel
+    told["place"] = (channel.rank, channel.size)
 
-    sums = line.add([1.0, float(rank), 0.5])
+    sums = channel.add([1.0, float(rank), 0.5])
     told["sum"] = sums.wait()
     told["waited twice"] = (sums.ready(0.0), sums.wait())
-    told["gathered"] = line.gather({"rank": rank})
+    told["gathered"] = channel.gather({"rank": rank})
 
     # The ranks use training's group, and the two lines, in different orders.
     mine = torch.tensor([float(rank)])
     if rank == 0:
-        one, two = line.add([1.0]), other.add([10.0])
+        one, two = channel.add([1.0]), other.add([10.0])
         dist.all_reduce(mine)
     else:
         dist.all_reduce(mine)
-        two, one = other.add([10.0]), line.add([1.0])
+        two, one = other.add([10.0]), channel.add([1.0])
     told["orders"] = (mine.item(), one.wait(), two.wait())
 
     # Rank 0 has asked and has not been waited for; all it hears until the others come is that they have not.
     word = world().get_group_store()
     if rank == 0:
-        late = line.add([1.0])
+        late = channel.add([1.0])
         told["not yet"] = late.ready(0.05), late.ready(0.0)
         word.set("come", "now")
     else:
         word.wait(["come"])
-        late = line.add([1.0])
+        late = channel.add([1.0])
     while not late.ready(5.0):
         pass
     told["late"] = late.wait()
-    told["after it"] = line.add([float(rank)]).wait()
+    told["after it"] = channel.add([float(rank)]).wait()
     return told
 
 
@@ -73,26 +73,26 @@ def parts(rank: int, world_size: int) -> dict[str, Any]:
     told: dict[str, Any] = {}
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[rank // 2]
-    line = side_line(pair, "of a pair")  # made by its ranks alone
-    told["place"] = (line.rank, line.size)
-    told["sum"] = line.add([float(rank)]).wait()
+    channel = control_channel(pair, "of a pair")  # made by its ranks alone
+    told["place"] = (channel.rank, channel.size)
+    told["sum"] = channel.add([float(rank)]).wait()
 
     alone = [dist.new_group([each]) for each in range(world_size)][rank]
-    single = side_line(alone, "alone")
+    single = control_channel(alone, "alone")
     told["alone"] = (single.rank, single.size, single.add([1.0, 2.0]).wait(), single.gather("me"))
     return told
 
 
 def again(rank: int, world_size: int) -> list[Any]:
     """Destroy the process group and make one of the same name over other ranks of the same job."""
-    before = side_line(world(), "one")
+    before = control_channel(world(), "one")
     told: list[Any] = [world().group_name, before.add([1.0]).wait()]
     store = dist.PrefixStore("second", world().get_group_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=world_size - 1 - rank, world_size=world_size)
-    after = side_line(world(), "one")
+    after = control_channel(world(), "one")
     told += [world().group_name, after is before, after.rank, after.add([1.0]).wait()]
-    told.append(side_line(world(), "one") is after)
+    told.append(control_channel(world(), "one") is after)
     return told
 
 

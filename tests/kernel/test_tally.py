@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from stagereg.join.tally import Tally
+from stagereg.join.tally import SumResponder
 
 from .simulated import Simulation, answering
 
@@ -21,12 +21,12 @@ def test_sums_are_those_of_the_ranks_that_still_ask_whoever_has_left(sums: list[
     """Rank r asks ``sums[r]`` times, and answers from then on if others may ask more often."""
 
     def act(rank: int) -> list[list[float]]:
-        tally = Tally(simulation.line(rank, "tally"), 2, simulation.waiting)
-        told = [tally.sum(rank + 1.0, 100.0 * number) for number in range(sums[rank])]
+        tally = SumResponder(simulation.channel(rank, "tally"), 2, simulation.waiting)
+        told = [tally.request(rank + 1.0, 100.0 * number) for number in range(sums[rank])]
         if sums[rank] < max(sums):
-            tally.serve()
+            tally.start()
             if twice:
-                tally.serve()
+                tally.start()
         tally.close()
         return told
 
@@ -44,9 +44,9 @@ def test_nobody_passes_the_end_before_all_ranks_have_come_to_it(leave: list[bool
     came: list[int] = []
 
     def act(rank: int) -> int:
-        tally = Tally(simulation.line(rank, "tally"), 1, simulation.waiting)
+        tally = SumResponder(simulation.channel(rank, "tally"), 1, simulation.waiting)
         if leave[rank]:
-            tally.serve()
+            tally.start()
         simulation.pause()
         came.append(rank)
         tally.close()
@@ -61,7 +61,7 @@ def test_nobody_passes_the_end_before_all_ranks_have_come_to_it(leave: list[bool
 
 
 class Broken:
-    """A line whose sums fail."""
+    """A channel whose sums fail."""
 
     rank, size = 0, 2
 
@@ -80,12 +80,12 @@ class Broken:
 
 def test_what_a_sum_fails_with_is_raised_where_it_was_asked_for() -> None:
     with pytest.raises(ConnectionError, match="the peer is gone"):
-        Tally(Broken(), 1).sum(1.0)
+        SumResponder(Broken(), 1).request(1.0)
 
 
 def test_what_answering_fails_with_is_raised_at_the_end() -> None:
-    tally = Tally(Broken(), 1)
-    tally.serve()
+    tally = SumResponder(Broken(), 1)
+    tally.start()
     with pytest.raises(ConnectionError, match="the peer is gone"):
         tally.close()
 
@@ -97,8 +97,8 @@ def test_what_is_waited_for_is_told() -> None:
         told.append(what)
 
     def act(rank: int) -> None:
-        tally = Tally(simulation.line(rank, "tally"), 1, waiting)
-        tally.sum(1.0)
+        tally = SumResponder(simulation.channel(rank, "tally"), 1, waiting)
+        tally.request(1.0)
         tally.close()
 
     simulation = Simulation(1)

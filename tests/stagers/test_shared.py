@@ -26,8 +26,7 @@ import stagereg.stagers.shared_memory as shared_memory
 import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg import AsyncStager
 from stagereg.errors import StagingError
-from stagereg.kernel.memory import Pool
-from stagereg.kernel.room import room_around
+from stagereg.kernel.memory import Pool, padding_around
 from stagereg.stagers.shared_memory import SharedBlock, register_reducers
 from stagereg.testing import run_ranks
 
@@ -102,13 +101,13 @@ def descriptors(pid: int | str = "self") -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def block() -> SharedBlock:
+def shared_block() -> SharedBlock:
     register_reducers()
     return SharedBlock(4096, pin=False)
 
 
-def pool_lending(arena: SharedBlock) -> Pool:
-    return Pool(max_in_flight=1, wait_s=0.0, make=lambda nbytes, pin, threads: arena)
+def pool_lending(block: SharedBlock) -> Pool:
+    return Pool(max_in_flight=1, wait_s=0.0, make=lambda nbytes, pin, threads: block)
 
 
 RECEIVE = "state = ForkingPickler.loads(message); answer = {name: x.unique().tolist() for name, x in state.items()}"
@@ -245,11 +244,11 @@ class TestFidelity:
             assert described(arrived) == (*same, min(nbytes, arrived.untyped_storage().nbytes()), flags, bits)
 
     def test_a_bundle_has_the_padding_around_the_tensors(self, stager) -> None:
-        stager.leave_room(128, 64)
+        stager.reserve_padding(128, 64)
         copy = stager.stage(state(1))
         arrived = tensor_bundle.unpack(pickle.loads(pickle.dumps(tensor_bundle.pack(list(copy.values()))[0])))
         for here, there in zip(copy.values(), arrived, strict=True):
-            mine, theirs = room_around(here), room_around(there)
+            mine, theirs = padding_around(here), padding_around(there)
             assert mine is not None
             assert theirs is not None
             assert (mine.nbytes, mine.before, mine.after) == (theirs.nbytes, theirs.before, theirs.after)
@@ -283,12 +282,12 @@ class TestLease:
         assert reader.do("answer = state['w'].unique().tolist()") == [1.0]
 
     def test_one_slice_in_another_process_keeps_all_of_it(self, reader) -> None:
-        arena = block()
-        held = torch.frombuffer(arena.view(), dtype=torch.uint8)
+        block = shared_block()
+        held = torch.frombuffer(block.view(), dtype=torch.uint8)
         reader.do("state = ForkingPickler.loads(message)[7:8]", sent(held))
-        assert not arena.idle
+        assert not block.idle
         reader.do("state = None")
-        assert arena.idle
+        assert block.idle
 
     def test_what_is_on_its_way_is_not_overwritten(self, stager, reader) -> None:
         message = sent(stager.stage(state(1)))
@@ -310,9 +309,9 @@ class TestLease:
 
         pool = Pool(max_in_flight=1, make=make)
         for step in range(5):
-            loan = pool.borrow(4096)
-            message = sent(torch.frombuffer(loan.view, dtype=torch.uint8, count=10).fill_(step))
-            del loan
+            lease = pool.borrow(4096)
+            message = sent(torch.frombuffer(lease.view, dtype=torch.uint8, count=10).fill_(step))
+            del lease
             assert reader.do("state = ForkingPickler.loads(message); answer = state.tolist()", message) == [step] * 10
             assert pool.in_flight == 1
             reader.do("state = None")
@@ -343,38 +342,38 @@ class TestLease:
         stager.close()
 
     def test_a_reader_that_was_killed_reads_no_more(self) -> None:
-        arena = block()
-        held = torch.frombuffer(arena.view(), dtype=torch.uint8)
+        block = shared_block()
+        held = torch.frombuffer(block.view(), dtype=torch.uint8)
         doomed = Reader()
         doomed.do("state = ForkingPickler.loads(message)", sent(held))
-        assert not arena.idle
+        assert not block.idle
         os.kill(doomed.process.pid, signal.SIGKILL)
         doomed.kill()
-        assert arena.idle
+        assert block.idle
 
     def test_a_forked_child_of_a_reader_reads_too(self, reader) -> None:
-        arena = block()
+        block = shared_block()
         reader.do(
             "import os; state = ForkingPickler.loads(message); away, here = os.pipe(); child = os.fork()\n"
             "if not child: os.close(here); os.read(away, 1); os._exit(0)\n"
             "state = None",
-            sent(torch.frombuffer(arena.view(), dtype=torch.uint8)),
+            sent(torch.frombuffer(block.view(), dtype=torch.uint8)),
         )
-        assert not arena.idle
+        assert not block.idle
         reader.do("os.close(here); os.close(away); os.waitpid(child, 0)")
-        assert arena.idle
+        assert block.idle
 
     def test_a_message_that_nobody_takes_is_revoked_and_never_shows_other_bytes(self, monkeypatch, reader) -> None:
-        arena = block()
-        pool = pool_lending(arena)
-        loan = pool.borrow(4096)
-        message = sent(torch.frombuffer(loan.view, dtype=torch.uint8))
-        del loan
+        block = shared_block()
+        pool = pool_lending(block)
+        lease = pool.borrow(4096)
+        message = sent(torch.frombuffer(lease.view, dtype=torch.uint8))
+        del lease
         assert pool.in_flight == 1
         monkeypatch.setattr(shared_memory, "_UNRECEIVED_S", -1.0)
         assert pool.in_flight == 0
         again = pool.borrow(4096)
-        assert again.address == arena.address
+        assert again.address == block.address
         assert "received too late" in reader.do("state = ForkingPickler.loads(message)", message)
 
     def test_a_message_opened_twice_late_is_refused_the_second_time(self, stager, reader) -> None:
@@ -489,8 +488,8 @@ def test_the_stager_says_that_others_can_read_its_copies(stager: AsyncStager) ->
     assert stager.shares_memory is True
 
 
-def test_arenas_fit_where_arenas_go() -> None:
-    made: Callable[[int, bool, int], memory.Arena] = SharedBlock
+def test_blocks_fit_where_blocks_go() -> None:
+    made: Callable[[int, bool, int], memory.Block] = SharedBlock
     assert made(1, False, 1).nbytes == 4096
 
 

@@ -27,7 +27,7 @@ import torch
 
 from stagereg.checkpoint.layout import FileMark
 from stagereg.checkpoint.points import reach
-from stagereg.kernel.memory import Arena
+from stagereg.kernel.memory import Block
 
 __all__ = ["PAGE", "STRAIGHT_BYTES", "AlignedFile", "Bounce"]
 
@@ -49,10 +49,10 @@ class Bounce:
     """A page-aligned buffer of ``nbytes`` bytes, a multiple of a page; page-locked where an accelerator is there."""
 
     def __init__(self, nbytes: int) -> None:
-        arena = Arena(nbytes + PAGE, pin=torch.accelerator.is_available())
-        self.address = -(-arena.address // PAGE) * PAGE
-        begin = self.address - arena.address
-        self.view = arena.view()[begin : begin + nbytes]
+        block = Block(nbytes + PAGE, pin=torch.accelerator.is_available())
+        self.address = -(-block.address // PAGE) * PAGE
+        begin = self.address - block.address
+        self.view = block.view()[begin : begin + nbytes]
         self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
 
 

@@ -3,7 +3,7 @@
 The file of a rank is what torch's writer would have made of the same entries, blob by blob; only the order, and what
 lies between blobs, differ. A tensor goes one of four ways:
 
-* *In place.* A stager that left room around it (:mod:`stagereg.kernel.room`) has made its memory nearly the image of
+* *In place.* A stager that left room around it (:mod:`stagereg.kernel.memory`) has made its memory nearly the image of
   the file. Head and tail are written into that room, and the pages with all of it go to the disk without a copy. Such
   runs of pages begin on page boundaries of the file. The rest of the room is written over with zeros; what remains, in
   the first and last page of a run and in fewer than 64 bytes between blobs, is what the stager's memory held there:
@@ -35,7 +35,7 @@ from stagereg.checkpoint.storage.aligned import PAGE, STRAIGHT_BYTES, AlignedFil
 from stagereg.checkpoint.storage.blob import Skeleton, saved_stride, skeleton
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, telling_the_truth
 from stagereg.errors import ConfigError
-from stagereg.kernel.room import room_around
+from stagereg.kernel.memory import padding_around
 from stagereg.registry import register
 
 __all__ = ["DirectStorage"]
@@ -146,7 +146,7 @@ def _put_around(item: WriteItem, x: torch.Tensor, rooms: dict[int, Skeleton]) ->
 
     ``rooms`` has what was written around each address: another view of the same tensor must leave that alone.
     """
-    room = room_around(x) if type(x) is torch.Tensor else None
+    room = padding_around(x) if type(x) is torch.Tensor else None
     around = _skeleton(x) if room is not None else None
     if room is None or around is None or len(around.head) > room.before or len(around.tail) > room.after:
         return None

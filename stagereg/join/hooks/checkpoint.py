@@ -1,6 +1,7 @@
 """``checkpoint``: have all ranks take part in a save that any of them asked for, whether they still have data or not.
 
-Once a step, before anything of it happens, the ranks exchange what was asked for: one small sum on a line of its own.
+Once a step, before anything of it happens, the ranks exchange what was asked for: one small sum on a channel of its
+own.
 All of them have ended the same step then, so what they save together is the state after it. The sum also carries
 whether a rank was told to leave (SIGTERM, SIGUSR1), with data or without: the ranks that still have some then
 ask at the end of the step, and that save is the last.
@@ -19,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stagereg.errors import JoinError
 from stagereg.join.joinable import JoinHook
-from stagereg.kernel.channel import Line
+from stagereg.kernel.channel import ControlChannel
 from stagereg.registry import register
 
 __all__ = ["CheckpointHook", "Leaves", "Saves"]
@@ -62,7 +63,7 @@ class CheckpointHook(JoinHook):
     Args:
         checkpointer: saves.
         state: what to save.
-        line: on which nothing else is summed or gathered.
+        channel: on which nothing else is summed or gathered.
         ended: called when the hook is of no use any more.
 
     Attributes:
@@ -74,14 +75,14 @@ class CheckpointHook(JoinHook):
         self,
         checkpointer: Saves,
         state: MutableMapping[str, Any],
-        line: Line,
+        channel: ControlChannel,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
         self.asked: int | None = None
         self.joined = False
         self._checkpointer = checkpointer
         self._state = state
-        self._line = line
+        self._channel = channel
         self._ended = ended
         self._exchanged = False
         self._active: list[int] = []
@@ -117,10 +118,10 @@ class CheckpointHook(JoinHook):
             SystemExit: on all ranks: they were told to leave, and this save was the last.
         """
         asked, self.asked = self.asked, None
-        values = [0.0] * self._line.size
-        values[self._line.rank] = float(active) if asked is None else 2.0 * (asked + 1) + active
+        values = [0.0] * self._channel.size
+        values[self._channel.rank] = float(active) if asked is None else 2.0 * (asked + 1) + active
         words = [0.0] * _SIGNALS if self._leaving is None else self._leaving.words()
-        told = [int(value) for value in self._line.add([*values, *words]).wait()]
+        told = [int(value) for value in self._channel.add([*values, *words]).wait()]
         told, words = told[: len(values)], [float(word) for word in told[len(values) :]]
         if self._leaving is not None:
             self._leaving.hear(words)
@@ -155,10 +156,10 @@ class CheckpointHook(JoinHook):
                 f"ranks asked for checkpoints of different steps at the same time: {told}. Count the steps that the "
                 "ranks take together, not a rank's own batches."
             )
-        posts = self._line.gather((self._progress(), _plain(self._state)))
+        posts = self._channel.gather((self._progress(), _plain(self._state)))
         self._refuse_stale(steps[0], [progress for progress, _ in posts])
         state = dict(self._state)
-        if self._active and self._line.rank not in self._active:
+        if self._active and self._channel.rank not in self._active:
             current = posts[self._active[-1]][1]
             state.update((name, current[name]) for name in state if name in current)
         self._checkpointer.save(steps[0], state)

@@ -1,4 +1,4 @@
-"""Room left around staged tensors: whose it is, and how it is found again."""
+"""Padding around staged tensors: whose it is, and how it is found again."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg
-from stagereg.kernel.room import room_around
+from stagereg.kernel.memory import padding_around
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
 
 
 @settings(max_examples=50, deadline=None)
 @given(shapes=st.lists(SHAPES, max_size=6), before=st.integers(0, 2000), after=st.integers(0, 2000))
-def test_what_is_written_into_the_room_touches_no_tensor(shapes: list[list[int]], before: int, after: int) -> None:
+def test_writing_the_padding_touches_no_tensor(shapes: list[list[int]], before: int, after: int) -> None:
     stager = stagereg.build("stager", "pinned_cached")
-    stager.leave_room(before, after)
+    stager.reserve_padding(before, after)
     source = {str(i): torch.randn(shape) for i, shape in enumerate(shapes)}
     staged = stager.stage(source)
     for x in staged.values():
-        room = room_around(x)
-        if room is None:
+        padding = padding_around(x)
+        if padding is None:
             assert x.numel() == 0 or (before, after) == (0, 0)
             continue
-        first, last = x.data_ptr() - room.before, x.data_ptr() + x.nbytes + room.after
-        assert (room.before, room.after) == (before, after)
-        assert room.address <= first <= last <= room.address + room.nbytes
+        first, last = x.data_ptr() - padding.before, x.data_ptr() + x.nbytes + padding.after
+        assert (padding.before, padding.after) == (before, after)
+        assert padding.address <= first <= last <= padding.address + padding.nbytes
         for begin, end in ((first, x.data_ptr()), (x.data_ptr() + x.nbytes, last)):
             ctypes.memset(begin, 255, end - begin)
     for name, x in source.items():
@@ -38,27 +38,27 @@ def test_what_is_written_into_the_room_touches_no_tensor(shapes: list[list[int]]
     stager.close()
 
 
-def test_there_is_room_around_no_tensor_that_shares_its_memory_or_has_holes() -> None:
+def test_a_tensor_with_holes_or_shared_memory_has_no_padding() -> None:
     stager = stagereg.build("stager", "pinned_cached")
-    stager.leave_room(64, 64)
+    stager.reserve_padding(64, 64)
     w = torch.randn(8, 8)
     staged = stager.stage(
         {"w": w, "tied": w.t(), "view": w[2:], "own": torch.randn(8), "turned": torch.randn(4, 4).t()}
     )
-    assert {name: room_around(x) is not None for name, x in staged.items()} == {
+    assert {name: padding_around(x) is not None for name, x in staged.items()} == {
         "w": False, "tied": False, "view": False, "own": True, "turned": False,
     }  # fmt: skip
-    assert room_around(staged["own"][1:]) is None
-    assert room_around(w) is None
+    assert padding_around(staged["own"][1:]) is None
+    assert padding_around(w) is None
 
 
 @pytest.mark.parametrize("name", ["blocking", "pinned_cached"])
-def test_no_room_is_remembered_for_memory_that_went_back(name: str) -> None:
+def test_padding_of_returned_memory_is_forgotten(name: str) -> None:
     stager = stagereg.build("stager", name)
-    stager.leave_room(64, 64)
+    stager.reserve_padding(64, 64)
     address = stager.stage({"x": torch.ones(4)})["x"].data_ptr()
     gc.collect()
-    stager.leave_room(0, 0)
+    stager.reserve_padding(0, 0)
     x = stager.stage({"x": torch.ones(64)})["x"]
-    assert room_around(x) is None
+    assert padding_around(x) is None
     assert x.data_ptr() <= address < x.data_ptr() + 4096 or name == "blocking"
