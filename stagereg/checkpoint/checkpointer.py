@@ -2,8 +2,8 @@
 
 ``save`` copies the state (the stager's work, the only stall) and hands the copy to one background thread, which lets
 all ranks agree that everybody has staged, writes with torch's distributed checkpoint through a storage, and has rank 0
-commit. What a checkpoint consists of is described in :mod:`stagereg.checkpoint.layout`; where it lies and how it gets
-there safely, in :mod:`stagereg.checkpoint.place`. Which bytes are in the files is the storage's business
+commit. What a checkpoint consists of is described in :mod:`stagereg.checkpoint.manifest`; where it lies and how it gets
+there safely, in :mod:`stagereg.checkpoint.store`. Which bytes are in the files is the storage's business
 (:mod:`stagereg.checkpoint.storage`).
 """
 
@@ -30,21 +30,21 @@ import stagereg.checkpoint.restoring as restoring
 import stagereg.checkpoint.torchfiles as torchfiles
 import stagereg.record as record
 import stagereg.shutdown as shutdown
-from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.background import Background
-from stagereg.checkpoint.layout import MOST
+from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.leaving import Leaving, newest
-from stagereg.checkpoint.lock import Hold
-from stagereg.checkpoint.place.choice import path_or_url, place_around, place_of
-from stagereg.checkpoint.place.protocol import Place
-from stagereg.checkpoint.place.retry import answered, within
-from stagereg.checkpoint.points import reach
+from stagereg.checkpoint.lock import StoreLock
+from stagereg.checkpoint.manifest import MOST
 from stagereg.checkpoint.process import WriterProcess
+from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.saving import Save
 from stagereg.checkpoint.schedule import Automatic, Fixed, Schedule
-from stagereg.checkpoint.storage.choice import expect_fit
+from stagereg.checkpoint.storage.lookup import expect_fit
 from stagereg.checkpoint.storage.protocol import Storage
-from stagereg.checkpoint.writing import Saves, StorageHangsError, Writing
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
+from stagereg.checkpoint.store.retry import answered, within
+from stagereg.checkpoint.writing import SaveContext, StorageHangsError, Writing
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.launch.preemption import Notice
 from stagereg.registry import build, register
@@ -152,8 +152,8 @@ class Checkpointer:
         grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
     ) -> None:
         options.check_dir(dir)
-        self._place = place_of(dir)
-        self.dir = path_or_url(self._place.root)
+        self._store = open_store(dir)
+        self.dir = path_or_url(self._store.root)
         options.check_every(every, mtbf)
         self.keep = options.at_least_one("keep", keep)
         options.check_resume(resume)
@@ -167,10 +167,10 @@ class Checkpointer:
         )
         self._storage: Storage = options.component("storage", build("storage", "dcp") if storage is None else storage)
         _reserve_padding(self._stager, self._storage)
-        self._hold: Hold | None = None
-        self._ranks = Agreement(process_group, self.timeout)
+        self._hold: StoreLock | None = None
+        self._ranks = RankGroup(process_group, self.timeout)
         apart = bool(getattr(self._stager, "shares_memory", False))
-        expect_fit(self._storage, self._place.root, self._ranks.size + apart)
+        expect_fit(self._storage, self._store.root, self._ranks.size + apart)
         self._stalls: list[float] = []
         self._saved: int | None = None
         self._closed = False
@@ -179,24 +179,26 @@ class Checkpointer:
         if self._ranks.group is None:
             torchfiles.expect_one_process()
         wanted = str(every)
-        told = self._ranks.together(f"checkpoint.dir={dir} cannot be written to", lambda: self._open_directory(wanted))
+        told = self._ranks.run_on_all(
+            f"checkpoint.dir={dir} cannot be written to", lambda: self._open_directory(wanted)
+        )
         if len(set(told)) > 1:
             self._let_go()
             raise ConfigError(f"every must be the same on all ranks, which have {', '.join(told)}.")
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
         # each, and those of two kinds must not meet.
         self._schedule: Schedule = (
-            Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), Agreement(process_group))
+            Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), RankGroup(process_group))
         )
         self._process = WriterProcess() if apart else None
         if self._process is not None:
             self._process.start()
         warns = self.on_error == "warn"
-        self._saves = Saves(
-            self._place, self.keep, self._storage, self._ranks, self.timeout, self._process, self._schedule, warns
+        self._saves = SaveContext(
+            self._store, self.keep, self._storage, self._ranks, self.timeout, self._process, self._schedule, warns
         )
         self._background = Background(self.timeout.total_seconds(), self._saves.warn if warns else None)
-        self.leaving = None if self.grace is None else self._listen(Agreement(process_group), self.grace)
+        self.leaving = None if self.grace is None else self._listen(RankGroup(process_group), self.grace)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`; return whether it did. Call it at the end of each step.
@@ -300,14 +302,14 @@ class Checkpointer:
         if self._background.hanging:  # in an exchange with the other ranks, which another one must not meet
             self._background.raise_failure()
             raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
-        self._ranks.together("Nothing was restored", self.wait)
+        self._ranks.run_on_all("Nothing was restored", self.wait)
         if self.resume == "never":
             return None
-        restored = restoring.restore(self._place, self.resume, self.verify, state, self._storage, self._ranks)
+        restored = restoring.restore(self._store, self.resume, self.verify, state, self._storage, self._ranks)
         if restored is None:
             return None
         self._schedule.restored(restored.manifest.step)
-        if os.path.realpath(place_around(restored.path).root) == os.path.realpath(self._place.root):
+        if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
             self._saves.newest = restored.manifest.step
         return restored.manifest.step
 
@@ -356,7 +358,7 @@ class Checkpointer:
     @property
     def latest(self) -> Path | str | None:
         """The directory of the checkpoint committed last, a URL if ``dir`` is one; ``None`` if there is none yet."""
-        found = self._place.latest()
+        found = self._store.latest()
         return None if found is None else path_or_url(found.path)
 
     @property
@@ -385,10 +387,10 @@ class Checkpointer:
             write_seconds=tuple(outcome.seconds for outcome in outcomes),
         )
 
-    def _listen(self, side: Agreement, grace: datetime.timedelta) -> Leaving:
+    def _listen(self, side: RankGroup, grace: datetime.timedelta) -> Leaving:
         """Begin to listen for signals, until this is closed or no longer used."""
-        place = self._place
-        notice = Notice(grace.total_seconds(), lambda: newest(place))
+        store = self._store
+        notice = Notice(grace.total_seconds(), lambda: newest(store))
         notice.listen()
         weakref.finalize(self, notice.close)
         return Leaving(side, notice)
@@ -416,15 +418,15 @@ class Checkpointer:
         if failure is not None:
             told = str(failure)
             if "newest" not in told and ("no complete checkpoint" not in told or self.latest is not None):
-                failure = CheckpointError(f"{reason(failure).rstrip('.')}; {newest(self._place)}.")
-            shutdown.outcome(self._place.root, None)  # which is told by how this ends
+                failure = CheckpointError(f"{reason(failure).rstrip('.')}; {newest(self._store)}.")
+            shutdown.outcome(self._store.root, None)  # which is told by how this ends
         self.leaving.leave(step, str(self.dir), failure)
 
     def _open_directory(self, every: str) -> str:
         if self._ranks.rank == 0:
-            place, limit = self._place, self.timeout.total_seconds()
-            take = partial(_taken, place, limit)
-            self._hold = answered(place.root, limit, take, methodcaller("release")) if place.remote else take()
+            store, limit = self._store, self.timeout.total_seconds()
+            take = partial(_taken, store, limit)
+            self._hold = answered(store.root, limit, take, methodcaller("release")) if store.remote else take()
         return every
 
     def _let_go(self) -> None:
@@ -481,17 +483,17 @@ class Checkpointer:
             request.settled.set()
 
 
-def _taken(place: Place, seconds: float) -> Hold:
+def _taken(store: CheckpointStore, seconds: float) -> StoreLock:
     with within(seconds):
-        place.probe()
-        hold = place.lock()
-        reach("locked")
+        store.probe()
+        hold = store.lock()
+        failpoint("locked")
         try:
-            place.sweep()
+            store.sweep()
         except BaseException:
             hold.release()
             raise
-        reach("swept")
+        failpoint("swept")
         return hold
 
 

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 import stagereg.record as record
 import stagereg.shutdown as shutdown
-from stagereg.checkpoint.agreement import Agreement, reason
-from stagereg.checkpoint.place.protocol import Place
+from stagereg.checkpoint.rank_group import RankGroup, reason
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import RESUME_CODE, Preempted, Stopped
 from stagereg.launch.preemption import SIGNALS, Notice
 
@@ -57,7 +57,7 @@ class Leaving:
         elsewhere: whether something else carries the words: calls exchange nothing then. Set on all ranks alike.
     """
 
-    def __init__(self, ranks: Agreement, notice: Notice, clock: Callable[[], float] = record.now) -> None:
+    def __init__(self, ranks: RankGroup, notice: Notice, clock: Callable[[], float] = record.now) -> None:
         self.agreed: signal.Signals | None = None
         self.elsewhere = False
         self._ranks = ranks
@@ -204,9 +204,9 @@ class Leaving:
         )
 
 
-def newest(place: Place) -> str:
+def newest(store: CheckpointStore) -> str:
     """What a place has to go on from, in words."""
-    found = place.latest()
+    found = store.latest()
     if found is None:
-        return f"there is no complete checkpoint in {place.root}"
-    return f"the newest complete checkpoint in {place.root} is step {found.manifest.step}"
+        return f"there is no complete checkpoint in {store.root}"
+    return f"the newest complete checkpoint in {store.root} is step {found.manifest.step}"

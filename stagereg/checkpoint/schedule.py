@@ -28,7 +28,7 @@ from statistics import median
 
 import stagereg.checkpoint.interval as interval
 import stagereg.record as record
-from stagereg.checkpoint.agreement import Agreement
+from stagereg.checkpoint.rank_group import RankGroup
 
 __all__ = ["Automatic", "Fixed", "Schedule"]
 
@@ -98,7 +98,7 @@ class Automatic(Schedule):
         clock: seconds, ever growing.
     """
 
-    def __init__(self, mtbf_s: float, ranks: Agreement, clock: Callable[[], float] = record.now) -> None:
+    def __init__(self, mtbf_s: float, ranks: RankGroup, clock: Callable[[], float] = record.now) -> None:
         self._mtbf_s = mtbf_s
         self._ranks = ranks
         self._clock = clock
@@ -139,7 +139,7 @@ class Automatic(Schedule):
         """Whether the first save is still being written on some rank: then look again after twice as many steps."""
         if self._saves != 1:
             return False
-        (busy,) = self._ranks.greatest([float(self._under_way() > 0)])()
+        (busy,) = self._ranks.max_async([float(self._under_way() > 0)])()
         self._since = self._clock()
         if busy:
             self._next = step + max(1, step - self._saved)
@@ -164,7 +164,7 @@ class Automatic(Schedule):
         self._saved = step
         self._next = step + self._every
         if self._saves > 1:
-            self._answer = self._ranks.greatest(self._plan())
+            self._answer = self._ranks.max_async(self._plan())
         self._step, self._since, self._quiet = step, self._clock(), self._under_way() == 0
 
     def ended(self, age: float | None) -> None:

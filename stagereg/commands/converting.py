@@ -18,7 +18,7 @@ from stagereg.commands.named import add_plugins_option, import_plugins
 from stagereg.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from stagereg.checkpoint.layout import Checkpoint
+    from stagereg.checkpoint.manifest import Checkpoint
 
 __all__ = ["add_to", "run"]
 
@@ -119,7 +119,7 @@ def _chosen(target: str) -> tuple[Checkpoint, list[str]]:
     # One without a manifest may be the newest: it is named, and passed over.
     for each in sorted(found.conditions, key=lambda each: -each.manifest.serial if each.manifest else -math.inf):
         output.working(f"reading {each.path}")
-        condition = each if each.damages else found.place.examine(each.path)
+        condition = each if each.damages else found.store.examine(each.path)
         output.working()
         if condition.checkpoint is not None:
             return condition.checkpoint, passed

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import stagereg.machine as machine
 import stagereg.output as output
 from stagereg.errors import ConfigError
-from stagereg.sweep.metrics import counted
+from stagereg.sweep.metric import counted
 
 if TYPE_CHECKING:
     from stagereg.bench.measure import Case
@@ -189,9 +189,9 @@ def _write_seconds(state: State, folder: Path) -> float:
 
 
 def _medians(cases: Sequence[Case], state: State) -> list[float]:
-    from stagereg.bench.measure import Watch, interleave
+    from stagereg.bench.measure import Stopwatch, interleave
 
-    series = interleave(cases, _ROUNDS, Watch(), state.change)
+    series = interleave(cases, _ROUNDS, Stopwatch(), state.change)
     for one in series:
         if not one.samples:
             raise ConfigError(f"{one.row} cannot be measured here ({one.missing or one.failure}): give its rate.")

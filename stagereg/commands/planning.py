@@ -20,12 +20,12 @@ import stagereg.checkpoint.interval as interval
 import stagereg.output as output
 import stagereg.registry as registry
 from stagereg.bench.command import check_writable
+from stagereg.commands.cost_curve import CostModel, Loss, csv_text, duration_text, loss_figure
 from stagereg.commands.costs import Costs, Rates, by_rates, by_run, measured, size_text
-from stagereg.commands.losses import Job, Loss, csv_text, duration_text, loss_figure
 from stagereg.config.texts import duration, written
 from stagereg.errors import ConfigError, StageregError
 from stagereg.sizes import ByteSize
-from stagereg.sweep.metrics import counted
+from stagereg.sweep.metric import counted
 
 __all__ = ["add_to", "run"]
 
@@ -86,7 +86,7 @@ def run(asked: argparse.Namespace) -> int:
     if asked.restart is None:
         costs = dataclasses.replace(costs, told=(*costs.told, _ASSUMED))
     step_s = given_step or costs.step_s
-    job = Job(costs.cost_s, costs.write_s, restart_s, mtbf_s)
+    job = CostModel(costs.cost_s, costs.write_s, restart_s, mtbf_s)
     steps = interval.in_steps(job.best_s, step_s, job.least_s) if step_s else None
     best = job.loss(steps * step_s if steps and step_s else job.best_s)
     files = _write(folder, job, step_s, failing) if folder else []
@@ -200,7 +200,7 @@ def _folder(name: str) -> Path | None:
 # -- what is told
 
 
-def _tell(costs: Costs, job: Job, step_s: float | None, steps: int | None, best: Loss, failing: str) -> None:
+def _tell(costs: Costs, job: CostModel, step_s: float | None, steps: int | None, best: Loss, failing: str) -> None:
     output.say(f"A checkpoint of {size_text(costs.nbytes)} on {counted(costs.ranks, 'rank')}")
     rows = [
         ("cost", duration_text(job.cost_s), "that training loses: the loop is held, and steps beside it are slower"),
@@ -229,7 +229,7 @@ def _tell(costs: Costs, job: Job, step_s: float | None, steps: int | None, best:
     output.table("Where that comes from", (), [("-", line) for line in lines])
 
 
-def _remarks(job: Job, best: Loss) -> list[str]:
+def _remarks(job: CostModel, best: Loss) -> list[str]:
     lines = []
     if best.total >= _HARDLY:
         parts = [f"{part / job.mtbf_s:.2g} of that" for part in (job.cost_s, job.write_s, job.restart_s)]
@@ -246,7 +246,7 @@ def _remarks(job: Job, best: Loss) -> list[str]:
     return lines
 
 
-def _intervals(job: Job, best: Loss) -> list[tuple[float, str]]:
+def _intervals(job: CostModel, best: Loss) -> list[tuple[float, str]]:
     """Intervals to compare, from short to long; those that look alike are one."""
     named = [
         ("a quarter", best.interval_s / 4),
@@ -282,7 +282,7 @@ def _lost(part: float) -> str:
 def _plain(
     asked: argparse.Namespace,
     costs: Costs,
-    job: Job,
+    job: CostModel,
     step_s: float | None,
     steps: int | None,
     best: Loss,
@@ -313,7 +313,7 @@ def _plain(
     }
 
 
-def _write(folder: Path, job: Job, step_s: float | None, failing: str) -> list[Path]:
+def _write(folder: Path, job: CostModel, step_s: float | None, failing: str) -> list[Path]:
     contents = {"plan.csv": csv_text(job, step_s).encode()}
     try:
         figure = loss_figure(job, step_s, f"What is lost to checkpoints and failures\n{failing}")

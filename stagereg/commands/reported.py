@@ -17,7 +17,7 @@ import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
 from stagereg.sweep.checkpoints import saved
 from stagereg.sweep.curves import curves_figure
-from stagereg.sweep.metrics import counted, in_order, in_words, metric, quantity, shown
+from stagereg.sweep.metric import counted, in_order, in_words, metric, quantity, shown
 from stagereg.sweep.render.page import Picture, Table
 from stagereg.sweep.render.tables import first_line
 from stagereg.sweep.result import JobResult

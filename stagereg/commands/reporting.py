@@ -50,12 +50,12 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: the directory is neither a run nor a sweep, an option is not for what it is or has no meaning, a
             package is missing, or a file could not be written.
     """
-    import stagereg.sweep.place as place
+    import stagereg.sweep.run_directory as run_directory
     import stagereg.sweep.tensorboard as tensorboard
 
     directory = Path(asked.directory)
     window = _window(asked.window)
-    kind = place.kind_of(directory)
+    kind = run_directory.kind_of(directory)
     if asked.tensorboard:
         tensorboard.check()
     if kind == "sweep":
@@ -98,7 +98,7 @@ def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
     """What the sweep was ranked by when it ran, by the config of the first job that says so, else what makes sense."""
     from omegaconf import OmegaConf
 
-    from stagereg.sweep.metrics import usual
+    from stagereg.sweep.metric import usual
 
     for job in jobs:
         with contextlib.suppress(Exception):  # whatever YAML and OmegaConf have to say of a torn file

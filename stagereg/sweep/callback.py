@@ -43,7 +43,7 @@ from stagereg.output import say
 from stagereg.sweep.compare import compare
 from stagereg.sweep.figures import figures
 from stagereg.sweep.interleaved import KEYS
-from stagereg.sweep.metrics import DIRECTIONS, directed, usual
+from stagereg.sweep.metric import DIRECTIONS, directed, usual
 from stagereg.sweep.result import RESULT, JobResult, results, split
 from stagereg.sweep.run import Run
 

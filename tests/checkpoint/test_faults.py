@@ -21,10 +21,10 @@ import pytest
 import stagereg.checkpoint.background as background_room
 import stagereg.checkpoint.process as process_room
 import stagereg.shutdown as ending
-from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.process import WriterProcess
+from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 from stagereg.testing.faults import FaultyStorage
@@ -373,7 +373,7 @@ def on_two_ranks(rank: int, world_size: int, root: str) -> list[Any]:
     checkpointer.wait()
     checkpointer.save(4, {"x": torch.full((10,), 4.0), f"rank{rank}": rank})
     checkpointer.close()
-    limited = Agreement()
+    limited = RankGroup()
     limited._limit = datetime.timedelta(milliseconds=100)
     gone = ""
     if rank == 0:

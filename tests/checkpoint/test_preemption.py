@@ -26,7 +26,7 @@ import stagereg
 import stagereg.checkpoint.leaving as leaving
 import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import Preempted
 from stagereg.launch.preemption import Notice
 from stagereg.testing import run_ranks
@@ -153,14 +153,14 @@ def everything(rank: int, world: int, root: str, names: list[str]) -> dict[str, 
 def while_a_save_is_under_way(rank: int, directory: str) -> Any:
     """The signal comes while an earlier save is being committed."""
     signalled = threading.Event()
-    publish = LocalPlace.publish
+    publish = LocalStore.publish
 
-    def late(self: LocalPlace, *given: Any) -> str:
+    def late(self: LocalStore, *given: Any) -> str:
         assert signalled.wait(LIMIT_S)
         return publish(self, *given)
 
     state = {"x": torch.zeros(3)}
-    with mock.patch.object(LocalPlace, "publish", late):
+    with mock.patch.object(LocalStore, "publish", late):
         try:
             with Checkpointer(directory, every=5) as checkpointer:
                 for step in range(1, STEPS):
@@ -267,11 +267,11 @@ import ctypes, datetime, faulthandler, os, signal, sys, threading, time
 import torch
 import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
-publish = LocalPlace.publish
+publish = LocalStore.publish
 mutex = ctypes.create_string_buffer(256)
 
 def hang():
@@ -289,7 +289,7 @@ def train(case, grace_s=0.3, every=5, **options):
         if step == 7 and case in ("save fails", "save fails, warned", "first save fails"):
             raise OSError("no cheese")
         return publish(self, written, step, *rest)
-    LocalPlace.publish = broken
+    LocalStore.publish = broken
     grace = datetime.timedelta(seconds=grace_s)
     with Checkpointer(os.path.join(sys.argv[1], case), every=every, grace=grace, **options) as checkpointer:
         for step in range(1, 100):
@@ -378,7 +378,7 @@ def worker():
         begun.set()
         go.wait()
         return publish(*given)
-    LocalPlace.publish = slow
+    LocalStore.publish = slow
     with Checkpointer(os.path.join(sys.argv[1], "worker"), every=1) as checkpointer:
         checkpointer.maybe_save(1, {"x": 1})
         begun.wait()

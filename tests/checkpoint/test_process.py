@@ -28,9 +28,9 @@ import stagereg.checkpoint.process as process_room
 import stagereg.stagers.shared_memory as shared_memory
 import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.layout import FileMark
+from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.process import WriterProcess
-from stagereg.checkpoint.remote import ProcessWriter
+from stagereg.checkpoint.process_writer import ProcessWriter
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
