@@ -427,9 +427,9 @@ class Join:
             counts["shadowed"] = self._session.shadowed
             if self._session.counts_steps:
                 counts["steps"] = self._session.steps - self._session.shadowed
-            record.tell("join", **counts)
+            record.emit("join", **counts)
         elif self._counter.batches:
-            record.tell("join", steps=self._counter.batches, shadowed=0, **counts)
+            record.emit("join", steps=self._counter.batches, shadowed=0, **counts)
 
     def _restore(self) -> None:
         self._hooks = None

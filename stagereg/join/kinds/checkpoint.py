@@ -62,23 +62,23 @@ class Schedules(Protocol):
 class Preemptible(Protocol):
     """Of a checkpointer that saves when ranks are to leave."""
 
-    leaving: Consensus | None
+    preemption: Consensus | None
 
 
 class Consensus(Protocol):
     """How ranks learn that one of them is to leave.
 
     Attributes:
-        elsewhere: whether the join exchanges that, as not all ranks call ``due``.
+        exchanged_by_join: whether the join exchanges that, as not all ranks call ``due``.
     """
 
-    elsewhere: bool
+    exchanged_by_join: bool
 
-    def words(self) -> list[float]:
-        """Return what this rank knows: two numbers."""
+    def signal_flags(self) -> list[float]:
+        """Return what signals this rank has got: two numbers."""
 
-    def hear(self, told: Sequence[float]) -> None:
-        """Take up the sums over all ranks."""
+    def update(self, told: Sequence[float]) -> None:
+        """Take the sums over all ranks."""
 
 
 @register("joinable", "checkpoint")
@@ -187,12 +187,12 @@ class CheckpointJoinable(TrackedJoinable):
         optimizers = {name: value for name, value in self.state.items() if isinstance(value, Optimizer)}
         self._handles = [value.register_step_post_hook(self._counts(name)) for name, value in optimizers.items()]
         if (consensus := self._consensus) is not None:
-            consensus.elsewhere = True
+            consensus.exchanged_by_join = True
 
     def detach(self) -> None:
         """Stop watching the model and its optimizers."""
         if self.tracker is not None and (consensus := self._consensus) is not None:
-            consensus.elsewhere = False
+            consensus.exchanged_by_join = False
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -250,11 +250,11 @@ class CheckpointJoinable(TrackedJoinable):
         channel, consensus = self._channel, self._consensus
         values = [0.0] * channel.size
         values[channel.rank] = float(active) if asked is None else 2.0 * (asked + 1) + active
-        signals = [0.0] * _SIGNALS if consensus is None else consensus.words()
+        signals = [0.0] * _SIGNALS if consensus is None else consensus.signal_flags()
         sums = channel.add([*values, *signals]).wait()
         requested, signals = [int(value) for value in sums[: channel.size]], sums[channel.size :]
         if consensus is not None:
-            consensus.hear(signals)
+            consensus.update(signals)
         # At the end nobody is active; those who were in the last step know best what it left.
         self._active = [rank for rank, value in enumerate(requested) if value % 2] or self._active
         requests = {rank: value // 2 - 1 for rank, value in enumerate(requested) if value > 1}
@@ -291,7 +291,7 @@ class CheckpointJoinable(TrackedJoinable):
 
     @property
     def _consensus(self) -> Consensus | None:
-        return self.checkpointer.leaving if isinstance(self.checkpointer, Preemptible) else None
+        return self.checkpointer.preemption if isinstance(self.checkpointer, Preemptible) else None
 
     def _model(self) -> nn.Module:
         if self.module is None:
