@@ -72,7 +72,6 @@ class DdpJoinable(TrackedJoinable):
         self.divides_by_world = True
         self.carryover: GradCarryover | None = None
         self._leader: DdpJoinable | None = None
-        self._is_divisor_set = False
         self._divided_before: bool | None = None
         self._forward_settings: tuple[Any, bool] | None = None
         self._inner: Any = None
@@ -104,7 +103,7 @@ class DdpJoinable(TrackedJoinable):
         if self.tracker is not None:
             return
         ddp = self.module
-        self._is_divisor_set, self._divided_before = True, getattr(ddp, _DIVISOR, None)
+        self._divided_before = getattr(ddp, _DIVISOR, None)
         setattr(ddp, _DIVISOR, self.divides_by_world)  # DDP's forward reads it
         if ddp.logger is not None:
             ddp.logger._set_uneven_input_join()
@@ -114,29 +113,24 @@ class DdpJoinable(TrackedJoinable):
         super().watch()
         self._inner = ddp.module.register_forward_hook(self._inner_forward_done)
 
-    def unwatch(self) -> None:
-        """Have DDP's own forward announce again. torch's ``Join`` may be entered once more after that."""
-        if self.tracker is not None:
-            ddp = self.module
-            self.tracker.remove()
-            self.tracker = None
-            self._inner.remove()
-            ddp.__dict__.pop(_ANNOUNCE_REDUCTION, None)
-            ddp.__dict__.pop(_COMMON_RANK, None)
-            # The work that DDP was given last would otherwise stay its divisor.
-            ddp.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
+    def end_steps(self) -> None:
+        """No step follows: have DDP agree on buffers by itself, and forget the divisor of the last step."""
+        self.module.__dict__.pop(_COMMON_RANK, None)
+        self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
 
     def detach(self) -> None:
         """Stop watching, and leave the module as it was."""
-        self.unwatch()
-        if self.carryover is not None:
-            self.carryover.remove()
-        if self._is_divisor_set:
-            self._is_divisor_set = False
+        if self.tracker is not None:
+            self.end_steps()
+            ddp = self.module
+            ddp.__dict__.pop(_ANNOUNCE_REDUCTION, None)
+            self._inner.remove()
+            if self.carryover is not None:
+                self.carryover.remove()
             if self._divided_before is not None:
-                setattr(self.module, _DIVISOR, self._divided_before)
-            elif hasattr(self.module, _DIVISOR):
-                delattr(self.module, _DIVISOR)
+                setattr(ddp, _DIVISOR, self._divided_before)
+            elif hasattr(ddp, _DIVISOR):
+                delattr(ddp, _DIVISOR)
         self._leader = None
         super().detach()
 
@@ -284,7 +278,7 @@ class DdpHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take parameters and buffers from the last rank to join, as torch does."""
-        self.joinable.unwatch()
+        self.joinable.end_steps()  # torch's ``Join`` may be entered again, so the watch goes on
         self.joinable.module._sync_final_model(is_last_joiner)
         if not is_last_joiner:
             for param in self.joinable.module.parameters():
