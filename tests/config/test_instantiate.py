@@ -127,6 +127,10 @@ def wrong() -> Any:
     return object()
 
 
+def wrong_part() -> Any:
+    return object()
+
+
 def evil(*args: Any, **kwargs: Any) -> None:
     CALLED.append("evil")
 
@@ -142,7 +146,7 @@ REGISTERED = {
     ("join", "gathering"): gathering,
     ("joinable", "part"): part,
     ("join_hook", "part"): part_hook,
-    ("joinable", "wrong"): wrong,
+    ("joinable", "wrong"): wrong_part,
     ("stager", "wrong"): wrong,
 }
 
@@ -386,7 +390,7 @@ def test_what_is_no_factorys_config_is_refused_before_anything_is_built(config: 
 
 
 def test_what_a_factory_builds_is_checked_when_it_is_called() -> None:
-    make = stagereg.instantiate(gathered(model={"_target_": f"{HERE}.wrong"})).kwargs["parts"]["model"]
+    make = stagereg.instantiate(gathered(model={"_target_": f"{HERE}.wrong_part"})).kwargs["parts"]["model"]
     with pytest.raises(RegistryError, match="object cannot be the joinable 'wrong'"):
         make()
 
