@@ -16,7 +16,7 @@ import stagereg.sweep.render.plots as plots
 from stagereg.sweep.compare import Comparison, Row
 from stagereg.sweep.metrics import metric
 
-matplotlib = pytest.importorskip("matplotlib", reason="pictures need stagereg[report]")
+matplotlib = pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
 
 Rows = Callable[..., Row]
 Compared = Callable[..., Comparison]
