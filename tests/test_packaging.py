@@ -161,7 +161,7 @@ def test_every_public_name_is_that_of_the_stub(installed: Path, tmp_path: Path) 
 import pickle, stagereg, sys
 assert "torch" not in sys.modules
 for name in stagereg.__all__:
-    assert getattr(stagereg, name).__name__ == name or name in ("__version__", "build", "names", "register"), name
+    assert getattr(getattr(stagereg, name), "__name__", name).rpartition(".")[2] == name
 assert pickle.loads(pickle.dumps(stagereg.build)) == stagereg.build
 from stagereg import *
 assert main is stagereg.main
