@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from stagereg.bench.ceiling import RawWrite, flush
-from stagereg.bench.measure import Case, NotThere, Watch
+from stagereg.bench.measure import Case, NotThere, Stopwatch
 from stagereg.bench.states import State
 from stagereg.checkpoint.torchfiles import Plans
 from stagereg.errors import CheckpointError, UnknownNameError
@@ -52,7 +52,7 @@ class Durable(Case):
         self._fresh = fresh
         self._save: _Save | None = None
 
-    def sample(self, watch: Watch) -> Mapping[str, float]:
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         """Write once. Raises: ``CheckpointError`` if there is less on the disk than there should be."""
         if self._save is None:
             self._save = self._make()
@@ -123,9 +123,9 @@ def _direct_with_room(state: State) -> _Save:
     """``direct`` at its best: over a copy that was staged with room for what it writes around each tensor."""
     writer = _built("direct")
     stager = build("stager", "pinned_cached")
-    if not hasattr(writer, "margins") or not hasattr(stager, "leave_room"):
+    if not hasattr(writer, "margins") or not hasattr(stager, "reserve_padding"):
         raise NotThere("the storage has no margins, or the stager leaves no room")
-    stager.leave_room(*writer.margins)
+    stager.reserve_padding(*writer.margins)
     copy = stager.stage(state.tree)
     stager.close()  # the copy outlives it
     plans = Plans()

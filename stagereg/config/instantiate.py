@@ -107,10 +107,20 @@ class _Call:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Make the nested calls, then this one; arguments given here come from the program and go before."""
-        make = functools.partial(self.component, *(args or _built(self.args)), **{**_built(self.kwargs), **kwargs})
-        if self.partial:
-            return make
-        return registry.checked(self.entry, self.component, make()) if isinstance(self.entry, Entry) else make()
+        make = functools.partial(self._checked(), *(args or _built(self.args)), **{**_built(self.kwargs), **kwargs})
+        return make if self.partial else make()
+
+    def _checked(self) -> Callable[..., Any]:
+        """The component; what a function returns is held against its kind's protocol each time."""
+        entry, component = self.entry, self.component
+        if isinstance(component, type) or not isinstance(entry, Entry):
+            return component
+
+        @functools.wraps(component)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            return registry.checked(entry, component, component(*args, **kwargs))
+
+        return checked
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,7 @@ def _build_one(tree: dict[str, Any], place: Place, lock: Lock, args: tuple[Any, 
     tree = join([n for n, v in kwargs.items() if n in schema.HYDRA_KEYS or _configures(v, tree.get(n))])
     entry = lock.find(tree["_target_"], place.label)
     options = _options(entry)
-    tree = join([name for name in direct if name in options and options[name].hint is not Any])
+    tree = join([name for name in direct if name in options and _is_checked(options[name].hint)])
     given = [*direct, *_positional(entry.load())[: len(args)]]
     tree = {key: value for key, value in tree.items() if key not in given and not (args and key == "_args_")}
     call = _plan(tree, place, lock, given)
@@ -150,40 +160,52 @@ def _build_one(tree: dict[str, Any], place: Place, lock: Lock, args: tuple[Any, 
     return call.run(*args, **direct)
 
 
-def _plan(node: Any, place: Place, lock: Lock, given: Collection[str] = ()) -> Any:
+def _plan(node: Any, place: Place, lock: Lock, given: Collection[str] = (), hint: Any = None) -> Any:
     """Check ``node`` and everything in it; return it with each component's node turned into a :class:`_Call`.
 
-    ``given`` names what the program passes to this node's component directly.
+    ``given`` names what the program passes to this node's component directly. Where ``hint``, the annotation of what
+    it is an argument for, asks for factories, the calls are left to whoever gets them.
     """
+    factory = values.makes_factories(hint)
     if is_missing(node):
         raise ConfigError(f"{place.label} needs a value: {_advice(place)}.")
     if type(node) in (list, tuple):
-        return type(node)(_plan(item, place.below(index), lock) for index, item in enumerate(node))
+        return type(node)(_plan(item, place.below(index), lock, hint=hint) for index, item in enumerate(node))
     if isinstance(node, _Holder):
         return _Holder(node.made, _plan(node.fields, place, lock))
     if not isinstance(node, dict):
         return node
     if "_target_" not in node:
-        return {key: _plan(value, place.below(key), lock) for key, value in node.items()}
+        return {key: _plan(value, place.below(key), lock, hint=hint) for key, value in node.items()}
     entry = lock.find(node["_target_"], place.label)
     component = entry.load()
     partial, recursive = _flag(node, "_partial_", False, place), _flag(node, "_recursive_", True, place)
-    kwargs = {key: v for key, v in node.items() if key not in schema.HYDRA_KEYS and not (partial and is_missing(v))}
+    if factory:
+        _refuse_other_kind(entry, values.factory_kind(hint), place)
+    runtime = {*schema.runtime(entry), *registry.kinds()} if factory and isinstance(entry, Entry) else set[str]()
+    kwargs = {
+        key: value
+        for key, value in node.items()
+        if key not in schema.HYDRA_KEYS and not (is_missing(value) and (partial or key in runtime))
+    }
     refuse_unknown(label(entry), [*kwargs, *(n for n in given if n not in _positional(component))], _signed(component))
     args, named = _arguments(entry, component, node, {*kwargs, *given}, place)
     kwargs.update(named)
     if not partial:
-        _refuse_missing(entry, component, kwargs, given, place)
+        _refuse_missing(entry, component, kwargs, {*given, *runtime}, place)
     typed = _typed(entry, kwargs, place) if isinstance(entry, Entry) else {}
     kwargs.update(typed)
     opened = kwargs | {key: _opened(value) for key, value in typed.items()}
-    planned = {key: _plan(value, place.below(key), lock) for key, value in opened.items()}
+    hints = {name: option.hint for name, option in _options(entry).items()}
+    planned = {key: _plan(value, place.below(key), lock, hint=hints.get(key)) for key, value in opened.items()}
     if isinstance(entry, Entry):
-        _refuse_other_kinds(planned, place)
+        for name in planned.keys() & set(registry.kinds()):
+            if isinstance(call := planned[name], _Call):
+                _refuse_other_kind(call.entry, name, place.below(name))
     more = _plan(args, place.below("_args_"), lock)
     if not recursive:  # the component gets the configs and builds from them itself
         planned, more = {key: _config(value) for key, value in kwargs.items()}, list(map(_config, args))
-    return _Call(entry, component, [*map(planned.pop, named), *more], planned, partial)
+    return _Call(entry, component, [*map(planned.pop, named), *more], planned, partial or factory)
 
 
 def _arguments(
@@ -287,11 +309,9 @@ def _advice(place: Place) -> str:
     return f"add {place.key or '...'}=... to the command line"
 
 
-def _refuse_other_kinds(planned: Mapping[str, Any], place: Place) -> None:
-    for name, value in planned.items():
-        entry = value.entry if isinstance(value, _Call) else None
-        if isinstance(entry, Entry) and name in registry.kinds() and entry.kind != name:
-            raise ConfigError(f"{place.below(name).key} takes a {name}, not {label(entry)}.")
+def _refuse_other_kind(entry: Entry | Allowed, kind: str, place: Place) -> None:
+    if kind and isinstance(entry, Entry) and entry.kind != kind:
+        raise ConfigError(f"{place.key} takes a {kind}, not {label(entry)}.")
 
 
 def _flag(node: Mapping[str, Any], key: str, default: bool, place: Place) -> bool:
@@ -320,6 +340,11 @@ def _signed(component: Callable[..., Any]) -> Callable[..., Any]:
     except ValueError:
         return lambda *args, **kwargs: None
     return component
+
+
+def _is_checked(hint: Any) -> bool:
+    """Whether the config's types go for an object of the program's too."""
+    return hint is not Any and not values.makes_factories(hint)
 
 
 def _configures(value: Any, there: Any) -> bool:

@@ -148,6 +148,7 @@ def _option(name: str, hint: Any, default: Any, help: str) -> Option | None:
     """The option of one parameter, or ``None`` when no config can hold it or its default."""
     type_ = values.config_type(hint)
     unknown = _untyped(hint) and name not in registry.kinds()
+    unknown = unknown and not values.makes_factories(hint)
     if type_ is None or (unknown and default in (MISSING, None)):
         return None  # nothing tells what a config would have to hold: it is for the program to pass
     if default is None:

@@ -23,7 +23,7 @@ import pathlib
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union
 
 from omegaconf import MISSING, OmegaConf
@@ -35,6 +35,7 @@ from stagereg.errors import ConfigError, nearest
 
 __all__ = [
     "config_type",
+    "factory_kind",
     "field",
     "field_hints",
     "held",
@@ -42,6 +43,7 @@ __all__ = [
     "is_mapping",
     "is_object",
     "made",
+    "makes_factories",
     "or_none",
     "resolved",
     "with_none",
@@ -61,6 +63,8 @@ def config_type(hint: Any, within: tuple[type, ...] = ()) -> Any:
     inner = functools.partial(config_type, within=within)
     if text_of(hint) is not None:
         return str
+    if _is_factory(hint):
+        return Any  # the config of a component, whatever its keys
     if hint is Any or hint in _SCALARS or _is_a(hint, enum.Enum, pathlib.Path):
         return hint
     if _is_dataclass(hint):
@@ -116,6 +120,9 @@ def made(where: str, value: Any, hint: Any) -> Any:
     plain = origin or hint
     if isinstance(value, dict) and "_target_" in value:
         return value
+    if _is_factory(hint) and not callable(value):
+        shown, kind = "null" if value is None else repr(value), factory_kind(hint) or "component"
+        raise ConfigError(f"{where} is {shown}, where the config of a {kind} is needed.")
     if text := text_of(hint):
         return value if isinstance(value, text.type) else _read(where, value, text)
     if origin is Literal:
@@ -135,6 +142,18 @@ def made(where: str, value: Any, hint: Any) -> Any:
         needed = "list" if plain in _SEQUENCES else "mapping"
         raise ConfigError(f"{where} is {value!r}, where a {needed} is needed.")
     return value
+
+
+def makes_factories(hint: Any) -> bool:
+    """Whether the annotation is or holds ``Callable[..., X]``: its component calls what the config describes itself."""
+    return _is_factory(hint) or any(map(makes_factories, typing.get_args(hint)))
+
+
+def factory_kind(hint: Any) -> str:
+    """Return the kind of what the factories of an annotation make; empty where it names no kind."""
+    if not _is_factory(hint):
+        return next(filter(None, map(factory_kind, typing.get_args(hint))), "")
+    return _PRODUCTS.get(getattr(typing.get_args(hint)[1], "__name__", ""), "")
 
 
 def is_object(value: Any, hint: Any) -> bool:
@@ -225,6 +244,15 @@ def _nested(item: Any) -> Any:
     """The type of a container's items: ``Any`` for containers in it, in which OmegaConf converts nothing."""
     members = typing.get_args(item) if _is_union(item) else (item,)
     return Any if any(typing.get_origin(m) in (list, dict) for m in members) else item
+
+
+_PRODUCTS = {"JoinHook": "join_hook", "Joinable": "joinable", "AsyncStager": "stager"}
+"""Kinds by the name of the class in ``Callable[..., JoinHook]``, which torch's class and ours share."""
+
+
+def _is_factory(hint: Any) -> bool:
+    """Whether it is ``Callable[..., X]``; with its arguments spelt out, a function of the program's is meant."""
+    return typing.get_origin(hint) is Callable and typing.get_args(hint)[:1] == (Ellipsis,)
 
 
 def _is_union(hint: Any) -> bool:

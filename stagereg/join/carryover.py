@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
-from stagereg.join.abort import limit_of, was_aborted
-from stagereg.kernel.channel import appears
+from stagereg.join.failure import limit_of, was_aborted
+from stagereg.kernel.channel import wait_for_keys
 
 __all__ = ["CarryWatch", "Memory"]
 
@@ -150,7 +150,7 @@ class Memory:
         """Wait for it as one waits in a collective of the group: with its limit, and until it is aborted."""
         limit = limit_of(self._group)
         deadline = time.monotonic() + limit
-        while not appears(self._store, "habit", _TURN_S):
+        while not wait_for_keys(self._store, "habit", _TURN_S):
             if was_aborted(self._group):
                 raise dist.DistError("the process group was aborted")
             if time.monotonic() > deadline:

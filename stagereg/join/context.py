@@ -30,15 +30,15 @@ import torch.distributed as dist
 import stagereg.join.nesting as nesting
 import stagereg.record as record
 from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError
-from stagereg.join.abort import was_aborted
 from stagereg.join.adapt import adapt
+from stagereg.join.failure import discard_channels, was_aborted
 from stagereg.join.iterate import Loop
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, NotedConfig, notify
 from stagereg.join.mean import Average, known_average, weighted
 from stagereg.join.samples import Given
 from stagereg.join.session import Mode, Wiring, common_group, known_mode
-from stagereg.kernel.membership import Attendance, PlannedAttendance
-from stagereg.kernel.shadow import PEER_EXHAUSTED, Wire
+from stagereg.kernel.membership import Membership, StoreMembership
+from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
 from stagereg.registry import register
 
 __all__ = ["Join", "configured"]
@@ -120,14 +120,15 @@ class Join:
         self._average = known_average(average)
         self._kwargs = kwargs
         self._group = common_group(self._joinables, process_group)
-        self._wire = Wire(self._group, self._joinables[0].join_device)
+        self._wire = TorchWire(self._group, self._joinables[0].join_device)
         self._before: list[Any] | None = None
         self._wiring: Wiring | None = None
-        self._plain: Attendance | None = None
-        self._attendance: Attendance | None = None
+        self._plain: Membership | None = None
+        self._membership: Membership | None = None
         self._loop: Loop | None = None
         self._given = Given()
         self._sequence = 0
+        self._failed = False
         self._asked = 0
         self._on_wire = _WireSteps()
         self._hooks: list[JoinHook] | None = self._make_hooks()
@@ -140,18 +141,19 @@ class Join:
                 "end this process, or make a new process group"
             )
         self._before = [getattr(joinable, "_join_config", None) for joinable in self._joinables]
-        self._given, self._on_wire = Given(), _WireSteps()
+        self._given, self._on_wire, self._failed = Given(), _WireSteps(), False
         if self._hooks is None:  # entered again, as once an epoch
             self._hooks = self._make_hooks()
         try:
             if self._enable:
                 nesting.enter(self._borrow)
                 self._wiring = self._wired()
-                self._wiring.lifeline.start()
+                self._wiring.detector.start()
                 self._sequence = _collectives(self._group)
                 self._plain = self._wiring.plain(self._loader)
             self._configure(self._plain)
-        except BaseException:
+        except BaseException as error:
+            self._failed = isinstance(error, PeerFailedError) or not isinstance(error, (JoinError, UnevenInputsError))
             self._restore()
             raise
         return self
@@ -242,7 +244,7 @@ class Join:
         count = float(n)
         if not self._enable or self._group.size() == 1:
             return weighted(loss_sum, count, 1.0 / max(count, 1e-300))
-        if self._wiring is None or self._wiring.tally is None:
+        if self._wiring is None or self._wiring.sum_responder is None:
             raise JoinError(
                 "join.mean works inside the join, with join.iterate, or in a plain loop with join.mode=counted or "
                 "planned; on torch's wire (join.mode=torch) there is no room for it"
@@ -251,7 +253,7 @@ class Join:
         if over == "world" and self._kwargs.get("divide_by_initial_world_size", True):
             return weighted(loss_sum, count, 1.0 / max(count, 1e-300))
         has_data = float(self._loop is None or not self._loop.empty)
-        samples, active = self._wiring.tally.sum(count, has_data)
+        samples, active = self._wiring.sum_responder.request(count, has_data)
         # What the gradients are going to be divided by.
         ranks = world if self._kwargs.get("divide_by_initial_world_size", True) else active
         if over == "samples":
@@ -266,17 +268,17 @@ class Join:
     def _make_hooks(self) -> list[JoinHook]:
         return [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
 
-    def _configure(self, attendance: Attendance | None) -> None:
-        self._attendance = attendance
-        self._borrow(attendance)
+    def _configure(self, membership: Membership | None) -> None:
+        self._membership = membership
+        self._borrow(membership)
 
-    def _borrow(self, attendance: Attendance | None) -> None:
-        """Give the joinables an attendance that is not the join's; with ``None`` its own again."""
-        attendance = self._attendance if attendance is None else attendance
+    def _borrow(self, membership: Membership | None) -> None:
+        """Give the joinables an membership that is not the join's; with ``None`` its own again."""
+        membership = self._membership if membership is None else membership
         self._look_at_wire()
         for i, joinable in enumerate(self._joinables):
             kind = NotedConfig if i == 0 else JoinConfig
-            joinable._join_config = kind(self._enable, self._throw, i == 0, attendance)
+            joinable._join_config = kind(self._enable, self._throw, i == 0, membership)
         self._asked = self._times_asked()  # the joinable itself may look, on being told
 
     def _refuse_a_second_join(self) -> None:
@@ -332,32 +334,34 @@ class Join:
 
     def _told(self, error: BaseException) -> BaseException:
         """Return what to raise in place of ``error``: what another rank has failed with, or itself, and tell others."""
+        self._failed = True
         if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # by the latter two all ranks leave together
             return error
         if isinstance(error, RuntimeError) and not isinstance(error, JoinError):
-            cause = self._lifeline.explain(error)
+            cause = self._detector.explain(error)
             if cause is not None:
                 return cause
-        self._lifeline.report(error)
+        self._detector.report(error)
         return error
 
     def _thrown(self, error: BaseException) -> None:
         """The join has thrown, here only or on all ranks; those go on, with nobody left answering."""
         assert self._wiring is not None
         if self._plan_failed():
-            self._lifeline.report(error)
-        elif self._wiring.tally is not None:
-            self._wiring.tally.close()
+            self._failed = True
+            self._detector.report(error)
+        elif self._wiring.sum_responder is not None:
+            self._wiring.sum_responder.close()
 
     def _plan_failed(self) -> bool:
         """Whether only this rank can know that it ran out of data too early."""
-        attendance = self._plain if self._loop is None else getattr(self._loop, "attendance", None)
-        return isinstance(attendance, PlannedAttendance)
+        membership = self._plain if self._loop is None else getattr(self._loop, "membership", None)
+        return isinstance(membership, StoreMembership)
 
     @property
-    def _lifeline(self) -> Any:
+    def _detector(self) -> Any:
         assert self._wiring is not None
-        return self._wiring.lifeline
+        return self._wiring.detector
 
     def _must_have_announced(self) -> None:
         """Refuse a first joinable that ran collectives and never said so; the others would wait for it, or worse."""
@@ -382,7 +386,7 @@ class Join:
     def _look_at_wire(self) -> None:
         """Count what the first joinable has announced on torch's wire since its configuration was made."""
         config = getattr(self._joinables[0], "_join_config", None)
-        if isinstance(config, NotedConfig) and config.attendance is None:
+        if isinstance(config, NotedConfig) and config.membership is None:
             self._on_wire.taken += config.asked - self._asked
             self._asked = config.asked
 
@@ -403,18 +407,18 @@ class Join:
                 objection = self._warn_of_skew()
         for hook in self._hooks:
             hook.post_hook(steps == 0 and last)
-        if self._plain is not None and self._wiring is not None and self._wiring.tally is not None:
-            self._wiring.tally.close()
+        if self._plain is not None and self._wiring is not None and self._wiring.sum_responder is not None:
+            self._wiring.sum_responder.close()
         return objection
 
     def _goes_on(self) -> bool:
         """Rank without data in a plain loop: whether some rank takes another step."""
         if self._plain is not None:
-            return self._plain.absent() is not None and self._served()
-        if not self._wire.count():
+            return self._plain.wait_for_next_step() is not None and self._served()
+        if not self._wire.count_active():
             return False
         if self._throw:
-            self._wire.throw()
+            self._wire.raise_exhausted()
         return True
 
     def _leave_loop(self) -> bool:
@@ -429,16 +433,16 @@ class Join:
         if loop.leave():
             self._served()
             self._shadow_step()
-        while not loop.attendance.over and loop.attendance.absent() is not None:
+        while not loop.membership.over and loop.membership.wait_for_next_step() is not None:
             self._served()
             self._shadow_step()
         loop.close()
-        return loop.attendance.shadowed == 0
+        return loop.membership.shadowed == 0
 
     def _served(self) -> bool:
         assert self._wiring is not None
-        assert self._wiring.tally is not None
-        self._wiring.tally.serve()
+        assert self._wiring.sum_responder is not None
+        self._wiring.sum_responder.start()
         return True
 
     def _shadow_step(self) -> None:
@@ -470,19 +474,21 @@ class Join:
             self._look_at_wire()
             shadowed = self._wiring.shadowed
             taken = self._wiring.steps - shadowed + self._on_wire.taken
-            record.tell("join", steps=taken, shadowed=shadowed + self._on_wire.shadowed, **given)
+            record.emit("join", steps=taken, shadowed=shadowed + self._on_wire.shadowed, **given)
         elif self._given.batches:
-            record.tell("join", steps=self._given.batches, shadowed=0, **given)
+            record.emit("join", steps=self._given.batches, shadowed=0, **given)
 
     def _restore(self) -> None:
         self._hooks = None
         wiring, self._wiring = self._wiring, None
-        self._plain = self._attendance = self._loop = None
+        self._plain = self._membership = self._loop = None
         with contextlib.ExitStack() as every:  # whatever one of them raises
             if self._enable:
                 every.callback(nesting.leave, self._borrow)
             if wiring is not None:
-                every.callback(wiring.lifeline.stop)
+                if self._failed:
+                    every.callback(discard_channels, self._group)
+                every.callback(wiring.detector.stop)
             before = self._before or [None] * len(self._joinables)
             for joinable, config in zip(self._joinables, before, strict=True):
                 put_back = JoinConfig.construct_disabled_join_config() if config is None else config

@@ -14,11 +14,11 @@ import torch
 
 from stagereg.errors import JoinError
 from stagereg.join.empty import emptied, fetch, publish
+from stagereg.join.responder import SumResponder
 from stagereg.join.samples import Given
 from stagereg.join.session import Wiring
-from stagereg.join.tally import Tally
-from stagereg.kernel.channel import appears
-from stagereg.kernel.membership import Attendance
+from stagereg.kernel.channel import wait_for_keys
+from stagereg.kernel.membership import Membership
 
 __all__ = ["Loop"]
 
@@ -34,11 +34,11 @@ class Loop:
         given: counts this rank's batches.
 
     Attributes:
-        attendance: who still has data, once it has started.
+        membership: who still has data, once it has started.
         running: whether its generator has begun, and has neither ended nor been closed.
     """
 
-    attendance: Attendance
+    membership: Membership
 
     def __init__(self, wiring: Wiring, shadow: Callable[[], None], given: Given) -> None:
         self.running = False
@@ -48,11 +48,11 @@ class Loop:
         self._shadow = shadow
         self._given = given
 
-    def start(self, loader: Iterable[Any]) -> Attendance:
+    def start(self, loader: Iterable[Any]) -> Membership:
         """Exchange what there is to be exchanged; collective."""
-        self.attendance = self._wiring.looped(loader)
+        self.membership = self._wiring.looped(loader)
         self._started = True
-        return self.attendance
+        return self.membership
 
     def run(self, loader: Iterable[Any], example: Any, device: torch.device) -> Iterator[Any]:
         """Yield this rank's batches, then empty ones for as long as others have some.
@@ -71,10 +71,10 @@ class Loop:
     @property
     def empty(self) -> bool:
         """Whether the body runs on an empty batch."""
-        return self._started and self.attendance.empty
+        return self._started and self.membership.empty
 
     def _run(self, loader: Iterable[Any], example: Any, device: torch.device) -> Iterator[Any]:
-        attendance = self.attendance
+        membership = self.membership
         cut = _NOTHING if example is None else _emptied(example)
         key = f"example/{self._wiring.loops}"
         batch = _NOTHING
@@ -83,22 +83,22 @@ class Loop:
                 try:
                     publish(self._wiring.store, key, batch if cut is _NOTHING else cut)
                 except JoinError:  # told to those who may ask for it
-                    if cut is _NOTHING and not attendance.even:
+                    if cut is _NOTHING and not membership.even:
                         raise
-            attendance.expected = True
+            membership.expected = True
             self._given.add(batch)
             yield batch
-        attendance.expected = False
-        while attendance.absent() is not None:
+        membership.expected = False
+        while membership.wait_for_next_step() is not None:
             if cut is _NOTHING:
                 cut = self._from_others(key, device) if batch is _NOTHING else emptied(batch)
             batch = _NOTHING
-            attendance.cover()
-            attendance.empty = True
+            membership.expect_empty_step()
+            membership.empty = True
             yield cut
-            attendance.empty = False
-            if attendance.covered:  # the body passed over it, so it also calls no join.mean
-                self._tally.serve()
+            membership.empty = False
+            if membership.expects_empty_step:  # the body passed over it, so it also calls no join.mean
+                self._sum_responder.start()
                 self._shadow()
         self.close()
 
@@ -106,22 +106,22 @@ class Loop:
         """The loop is over on all ranks; twice is harmless."""
         if not self._closed:
             self._closed = True
-            self._tally.close()
+            self._sum_responder.close()
 
     @property
-    def _tally(self) -> Tally:
-        assert self._wiring.tally is not None
-        return self._wiring.tally
+    def _sum_responder(self) -> SumResponder:
+        assert self._wiring.sum_responder is not None
+        return self._wiring.sum_responder
 
     def leave(self) -> bool:
         """Whether this rank left before it ran a step that others have begun; it has no body any more."""
-        self.attendance.empty = False
-        return self.attendance.covered
+        self.membership.empty = False
+        return self.membership.expects_empty_step
 
     def _from_others(self, key: str, device: torch.device) -> Any:
         """Return the empty batch of a rank that had one: it has told before its first step began."""
         store: Any = self._wiring.store
-        self._wiring.lifeline.wait(lambda seconds: appears(store, key, seconds), "telling how a batch looks")
+        self._wiring.detector.wait(lambda seconds: wait_for_keys(store, key, seconds), "telling how a batch looks")
         return fetch(store, key, device)
 
 

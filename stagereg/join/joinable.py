@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
 
 from stagereg.errors import JoinableNotInitializedError
-from stagereg.kernel.membership import Attendance
-from stagereg.kernel.shadow import Wire
+from stagereg.kernel.membership import Membership
+from stagereg.kernel.shadow import TorchWire
 
 __all__ = ["JoinConfig", "JoinHook", "Joinable", "NotedConfig", "notify"]
 
@@ -47,13 +47,13 @@ class JoinConfig(NamedTuple):
         enable: whether the join is on.
         throw_on_early_termination: whether it throws when some rank runs out of data.
         is_first_joinable: whether this joinable is the one that announces its rank each step.
-        attendance: how it does so, where all ranks run stagereg's join; ``None`` on torch's wire, and outside a join.
+        membership: how it does so, where all ranks run stagereg's join; ``None`` on torch's wire, and outside a join.
     """
 
     enable: bool
     throw_on_early_termination: bool
     is_first_joinable: bool
-    attendance: Attendance | None = None
+    membership: Membership | None = None
 
     @staticmethod
     def construct_disabled_join_config() -> JoinConfig:
@@ -121,14 +121,14 @@ def notify(joinable: Any) -> dist.Work | None:
     config = joinable._join_config
     if not config.is_first_joinable or not config.enable:
         return None
-    attendance = getattr(config, "attendance", None)
-    if attendance is not None:
-        attendance.begin()
+    membership = getattr(config, "membership", None)
+    if membership is not None:
+        membership.begin()
         if config.throw_on_early_termination:
-            attendance.heed()
+            membership.raise_if_exhausted()
         return None
-    wire = Wire(joinable.join_process_group, joinable.join_device)
+    wire = TorchWire(joinable.join_process_group, joinable.join_device)
     work = wire.announce()
     if config.throw_on_early_termination:
-        wire.heed()
+        wire.raise_if_exhausted()
     return work

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stagereg.errors import JoinError
-from stagereg.kernel.membership import Attendance, Roll
+from stagereg.kernel.membership import ActiveRanks, Membership
 
 __all__ = ["enter", "leave"]
 
 
-Configure = Callable[[Attendance | None], None]
-"""Gives a join's joinables another attendance, or with ``None`` their own again."""
+Configure = Callable[[Membership | None], None]
+"""Gives a join's joinables another membership, or with ``None`` their own again."""
 
 _on: list[Configure] = []
 
@@ -35,12 +35,12 @@ def leave(configure: Configure) -> None:
             _on[-1](None)
 
 
-class _Suspended(Attendance):
+class _Suspended(Membership):
     def __init__(self) -> None:
         super().__init__(0, 1, False, lambda ready, what: None)
 
-    def read(self) -> Roll:
-        return Roll()
+    def read(self) -> ActiveRanks:
+        return ActiveRanks()
 
     def check(self) -> None:
         self._begin(True)
@@ -51,5 +51,5 @@ class _Suspended(Attendance):
             "Put all that the inner loop uses in the inner join, or in one join alone."
         )
 
-    def _absent(self) -> Roll | None:
+    def _wait_for_next_step(self) -> ActiveRanks | None:
         return None

@@ -1,7 +1,7 @@
 """Where the steps of a DDP module begin, and what its forward has to know of the ranks that take part.
 
 On torch's wire DDP's own forward says all this. Where all ranks run stagereg's join, DDP says nothing by itself any
-more: the step is announced here, the divisor and the rank whose buffers count come from the join's attendance. On
+more: the step is announced here, the divisor and the rank whose buffers count come from the join's membership. On
 either wire, a forward that is no step of its own (the second one before a backward, or one under ``no_grad``) is kept
 from announcing and from sharing buffers, since ranks without data take no notice of it.
 
@@ -47,15 +47,15 @@ class Pace:
         self._ddp = ddp
         self._divide = divide
         self._throw = config.throw_on_early_termination
-        self._attendance = getattr(config, "attendance", None)
+        self._membership = getattr(config, "membership", None)
         self._in_step = False
         self._before: tuple[Any, bool] | None = None
         self._announcer = Announcer(ddp, self._begin, self._enter, self._leave, self._expects)
         self._inner: Any = None
-        if self._attendance is not None:
+        if self._membership is not None:
             ddp._join_config = config._replace(is_first_joinable=False)  # DDP's forward itself says nothing
             setattr(ddp, FLAG, lambda is_joined_rank: None)
-            setattr(ddp, _AUTHORITY, lambda rank, candidate: self._attendance.read().highest)
+            setattr(ddp, _AUTHORITY, lambda rank, candidate: self._membership.read().highest)
             self._inner = ddp.module.register_forward_hook(self._inner_done)
 
     @property
@@ -79,7 +79,7 @@ class Pace:
         return self.begun > 0 or int(self._ddp._get_ddp_logging_data().get("iteration", 0)) > 0
 
     def _expects(self) -> bool:
-        return self.first and self._attendance is not None and bool(self._attendance.expected)
+        return self.first and self._membership is not None and bool(self._membership.expected)
 
     def _begin(self) -> None:
         if self.leader is not None and self.leader.begun <= self.begun:
@@ -87,13 +87,14 @@ class Pace:
                 "a DDP module ran before the join's first joinable did in this step, so ranks without data would "
                 "answer the wrong one. List the joinables in the order in which the loop uses them."
             )
-        if self._attendance is not None:
+        if self._membership is not None:
             if self.first:
-                self._attendance.begin(torch.is_grad_enabled() and bool(self._ddp.require_backward_grad_sync))
+                self._membership.begin(torch.is_grad_enabled() and bool(self._ddp.require_backward_grad_sync))
             else:
-                self._attendance.check()
+                self._membership.check()
             if self._throw and self._rebuilds:
-                self._attendance.heed()  # DDP's forward begins with a collective, which ranks out of data do not join
+                # DDP's forward begins with a collective, which ranks out of data do not join.
+                self._membership.raise_if_exhausted()
         self.begun += 1
 
     def _enter(self, began: bool) -> None:
@@ -111,12 +112,12 @@ class Pace:
 
     def _inner_done(self, *_: Any) -> None:
         # The sum has had the whole forward to arrive, and nothing of the step has been prepared yet.
-        if not self._in_step or self._attendance is None:
+        if not self._in_step or self._membership is None:
             return
         if self._throw:
-            self._attendance.heed()
+            self._membership.raise_if_exhausted()
         if not self._divide:
-            roll = self._attendance.read()
+            roll = self._membership.read()
             if roll.known and roll.syncing:
                 set_divisor(self._ddp, roll.syncing)
 

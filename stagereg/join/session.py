@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -11,19 +10,15 @@ from torch.distributed.algorithms.join import Joinable as TorchJoinable
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stagereg.errors import JoinError, nearest
-from stagereg.join.alarm import Lifeline
+from stagereg.join.failure import FailureDetector
 from stagereg.join.joinable import Joinable
-from stagereg.join.tally import Tally
-from stagereg.kernel.channel import Line, side_groups, side_line
-from stagereg.kernel.membership import Attendance, CountedAttendance, PlannedAttendance
+from stagereg.join.responder import SumResponder
+from stagereg.kernel.channel import ControlChannel, control_channel, resources_of
+from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
 
 __all__ = ["Mode", "Wiring", "common_group", "known_mode", "length_of", "unknown"]
 
 Mode = Literal["planned", "counted", "torch", "auto"]
-
-_numbers: Counter[str] = Counter()
-_POLLED = ("attendance", "tally")
-"""Lines on which nobody waits without looking up, however long a rank takes to come."""
 
 
 def known_mode(mode: str | None) -> str | None:
@@ -68,7 +63,7 @@ class Wiring:
 
     Attributes:
         loops: how many loops there were.
-        lifeline: by which ranks hear of each other's failures.
+        detector: by which ranks hear of each other's failures.
         store: of this join alone.
     """
 
@@ -81,20 +76,19 @@ class Wiring:
         counts: bool,
         timeout: float,
     ) -> None:
-        name = f"stagereg/join/{_numbers[group.group_name]}"
-        _numbers[group.group_name] += 1
+        name = resources_of(group).next_join()
         self._group = group
         self._mode = mode
         self._throw = throw
         self._counts = counts
         self._foreign = _speaks_torch(joinables[0])
         self.loops = 0
-        self._attendances: list[Attendance] = []
-        self.lifeline = Lifeline(group, timeout, name, also=side_groups(group, but=_POLLED))
+        self._memberships: list[Membership] = []
+        self.detector = FailureDetector(group, timeout, name, self._step)
         self.store = PrefixStore(name, group.get_group_store()) if group.size() > 1 else None
-        self.tally: Tally | None = None
+        self.sum_responder: SumResponder | None = None
 
-    def plain(self, loader: Any) -> Attendance | None:
+    def plain(self, loader: Any) -> Membership | None:
         """For a loop that ranks leave when they run out of data; ``None`` if it goes over torch's wire. Collective."""
         if self._mode == "torch" or (self._mode is None and loader is None):
             return None
@@ -107,62 +101,67 @@ class Wiring:
             )
         if loader is None and self._mode == "planned":
             return _NoPlan(self._group.rank(), self._group.size())
-        return self._attendance(loader)
+        return self._membership(loader)
 
-    def looped(self, loader: Any) -> Attendance:
+    def looped(self, loader: Any) -> Membership:
         """For a loop whose body runs on all ranks. Collective."""
         if self._foreign:
             raise JoinError(
                 f"join.iterate needs a first joinable that announces through stagereg's Join, but {self._foreign} "
                 "does so through torch's. Put the model first."
             )
-        return self._attendance(loader)
+        return self._membership(loader)
 
-    def _attendance(self, loader: Any) -> Attendance:
-        if self.tally is None:
-            self.tally = Tally(side_line(self._group, "tally", self._patiently), 2, self.lifeline.wait)
-        line = side_line(self._group, "attendance", self._patiently)
+    def _membership(self, loader: Any) -> Membership:
+        if self.sum_responder is None:
+            self.sum_responder = SumResponder(
+                control_channel(self._group, "mean", self._patiently), 2, self.detector.wait
+            )
+        channel = control_channel(self._group, "membership", self._patiently)
         number = self.loops
         self.loops += 1
         length = length_of(loader)
-        made = self._made(line, loader, length, number)
-        self._attendances.append(made)
-        self.lifeline.note(step=_Steps(made))
+        made = self._made(channel, loader, length, number)
+        self._memberships.append(made)
         return made
+
+    def _step(self) -> int | None:
+        """The step that this rank is in, for the messages of others."""
+        return self._memberships[-1].steps if self._memberships else None
 
     @property
     def steps(self) -> int:
         """How many steps have begun beside torch's wire, in all loops so far."""
-        return sum(attendance.steps for attendance in self._attendances)
+        return sum(membership.steps for membership in self._memberships)
 
     @property
     def shadowed(self) -> int:
         """How many of them came while this rank had no data."""
-        return sum(attendance.shadowed for attendance in self._attendances)
+        return sum(membership.shadowed for membership in self._memberships)
 
-    def _made(self, line: Line, loader: Any, length: int | None, number: int) -> Attendance:
+    def _made(self, channel: ControlChannel, loader: Any, length: int | None, number: int) -> Membership:
         if self._mode != "counted" and (loader is not None or self._mode == "planned"):
-            lengths = self._lengths(self._told_lengths(line, length))
+            lengths = self._lengths(self._told_lengths(channel, length))
             if lengths is not None:
-                planned = PlannedAttendance(
-                    self._group.rank(), lengths, self._words(number), self._throw, self.lifeline.wait
+                planned = StoreMembership(
+                    self._group.rank(), lengths, self._words(number), self._throw, self.detector.wait
                 )
                 if not self._counts:
                     return planned
-        return CountedAttendance(line, self._throw, self.lifeline.wait, length)
+        return AllReduceMembership(channel, self._throw, self.detector.wait, length)
 
-    def _told_lengths(self, line: Line, length: int | None) -> list[int | None]:
+    def _told_lengths(self, channel: ControlChannel, length: int | None) -> list[int | None]:
         """Return every rank's length."""
-        mine = [0.0] * line.size
-        mine[line.rank] = 0.0 if length is None else length + 1.0
-        pending = line.add(mine)
+        mine = [0.0] * channel.size
+        mine[channel.rank] = 0.0 if length is None else length + 1.0
+        pending = channel.add(mine)
         self._patiently(pending.ready, "the join")
         return [int(told) - 1 if told else None for told in pending.wait()]
 
     def _patiently(self, ready: Callable[[float], bool], what: str) -> None:
         """Wait for as long as it takes, but not for a rank that has failed: others may still prepare their data."""
         while not ready(0.5):
-            self.lifeline.check()
+            self.detector.check()
 
     def _lengths(self, told: list[int | None]) -> list[int] | None:
         known = [length for length in told if length is not None]
@@ -177,10 +176,10 @@ class Wiring:
         return None
 
     def _words(self, number: int) -> Any:
-        return _Alone() if self.store is None else PrefixStore(f"loop/{number}", self.store)
+        return _InMemoryStore() if self.store is None else PrefixStore(f"loop/{number}", self.store)
 
 
-class _NoPlan(Attendance):
+class _NoPlan(Membership):
     """Of a planned join that was not told of any loader, and is used without ``iterate``."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -192,7 +191,7 @@ class _NoPlan(Attendance):
     def _begin(self, syncing: bool) -> None:
         raise self._error()
 
-    def _absent(self) -> Any:
+    def _wait_for_next_step(self) -> Any:
         return None  # the join may have been used with iterate
 
     def _error(self) -> JoinError:
@@ -202,7 +201,7 @@ class _NoPlan(Attendance):
         )
 
 
-class _Alone:
+class _InMemoryStore:
     """The store of a rank that is alone: it is the last to leave, and finds its own word."""
 
     def __init__(self) -> None:
@@ -227,13 +226,3 @@ def _speaks_torch(joinable: Any) -> str:
     """Return the name of a joinable's type if it notifies through torch's ``Join``; empty if not."""
     kind = type(joinable)
     return "" if Joinable in kind.__mro__ and TorchJoinable not in kind.__mro__ else kind.__name__
-
-
-class _Steps:
-    """How many steps a rank has begun, whenever it is asked; for what is said of it if it fails."""
-
-    def __init__(self, attendance: Attendance) -> None:
-        self._attendance = attendance
-
-    def __str__(self) -> str:
-        return str(self._attendance.steps)

@@ -11,7 +11,7 @@ what is left free around tensors for a storage.
 Other ways to copy: ``overlap`` later, with ``changes`` telling whether the source was written meanwhile; ``bounded`` in
 less memory than the state has; ``delta`` only what changed, with ``compare`` to find out.
 
-A join: ``shadow`` is torch's wire. Where all ranks run stagereg, ``attendance`` is how they know who still has data,
+A join: ``shadow`` is torch's wire. Where all ranks run stagereg, ``membership`` is how they know who still has data,
 over ``side``, small collectives beside those of training; ``tally`` and ``desk`` answer for a rank that has left.
 ``alarm`` tells all ranks what has gone wrong on one: ``watch`` is its thread, ``board`` its words in the store, and
 ``abort`` ends a collective that would wait for ever.

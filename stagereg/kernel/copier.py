@@ -9,7 +9,7 @@ When :meth:`HostCopier.copy` returns, the bytes are there: no later write to the
 handed out stays as it is until the last tensor over it is gone. Plans and memory are reused; correctness never depends
 on it, since the plan's signature (addresses, shapes, dtypes, strides) is compared on every call.
 
-A stager that copies in another order takes a :class:`Draft`, which is a copy whose bytes are not there yet.
+A stager that copies in another order takes a :class:`PendingCopy`, which is a copy whose bytes are not there yet.
 """
 
 from __future__ import annotations
@@ -22,30 +22,29 @@ from typing import Any
 
 import torch
 
-import stagereg.kernel.room as room
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.layout import Layout, Piece, Region, lay_out, sign
-from stagereg.kernel.memory import Loan, Pool
+from stagereg.kernel.layout import Layout, Piece, Region, plan_layout, signature
+from stagereg.kernel.memory import Lease, Pool, register_padding
 from stagereg.kernel.replay import Match, Replay
-from stagereg.kernel.state_dict import Skeleton, path_to, unravel
-from stagereg.kernel.transfer import Mover
+from stagereg.kernel.state_dict import TreeSpec, flatten, path_to
+from stagereg.kernel.transfer import CopyEngine
 
-__all__ = ["Draft", "HostCopier", "naming", "no_collection"]
+__all__ = ["HostCopier", "PendingCopy", "naming", "no_collection"]
 
 
 @dataclass(slots=True)
-class Draft:
+class PendingCopy:
     """Memory for a copy that has no content yet.
 
     Attributes:
         sources: the tensors to be copied; holding them keeps their memory alive.
         layout: where their bytes are to go.
-        loan: the memory.
+        lease: the memory.
     """
 
     sources: Sequence[torch.Tensor]
     layout: Layout
-    loan: Loan
+    lease: Lease
     _staged: list[torch.Tensor] | None = None
 
     @property
@@ -53,17 +52,17 @@ class Draft:
         """The tensors over the memory, one for each source; made when they are first asked for."""
         if self._staged is None:
             with torch.no_grad():
-                self._staged = _tensors_over(self.loan, self.layout, self.sources)
+                self._staged = _tensors_over(self.lease, self.layout, self.sources)
         return self._staged
 
     def pairs(
         self, regions: Sequence[Region], packed: Sequence[int]
     ) -> dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return what ``Mover.fetch`` takes, by device, for some of the layout's regions and packed tensors."""
+        """Return what ``CopyEngine.fetch`` takes, by device, for some of the layout's regions and packed tensors."""
         away: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for region in regions:
             owner = self.sources[region.source]
-            away.setdefault(owner.device, []).append(_region_pair(self.loan, region, owner))
+            away.setdefault(owner.device, []).append(_region_pair(self.lease, region, owner))
         for i in packed:
             away.setdefault(self.sources[i].device, []).append((self.staged[i], self.sources[i]))
         return away
@@ -75,13 +74,13 @@ class HostCopier:
     Args:
         pool: where the memory comes from; closed together with the copier.
         threads: threads that copy from host memory, the caller's among them.
-        type_check: refuse leaves of types that torch's checkpoint does not name (see :func:`.tree.unravel`).
+        type_check: refuse leaves of types that torch's checkpoint does not name (see :func:`.tree.flatten`).
 
     One thread at a time may call it.
     """
 
     def __init__(self, pool: Pool, threads: int = 2, type_check: bool = False) -> None:
-        self.mover = Mover(threads)
+        self.engine = CopyEngine(threads)
         self.type_check = type_check
         self._pool = pool
         self.margins = (0, 0)
@@ -90,8 +89,8 @@ class HostCopier:
         self._replay: Replay | None = None
         self._closed = False
 
-    def leave_room(self, before: int, after: int) -> None:
-        """Leave bytes free around each tensor from the next copy on, see :func:`.room.room_around`."""
+    def reserve_padding(self, before: int, after: int) -> None:
+        """Leave bytes free around each tensor from the next copy on, see :func:`.memory.padding_around`."""
         self.margins = (before, after)
         self._layout = self._replay = None
 
@@ -107,16 +106,16 @@ class HostCopier:
             staged = self.copy_tensors(taken.tensors, taken.layout)
         self.remember(state, taken)
         with torch.no_grad(), no_collection():
-            return taken.fill(staged)
+            return taken.unflatten(staged)
 
-    def take(self, state: Any) -> Skeleton | Match:
+    def take(self, state: Any) -> TreeSpec | Match:
         """Take ``state`` apart, the short way if it is as it was the last time. Raises as :meth:`copy` does."""
         self.check_open()
         with torch.no_grad(), no_collection():
             match = self._replay.match(state) if self._replay is not None else None
-            return match or unravel(state, self.type_check)
+            return match or flatten(state, self.type_check)
 
-    def remember(self, state: Any, taken: Skeleton | Match) -> None:
+    def remember(self, state: Any, taken: TreeSpec | Match) -> None:
         """Have the next :meth:`take` go the short way, where ``state`` has just been laid out anew."""
         if self._is_new and self._layout is not None and not self.type_check:
             with torch.no_grad(), no_collection():
@@ -134,14 +133,14 @@ class HostCopier:
             StagingError: one cannot be staged; ``path`` is its index. Or memory ran out.
             StagerClosedError: after :meth:`close`.
         """
-        draft = self.draft(tensors, layout)
-        layout = draft.layout
-        moving = self.mover.start(draft.loan.address, layout.batch)
+        pending = self.prepare(tensors, layout)
+        layout = pending.layout
+        moving = self.engine.start(pending.lease.address, layout.batch)
         try:
             with torch.no_grad(), no_collection():
-                staged = draft.staged
-                away = draft.pairs(layout.remote, layout.packed)
-                events = [self.mover.fetch(device, pairs) for device, pairs in away.items()]
+                staged = pending.staged
+                away = pending.pairs(layout.remote, layout.packed)
+                events = [self.engine.fetch(device, pairs) for device, pairs in away.items()]
         finally:
             moving.finish()
         for event in events:
@@ -149,16 +148,16 @@ class HostCopier:
                 event.synchronize()
         return staged
 
-    def draft(self, tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> Draft:
+    def prepare(self, tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> PendingCopy:
         """Do all of :meth:`copy_tensors` but the copying. Raises as that does."""
         self.check_open()
         if layout is None:
             with torch.no_grad(), no_collection():
                 layout = self._fit(tensors)
-        loan = self._pool.borrow(layout.nbytes)
+        lease = self._pool.borrow(layout.nbytes)
         if self.margins != (0, 0):
-            room.tell(loan.view, loan.address, loan.nbytes, self.margins, layout.spans)
-        return Draft(tensors, layout, loan)
+            register_padding(lease.view, self.margins, layout.spans)
+        return PendingCopy(tensors, layout, lease)
 
     def check_open(self) -> None:
         """Raise ``StagerClosedError`` after :meth:`close`."""
@@ -170,12 +169,12 @@ class HostCopier:
         self._closed = True
         self._layout = self._replay = None
         self._pool.close()
-        self.mover.close()
+        self.engine.close()
 
     def _fit(self, tensors: Sequence[torch.Tensor]) -> Layout:
-        signature = sign(tensors)
-        if self._layout is None or self._layout.signature != signature:
-            self._layout = lay_out(tensors, signature, self.margins)
+        rows = signature(tensors)
+        if self._layout is None or self._layout.signature != rows:
+            self._layout = plan_layout(tensors, rows, self.margins)
             self._is_new, self._replay = True, None
         return self._layout
 
@@ -203,33 +202,33 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _region_pair(loan: Loan, region: Region, owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _region_pair(lease: Lease, region: Region, owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A region as bytes: where it goes, and where it lies on its device."""
     source = torch.empty(0, dtype=torch.uint8, device=owner.device)
     source.set_(owner.untyped_storage(), region.begin, (region.nbytes,), (1,))
-    return torch.frombuffer(loan.view, dtype=torch.uint8, count=region.nbytes, offset=region.offset), source
+    return torch.frombuffer(lease.view, dtype=torch.uint8, count=region.nbytes, offset=region.offset), source
 
 
-# -- tensors over a loan
+# -- tensors over a lease
 
 
-def _tensors_over(loan: Loan, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _tensors_over(lease: Lease, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Make the staged tensors; those of one region share one storage, which has the region's bytes and no more."""
-    view, frombuffer = loan.view, torch.frombuffer
+    view, frombuffer = lease.view, torch.frombuffer
     made: list[Any] = [each and frombuffer(view, dtype=each[0], count=each[1], offset=each[2]) for each in layout.alone]
     shared: dict[int, torch.Tensor] = {}
     for i in layout.unfinished:
         piece = layout.pieces[i]
-        made[i] = made[i].resize_(piece.shape) if piece.alone else _tensor_over(loan, piece, tensors[i].dtype, shared)
+        made[i] = made[i].resize_(piece.shape) if piece.alone else _tensor_over(lease, piece, tensors[i].dtype, shared)
     return made
 
 
-def _tensor_over(loan: Loan, piece: Piece, dtype: torch.dtype, shared: dict[int, torch.Tensor]) -> torch.Tensor:
+def _tensor_over(lease: Lease, piece: Piece, dtype: torch.dtype, shared: dict[int, torch.Tensor]) -> torch.Tensor:
     if piece.span == 0:
         return torch.empty_strided(piece.shape, piece.stride, dtype=dtype, device="cpu")
     base = shared.get(piece.offset)
     if base is None:
-        base = torch.frombuffer(loan.view, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
+        base = torch.frombuffer(lease.view, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
         shared[piece.offset] = base
     made = torch.empty(0, dtype=dtype, device="cpu")
     return made.set_(base.untyped_storage(), piece.start, piece.shape, piece.stride)

@@ -20,7 +20,7 @@ from stagereg.errors import StagingError
 from stagereg.kernel.leaves import why_without_data
 from stagereg.kernel.transfer import Batch, Move
 
-__all__ = ["ALIGNMENT", "Layout", "Piece", "Region", "Signature", "lay_out", "sign"]
+__all__ = ["ALIGNMENT", "Layout", "Piece", "Region", "Signature", "plan_layout", "signature"]
 
 ALIGNMENT = 64
 """Bytes: where a region may start in host memory; a cache line, and a multiple of every dtype's size."""
@@ -105,7 +105,7 @@ class Layout:
     unfinished: list[int]
 
 
-def sign(tensors: Sequence[torch.Tensor]) -> Signature:
+def signature(tensors: Sequence[torch.Tensor]) -> Signature:
     """Return what a layout depends on. Costs about half a microsecond a tensor.
 
     Raises:
@@ -123,12 +123,12 @@ def sign(tensors: Sequence[torch.Tensor]) -> Signature:
     return rows
 
 
-def lay_out(tensors: Sequence[torch.Tensor], signature: Signature, margins: tuple[int, int] = (0, 0)) -> Layout:
+def plan_layout(tensors: Sequence[torch.Tensor], signature: Signature, margins: tuple[int, int] = (0, 0)) -> Layout:
     """Plan host memory for plain strided tensors.
 
     Args:
         tensors: on any devices.
-        signature: what :func:`sign` says of them.
+        signature: what :func:`signature` says of them.
         margins: bytes to be left free before and after each region.
 
     Raises:

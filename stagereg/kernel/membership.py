@@ -21,13 +21,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stagereg.errors import JoinError, UnevenInputsError
-from stagereg.kernel.channel import Line, Pending, Waiting, Words, appears
+from stagereg.kernel.channel import ControlChannel, KeyValueStore, PendingSum, Waiting, wait_for_keys
 
-__all__ = ["Attendance", "CountedAttendance", "PlannedAttendance", "Roll", "until"]
+__all__ = ["ActiveRanks", "AllReduceMembership", "Membership", "StoreMembership", "wait_until"]
 
 
 @dataclass(frozen=True)
-class Roll:
+class ActiveRanks:
     """Who takes part in a step.
 
     Attributes:
@@ -54,13 +54,13 @@ class Roll:
         return max(rank for rank, active in enumerate(self.active) if active)
 
 
-def until(ready: Callable[[float], bool], what: str) -> None:
+def wait_until(ready: Callable[[float], bool], what: str) -> None:
     """Wait for as long as it takes: a :data:`Waiting` that trusts its peers."""
     while not ready(60.0):
         pass
 
 
-class Attendance(ABC):
+class Membership(ABC):
     """One rank's part in the protocol, for one loop over its data.
 
     Attributes:
@@ -97,7 +97,7 @@ class Attendance(ABC):
             self._covered = False
             return
         if self.empty:  # ... and takes another step on the same empty batch, as the others do on theirs
-            self.absent()
+            self.wait_for_next_step()
             return
         self._begin(syncing)
         self.steps += 1
@@ -105,24 +105,24 @@ class Attendance(ABC):
     def check(self) -> None:  # noqa: B027 (most have nothing against it)
         """Any joinable but the first, in place of :meth:`begin`. Raises: ``JoinError`` if it must not be used now."""
 
-    def cover(self) -> None:
+    def expect_empty_step(self) -> None:
         """Rank without data: its loop body is about to run all the same, and its next :meth:`begin` is no news."""
         self._covered = self.expected = True
 
     @property
-    def covered(self) -> bool:
+    def expects_empty_step(self) -> bool:
         """Whether such a body has not begun its step yet."""
         return self._covered
 
     @abstractmethod
-    def read(self) -> Roll:
+    def read(self) -> ActiveRanks:
         """Who takes part in the step that has begun; waits for the other ranks to begin it or to run out of data.
 
         Raises:
             UnevenInputsError: the join is to throw, and some rank has run out of data.
         """
 
-    def heed(self) -> None:  # noqa: B027 (a plan has been heeded before the first step)
+    def raise_if_exhausted(self) -> None:  # noqa: B027 (a plan has been heeded before the first step)
         """Rank with data, in a join that throws, after :meth:`begin` and before the step changes anything.
 
         Waits for the other ranks only if some of them did not know whether they would take this step.
@@ -131,7 +131,7 @@ class Attendance(ABC):
             UnevenInputsError: some rank has run out of data.
         """
 
-    def absent(self) -> Roll | None:
+    def wait_for_next_step(self) -> ActiveRanks | None:
         """Rank without data, once a step: wait until the step has begun on some rank.
 
         Returns:
@@ -143,7 +143,7 @@ class Attendance(ABC):
         self._covered = False
         if self.over:
             return None
-        roll = self._absent()
+        roll = self._wait_for_next_step()
         if roll is None:
             self.over = True
             return None
@@ -160,47 +160,49 @@ class Attendance(ABC):
     def _begin(self, syncing: bool) -> None: ...
 
     @abstractmethod
-    def _absent(self) -> Roll | None: ...
+    def _wait_for_next_step(self) -> ActiveRanks | None: ...
 
 
 _ABSENT, _UNSURE, _MORE, _LAST = 0.0, 1.0, 2.0, 3.0
 """What a rank adds in its place: no data, a step, a step with another to come, the last step."""
 
 
-class CountedAttendance(Attendance):
+class AllReduceMembership(Membership):
     """One asynchronous sum a step.
 
     Args:
-        line: on which the ranks sum.
+        channel: on which the ranks sum.
         throw: whether a rank's running out of data is an error on all ranks.
         waiting: how to wait.
         length: how many steps this rank expects to begin, if it knows. A rank that runs out before is thrown for one
             step later, which it still takes part in.
     """
 
-    def __init__(self, line: Line, throw: bool = False, waiting: Waiting = until, length: int | None = None) -> None:
-        super().__init__(line.rank, line.size, throw, waiting)
-        self._line = line
+    def __init__(
+        self, channel: ControlChannel, throw: bool = False, waiting: Waiting = wait_until, length: int | None = None
+    ) -> None:
+        super().__init__(channel.rank, channel.size, throw, waiting)
+        self._channel = channel
         self._length = length
-        self._pending: Pending | None = None
-        self._values = [_UNSURE] * line.size + [float(line.size)]
-        self._roll = Roll((True,) * line.size, line.size)
+        self._pending: PendingSum | None = None
+        self._values = [_UNSURE] * channel.size + [float(channel.size)]
+        self._roll = ActiveRanks((True,) * channel.size, channel.size)
         self._number = 0
         self._sure = False  # whether the step that has begun is one that all ranks had said they would take
 
-    def read(self) -> Roll:
-        """See :meth:`Attendance.read`."""
+    def read(self) -> ActiveRanks:
+        """See :meth:`Membership.read`."""
         roll = self._read()
         if self._throw and not self._sure:
             self._stop_if_absent(self.steps - 1)
         return roll
 
-    def heed(self) -> None:
-        """See :meth:`Attendance.heed`."""
+    def raise_if_exhausted(self) -> None:
+        """See :meth:`Membership.raise_if_exhausted`."""
         if not self._sure:
             self.read()
 
-    def _read(self) -> Roll:
+    def _read(self) -> ActiveRanks:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._waiting(pending.ready, "the next step")
@@ -209,7 +211,7 @@ class CountedAttendance(Attendance):
                 return self._roll
             self._values = values
             *active, syncing = values
-            self._roll = Roll(tuple(value > 0 for value in active), int(syncing))
+            self._roll = ActiveRanks(tuple(value > 0 for value in active), int(syncing))
             if self._roll.syncing not in (0, self._roll.count):
                 raise JoinError(
                     f"in step {self._number}, {self._roll.syncing} of {self._roll.count} ranks reduce their gradients "
@@ -223,7 +225,7 @@ class CountedAttendance(Attendance):
         presence = _UNSURE if self._length is None else _MORE if self.steps + 1 < self._length else _LAST
         self._add(presence, syncing)
 
-    def _absent(self) -> Roll | None:
+    def _wait_for_next_step(self) -> ActiveRanks | None:
         self._look_back()
         self._add(_ABSENT, False)
         roll = self._read()
@@ -238,7 +240,7 @@ class CountedAttendance(Attendance):
         values[self._rank] = presence
         values[-1] = float(syncing)
         self._number = self.steps + 1
-        self._pending = self._line.add(values)
+        self._pending = self._channel.add(values)
 
     def _look_back(self) -> None:
         """Read the sum of the step before, which has long arrived, and stop where it says that this one is uneven."""
@@ -266,7 +268,7 @@ class CountedAttendance(Attendance):
 _SYNCING, _OVER = b"1", b"over"
 
 
-class PlannedAttendance(Attendance):
+class StoreMembership(Membership):
     """No collective at all.
 
     Args:
@@ -281,12 +283,17 @@ class PlannedAttendance(Attendance):
     """
 
     def __init__(
-        self, rank: int, lengths: Sequence[int], words: Words, throw: bool = False, waiting: Waiting = until
+        self,
+        rank: int,
+        lengths: Sequence[int],
+        words: KeyValueStore,
+        throw: bool = False,
+        waiting: Waiting = wait_until,
     ) -> None:
         super().__init__(rank, len(lengths), throw, waiting)
         self._words = words
         self._left = False
-        self._roll = Roll()
+        self._roll = ActiveRanks()
         self.even = len(set(lengths)) == 1
         if throw and not self.even:
             told = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(lengths))
@@ -295,22 +302,22 @@ class PlannedAttendance(Attendance):
                 f"The inputs are uneven, so no step was taken: {told} batches.", lengths.index(shortest)
             )
 
-    def read(self) -> Roll:
-        """See :meth:`Attendance.read`; never waits, and does not know who is active."""
+    def read(self) -> ActiveRanks:
+        """See :meth:`Membership.read`; never waits, and does not know who is active."""
         return self._roll
 
     def _begin(self, syncing: bool) -> None:
-        self._roll = Roll(syncing=int(syncing))
+        self._roll = ActiveRanks(syncing=int(syncing))
         self._words.set(f"begun/{self.steps}", "1" if syncing else "0")
 
-    def _absent(self) -> Roll | None:
+    def _wait_for_next_step(self) -> ActiveRanks | None:
         if not self._left:
             self._left = True
             self._leave()
         key = f"begun/{self.steps}"
-        self._waiting(lambda seconds: appears(self._words, key, seconds), "the next step")
+        self._waiting(lambda seconds: wait_for_keys(self._words, key, seconds), "the next step")
         word = self._words.get(key)
-        self._roll = Roll(syncing=int(word == _SYNCING))
+        self._roll = ActiveRanks(syncing=int(word == _SYNCING))
         if word == _OVER:
             return None
         if self._throw:

@@ -1,14 +1,14 @@
 """Host memory that is lent out, and comes back when its last reader is gone.
 
-An :class:`Arena` is one block: page-locked where an accelerator is there to profit, otherwise ordinary pages that were
-touched ahead of use. A :class:`Pool` lends arenas. What it lends is a ``memoryview``; every tensor made over that view
-(``torch.frombuffer``) keeps it alive through its storage, so the loan ends when the last storage is freed, whoever held
-it, on whatever thread. No reference count is kept by hand.
+A :class:`Block` is one block: page-locked where an accelerator is there to profit, otherwise ordinary pages that were
+touched ahead of use. A :class:`Pool` lends blocks. What it lends is a ``memoryview``; every tensor made over that view
+(``torch.frombuffer``) keeps it alive through its storage, so the lease ends when the last storage is freed, whoever
+held it, on whatever thread. No reference count is kept by hand.
 
-An arena may be of another making (:class:`Pool`'s ``make``), such as one that other processes read as well; then
-:attr:`Arena.idle` says when all of them are done.
+A block may be of another making (:class:`Pool`'s ``make``), such as one that other processes read as well; then
+:attr:`Block.idle` says when all of them are done.
 
-A pool lends at most ``max_in_flight`` arenas at once. Who asks for more waits for a writer to let go, and only as long
+A pool lends at most ``max_in_flight`` blocks at once. Who asks for more waits for a writer to let go, and only as long
 as one can be seen (``writers``): if no other thread holds a copy, or ``wait_s`` is over, fresh memory is taken and a
 warning says so once. So waiting never deadlocks, and memory that is lent is never handed out again.
 """
@@ -26,6 +26,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -33,7 +34,7 @@ from stagereg.errors import StagerClosedError, StagingError
 from stagereg.kernel.waiting import OVERDRAWN, wait_while
 from stagereg.kernel.writers import COPY_THREADS, writer_at_work
 
-__all__ = ["Arena", "Loan", "Pool"]
+__all__ = ["Block", "Lease", "Padding", "Pool", "padding_around", "register_padding"]
 
 log = logging.getLogger("stagereg")
 
@@ -44,7 +45,7 @@ _PAGE = 4096
 _WORTH_TOUCHING = 2**22
 
 
-class Arena:
+class Block:
     """One block of host memory, whole pages.
 
     Args:
@@ -117,37 +118,37 @@ class Arena:
             worker.join()
 
 
-class Loan:
-    """An arena for one copy.
+class Lease:
+    """A block for one copy.
 
     Attributes:
-        view: what tensors are made over; the loan ends when it is gone.
+        view: what tensors are made over; the lease ends when it is gone.
         address: of the first byte.
-        nbytes: of the whole arena.
+        nbytes: of the whole block.
         pinned: whether the memory is page-locked.
     """
 
     __slots__ = ("address", "nbytes", "pinned", "view")
 
-    def __init__(self, arena: Arena, view: memoryview) -> None:
+    def __init__(self, block: Block, view: memoryview) -> None:
         self.view = view
-        self.address = arena.address
-        self.nbytes = arena.nbytes
-        self.pinned = arena.pinned
+        self.address = block.address
+        self.nbytes = block.nbytes
+        self.pinned = block.pinned
 
 
 class Pool:
-    """Lends arenas, a bounded number at once.
+    """Lends blocks, a bounded number at once.
 
     Args:
         max_in_flight: loans at once before one has to wait.
         wait_s: seconds that one waits at most while a writer is at work.
-        keep: reuse an arena that came back; otherwise free it.
+        keep: reuse a block that came back; otherwise free it.
         pin: page-lock; None means where an accelerator is available. Where that cannot be, pageable memory is used and
             one log line says so.
         threads: threads that touch new pages.
-        reserve: bytes of a first arena that is made at once, in the background; 0 for none.
-        make: what makes an arena of so many bytes, page-locked or not, with so many threads.
+        reserve: bytes of a first block that is made at once, in the background; 0 for none.
+        make: what makes a block of so many bytes, page-locked or not, with so many threads.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Pool:
         pin: bool | None = None,
         threads: int = 2,
         reserve: int = 0,
-        make: Callable[[int, bool, int], Arena] = Arena,
+        make: Callable[[int, bool, int], Block] = Block,
     ) -> None:
         if max_in_flight is not None and max_in_flight < 1:
             raise StagingError([], f"max_in_flight must be at least 1, not {max_in_flight}")
@@ -168,9 +169,9 @@ class Pool:
         self._threads = threads
         self._make = make
         self._pin = self._can_pin(pin)
-        self._free: list[Arena] = []
-        self._lent: dict[int, tuple[int, int]] = {}  # serial number of a loan -> address and bytes of its arena
-        self._returned: queue.SimpleQueue[tuple[int, Arena | None]] = queue.SimpleQueue()  # put() is safe in finalizers
+        self._free: list[Block] = []
+        self._lent: dict[int, tuple[int, int]] = {}  # serial number of a lease -> address and bytes of its block
+        self._returned: queue.SimpleQueue[tuple[int, Block | None]] = queue.SimpleQueue()  # put() is safe in finalizers
         self._serial = 0
         self._overdrawn = False
         self._closed = False
@@ -203,11 +204,11 @@ class Pool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory kept for the next loan."""
+        """Bytes of memory kept for the next lease."""
         self._collect()
-        return sum(arena.nbytes for arena in self._free)
+        return sum(block.nbytes for block in self._free)
 
-    def borrow(self, nbytes: int) -> Loan:
+    def borrow(self, nbytes: int) -> Lease:
         """Lend ``nbytes`` bytes, waiting if ``max_in_flight`` loans are out.
 
         Raises:
@@ -221,13 +222,13 @@ class Pool:
             self._collect()
             if self._max is not None and self._out() >= self._max:
                 self._await_return()
-            arena = self._take(nbytes)
-            view = arena.view()
+            block = self._take(nbytes)
+            view = block.view()
             self._serial += 1
-            self._lent[self._serial] = (arena.address, arena.nbytes)
-            finalizer = weakref.finalize(view, _give_back, weakref.ref(self), self._serial, arena)
+            self._lent[self._serial] = (block.address, block.nbytes)
+            finalizer = weakref.finalize(view, _give_back, weakref.ref(self), self._serial, block)
             finalizer.atexit = False
-            return Loan(arena, view)
+            return Lease(block, view)
 
     def close(self) -> None:
         """Free what is kept. Memory still lent lives until its readers let go. Closing twice is harmless."""
@@ -240,18 +241,18 @@ class Pool:
 
     def _out(self) -> int:
         """Arenas that nobody may write to."""
-        return len(self._lent) + sum(not arena.idle for arena in self._free)
+        return len(self._lent) + sum(not block.idle for block in self._free)
 
     def _await_reserve(self) -> None:
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
 
-    def _take(self, nbytes: int) -> Arena:
-        idle = [arena for arena in self._free if arena.idle]
-        fitting = [arena for arena in idle if nbytes <= arena.nbytes]
+    def _take(self, nbytes: int) -> Block:
+        idle = [block for block in self._free if block.idle]
+        fitting = [block for block in idle if nbytes <= block.nbytes]
         if fitting:
-            best = min(fitting, key=lambda arena: arena.nbytes)
+            best = min(fitting, key=lambda block: block.nbytes)
             self._free.remove(best)
             return best
         # Too small for this state, which has grown; or read by another process, which keeps what it has open.
@@ -265,12 +266,12 @@ class Pool:
             except queue.Empty:
                 return
 
-    def _take_back(self, serial: int, arena: Arena | None) -> None:
+    def _take_back(self, serial: int, block: Block | None) -> None:
         self._lent.pop(serial, None)
-        if arena is None or not self._keep or self._closed:
+        if block is None or not self._keep or self._closed:
             return
         if self._max is None or len(self._free) < self._max:
-            self._free.append(arena)
+            self._free.append(block)
 
     # -- waiting
 
@@ -283,7 +284,7 @@ class Pool:
             log.warning(OVERDRAWN, self._out())
 
     def _at_work(self) -> bool:
-        read_elsewhere = any(not arena.idle for arena in self._free)
+        read_elsewhere = any(not block.idle for block in self._free)
         return read_elsewhere or writer_at_work(list(self._lent.values()))
 
     def _returned_enough(self, timeout_s: float) -> bool:
@@ -296,8 +297,64 @@ class Pool:
         return self._max is None or self._out() < self._max
 
 
-def _give_back(pool: weakref.ref[Pool], serial: int, arena: Arena) -> None:
-    """End a loan. Runs wherever the last reference died, in a finalizer: takes no lock."""
+def _give_back(pool: weakref.ref[Pool], serial: int, block: Block) -> None:
+    """End a lease. Runs wherever the last reference died, in a finalizer: takes no lock."""
     owner = pool()
     if owner is not None:
-        owner._returned.put((serial, arena if owner._keep and not owner._closed else None))
+        owner._returned.put((serial, block if owner._keep and not owner._closed else None))
+
+
+# -- padding
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """The free bytes around a staged tensor, for a storage that writes a file's image in place.
+
+    Attributes:
+        address, nbytes: of the whole block that the copy lies in; multiples of 4096 bytes, and all of it may be read.
+        before, after: bytes next to the tensor's first and last byte that nothing else uses. They belong to whoever
+            holds the tensor.
+    """
+
+    address: int
+    nbytes: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class _PaddedBlock:
+    address: int
+    nbytes: int
+    margins: tuple[int, int]
+    spans: dict[int, int]
+
+
+_padded: dict[int, _PaddedBlock] = {}  # global, since a storage has nothing but the tensor to find its padding by
+
+
+def register_padding(view: memoryview, margins: tuple[int, int], spans: dict[int, int]) -> None:
+    """Record padding for :func:`padding_around`, as long as ``view`` lives.
+
+    Args:
+        view: of a whole block.
+        margins: bytes that are free before and after each tensor.
+        spans: offset in the block and bytes of each tensor that has such margins to itself.
+    """
+    address = torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
+    _padded[id(view)] = _PaddedBlock(address, view.nbytes, margins, spans)
+    weakref.finalize(view, _padded.pop, id(view), None).atexit = False
+
+
+def padding_around(x: torch.Tensor) -> Padding | None:
+    """Return the padding of a contiguous staged tensor; None where it has none, or shares its memory."""
+    if x.device.type != "cpu" or x.layout is not torch.strided or not x.is_contiguous():
+        return None
+    address = x.data_ptr()
+    for block in tuple(_padded.values()):
+        if block.address <= address < block.address + block.nbytes:
+            if block.spans.get(address - block.address) != x.nbytes:
+                return None
+            return Padding(block.address, block.nbytes, *block.margins)
+    return None

@@ -81,7 +81,7 @@ class Match:
     _root: _Node
     _found: list[_Found]
 
-    def fill(self, staged: Sequence[torch.Tensor]) -> Any:
+    def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:
         """Return the finished copy, ``staged[i]`` standing where ``tensors[i]`` stood. To be called once."""
         return _fill(self._root, iter(self._found), iter(staged))
 

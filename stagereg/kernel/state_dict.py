@@ -1,9 +1,9 @@
 """Take a state dict apart into plain tensors, and put a copy of it together around other ones.
 
-:func:`unravel` walks a state dict once. It makes the copy's containers on the way (same types, same order, same keys,
+:func:`flatten` walks a state dict once. It makes the copy's containers on the way (same types, same order, same keys,
 same sharing, cycles included), copies everything that is no tensor, and lists the plain strided tensors it met.
-:meth:`Skeleton.fill` then puts the staged tensors where the source had theirs: wrapped again as ``Parameter``, DTensor,
-ShardedTensor or whatever traceable subclass they were, with their Python attributes.
+:meth:`TreeSpec.unflatten` then puts the staged tensors where the source had theirs: wrapped again as ``Parameter``,
+DTensor, ShardedTensor or whatever traceable subclass they were, with their Python attributes.
 
 What cannot be staged is refused here, with its path in the dict. Where bytes go, and how, is left to ``layout`` and
 ``copy``.
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from stagereg.errors import StagingError, UnstageableTypeError
 from stagereg.kernel.leaves import attempt, clone, flip, sharded_over, tuple_maker, why_without_data
 
-__all__ = ["ATOMS", "Skeleton", "path_to", "unravel"]
+__all__ = ["ATOMS", "TreeSpec", "flatten", "path_to"]
 
 # Values that nobody can change under the copy, so the copy may hold the very same object.
 ATOMS = frozenset(
@@ -72,7 +72,7 @@ class _Index(int):
 _SLOTS = frozenset({_Slot, _Index})
 
 
-class Skeleton:
+class TreeSpec:
     """A state dict's copy without its tensors.
 
     Attributes:
@@ -89,7 +89,7 @@ class Skeleton:
         self._holes: list[tuple[Any, Any, _Slot | _Index]] = []
         self._dresses: list[tuple[_Slot, dict[str, Any]]] = []
 
-    def fill(self, staged: Sequence[torch.Tensor]) -> Any:
+    def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:
         """Return the finished copy, ``staged[i]`` standing where ``tensors[i]`` stood. To be called once."""
         for container, key, slot in self._holes:
             container[key] = slot.resolve(staged)
@@ -98,7 +98,7 @@ class Skeleton:
         return self._root.resolve(staged) if type(self._root) in _SLOTS else self._root
 
 
-def unravel(state: Any, type_check: bool = False) -> Skeleton:
+def flatten(state: Any, type_check: bool = False) -> TreeSpec:
     """Take ``state`` apart.
 
     Args:
@@ -110,14 +110,14 @@ def unravel(state: Any, type_check: bool = False) -> Skeleton:
         StagingError: an entry cannot be staged; the message has its path.
     """
     walker = _Walker(type_check)
-    walker.skeleton._root = walker.visit(state)
-    return walker.skeleton
+    walker.spec._root = walker.visit(state)
+    return walker.spec
 
 
 def path_to(state: Any, index: int) -> tuple[object, ...]:
-    """Return the keys that lead to the tensor that :func:`unravel` lists at ``index``; for error messages."""
+    """Return the keys that lead to the tensor that :func:`flatten` lists at ``index``; for error messages."""
     walker = _Walker(type_check=False)
-    walker.skeleton.tensors = _Tripwire(index)
+    walker.spec.tensors = _Tripwire(index)
     try:
         walker.visit(state)
     except StagingError as error:
@@ -139,7 +139,7 @@ class _Tripwire(list[torch.Tensor]):
 
 class _Walker:
     def __init__(self, type_check: bool) -> None:
-        self.skeleton = Skeleton()
+        self.spec = TreeSpec()
         self._type_check = type_check
         self._memo: dict[int, Any] = {}
         self._own: dict[type, frozenset[str]] = {}
@@ -195,20 +195,20 @@ class _Walker:
 
     def _tuple(self, x: tuple[Any, ...]) -> Any:
         parts: list[Any] = [None] * len(x)
-        before = len(self.skeleton._holes)
+        before = len(self.spec._holes)
         self._items(enumerate(x), parts, parts)
         if id(x) in self._memo:  # a cycle through this tuple has already made it
             return self._memo[id(x)]
-        if len(self.skeleton._holes) == before and all(a is b for a, b in zip(parts, x, strict=True)):
+        if len(self.spec._holes) == before and all(a is b for a, b in zip(parts, x, strict=True)):
             return x
         make = tuple_maker(type(x))
-        if any(container is parts for container, _, _ in self.skeleton._holes[before:]):
+        if any(container is parts for container, _, _ in self.spec._holes[before:]):
             return _Slot(lambda staged: make(parts))
         return make(parts)
 
     def _items(self, items: Any, new: Any, holder: Any) -> None:
         key: Any = None
-        holes = self.skeleton._holes
+        holes = self.spec._holes
         visit = self.visit
         try:
             for key, value in items:
@@ -255,14 +255,14 @@ class _Walker:
         if x.layout is not _STRIDED or x.is_quantized or x.is_nested:
             loose = attempt(clone, x)  # no single strided block to plan for
             return self._dressed(x, lambda staged: loose)
-        slot: _Slot | _Index = _Index(len(self.skeleton.tensors))
+        slot: _Slot | _Index = _Index(len(self.spec.tensors))
         negative, conjugate = x.is_neg(), x.is_conj()
         if negative or conjugate:
-            self.skeleton.tensors.append(flip(x.detach(), negative, conjugate))
+            self.spec.tensors.append(flip(x.detach(), negative, conjugate))
             lifted = slot.resolve
             slot = _Slot(lambda staged: flip(lifted(staged), negative, conjugate))
         else:
-            self.skeleton.tensors.append(x)
+            self.spec.tensors.append(x)
         if x.requires_grad or type(x) is not torch.Tensor or x.__dict__:
             return self._dressed(x, slot.resolve)
         return slot
@@ -289,7 +289,7 @@ class _Walker:
             self._memo[id(x)] = slot  # an attribute may lead back here
             copied: dict[str, Any] = {}
             self._items(list(attributes.items()), copied, copied)
-            self.skeleton._dresses.append((slot, copied))
+            self.spec._dresses.append((slot, copied))
 
     def _wrapper(self, x: Any) -> _Slot:
         """DTensor and other traceable wrappers, through their own flatten protocol."""

@@ -1,8 +1,8 @@
 """Moving bytes: ``memmove`` on a few threads, and non-blocking copies on side streams.
 
 ctypes lets go of the GIL during a ``memmove``, and one large ``memmove`` uses the C library's non-temporal path, which
-``Tensor.copy_`` never does. A :class:`Mover` knows addresses and nothing of state dicts; which bytes go where is said
-by ``layout``.
+``Tensor.copy_`` never does. A :class:`CopyEngine` knows addresses and nothing of state dicts; which bytes go where is
+said by ``layout``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stagereg.errors import StagingError
 from stagereg.kernel.vectored import AT_ONCE, Pieces, read_many
 from stagereg.kernel.writers import COPY_THREADS
 
-__all__ = ["Batch", "Job", "Move", "Mover", "move", "split"]
+__all__ = ["Batch", "CopyEngine", "CopyTask", "Move", "move", "split"]
 
 Move = tuple[int, int, int]
 """Offset in host memory, address of the source, bytes."""
@@ -32,7 +32,7 @@ _SPLIT_COUNT = 2048
 _BLOCKS = 4
 
 
-class Mover:
+class CopyEngine:
     """Threads and streams that copy. One thread at a time may call it.
 
     Args:
@@ -50,9 +50,9 @@ class Mover:
         """Copy host memory to host memory; ``base`` is what the offsets count from. Returns when it is done."""
         self.start(base, batch).finish()
 
-    def start(self, base: int, batch: Batch) -> Job:
+    def start(self, base: int, batch: Batch) -> CopyTask:
         """Begin what :meth:`memmove` does, on the other threads, where there is enough for them."""
-        job = Job(base, batch.pieces(self._threads))
+        job = CopyTask(base, batch.pieces(self._threads))
         if batch.worth_sharing:
             for _ in range(self._threads - 1):
                 self._crew().submit(job.work)
@@ -100,7 +100,7 @@ class Mover:
         return self._workers
 
 
-class Job:
+class CopyTask:
     """Pieces of work on one block of memory, of which any thread may take the next.
 
     Args:
@@ -159,7 +159,7 @@ class Batch:
         self._pieces: dict[int, list[Callable[[int], None]]] = {}
 
     def pieces(self, threads: int) -> list[Callable[[int], None]]:
-        """Return the moves as a :class:`Job` takes them; the large ones as equal shares for some threads."""
+        """Return the moves as a :class:`CopyTask` takes them; the large ones as equal shares for some threads."""
         made = self._pieces.get(threads)
         if made is None:
             shares = split(self._large, threads if self.worth_sharing else 1) if self._large else []

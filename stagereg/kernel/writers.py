@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
-__all__ = ["COPY_THREADS", "Block", "alone", "writer_at_work"]
+__all__ = ["COPY_THREADS", "Span", "alone", "writer_at_work"]
 
 COPY_THREADS = "stagereg-copy"
 """How the names of the kernel's own threads begin."""
 
-Block = tuple[int, int]
+Span = tuple[int, int]
 """Address and bytes."""
 
 _LOOK = 1000  # objects that are looked at behind one variable
 
 
-def writer_at_work(blocks: Sequence[Block]) -> bool:
+def writer_at_work(blocks: Sequence[Span]) -> bool:
     """Whether a function running on another thread reaches a tensor that lies in one of ``blocks``."""
     tops = sys._current_frames()
     # A variable here that holds this very frame would be a cycle, and keep alive what the callers hold.
@@ -63,17 +63,17 @@ def _is_parked(frame: FrameType) -> bool:
     return frame.f_code is queue.Queue.get.__code__
 
 
-def _holds(frame: FrameType, blocks: Sequence[Block]) -> bool:
+def _holds(frame: FrameType, blocks: Sequence[Span]) -> bool:
     variables = frame.f_locals
     holding = [name for name, value in list(variables.items()) if _reaches(value, blocks)]
     if isinstance(variables, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_trace is None:
-        # Before Python 3.13 this dictionary is a snapshot that stays with the frame and would prolong the loan.
+        # Before Python 3.13 this dictionary is a snapshot that stays with the frame and would prolong the lease.
         for name in holding:
             variables.pop(name, None)
     return bool(holding)
 
 
-def _reaches(value: object, blocks: Sequence[Block]) -> bool:
+def _reaches(value: object, blocks: Sequence[Span]) -> bool:
     todo: deque[Any] = deque([value])
     for _ in range(_LOOK):
         if not todo:
@@ -98,7 +98,7 @@ def _reaches(value: object, blocks: Sequence[Block]) -> bool:
     return False
 
 
-def _lies_in(x: torch.Tensor, blocks: Sequence[Block]) -> bool:
+def _lies_in(x: torch.Tensor, blocks: Sequence[Span]) -> bool:
     try:
         address = x.data_ptr()
     except RuntimeError:  # a wrapper, which has no memory of its own

@@ -1,9 +1,9 @@
 """Host memory that several copies share: it comes back when the last copy that lies in it is gone.
 
-A ``memory.Pool`` lends an arena to one copy. Here a copy may lie in many :class:`Block`\\ s and a block may serve many
-copies, so the two are counted apart: a :class:`Lease` is one copy, and is what ``max_in_flight`` bounds; a block is
-free when no copy and no plan holds it. Both are known by Python's own references: every view of a block that a tensor
-is made over holds the block and the lease.
+A ``memory.Pool`` lends a block to one copy. Here a copy may lie in many :class:`BlockRef`\\ s and a block may serve
+many copies, so the two are counted apart: a :class:`Lease` is one copy, and is what ``max_in_flight`` bounds; a block
+is free when no copy and no plan holds it. Both are known by Python's own references: every view of a block that a
+tensor is made over holds the block and the lease.
 
 Waiting for a lease follows the pool's rule (``waiting``): where it is in vain, memory beyond the bound is taken, and a
 warning says so once.
@@ -21,16 +21,15 @@ from typing import Any
 import torch
 
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.memory import Arena
+from stagereg.kernel.memory import Block
 from stagereg.kernel.waiting import OVERDRAWN, wait_while
-from stagereg.kernel.writers import Block as Span
-from stagereg.kernel.writers import writer_at_work
+from stagereg.kernel.writers import Span, writer_at_work
 
-__all__ = ["Block", "Blocks", "Lease"]
+__all__ = ["BlockRef", "Blocks", "Lease"]
 
 log = logging.getLogger("stagereg")
 
-_SLACK = 1.25  # an arena may be so many times as large as what is asked for, and is used again rather than a new one
+_SLACK = 1.25  # a block may be so many times as large as what is asked for, and is used again rather than a new one
 
 
 class Lease:
@@ -46,8 +45,8 @@ class Lease:
         self.spans: list[Span] = []
 
 
-class Block:
-    """An arena that any number of copies lie in.
+class BlockRef:
+    """A block that any number of copies lie in.
 
     Attributes:
         address: of the first byte.
@@ -56,10 +55,10 @@ class Block:
 
     __slots__ = ("__weakref__", "_arena", "address", "nbytes")
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self.address = arena.address
-        self.nbytes = arena.nbytes
+    def __init__(self, block: Block) -> None:
+        self._arena = block
+        self.address = block.address
+        self.nbytes = block.nbytes
 
     def view(self, lease: Lease) -> memoryview:
         """A new view for the copy of that lease; while it lives, neither the block nor the lease comes back."""
@@ -89,11 +88,11 @@ class Blocks:
         self._wait_s = wait_s
         self._pin = pin is not False and torch.accelerator.is_available()
         self._threads = threads
-        self._free: list[Arena] = []
+        self._free: list[Block] = []
         self._keep = 0
         self._out: dict[int, list[Span]] = {}
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # put() is safe in finalizers
-        self._returned: queue.SimpleQueue[Arena] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[Block] = queue.SimpleQueue()
         self._serial = 0
         self._overdrawn = False
         self._closed = False
@@ -132,18 +131,18 @@ class Blocks:
         weakref.finalize(lease, self._ended.put, self._serial).atexit = False
         return lease
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int) -> BlockRef:
         """Return a block of at least ``nbytes`` bytes that nobody else has; ``StagingError`` if there is no memory."""
         self._collect()
-        fitting = [arena for arena in self._free if nbytes <= arena.nbytes <= max(_SLACK * nbytes, 2**16)]
+        fitting = [block for block in self._free if nbytes <= block.nbytes <= max(_SLACK * nbytes, 2**16)]
         if fitting:
-            arena = min(fitting, key=lambda arena: arena.nbytes)
-            self._free.remove(arena)
+            block = min(fitting, key=lambda block: block.nbytes)
+            self._free.remove(block)
         else:
-            arena = Arena(nbytes, self._pin, self._threads)
-        block = Block(arena)
-        weakref.finalize(block, _give_back, weakref.ref(self), arena).atexit = False
-        return block
+            block = Block(nbytes, self._pin, self._threads)
+        ref = BlockRef(block)
+        weakref.finalize(ref, _give_back, weakref.ref(self), block).atexit = False
+        return ref
 
     def close(self) -> None:
         """Free what is unused. Blocks that copies lie in live until these are gone. Closing twice is harmless."""
@@ -154,9 +153,9 @@ class Blocks:
     def _collect(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                arena = self._returned.get_nowait()
-                if not self._closed and sum(a.nbytes for a in self._free) + arena.nbytes <= self._keep + 2**16:
-                    self._free.append(arena)
+                block = self._returned.get_nowait()
+                if not self._closed and sum(a.nbytes for a in self._free) + block.nbytes <= self._keep + 2**16:
+                    self._free.append(block)
 
     def _await_end(self) -> None:
         gc.collect()  # a copy in a dead reference cycle is nobody's copy
@@ -177,8 +176,8 @@ class Blocks:
         return self.in_flight < self._max
 
 
-def _give_back(owner: weakref.ref[Blocks], arena: Arena) -> None:
+def _give_back(owner: weakref.ref[Blocks], block: Block) -> None:
     """End the use of a block. Runs wherever the last reference died, in a finalizer: takes no lock."""
     blocks = owner()
     if blocks is not None and not blocks._closed:
-        blocks._returned.put(arena)
+        blocks._returned.put(block)

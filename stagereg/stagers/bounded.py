@@ -23,12 +23,12 @@ import torch.utils.dlpack
 
 from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier
-from stagereg.kernel.layout import Layout, Region, lay_out, sign
+from stagereg.kernel.layout import Layout, Region, plan_layout, signature
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.replay import Match
-from stagereg.kernel.state_dict import Skeleton
+from stagereg.kernel.state_dict import TreeSpec
 from stagereg.kernel.waiting import wait_while
-from stagereg.kernel.writers import Block, writer_at_work
+from stagereg.kernel.writers import Span, writer_at_work
 
 __all__ = ["BoundedCopier"]
 
@@ -49,11 +49,11 @@ class BoundedCopier(HostCopier):
         self._limit = limit
         self._wait_s = wait_s
         self._whole: Layout | None = None
-        self._lent: dict[int, Block] = {}
+        self._lent: dict[int, Span] = {}
         self._released: queue.SimpleQueue[int] = queue.SimpleQueue()  # put() is safe in finalizers
         self._serial = 0
 
-    def remember(self, state: Any, taken: Skeleton | Match) -> None:
+    def remember(self, state: Any, taken: TreeSpec | Match) -> None:
         """Nothing: what is laid out is a part of the state."""
 
     def copy_tensors(self, tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> list[torch.Tensor]:
@@ -96,9 +96,9 @@ class BoundedCopier(HostCopier):
         )
 
     def _fit_whole(self, tensors: Sequence[torch.Tensor]) -> Layout:
-        signature = sign(tensors)
-        if self._whole is None or self._whole.signature != signature:
-            self._whole = lay_out(tensors, signature, self.margins)
+        rows = signature(tensors)
+        if self._whole is None or self._whole.signature != rows:
+            self._whole = plan_layout(tensors, rows, self.margins)
         return self._whole
 
     def _lend(self, region: Region, layout: Layout, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:

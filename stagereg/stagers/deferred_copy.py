@@ -1,9 +1,9 @@
 """A copy that goes on while its source is not written: begun in one call, finished at the latest before the next write.
 
-A :class:`LateCopy` moves some regions of a :class:`~stagereg.kernel.copier.Draft` in pieces that any thread may take: a
-background thread takes them one after the other, and whoever is about to write calls :meth:`LateCopy.let_write`, helps
-with those that are left, and goes on when all are copied (copy before overwrite). An accelerator's copies are queued on
-a side stream, and a writer's stream is made to wait for them, not the writer.
+A :class:`LateCopy` moves some regions of a :class:`~stagereg.kernel.copier.PendingCopy` in pieces that any thread may
+take: a background thread takes them one after the other, and whoever is about to write calls
+:meth:`LateCopy.let_write`, helps with those that are left, and goes on when all are copied (copy before overwrite). An
+accelerator's copies are queued on a side stream, and a writer's stream is made to wait for them, not the writer.
 
 Whether anybody wrote without asking is found by ``changes``.
 """
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from stagereg.kernel.copier import Draft
+from stagereg.kernel.copier import PendingCopy
 from stagereg.kernel.layout import Layout, Region
-from stagereg.kernel.transfer import Batch, Job, Mover, move
+from stagereg.kernel.transfer import Batch, CopyEngine, CopyTask, move
 from stagereg.stagers.write_detector import Places, Watch
 
 __all__ = ["LateCopy", "Parting"]
@@ -54,27 +54,32 @@ class LateCopy:
     """The part of a copy that is made later.
 
     Args:
-        draft: the copy; what is to be copied at once is the caller's work.
+        pending: the copy; what is to be copied at once is the caller's work.
         parting: what is to be copied later.
-        mover: copies from accelerators; not used by another thread meanwhile.
+        engine: copies from accelerators; not used by another thread meanwhile.
         watch: what the source looks like now.
         at_once: by device, when the copies end that the caller has queued there already; the copy is not complete
             before.
     """
 
     def __init__(
-        self, draft: Draft, parting: Parting, mover: Mover, watch: Watch, at_once: dict[torch.device, torch.Event]
+        self,
+        pending: PendingCopy,
+        parting: Parting,
+        engine: CopyEngine,
+        watch: Watch,
+        at_once: dict[torch.device, torch.Event],
     ) -> None:
-        self._draft = draft
-        self._job = Job(draft.loan.address, parting.pieces)
+        self._pending = pending
+        self._job = CopyTask(pending.lease.address, parting.pieces)
         self._remote = parting.remote
-        self._mover = mover
+        self._engine = engine
         self._watch = watch
         self._lock = threading.Lock()
         self._queued = threading.Event()
         self._at_once = at_once
         self._events: dict[torch.device, torch.Event] = {}
-        devices = sorted({draft.sources[region.source].device for region in parting.remote}, key=str)
+        devices = sorted({pending.sources[region.source].device for region in parting.remote}, key=str)
         self._behind = [_now(device) for device in devices]
         self._changed: list[int] | None = None
         self._failure: Exception | None = None
@@ -110,8 +115,8 @@ class LateCopy:
         if not self._remote:
             return
         try:
-            for device, pairs in self._draft.pairs(self._remote, []).items():
-                event = self._mover.fetch(device, pairs, self._behind)
+            for device, pairs in self._pending.pairs(self._remote, []).items():
+                event = self._engine.fetch(device, pairs, self._behind)
                 if event is not None:
                     self._events[device] = event
         except Exception as error:

@@ -20,12 +20,12 @@ from typing import Literal
 
 import torch
 
-import stagereg.kernel.room as room
 from stagereg.errors import StagingError
 from stagereg.kernel.copier import no_collection
-from stagereg.kernel.layout import ALIGNMENT, Layout, Piece, Region, Signature, lay_out, sign
-from stagereg.kernel.transfer import Batch, Move, Mover
-from stagereg.stagers.blocks import Block, Blocks, Lease
+from stagereg.kernel.layout import ALIGNMENT, Layout, Piece, Region, Signature, plan_layout, signature
+from stagereg.kernel.memory import register_padding
+from stagereg.kernel.transfer import Batch, CopyEngine, Move
+from stagereg.stagers.blocks import BlockRef, Blocks, Lease
 from stagereg.stagers.byte_compare import Comparer, Pair, same_elements
 
 __all__ = ["DeltaCopier", "Treatment"]
@@ -50,7 +50,7 @@ class _Group:
     members: list[int]
     how: Treatment
     layout: Layout
-    block: Block | None = None
+    block: BlockRef | None = None
     base: int = 0
 
 
@@ -61,7 +61,7 @@ class _Plan:
     groups: list[_Group]
 
 
-_Place = tuple[Block, int]
+_Place = tuple[BlockRef, int]
 
 
 class DeltaCopier:
@@ -75,14 +75,14 @@ class DeltaCopier:
     """
 
     def __init__(self, blocks: Blocks, threads: int = 2) -> None:
-        self._mover = Mover(threads)
+        self._engine = CopyEngine(threads)
         self._comparer = Comparer(threads)
         self._blocks = blocks
         self._margins = (0, 0)
         self._plan: _Plan | None = None
 
-    def leave_room(self, before: int, after: int) -> None:
-        """Leave bytes free around each tensor that is always copied, see :func:`.room.room_around`.
+    def reserve_padding(self, before: int, after: int) -> None:
+        """Leave bytes free around each tensor that is always copied, see :func:`.memory.padding_around`.
 
         Memory that several copies share has no room in it: its two writers would write there at the same time.
         """
@@ -129,7 +129,7 @@ class DeltaCopier:
             elif self._margins != (0, 0):
                 block, _ = places[id(group)]
                 view = views[id(block)]
-                room.tell(view, block.address, block.nbytes, self._margins, group.layout.spans)
+                register_padding(view, self._margins, group.layout.spans)
         return staged
 
     def forget(self) -> None:
@@ -140,22 +140,22 @@ class DeltaCopier:
         """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
         self._plan = None
         self._blocks.close()
-        self._mover.close()
+        self._engine.close()
         self._comparer.close()
 
     # -- the plan
 
     def _fit(self, tensors: Sequence[torch.Tensor], treatments: list[Treatment]) -> _Plan:
         plan = self._plan
-        signature = sign(tensors)
-        if plan is None or plan.signature != signature or plan.treatments != treatments:
+        rows = signature(tensors)
+        if plan is None or plan.signature != rows or plan.treatments != treatments:
             kept = {_key(g): g for g in plan.groups if g.block is not None} if plan is not None else {}
-            groups = _groups(tensors, signature, treatments, self._margins)
+            groups = _groups(tensors, rows, treatments, self._margins)
             for group in groups:
                 before = kept.get(_key(group))
                 if before is not None:
                     group.block, group.base = before.block, before.base
-            plan = self._plan = _Plan(signature, treatments, groups)
+            plan = self._plan = _Plan(rows, treatments, groups)
             self._blocks.expect(sum(group.layout.nbytes for group in groups))
         return plan
 
@@ -231,13 +231,13 @@ class DeltaCopier:
                 away.setdefault(owner.device, []).append(_region_pair(views[id(block)], base, region, owner))
             for i in (group.members[k] for k in group.layout.packed):
                 away.setdefault(tensors[i].device, []).append((staged[i], tensors[i]))
-        events = [self._mover.fetch(device, pairs) for device, pairs in away.items()]
+        events = [self._engine.fetch(device, pairs) for device, pairs in away.items()]
         if moves:
-            self._mover.memmove(0, Batch(moves))
+            self._engine.memmove(0, Batch(moves))
         for group in groups:
             if group.how == "always":  # whose moves are the same each time, and dealt out already
                 block, base = places[id(group)]
-                self._mover.memmove(block.address + base, group.layout.batch)
+                self._engine.memmove(block.address + base, group.layout.batch)
         for event in events:
             if event is not None:
                 event.synchronize()
@@ -259,19 +259,19 @@ def _groups(
         elif how == "compare":
             compared.append(members)
         else:
-            groups.append(_Group(members, how, _lay_out(members, tensors, signature)))
+            groups.append(_Group(members, how, _plan_part(members, tensors, signature)))
     for members in _merged(compared, tensors):
-        groups.append(_Group(members, "compare", _lay_out(members, tensors, signature)))
+        groups.append(_Group(members, "compare", _plan_part(members, tensors, signature)))
     if always:
-        groups.append(_Group(sorted(always), "always", _lay_out(sorted(always), tensors, signature, margins)))
+        groups.append(_Group(sorted(always), "always", _plan_part(sorted(always), tensors, signature, margins)))
     return groups
 
 
-def _lay_out(
+def _plan_part(
     members: Sequence[int], tensors: Sequence[torch.Tensor], signature: Signature, margins: tuple[int, int] = (0, 0)
 ) -> Layout:
     try:
-        return lay_out([tensors[i] for i in members], [signature[i] for i in members], margins)
+        return plan_layout([tensors[i] for i in members], [signature[i] for i in members], margins)
     except StagingError as error:
         (k,) = error.path
         assert isinstance(k, int)

@@ -19,7 +19,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from stagereg.kernel.state_dict import unravel
+from stagereg.kernel.state_dict import flatten
 
 __all__ = ["WriteGuard"]
 
@@ -71,7 +71,7 @@ def _written_by(optimizer: Optimizer) -> list[torch.Tensor]:
         found += [x for x in optimizer.state.get(p, {}).values() if isinstance(x, torch.Tensor)]
     if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in found):
         return found
-    return unravel(found).tensors  # DTensors come apart into the tensors inside
+    return flatten(found).tensors  # DTensors come apart into the tensors inside
 
 
 # torch has no hook that is called before any module loads, so the method is wrapped while a guard is there.

@@ -46,12 +46,12 @@ class HostStager(AsyncStager):
         copied: StateDict = self._copier.copy(state_dict)
         return copied
 
-    def leave_room(self, before: int, after: int) -> None:
+    def reserve_padding(self, before: int, after: int) -> None:
         """Leave so many bytes free around each tensor in the copies to come, for a storage that writes them in place.
 
-        See :func:`stagereg.kernel.room.room_around`.
+        See :func:`stagereg.kernel.memory.padding_around`.
         """
-        self._copier.leave_room(before, after)
+        self._copier.reserve_padding(before, after)
 
     def synchronize_staging(self) -> None:
         """Wait until what did not fit into the bound on host memory has been read; without one, ``stage`` has waited.

@@ -10,7 +10,7 @@ import torch
 
 from stagereg.errors import StagingError, nearest
 from stagereg.kernel.copier import naming, no_collection
-from stagereg.kernel.state_dict import unravel
+from stagereg.kernel.state_dict import flatten
 from stagereg.registry import register
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.stagers.blocks import Blocks
@@ -93,24 +93,24 @@ class IncrementalStager(AsyncStager):
         self._copier.check_open()
         with torch.no_grad():
             with no_collection():
-                skeleton = unravel(state_dict, self._type_check)
-                how = self._treat(state_dict, skeleton.tensors)
+                spec = flatten(state_dict, self._type_check)
+                how = self._treat(state_dict, spec.tensors)
             with naming(state_dict):
-                staged = self._copier.copy_tensors(skeleton.tensors, how, self._verify)
+                staged = self._copier.copy_tensors(spec.tensors, how, self._verify)
             with no_collection():
-                copied: StateDict = skeleton.fill(staged)
+                copied: StateDict = spec.unflatten(staged)
                 return copied
 
     def forget(self) -> None:
         """Copy everything afresh in the next ``stage``, as after loading other weights into declared tensors."""
         self._copier.forget()
 
-    def leave_room(self, before: int, after: int) -> None:
+    def reserve_padding(self, before: int, after: int) -> None:
         """Leave so many bytes free around each tensor that is copied every time, for a storage that writes them there.
 
-        See :func:`stagereg.kernel.room.room_around`; memory that copies share has no such room.
+        See :func:`stagereg.kernel.memory.padding_around`; memory that copies share has no such room.
         """
-        self._copier.leave_room(before, after)
+        self._copier.reserve_padding(before, after)
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: ``stage`` has waited."""

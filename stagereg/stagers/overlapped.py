@@ -11,12 +11,12 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stagereg.errors import StagingError
-from stagereg.kernel.copier import Draft, HostCopier, naming
+from stagereg.kernel.copier import HostCopier, PendingCopy, naming
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.replay import Match
-from stagereg.kernel.state_dict import Skeleton, path_to
-from stagereg.kernel.transfer import Mover
+from stagereg.kernel.state_dict import TreeSpec, path_to
+from stagereg.kernel.transfer import CopyEngine
 from stagereg.kernel.writers import COPY_THREADS
 from stagereg.registry import register
 from stagereg.stagers.async_stager import AsyncStager, StateDict
@@ -79,7 +79,7 @@ class OverlappedStager(AsyncStager):
         self._under_way = _UnderWay()
         self._guard = WriteGuard(_weakly(self._under_way))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{COPY_THREADS}-late")
-        self._late_mover = Mover(1)
+        self._late_engine = CopyEngine(1)
         self._parting: Parting | None = None
         self._parted: tuple[Layout, object] | None = None
         weakref.finalize(self, self._guard.close).atexit = False
@@ -88,12 +88,12 @@ class OverlappedStager(AsyncStager):
         """Take notice of an optimizer before its first step, so that its state need not be copied at once."""
         self._guard.watch(optimizer)
 
-    def leave_room(self, before: int, after: int) -> None:
+    def reserve_padding(self, before: int, after: int) -> None:
         """Leave so many bytes free around each tensor in the copies to come, for a storage that writes them in place.
 
-        See :func:`stagereg.kernel.room.room_around`.
+        See :func:`stagereg.kernel.memory.padding_around`.
         """
-        self._copier.leave_room(before, after)
+        self._copier.reserve_padding(before, after)
 
     def stage(self, state_dict: StateDict) -> Future[StateDict]:
         """Return the future of a complete copy of ``state_dict`` in host memory. Called on the training thread.
@@ -107,13 +107,13 @@ class OverlappedStager(AsyncStager):
         self._raise_untold()
         taken = self._copier.take(state_dict)
         with naming(state_dict):
-            draft = self._copier.draft(taken.tensors, taken.layout)
+            pending = self._copier.prepare(taken.tensors, taken.layout)
         self._copier.remember(state_dict, taken)
         with torch.no_grad():
-            copy = self._begin(draft)
+            copy = self._begin(pending)
         promise = _Promise()
         self._under_way.add(copy, promise)
-        self._thread.submit(_finish, self._under_way, copy, taken, draft, state_dict)
+        self._thread.submit(_finish, self._under_way, copy, taken, pending, state_dict)
         return promise
 
     def synchronize_staging(self) -> None:
@@ -131,39 +131,41 @@ class OverlappedStager(AsyncStager):
         """
         self._under_way.wait()
         self._thread.shutdown(wait=True)
-        self._late_mover.close()
+        self._late_engine.close()
         self._guard.close()
         self._copier.close()
         self._raise_untold()
 
-    def _begin(self, draft: Draft) -> LateCopy:
+    def _begin(self, pending: PendingCopy) -> LateCopy:
         """Copy what cannot wait, and return the rest as work to be done."""
-        parting = self._part(draft)
-        mover = self._copier.mover
+        parting = self._part(pending)
+        engine = self._copier.engine
         at_once: dict[torch.device, torch.Event] = {}
-        for device, pairs in draft.pairs(parting.now, draft.layout.packed).items():
-            event = mover.fetch(device, pairs)
+        for device, pairs in pending.pairs(parting.now, pending.layout.packed).items():
+            event = engine.fetch(device, pairs)
             if event is not None:  # whatever writes them next is queued on this stream
                 torch.accelerator.current_stream(device).wait_event(event)
                 at_once[device] = event
-        mover.memmove(draft.loan.address, parting.batch)
-        watch = Watch(draft.sources, parting.places, draft.loan.address, self._verify)
-        return LateCopy(draft, parting, self._late_mover, watch, at_once)
+        engine.memmove(pending.lease.address, parting.batch)
+        watch = Watch(pending.sources, parting.places, pending.lease.address, self._verify)
+        return LateCopy(pending, parting, self._late_engine, watch, at_once)
 
-    def _part(self, draft: Draft) -> Parting:
+    def _part(self, pending: PendingCopy) -> Parting:
         owned = self._guard.owned()
-        inference = {i for i, x in enumerate(draft.sources) if x.is_inference()}  # these have no version counter
+        inference = {i for i, x in enumerate(pending.sources) if x.is_inference()}  # these have no version counter
         known = (owned, inference)
-        if self._parting is None or self._parted != (draft.layout, known):
-            self._parting = Parting(draft.layout, lambda region: self._may_wait(region, draft, owned, inference))
-            self._parted = (draft.layout, known)
+        if self._parting is None or self._parted != (pending.layout, known):
+            self._parting = Parting(pending.layout, lambda region: self._may_wait(region, pending, owned, inference))
+            self._parted = (pending.layout, known)
         return self._parting
 
-    def _may_wait(self, region: Region, draft: Draft, owned: dict[tuple[int, int], int], inference: set[int]) -> bool:
+    def _may_wait(
+        self, region: Region, pending: PendingCopy, owned: dict[tuple[int, int], int], inference: set[int]
+    ) -> bool:
         if region.nbytes < self._worth_waiting:
             return False
         for i in region.members:
-            x = draft.sources[i]
+            x = pending.sources[i]
             if i in inference or owned.get((x.get_device(), x.data_ptr()), 0) < x.nbytes:
                 return False
         return True
@@ -252,7 +254,9 @@ def _weakly(under_way: _UnderWay) -> Callable[[], None]:
     return before_write
 
 
-def _finish(under_way: _UnderWay, copy: LateCopy, taken: Skeleton | Match, draft: Draft, state_dict: StateDict) -> None:
+def _finish(
+    under_way: _UnderWay, copy: LateCopy, taken: TreeSpec | Match, pending: PendingCopy, state_dict: StateDict
+) -> None:
     """Copy the rest and keep the promise; on the background thread."""
     staged: StateDict = {}
     failure: BaseException | None = None
@@ -262,7 +266,7 @@ def _finish(under_way: _UnderWay, copy: LateCopy, taken: Skeleton | Match, draft
             failure = _changed(state_dict, changed[0])
         else:
             with torch.no_grad():
-                staged = taken.fill(draft.staged)
+                staged = taken.unflatten(pending.staged)
     except Exception as error:
         failure = error
     under_way.end(copy, failure, staged)

@@ -1,6 +1,6 @@
 """What the tensors of a state dict are called: dotted names, for patterns that a user writes.
 
-The order is that of ``tree.unravel``. A tensor inside of a DTensor or another wrapper has the wrapper's name; one that
+The order is that of ``tree.flatten``. A tensor inside of a DTensor or another wrapper has the wrapper's name; one that
 lies at several places has a name for each.
 """
 
@@ -49,7 +49,7 @@ def trace(state: Any, tensors: Sequence[torch.Tensor]) -> list[object]:
 
 
 def names_of(state: Any, tensors: Sequence[torch.Tensor]) -> list[list[str]]:
-    """Return the names of each of ``tensors``, which are what ``unravel(state)`` lists."""
+    """Return the names of each of ``tensors``, which are what ``flatten(state)`` lists."""
     known: dict[int, list[str]] = {}
     alive: list[Any] = []
     _name(state, (), known, set(), alive)

@@ -82,7 +82,7 @@ class Watch:
     """What a source looks like at the time of construction.
 
     Args:
-        sources: the tensors that a draft is to copy.
+        sources: the tensors that a pending is to copy.
         places: where to look.
         base: where the copy begins in host memory.
         thorough: look at every byte in host memory.

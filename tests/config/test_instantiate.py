@@ -9,14 +9,14 @@ import importlib.metadata
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import hydra.errors
 import hydra.utils
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, ValidationError
 
 import stagereg
 import stagereg.config.schema as schema
@@ -70,6 +70,18 @@ class Made:
     def close(self) -> None: ...
 
 
+class PartMade(Made):
+    """What is a joinable and a hook at once."""
+
+    join_device = join_process_group = None
+
+    def join_hook(self, **kwargs: Any) -> Any: ...
+
+    def main_hook(self) -> None: ...
+
+    def post_hook(self, is_last_joiner: bool) -> None: ...
+
+
 def stager(
     chunk_mb: int,
     pin: bool | None = None,
@@ -95,6 +107,18 @@ def joined(joinables: Sequence[Any], throw: bool = False) -> Made:
     return Made((joinables,), {"throw": throw})
 
 
+def gathering(parts: Mapping[str, Callable[..., stagereg.Joinable]] | None = None, **runtime: Any) -> Made:
+    return Made((), {"parts": parts, **runtime})
+
+
+def part(module: Any, size: int = 1, hook: Callable[..., stagereg.JoinHook] | None = None) -> PartMade:
+    return PartMade((module,), {"size": size, "hook": hook})
+
+
+def part_hook(joinable: Any, scale: float = 1.0) -> PartMade:
+    return PartMade((joinable,), {"scale": scale})
+
+
 def refusing(why: str = "full") -> Any:
     raise LaunchError(why)
 
@@ -115,6 +139,10 @@ REGISTERED = {
     ("checkpoint", "holding"): holding,
     ("join", "joined"): joined,
     ("join", "refusing"): refusing,
+    ("join", "gathering"): gathering,
+    ("joinable", "part"): part,
+    ("join_hook", "part"): part_hook,
+    ("joinable", "wrong"): wrong,
     ("stager", "wrong"): wrong,
 }
 
@@ -302,6 +330,65 @@ def test_partial_gives_a_callable_that_builds() -> None:
     make = stagereg.instantiate({"_target_": f"{HERE}.stager", "_partial_": True, "pin": True, "chunk_mb": "???"})
     assert isinstance(make, functools.partial)
     assert make(5).kwargs["chunk_mb"] == 5
+
+
+def gathered(**parts: Any) -> Any:
+    """The config of a component that takes factories of joinables by name."""
+    return OmegaConf.create({"join": {"_target_": f"{HERE}.gathering", "parts": parts}}).join
+
+
+def test_a_parameter_for_factories_gets_callables_that_build() -> None:
+    hook = {"_target_": f"{HERE}.part_hook", "scale": "2"}
+    built = stagereg.instantiate(gathered(model={"_target_": f"{HERE}.part", "size": "3", "hook": hook}), model="m")
+    assert built.kwargs["model"] == "m"
+    made_part = built.kwargs["parts"]["model"]("m")
+    assert (made_part.args, made_part.kwargs["size"]) == (("m",), 3)
+    assert made_part.kwargs["hook"](made_part) == PartMade((made_part,), {"scale": 2.0})
+
+
+def test_a_parameter_for_factories_is_an_option_that_takes_any_name() -> None:
+    composed = OmegaConf.create({"join": node("join", "gathering")}, flags={"struct": True})
+    assert schema.runtime(registry.find("join", "gathering")) == []
+    composed = OmegaConf.merge(composed, {"join": {"parts": {"model": node("joinable", "part")}}})
+    assert stagereg.instantiate(composed.join).kwargs["parts"]["model"]("m").kwargs == {"size": 1, "hook": None}
+    with pytest.raises(ValidationError):
+        composed.join.parts.model.size = "many"
+
+
+def test_a_factory_given_by_the_program_arrives_as_it_is() -> None:
+    given = {"model": part}
+    target = {"_target_": f"{HERE}.gathering"}
+    assert stagereg.instantiate(target, parts=given).kwargs["parts"] is given
+    assert stagereg.instantiate(target, given).kwargs["parts"] is given
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (None, r"^join\.parts\.model is null, where the config of a joinable is needed\."),
+        (3, r"^join\.parts\.model is 3, where the config of a joinable is needed\."),
+        ({"a": 1}, r"^join\.parts\.model is \{'a': 1\}, where the config of a joinable is needed\."),
+        ({"_target_": f"{HERE}.stager"}, r"^join\.parts\.model takes a joinable, not stager/made\."),
+        ({"_target_": f"{HERE}.part", "sise": 1}, r"^joinable/part takes no 'sise'\. Did you mean 'size'\?"),
+        ({"_target_": f"{HERE}.part", "size": "x"}, r"^join\.parts\.model\.size: Value 'x'"),
+        ({"_target_": f"{HERE}.part", "size": "???"}, r"^joinable/part needs a value for size: add join\.parts\.model"),
+        (
+            {"_target_": f"{HERE}.part", "hook": made()},
+            r"^join\.parts\.model\.hook takes a join_hook, not stager/made\.",
+        ),
+        ({"_target_": f"{HERE}.part", "hook": EVIL}, r"^join\.parts\.model\.hook names the _target_"),
+    ],
+    ids=without_addresses,
+)
+def test_what_is_no_factorys_config_is_refused_before_anything_is_built(config: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        stagereg.instantiate(gathered(model=config))
+
+
+def test_what_a_factory_builds_is_checked_when_it_is_called() -> None:
+    make = stagereg.instantiate(gathered(model={"_target_": f"{HERE}.wrong"})).kwargs["parts"]["model"]
+    with pytest.raises(RegistryError, match="object cannot be the joinable 'wrong'"):
+        make()
 
 
 def test_recursive_false_passes_checked_configs_on(root: DictConfig) -> None:

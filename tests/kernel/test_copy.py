@@ -32,8 +32,8 @@ def test_a_state_dict_that_stays_as_it_is_is_planned_once(monkeypatch: pytest.Mo
     import stagereg.kernel.copier as room
 
     plans = []
-    real = room.lay_out
-    monkeypatch.setattr(room, "lay_out", lambda *args: plans.append(1) or real(*args))
+    real = room.plan_layout
+    monkeypatch.setattr(room, "plan_layout", lambda *args: plans.append(1) or real(*args))
     copier = HostCopier(Pool())
     state = {"w": torch.ones(10), "c": torch.ones(3, dtype=torch.complex64).conj()}
     for _ in range(3):
@@ -71,7 +71,7 @@ def test_a_failed_copy_gives_its_loan_back(monkeypatch: pytest.MonkeyPatch) -> N
     pool = Pool()
     copier = HostCopier(pool)
     with monkeypatch.context() as patch:
-        patch.setattr(copier.mover, "start", lambda *args: 1 / 0)
+        patch.setattr(copier.engine, "start", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             copier.copy({"w": torch.ones(10)})
     gc.collect()

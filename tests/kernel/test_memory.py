@@ -16,11 +16,11 @@ import torch
 import stagereg.kernel.memory as memory
 import stagereg.kernel.waiting as waiting
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.memory import Arena, Loan, Pool
+from stagereg.kernel.memory import Block, Lease, Pool
 
 
-def tensor_over(loan: Loan, n: int = 16) -> torch.Tensor:
-    return torch.frombuffer(loan.view, dtype=torch.float32, count=n)
+def tensor_over(lease: Lease, n: int = 16) -> torch.Tensor:
+    return torch.frombuffer(lease.view, dtype=torch.float32, count=n)
 
 
 HOLDERS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -42,10 +42,10 @@ class TestLoans:
     @pytest.mark.parametrize("holder", HOLDERS)
     def test_a_loan_lasts_as_long_as_anything_over_it(self, holder: str) -> None:
         pool = Pool()
-        loan = pool.borrow(64)
-        x = tensor_over(loan)
+        lease = pool.borrow(64)
+        x = tensor_over(lease)
         held: object = HOLDERS[holder](x)
-        del loan, x
+        del lease, x
         gc.collect()
         assert pool.in_flight == 1
         assert pool.held_bytes == 0
@@ -77,7 +77,7 @@ class TestLoans:
     def test_the_smallest_that_fits_is_taken(self) -> None:
         pool = Pool(max_in_flight=3)
         loans = [pool.borrow(n) for n in (300, 100, 200)]
-        addresses = [loan.address for loan in loans]
+        addresses = [lease.address for lease in loans]
         del loans
         assert pool.borrow(150).address == addresses[2]
 
@@ -99,9 +99,9 @@ class TestLoans:
     def test_a_pool_that_keeps_nothing_keeps_nothing_even_before_it_is_asked(self) -> None:
         pool = Pool(keep=False)
         x = tensor_over(pool.borrow(64))
-        arena = arenas_alive()
+        block = arenas_alive()
         del x
-        assert arenas_alive() == arena - 1
+        assert arenas_alive() == block - 1
         assert pool.held_bytes == 0
 
     def test_close_frees_what_came_back_unseen_and_what_comes_back_later(self) -> None:
@@ -165,7 +165,7 @@ class TestLoans:
 
 
 def arenas_alive() -> int:
-    return sum(type(x) is Arena for x in gc.get_objects())
+    return sum(type(x) is Block for x in gc.get_objects())
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator there is nothing to say")
@@ -184,46 +184,46 @@ class TestArena:
     @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 2**22, 2**22 + 1, 3 * 2**22 + 5])
     @pytest.mark.parametrize("threads", [1, 3])
     def test_every_byte_can_be_written(self, nbytes: int, threads: int) -> None:
-        view = Arena(nbytes, pin=False, threads=threads).view()
+        view = Block(nbytes, pin=False, threads=threads).view()
         assert len(view) == max(-(-nbytes // 4096), 1) * 4096
         view[0] = view[-1] = 7
         assert (view[0], view[-1]) == (7, 7)
 
     def test_more_memory_than_there_is_says_how_much_was_wanted(self) -> None:
         with pytest.raises(StagingError, match=r"no 4294967296\.00 GiB of host memory"):
-            Arena(2**72 // 2**10, pin=False)
+            Block(2**72 // 2**10, pin=False)
 
     @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux which pages are there")
     @pytest.mark.parametrize("threads", [1, 3])
     def test_pageable_memory_is_there_before_it_is_written(self, threads: int) -> None:
-        arena = Arena(2**25 + 5, pin=False, threads=threads)
-        if not understood(arena):
+        block = Block(2**25 + 5, pin=False, threads=threads)
+        if not understood(block):
             pytest.skip("this kernel cannot be asked for pages ahead of use (Linux 5.14)")
-        assert resident(arena) == 1.0
+        assert resident(block) == 1.0
 
 
-def understood(arena: Arena) -> bool:
+def understood(block: Block) -> bool:
     libc = ctypes.CDLL(None)
-    return libc.madvise(ctypes.c_void_p(arena.address), ctypes.c_size_t(4096), 23) == 0
+    return libc.madvise(ctypes.c_void_p(block.address), ctypes.c_size_t(4096), 23) == 0
 
 
-def resident(arena: Arena) -> float:
-    """The part of an arena's pages that the kernel has backed."""
-    pages = -(-arena.nbytes // mmap.PAGESIZE)
+def resident(block: Block) -> float:
+    """The part of a block's pages that the kernel has backed."""
+    pages = -(-block.nbytes // mmap.PAGESIZE)
     flags = (ctypes.c_ubyte * pages)()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(arena.address), ctypes.c_size_t(arena.nbytes), flags) == 0
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(block.address), ctypes.c_size_t(block.nbytes), flags) == 0
     return sum(flag & 1 for flag in flags) / pages
 
 
 def test_memory_that_was_reserved_is_lent_first_and_no_more_is_made() -> None:
     made: list[int] = []
 
-    def make(nbytes: int, pin: bool, threads: int) -> Arena:
+    def make(nbytes: int, pin: bool, threads: int) -> Block:
         made.append(nbytes)
-        return Arena(nbytes, pin, threads)
+        return Block(nbytes, pin, threads)
 
     pool = Pool(reserve=3 * 4096, make=make)
-    loan = pool.borrow(2 * 4096)
+    lease = pool.borrow(2 * 4096)
     assert made == [3 * 4096]
-    assert loan.nbytes == 3 * 4096
+    assert lease.nbytes == 3 * 4096
     pool.close()

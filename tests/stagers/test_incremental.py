@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import stagereg
 from stagereg import AsyncStager
 from stagereg.errors import StagingError
-from stagereg.kernel.room import room_around
-from stagereg.kernel.state_dict import unravel
+from stagereg.kernel.memory import padding_around
+from stagereg.kernel.state_dict import flatten
 from stagereg.stagers.incremental import IncrementalStager
 from stagereg.stagers.tensor_names import names_of, trace
 from stagereg.testing import run_ranks
@@ -159,10 +159,10 @@ class TestDeclared:
 
     def test_room_is_left_only_where_memory_is_not_shared(self) -> None:
         stager = build("model.base.*")
-        stager.leave_room(704, 300)
+        stager.reserve_padding(704, 300)
         copy = stager.stage(adapted())["model"]
-        assert room_around(copy["base"]["w"]) is None
-        found = room_around(copy["adapter"]["w"])
+        assert padding_around(copy["base"]["w"]) is None
+        found = padding_around(copy["adapter"]["w"])
         assert found is not None
         assert (found.before, found.after) == (704, 300)
 
@@ -356,7 +356,7 @@ class TestNames:
     def test_each_tensor_has_the_names_of_its_places(self) -> None:
         x, y, z = torch.ones(2), torch.nn.Parameter(torch.ones(3)), torch.ones(2, dtype=torch.complex64).conj()
         state = {"a": x, "b": [y, {"c": x}], 3: (z,)}
-        assert names_of(state, unravel(state).tensors) == [["a", "b.1.c"], ["b.0"], ["3.0"]]
+        assert names_of(state, flatten(state).tensors) == [["a", "b.1.c"], ["b.0"], ["3.0"]]
 
     def test_a_dtensor_gives_its_name_to_what_is_inside(self) -> None:
         run_ranks(freeze_a_dtensor, 1, timeout_s=60)
@@ -368,7 +368,7 @@ class TestNames:
 
         cycle: dict[str, Any] = {"x": torch.ones(3), "lazy": Lazy(a=1, b=2)}
         cycle["again"] = cycle
-        tensors = unravel(cycle).tensors
+        tensors = flatten(cycle).tensors
         assert trace(cycle, tensors)
         assert len(names_of(cycle, tensors)) == 3
 

@@ -232,7 +232,7 @@ class OursOnlyContract(Broken):
 
 class Dialect(Tally):
     def take(self, mine: torch.Tensor) -> None:
-        if hasattr(self._join_config, "attendance"):
+        if hasattr(self._join_config, "membership"):
             dist.all_reduce(mine.clone())
         super().take(mine)
 

@@ -25,9 +25,9 @@ from types import TracebackType
 
 import torch
 
-from stagereg.checkpoint.layout import FileMark
-from stagereg.checkpoint.points import reach
-from stagereg.kernel.memory import Arena
+from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.manifest import FileMark
+from stagereg.kernel.memory import Block
 
 __all__ = ["PAGE", "STRAIGHT_BYTES", "AlignedFile", "Bounce"]
 
@@ -49,10 +49,10 @@ class Bounce:
     """A page-aligned buffer of ``nbytes`` bytes, a multiple of a page; page-locked where an accelerator is there."""
 
     def __init__(self, nbytes: int) -> None:
-        arena = Arena(nbytes + PAGE, pin=torch.accelerator.is_available())
-        self.address = -(-arena.address // PAGE) * PAGE
-        begin = self.address - arena.address
-        self.view = arena.view()[begin : begin + nbytes]
+        block = Block(nbytes + PAGE, pin=torch.accelerator.is_available())
+        self.address = -(-block.address // PAGE) * PAGE
+        begin = self.address - block.address
+        self.view = block.view()[begin : begin + nbytes]
         self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
 
 
@@ -164,7 +164,7 @@ class AlignedFile:
             os.fsync(self._descriptor)
         except OSError as error:
             raise self._named(error) from None
-        reach("flushed")
+        failpoint("flushed")
         return FileMark(end, self._crc32)
 
     def _open(self) -> int:
@@ -232,7 +232,7 @@ class AlignedFile:
                 continue
             if written == 0:
                 raise OSError(errno.EIO, "The file takes no more bytes", str(self._path))
-            reach("writing")
+            failpoint("writing")
             data, at = data[written:], at + written
             if self.direct and written % PAGE:
                 self._use_cache()  # what is left of this write starts inside a block

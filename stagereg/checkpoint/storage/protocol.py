@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from stagereg.checkpoint.layout import FileMark
+from stagereg.checkpoint.manifest import FileMark
 
 __all__ = ["Storage"]
 
@@ -38,7 +38,7 @@ class Storage(StorageWriter):
     5. *Portable.* It can be pickled before ``write_data`` and after it, where a process of its own is to write.
 
     Not asked of every storage, and looked for by name: ``margins``, a pair of bytes. A stager that can is told to leave
-    as much free before and after each tensor, which the storage may then write on, see :mod:`stagereg.kernel.room`.
+    as much free before and after each tensor, which the storage may then write on, see :mod:`stagereg.kernel.memory`.
     ``remote``, whether it can write to URLs; one that says false is refused where checkpoints go to one.
 
     A subclass has to write torch's methods and ``reader``.

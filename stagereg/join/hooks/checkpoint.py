@@ -1,6 +1,7 @@
 """``checkpoint``: have all ranks take part in a save that any of them asked for, whether they still have data or not.
 
-Once a step, before anything of it happens, the ranks exchange what was asked for: one small sum on a line of its own.
+Once a step, before anything of it happens, the ranks exchange what was asked for: one small sum on a channel of its
+own.
 All of them have ended the same step then, so what they save together is the state after it. The sum also carries
 whether a rank was told to leave (SIGTERM, SIGUSR1), with data or without: the ranks that still have some then
 ask at the end of the step, and that save is the last.
@@ -19,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stagereg.errors import JoinError
 from stagereg.join.joinable import JoinHook
-from stagereg.kernel.channel import Line
+from stagereg.kernel.channel import ControlChannel
 from stagereg.registry import register
 
 __all__ = ["CheckpointHook", "Leaves", "Saves"]
@@ -32,15 +33,15 @@ class Leaves(Protocol):
     """What is needed of a checkpointer's ``leaving``, where it has one: how ranks hear that one of them is to leave.
 
     Attributes:
-        elsewhere: whether the join carries the words, as not all ranks call ``due``.
+        exchanged_by_join: whether the join carries the words, as not all ranks call ``due``.
     """
 
-    elsewhere: bool
+    exchanged_by_join: bool
 
-    def words(self) -> list[float]:
+    def signal_flags(self) -> list[float]:
         """What this rank has to tell: two numbers."""
 
-    def hear(self, told: Sequence[float]) -> None:
+    def update(self, told: Sequence[float]) -> None:
         """Take up the sums over all ranks."""
 
 
@@ -62,7 +63,7 @@ class CheckpointHook(JoinHook):
     Args:
         checkpointer: saves.
         state: what to save.
-        line: on which nothing else is summed or gathered.
+        channel: on which nothing else is summed or gathered.
         ended: called when the hook is of no use any more.
 
     Attributes:
@@ -74,22 +75,22 @@ class CheckpointHook(JoinHook):
         self,
         checkpointer: Saves,
         state: MutableMapping[str, Any],
-        line: Line,
+        channel: ControlChannel,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
         self.asked: int | None = None
         self.joined = False
         self._checkpointer = checkpointer
         self._state = state
-        self._line = line
+        self._channel = channel
         self._ended = ended
         self._exchanged = False
         self._active: list[int] = []
         self._steps: dict[str, int] = {}
-        leaving = getattr(checkpointer, "leaving", None)
+        leaving = getattr(checkpointer, "preemption", None)
         self._leaving: Leaves | None = leaving if isinstance(leaving, Leaves) else None
         if self._leaving is not None:
-            self._leaving.elsewhere = True
+            self._leaving.exchanged_by_join = True
         self._handles = [
             value.register_step_post_hook(self._counts(name))
             for name, value in state.items()
@@ -99,7 +100,7 @@ class CheckpointHook(JoinHook):
     def detach(self) -> None:
         """Stop counting the optimizers' steps, and say that this has ended."""
         if self._leaving is not None:
-            self._leaving.elsewhere = False
+            self._leaving.exchanged_by_join = False
         self._ended()
         for handle in self._handles:
             handle.remove()
@@ -117,13 +118,13 @@ class CheckpointHook(JoinHook):
             SystemExit: on all ranks: they were told to leave, and this save was the last.
         """
         asked, self.asked = self.asked, None
-        values = [0.0] * self._line.size
-        values[self._line.rank] = float(active) if asked is None else 2.0 * (asked + 1) + active
-        words = [0.0] * _SIGNALS if self._leaving is None else self._leaving.words()
-        told = [int(value) for value in self._line.add([*values, *words]).wait()]
+        values = [0.0] * self._channel.size
+        values[self._channel.rank] = float(active) if asked is None else 2.0 * (asked + 1) + active
+        words = [0.0] * _SIGNALS if self._leaving is None else self._leaving.signal_flags()
+        told = [int(value) for value in self._channel.add([*values, *words]).wait()]
         told, words = told[: len(values)], [float(word) for word in told[len(values) :]]
         if self._leaving is not None:
-            self._leaving.hear(words)
+            self._leaving.update(words)
         # At the end nobody is active; those who were in the last step know best what it left.
         self._active = [rank for rank, value in enumerate(told) if value % 2] or self._active
         requests = {rank: value // 2 - 1 for rank, value in enumerate(told) if value > 1}
@@ -155,10 +156,10 @@ class CheckpointHook(JoinHook):
                 f"ranks asked for checkpoints of different steps at the same time: {told}. Count the steps that the "
                 "ranks take together, not a rank's own batches."
             )
-        posts = self._line.gather((self._progress(), _plain(self._state)))
+        posts = self._channel.gather((self._progress(), _plain(self._state)))
         self._refuse_stale(steps[0], [progress for progress, _ in posts])
         state = dict(self._state)
-        if self._active and self._line.rank not in self._active:
+        if self._active and self._channel.rank not in self._active:
             current = posts[self._active[-1]][1]
             state.update((name, current[name]) for name in state if name in current)
         self._checkpointer.save(steps[0], state)

@@ -20,7 +20,7 @@ from stagereg.errors import JoinError
 from stagereg.join.carryover import CarryWatch
 from stagereg.join.joinable import JoinHook
 from stagereg.join.pace import FLAG, Pace, reset_divisor
-from stagereg.kernel.shadow import Wire
+from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
 
 __all__ = ["DdpHook"]
@@ -70,7 +70,7 @@ class DdpHook(JoinHook):
             self._carry = CarryWatch(self.ddp)
         self._release()
         self.pace = Pace(self.ddp, self._divide)
-        if getattr(self.ddp._join_config, "attendance", None) is None and not (self._divide or self.pace.first):
+        if getattr(self.ddp._join_config, "membership", None) is None and not (self._divide or self.pace.first):
             # Only the first joinable's announcement would tell this module the number of active ranks.
             setattr(self.ddp, FLAG, self._flag)
 
@@ -125,10 +125,10 @@ class DdpHook(JoinHook):
 
     def _reducing(self) -> int:
         """How many active ranks will reduce their gradients in this step."""
-        attendance = getattr(self.ddp._join_config, "attendance", None)
-        if attendance is None:
-            return Wire(self.ddp.process_group, self.ddp.device).count()
-        return int(attendance.read().syncing)
+        membership = getattr(self.ddp._join_config, "membership", None)
+        if membership is None:
+            return TorchWire(self.ddp.process_group, self.ddp.device).count_active()
+        return int(membership.read().syncing)
 
     def _tell_ddp(self) -> None:
         if self.ddp.logger is not None:
@@ -138,7 +138,7 @@ class DdpHook(JoinHook):
     def _flag(self, is_joined_rank: bool) -> None:
         """Active rank: tell joined ranks whether to reduce, as DDP does; the sum is the number of ranks that will."""
         ddp = self.ddp
-        work = Wire(ddp.process_group, ddp.device).announce(bool(ddp.require_backward_grad_sync))
+        work = TorchWire(ddp.process_group, ddp.device).announce(bool(ddp.require_backward_grad_sync))
         ddp.reducer._set_forward_pass_work_handle(work, False)
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ from stagereg.join.carryover import Memory as Habits
 from stagereg.join.empty import emptied, fetch, publish
 from stagereg.join.joinable import JoinHook, notify
 from stagereg.join.step_tracker import Announcer
-from stagereg.kernel.shadow import Wire
+from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
 
 __all__ = ["Fsdp2Hook", "device_of", "group_of", "reduces"]
@@ -159,8 +159,8 @@ class Fsdp2Hook(JoinHook):
 
     def _expects(self) -> bool:
         config = self._joinable._join_config
-        attendance = getattr(config, "attendance", None)
-        return attendance is not None and config.is_first_joinable and bool(attendance.expected)
+        membership = getattr(config, "membership", None)
+        return membership is not None and config.is_first_joinable and bool(membership.expected)
 
     def _begin(self) -> None:
         if self._shadowing:
@@ -168,13 +168,13 @@ class Fsdp2Hook(JoinHook):
         self._fresh = True
         self._reduces = torch.is_grad_enabled() and reduces(self.module)
         config = self._joinable._join_config
-        attendance = getattr(config, "attendance", None)
-        if attendance is None:
+        membership = getattr(config, "membership", None)
+        if membership is None:
             notify(self._joinable)
         elif config.is_first_joinable:
-            attendance.begin(self._reduces)
+            membership.begin(self._reduces)
             if config.throw_on_early_termination:
-                attendance.heed()  # ranks that are out of data would not take part in the forward
+                membership.raise_if_exhausted()  # ranks that are out of data would not take part in the forward
         if self._given is None and self._loop is not None:
             self._loop.inputs = []
 
@@ -194,14 +194,14 @@ class Fsdp2Hook(JoinHook):
         if not began or self._shadowing:
             return
         config = self._joinable._join_config
-        attendance = getattr(config, "attendance", None)
-        if attendance is None:
-            work = Wire(self._group, device_of(self.module)).announce(self._reduces)
+        membership = getattr(config, "membership", None)
+        if membership is None:
+            work = TorchWire(self._group, device_of(self.module)).announce(self._reduces)
             if not self._divide:
                 work.wait()
                 self._divide_by(int(work.get_future().value()[0].item()))
         elif not self._divide:
-            roll = attendance.read()
+            roll = membership.read()
             if roll.known:
                 self._divide_by(roll.syncing)
 
@@ -237,10 +237,10 @@ class Fsdp2Hook(JoinHook):
 
     def _reducing(self) -> int:
         """How many active ranks will reduce their gradients in this step."""
-        attendance = getattr(self._joinable._join_config, "attendance", None)
-        if attendance is None:
-            return Wire(self._group, device_of(self.module)).count()
-        return int(attendance.read().syncing)
+        membership = getattr(self._joinable._join_config, "membership", None)
+        if membership is None:
+            return TorchWire(self._group, device_of(self.module)).count_active()
+        return int(membership.read().syncing)
 
     def _divide_by(self, count: int) -> None:
         """Have this step's backward divide as if ``count`` ranks trained the module; 0 where it does not reduce."""

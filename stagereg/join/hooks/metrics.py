@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stagereg.join.desk import Desk
 from stagereg.join.joinable import JoinHook
+from stagereg.join.responder import GatherResponder
 from stagereg.registry import register
 
 __all__ = ["MetricsHook"]
@@ -14,26 +14,28 @@ __all__ = ["MetricsHook"]
 
 @register("join_hook", "metrics")
 class MetricsHook(JoinHook):
-    """Has a desk serve for as long as this rank is in the join without data.
+    """Has a responder serve for as long as this rank is in the join without data.
 
     Args:
-        desk: of the metrics.
+        responder: of the metrics.
         answer: this rank's totals.
-        heard: told the totals of all ranks, whenever the others have added them up.
+        on_result: told the totals of all ranks, whenever the others have added them up.
 
     Attributes:
         closed: whether the join has come to its regular end.
     """
 
-    def __init__(self, desk: Desk, answer: Callable[[], Any], heard: Callable[[list[Any]], object]) -> None:
+    def __init__(
+        self, responder: GatherResponder, answer: Callable[[], Any], on_result: Callable[[list[Any]], object]
+    ) -> None:
         self.closed = False
-        self._desk = desk
+        self._responder = responder
         self._answer = answer
-        self._heard = heard
+        self._on_result = on_result
 
     def out_of_data(self) -> None:
         """Begin to answer; called as soon as this rank leaves its loop, where the join does so."""
-        self._desk.serve(self._answer, self._heard)
+        self._responder.start(self._answer, self._on_result)
 
     def before_step(self) -> None:
         """Begin to answer, if that has not happened yet."""
@@ -46,4 +48,4 @@ class MetricsHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """End, together with all ranks."""
         self.closed = True
-        self._desk.close()
+        self._responder.close()

@@ -21,7 +21,7 @@ from stagereg.join.hooks.checkpoint import CheckpointHook, Saves
 from stagereg.join.hooks.fsdp2 import device_of, group_of, reduces
 from stagereg.join.joinable import Joinable, notify
 from stagereg.join.step_tracker import Announcer
-from stagereg.kernel.channel import side_line
+from stagereg.kernel.channel import control_channel
 from stagereg.registry import register
 
 __all__ = ["CheckpointJoinable"]
@@ -123,8 +123,8 @@ class CheckpointJoinable(Joinable):
     def join_hook(self, **kwargs: Any) -> CheckpointHook:
         """Return the hook; takes no keyword arguments of its own. Collective where it is the first time."""
         self.join_exit()
-        line = side_line(self.join_process_group, f"checkpoint/{self._number}")
-        self._hook = CheckpointHook(self.checkpointer, self.state, line, self._stop)
+        channel = control_channel(self.join_process_group, f"checkpoint/{self._number}")
+        self._hook = CheckpointHook(self.checkpointer, self.state, channel, self._stop)
         return self._hook
 
     def join_exit(self) -> None:
@@ -162,24 +162,24 @@ class CheckpointJoinable(Joinable):
         return self.module
 
     def _expects(self) -> bool:
-        attendance = getattr(self._config, "attendance", None)
-        return attendance is not None and bool(attendance.expected)
+        membership = getattr(self._config, "membership", None)
+        return membership is not None and bool(membership.expected)
 
     def _begin(self) -> None:
         """A step begins on this rank: announce it, and exchange requests before anything else happens."""
         hook, config = self._hook, self._config
         if hook is None:
             return
-        attendance = getattr(config, "attendance", None)
-        if hook.joined and (attendance is None or not attendance.covered):
+        membership = getattr(config, "membership", None)
+        if hook.joined and (membership is None or not membership.expects_empty_step):
             return  # another hook runs the model, to take part in a step of ranks with data
         hook.joined = False
-        if attendance is None:
+        if membership is None:
             notify(self)
         else:
-            attendance.begin(torch.is_grad_enabled() and _reduces(self._model()))
+            membership.begin(torch.is_grad_enabled() and _reduces(self._model()))
             if config.throw_on_early_termination:
-                attendance.heed()
+                membership.raise_if_exhausted()
         hook.exchange(active=True)
 
     def _stop(self) -> None:

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from stagereg.errors import JoinError
-from stagereg.join.desk import Desk
 from stagereg.join.hooks.metrics import MetricsHook
 from stagereg.join.joinable import Joinable, JoinConfig
-from stagereg.kernel.channel import side_line
+from stagereg.join.responder import GatherResponder
+from stagereg.kernel.channel import control_channel
 from stagereg.registry import register
 
 __all__ = ["MetricsJoinable"]
@@ -55,7 +55,7 @@ class MetricsJoinable(Joinable):
         self._group = process_group
         self._totals: dict[str, tuple[Number, Number]] = {}
         self._lock = threading.Lock()
-        self._desk: Desk | None = None
+        self._responder: GatherResponder | None = None
         self._hook: MetricsHook | None = None
         self._config: Any = JoinConfig.construct_disabled_join_config()
         self._number = _numbers["metrics"]
@@ -130,7 +130,7 @@ class MetricsJoinable(Joinable):
     def join_exit(self) -> None:
         """Leave a desk behind that was not closed, as the join failed; some rank may still be sitting at it."""
         if self._hook is not None and self._config.enable and not self._hook.closed:
-            self._desk = None
+            self._responder = None
             self._renewals += 1
         self._hook = None
 
@@ -155,19 +155,21 @@ class MetricsJoinable(Joinable):
     def _call(self, payload: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):
             return [payload]
-        desk = self._open()
-        if desk.serves:
+        responder = self._open()
+        if responder.running:
             raise JoinError(
                 "this rank has no data any more, so it gives its metrics when the others ask, and cannot ask itself. "
                 "Call compute() in the loop or after the join, not in a function that the join calls on ranks without "
                 "data."
             )
-        return desk.call(payload)
+        return responder.request(payload)
 
-    def _open(self) -> Desk:
-        if self._desk is None:
-            self._desk = Desk(side_line(self.join_process_group, f"metrics/{self._number}/{self._renewals}"))
-        return self._desk
+    def _open(self) -> GatherResponder:
+        if self._responder is None:
+            self._responder = GatherResponder(
+                control_channel(self.join_process_group, f"metrics/{self._number}/{self._renewals}")
+            )
+        return self._responder
 
 
 _numbers: Counter[str] = Counter()

@@ -85,8 +85,8 @@ class ModuleJoinable(Joinable):
         return getattr(self.module, "process_group", None) or dist.group.WORLD
 
     def _expects(self) -> bool:
-        attendance = getattr(self._join_config, "attendance", None)
-        return attendance is not None and bool(attendance.expected)
+        membership = getattr(self._join_config, "membership", None)
+        return membership is not None and bool(membership.expected)
 
     def _begin(self) -> None:
         notify(self)

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import stagereg
-from stagereg.checkpoint.place.local import mark_file
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.direct import DirectStorage
+from stagereg.checkpoint.store.local_store import mark_file
 from stagereg.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -89,7 +89,7 @@ def save(state: dict[str, Any], path: Path, writer: Any) -> None:
 
 WRITER = DirectStorage(buffer_mb=1)
 STAGER = stagereg.build("stager", "pinned_cached", pin=False)
-STAGER.leave_room(*WRITER.margins)
+STAGER.reserve_padding(*WRITER.margins)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -186,7 +186,7 @@ def test_views_of_one_staged_tensor_leave_each_others_room_alone(tmp_path: Path)
 
 def test_too_little_room_is_left_alone(tmp_path: Path) -> None:
     stager = stagereg.build("stager", "blocking")
-    stager.leave_room(64, 64)
+    stager.reserve_padding(64, 64)
     state = large()
     staged = stager.stage(state)
     with counted("place") as placed:
