@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from stagereg._version import __version__
-from stagereg.crash_report import raised
+from stagereg.crash_report import summarize_exception
 from stagereg.errors import RegistryError, StageregError, UnknownNameError, nearest
 from stagereg.installed import DISTRIBUTION, announced, normalized, unmet
 from stagereg.spec import SPECS, check, check_component, refuse_unknown
@@ -429,7 +429,7 @@ def _taken(one: Entry, other: Entry) -> RegistryError:
 
 def _cause(error: BaseException) -> str:
     """What went wrong in an import, and where, in a few lines; errors of this project are short already."""
-    lines = raised(error, __file__, importlib.__file__).splitlines()
+    lines = summarize_exception(error, __file__, importlib.__file__).splitlines()
     if isinstance(error, StageregError) or len(lines) <= _CAUSE_LINES:
         return "\n".join(lines)
     return "\n".join([*lines[: _CAUSE_LINES - 2], "...", lines[-1]])
