@@ -202,7 +202,7 @@ def test_hydra_builds_the_same_config(root: DictConfig) -> None:
 
 
 def test_hydra_builds_every_built_in_stager_with_the_registrys_paths_as_its_allow_list() -> None:
-    for name in [name for name in registry.names("stager") if registry.find("stager", name).distribution == "stagereg"]:
+    for name in [name for kind, name in registry.REGISTRY.built_in if kind == "stager"]:
         config = node("stager", name)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*whitelist")
@@ -455,15 +455,15 @@ def test_a_refused_target_is_not_imported() -> None:
 def test_a_refused_target_keeps_the_registered_ones_beside_it_from_being_imported(
     root: DictConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(registry._BUILT_IN, ("join", "lazy"), "wave:open")
+    monkeypatch.setitem(registry.REGISTRY.built_in, ("join", "lazy"), "wave:open")
     monkeypatch.delitem(sys.modules, "wave", raising=False)
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
     lazy = {"_target_": "wave.open"}
     with pytest.raises(TargetNotAllowedError):
         stagereg.instantiate({"a": lazy, "b": EVIL})
     with pytest.raises(TargetNotAllowedError):
         stagereg.instantiate(lazy, f=EVIL)
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
     assert "wave" not in sys.modules
 
 

@@ -82,11 +82,11 @@ def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "lock_lazy.py").write_text("def build(*args, **kwargs): return 'built'\n")
     (tmp_path / "lock_exits.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(registry._BUILT_IN, ("join", "lazy"), LAZY.replace(".", ":"))
+    monkeypatch.setitem(registry.REGISTRY.built_in, ("join", "lazy"), LAZY.replace(".", ":"))
     registry.register("join", "known")(known)
     registry.register("checkpoint", "any")(takes_any)
     registry.register("checkpoint", "staging")(takes_stager)
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
     # What is read and imported once in a process is not the attack's doing.
     registry.entries()
     OmegaConf.to_container(OmegaConf.create({"a": "${oc.create:${b}}", "b": [1]}), resolve=True)
@@ -95,7 +95,7 @@ def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
         OmegaConf.clear_resolver(name)
     for module in ("lock_trap", "lock_lazy", "lock_exits"):
         sys.modules.pop(module, None)
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ NAMES = {
     "an alias through this package": "stagereg.registry.importlib.import_module",
     "another module's name of a registered component": f"{HERE}.stagereg.stagers.pinned_cached.PinnedCachedStager",
     "the policy's own sets, GHSA-mwj6-rfh8-7qf4": "hydra._internal.target_policy.DISCOVERY_TARGETS.discard",
-    "the registry's own table": "stagereg.registry._BUILT_IN.update",
+    "the registry's own table": "stagereg.registry.REGISTRY.built_in.update",
     "registering": "stagereg.register",
     "building by name": "stagereg.build",
     "instantiate itself, with an allow-list of its own": "stagereg.config.instantiate.instantiate",
