@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 import stagereg.record as record
 from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
-from stagereg.join.abort import was_aborted
 from stagereg.join.adapt import ForeignJoinable, adapt, announces_through_torch, common_group, type_name
+from stagereg.join.failure import discard_channels, was_aborted
 from stagereg.join.iterate import Loop
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
 from stagereg.join.mean import Average, weighted
@@ -131,6 +131,7 @@ class Join:
         self._configs: list[Any] = []
         self._session: JoinSession | None = None
         self._loop: Loop | None = None
+        self._failed = False  # so that some rank may still wait on a channel
         self._counter = SampleCounter()
         self._collectives = 0  # that this rank had run in the group when it entered
         self._hooks: list[JoinHook] | None = self._make_hooks()
@@ -142,7 +143,7 @@ class Join:
                 "the process group was aborted when a join over it failed, so nothing can be sent over it any more; "
                 "end this process, or make a new process group"
             )
-        self._counter = SampleCounter()
+        self._counter, self._failed = SampleCounter(), False
         self._configs = [getattr(joinable, "_join_config", None) for joinable in self._joinables]
         try:
             if self._hooks is None:  # entered again, as once an epoch
@@ -156,7 +157,8 @@ class Join:
                 joinable._join_config = JoinConfig(self._enable, self._throw, i == 0)
                 if self._session is not None:
                     joinable.attach(self._session)
-        except BaseException:
+        except BaseException as error:
+            self._failed = isinstance(error, PeerFailedError) or not isinstance(error, (JoinError, UnevenInputsError))
             self._restore()
             raise
         return self
@@ -336,6 +338,7 @@ class Join:
 
     def _cause_of(self, session: JoinSession, error: BaseException) -> BaseException:
         """Return what to raise for ``error``: what another rank has failed with, or itself, after reporting it."""
+        self._failed = True
         if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # by the latter two all ranks leave together
             return error
         if isinstance(error, RuntimeError) and not isinstance(error, JoinError):
@@ -349,6 +352,7 @@ class Join:
         """The join has thrown, here only or on all ranks; those go on, and no rank answers them."""
         membership = session.plain if self._loop is None else self._loop.membership
         if isinstance(membership, StoreMembership):  # only this rank can know that it ran out of data too early
+            self._failed = True
             session.detector.report(error)
         else:
             session.end_answers()
@@ -437,6 +441,8 @@ class Join:
         session, self._session = self._session, None
         with contextlib.ExitStack() as every:  # whatever one of them raises
             if session is not None:
+                if self._failed:
+                    every.callback(discard_channels, self._group)
                 every.callback(session.stop)
             for joinable, config in zip(self._joinables, self._configs, strict=True):
                 put_back = JoinConfig.construct_disabled_join_config() if config is None else config

@@ -7,7 +7,6 @@ it does not know what a joinable or a hook does in a step.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -15,18 +14,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError, nearest
-from stagereg.join.alarm import FailureDetector
-from stagereg.join.tally import SumResponder
-from stagereg.kernel.channel import ControlChannel, control_channel, control_groups
+from stagereg.join.failure import FailureDetector
+from stagereg.join.responder import SumResponder
+from stagereg.kernel.channel import ControlChannel, control_channel, resources_of
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
 
 __all__ = ["JoinSession", "Mode", "one_of"]
 
 Mode = Literal["planned", "counted", "torch", "auto"]
-
-_numbers: Counter[str] = Counter()
-_POLLED = ("membership", "mean")
-"""Channels that are polled, so that no timeout of a collective is needed on them."""
 
 
 def one_of(what: str, name: str, choices: Any) -> str:
@@ -70,13 +65,12 @@ class JoinSession:
         foreign: str,
         timeout_s: float,
     ) -> None:
-        name = f"stagereg/join/{_numbers[group.group_name]}"
-        _numbers[group.group_name] += 1
+        name = resources_of(group).next_join()
         self.joinables = joinables
         self.announced = 0
         self.followed = 0
         self.loops = 0
-        self.detector = FailureDetector(group, timeout_s, name, also=control_groups(group, but=_POLLED))
+        self.detector = FailureDetector(group, timeout_s, name, self._current_step)
         self.store = PrefixStore(name, group.get_group_store()) if group.size() > 1 else None
         self.responder: SumResponder | None = None
         self._group = group
@@ -191,7 +185,6 @@ class JoinSession:
             membership = AllReduceMembership(channel, self._throw, self.detector.wait, _length_of(loader))
         self.loops += 1
         self._memberships.append(membership)
-        self.detector.note(step=_StepsOf(membership))
         return membership
 
     def _planned(self, channel: ControlChannel, loader: Any) -> Membership | None:
@@ -217,6 +210,10 @@ class JoinSession:
         pending = channel.add(mine)
         self._wait_for_ranks(pending.ready, "the join")
         return [int(value) - 1 if value else None for value in pending.wait()]
+
+    def _current_step(self) -> int | None:
+        """The step that this rank is in, for the error messages of others; ``None`` if that is not known."""
+        return self._memberships[-1].steps if self._memberships else None
 
     def _wait_for_ranks(self, ready: Callable[[float], bool], what: str) -> None:
         """Wait without a time limit, since other ranks may still prepare their data; raises if a rank has failed."""
@@ -280,13 +277,3 @@ class _Suspended(_Unusable):
         "a joinable of an outer join was used inside an inner one, where ranks without data do not answer it. "
         "Put all that the inner loop uses in the inner join, or in one join alone."
     )
-
-
-class _StepsOf:
-    """The number of steps that a rank has begun, read when an error message needs it."""
-
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-
-    def __str__(self) -> str:
-        return str(self._membership.steps)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from stagereg.errors import JoinError
-from stagereg.join.desk import GatherResponder
 from stagereg.join.joinable import Joinable, JoinHook, serves
+from stagereg.join.responder import GatherResponder
 from stagereg.kernel.channel import control_channel
 from stagereg.registry import register
 
