@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from stagereg.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from stagereg.bench.measure import Case, Series, Watch
+    from stagereg.bench.measure import Case, Series, Stopwatch
     from stagereg.bench.report import Group
     from stagereg.bench.targets import Verdict
 
@@ -180,7 +180,7 @@ def _check(asked: argparse.Namespace) -> list[str]:
 
         asked.states = _known("state", _words(asked.states), list(STATES))
     if asked.kind == "join":
-        from stagereg.bench.joinrank import MODELS
+        from stagereg.bench.join_rank import MODELS
 
         asked.ranks = [_a_number("--ranks", word) for word in _words(asked.ranks)]
         asked.models = _known("model", _words(asked.models), list(MODELS))
@@ -227,7 +227,7 @@ def _known(what: str, given: Sequence[str], there: Sequence[str]) -> list[str]:
 
 
 def _rows(asked: argparse.Namespace) -> list[str]:
-    import stagereg.bench.join as join
+    import stagereg.bench.join_rows as join
     import stagereg.bench.staging as staging
     import stagereg.bench.stall as stall
     import stagereg.bench.write as write
@@ -286,7 +286,7 @@ def _stall(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> 
 
 
 def _join(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
-    import stagereg.bench.join as join
+    import stagereg.bench.join_rows as join
 
     pairs = [(model, ranks) for model in asked.models for ranks in asked.ranks]
     return [join.group(*pair, join.measured(*pair, rows, asked.rounds)) for pair in pairs]
@@ -314,14 +314,14 @@ def _interleaved(
     return [one for one in taken if one.row == ceiling or one.row in rows]
 
 
-def _watch(device: str) -> Watch:
-    from stagereg.bench.measure import Watch
+def _watch(device: str) -> Stopwatch:
+    from stagereg.bench.measure import Stopwatch
 
     if device == "cpu":
-        return Watch()
+        return Stopwatch()
     import torch
 
-    return Watch(torch.cuda.synchronize)
+    return Stopwatch(torch.cuda.synchronize)
 
 
 @contextmanager
@@ -352,7 +352,7 @@ def _verdicts(kind: str, groups: Sequence[Group]) -> list[Verdict]:
 
 def _noise(kind: str, groups: Sequence[Group]) -> dict[str, float]:
     """What the run cannot tell from nothing, by group, in the unit of that kind's targets."""
-    import stagereg.bench.join as join
+    import stagereg.bench.join_rows as join
     import stagereg.bench.stall as stall
     from stagereg.bench.measure import spread
 

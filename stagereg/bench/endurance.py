@@ -4,8 +4,8 @@ A small model is trained and saved after every step, in a process of its own, wi
 ten marks the process waits for its last save, collects garbage, and counts what it and its writer process hold, and
 what lies on the disk. What the marks are held against is told at :func:`grown`. Needs Linux's ``/proc``.
 
-The settings of that process come as JSON in the one argument, see :class:`Settings`; the marks go as JSON into the file
-it names.
+The settings of that process come as JSON in the one argument, see :class:`EnduranceSettings`; the marks go as JSON into
+the file it names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from stagereg.errors import ConfigError, LaunchError
 from stagereg.registry import build
 
-__all__ = ["MARKS", "Mark", "Settings", "endure", "grown", "main", "measured", "table"]
+__all__ = ["MARKS", "EnduranceSettings", "Mark", "endure", "grown", "main", "measured", "table"]
 
 MARKS = 10
 """How often one looks."""
@@ -55,7 +55,7 @@ _HEADS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class EnduranceSettings:
     """What to do.
 
     Attributes:
@@ -124,7 +124,9 @@ def measured(stager: str, storage: str, saves: int, keep: int, folder: Path) -> 
         Path(place, "checkpoints").mkdir()
         Path(place, "temporary").mkdir()
         temporary = str(Path(place, "temporary"))
-        settings = Settings(stager, storage, saves, keep, str(Path(place, "checkpoints")), temporary, str(result))
+        settings = EnduranceSettings(
+            stager, storage, saves, keep, str(Path(place, "checkpoints")), temporary, str(result)
+        )
         command = [sys.executable, "-m", "stagereg.bench.endurance", json.dumps(dataclasses.asdict(settings))]
         with said.open("wb") as errors:
             # One thread of torch's: a pool of them would be counted, and comes up whenever torch likes.
@@ -136,7 +138,7 @@ def measured(stager: str, storage: str, saves: int, keep: int, folder: Path) -> 
         return [Mark(**each) for each in json.loads(result.read_text())]
 
 
-def endure(settings: Settings, progress: Callable[[int], None] = lambda mark: None) -> list[Mark]:
+def endure(settings: EnduranceSettings, progress: Callable[[int], None] = lambda mark: None) -> list[Mark]:
     """Train, save after each step, and look around at each of the marks."""
     import torch
 
@@ -204,7 +206,7 @@ def table(marks: Sequence[Mark]) -> str:
 
 def main(argument: str) -> None:
     """Do what the settings ask for and write down what was seen."""
-    settings = Settings(**json.loads(argument))
+    settings = EnduranceSettings(**json.loads(argument))
     logging.getLogger("stagereg").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from stagereg.errors import StageregError
 
-__all__ = ["Case", "NotThere", "Series", "Watch", "interleave", "spread"]
+__all__ = ["Case", "NotThere", "Series", "Stopwatch", "interleave", "spread"]
 
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
@@ -26,7 +26,7 @@ class NotThere(StageregError):
     """A row cannot be measured here, through no fault of its own; the message is the reason."""
 
 
-class Watch:
+class Stopwatch:
     """Times a section, and lets the device finish what it was given before it looks at the clock.
 
     Args:
@@ -63,7 +63,7 @@ class Case:
     def __init__(self, *rows: str) -> None:
         self.rows = rows
 
-    def sample(self, watch: Watch) -> Mapping[str, float]:
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         """Do it once and return seconds by row. Raises: ``NotThere`` where it cannot be done here."""
         raise NotImplementedError
 
@@ -111,7 +111,7 @@ def spread(samples: Sequence[float]) -> tuple[float, float]:
 def interleave(
     cases: Sequence[Case],
     rounds: int,
-    watch: Watch,
+    watch: Stopwatch,
     before_round: Callable[[], None] = lambda: None,
     progress: Callable[[int], None] = lambda round_number: None,
     trim: bool = True,
@@ -162,7 +162,7 @@ def _alive(series: Mapping[Case, list[Series]]) -> list[Case]:
 
 
 def _try(
-    action: Callable[..., Mapping[str, float] | None], rows: Sequence[Series], *args: Watch
+    action: Callable[..., Mapping[str, float] | None], rows: Sequence[Series], *args: Stopwatch
 ) -> Mapping[str, float] | None:
     try:
         return action(*args)

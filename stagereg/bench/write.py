@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from stagereg.bench.ceiling import RawWrite, flush
-from stagereg.bench.measure import Case, NotThere, Watch
+from stagereg.bench.measure import Case, NotThere, Stopwatch
 from stagereg.bench.states import State
 from stagereg.checkpoint.torchfiles import Plans
 from stagereg.errors import CheckpointError, UnknownNameError
@@ -52,7 +52,7 @@ class Durable(Case):
         self._fresh = fresh
         self._save: _Save | None = None
 
-    def sample(self, watch: Watch) -> Mapping[str, float]:
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         """Write once. Raises: ``CheckpointError`` if there is less on the disk than there should be."""
         if self._save is None:
             self._save = self._make()

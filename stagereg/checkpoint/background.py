@@ -27,7 +27,7 @@ import stagereg.shutdown as shutdown
 from stagereg.checkpoint.causes import causes
 from stagereg.errors import CheckpointError
 
-__all__ = ["Background", "Task"]
+__all__ = ["Background", "BackgroundTask"]
 
 _MOST_UNDER_WAY = 2
 _LOOK_S = 0.05  # how often one looks whether a task has been begun
@@ -35,7 +35,7 @@ _JOIN_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-class Task(Protocol):
+class BackgroundTask(Protocol):
     """What the thread does for one save. All but ``run`` and ``back`` are called on the training thread."""
 
     def run(self) -> None:
@@ -63,14 +63,14 @@ class Background:
     def __init__(self, timeout_s: float = math.inf, warn: Callable[[CheckpointError], None] | None = None) -> None:
         self._timeout_s = timeout_s
         self._warn = warn
-        self._queue: queue.SimpleQueue[tuple[Background, _Place] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Background, _Entry] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._under_way: deque[_Place] = deque()
+        self._under_way: deque[_Entry] = deque()
         self._looking = threading.Lock()
         self._process = os.getpid()
         self._failures: deque[CheckpointError] = deque()
         weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never shut would stay
-        shutdown.expect(self)
+        shutdown.wait_for(self)
 
     @property
     def hanging(self) -> bool:
@@ -83,7 +83,7 @@ class Background:
         while (first := self._first()) is not None and not first.late and len(self._under_way) >= _MOST_UNDER_WAY:
             self._await(first, math.inf)
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: BackgroundTask) -> None:
         """Have ``task`` run after those before it; what it raises is kept for :meth:`raise_failure`.
 
         Raises:
@@ -96,7 +96,7 @@ class Background:
             except RuntimeError as error:
                 raise CheckpointError(f"No thread to write checkpoints could be started: {error}") from error
             self._thread = thread
-        place = _Place(task)
+        place = _Entry(task)
         self._under_way.append(place)
         self._queue.put((self, place))
 
@@ -108,7 +108,7 @@ class Background:
         return first is None
 
     def finish(self) -> bool:
-        """Drain, and where failures are told as warnings, tell them: as :class:`stagereg.shutdown.Work`."""
+        """Drain, and where failures are told as warnings, tell them: as :class:`stagereg.shutdown.BackgroundWork`."""
         ended = self.drain()
         if self._warn is not None:
             self.raise_failure()
@@ -146,10 +146,10 @@ class Background:
         self._first()
         failures = [self._failures.popleft() for _ in range(len(self._failures))]
         for failure in failures:
-            shutdown.take_back(failure)
+            shutdown.withdraw_error(failure)
         return failures
 
-    def _first(self) -> _Place | None:
+    def _first(self) -> _Entry | None:
         """Return the first task that has not ended, if there is one; tell of it once it takes too long."""
         if os.getpid() != self._process:
             self._under_way.clear()
@@ -164,7 +164,7 @@ class Background:
                 self._keep(failure)
             return first
 
-    def _await(self, first: _Place, until: float) -> None:
+    def _await(self, first: _Entry, until: float) -> None:
         """Wait for a task, no longer than ``until`` on the monotonic clock or its time-out."""
         now = time.monotonic()
         left = _LOOK_S if first.begun is None else first.begun + self._timeout_s - now
@@ -172,10 +172,10 @@ class Background:
 
     def _keep(self, failure: CheckpointError) -> None:
         if self._warn is None:
-            shutdown.tell(failure)
+            shutdown.report_error(failure)
         self._failures.append(failure)
 
-    def _run(self, place: _Place) -> None:
+    def _run(self, place: _Entry) -> None:
         failed: BaseException | None = None
         place.begun = time.monotonic()
         try:
@@ -198,10 +198,10 @@ class Background:
         self._keep(failure)
 
 
-class _Place:
+class _Entry:
     """A task's place in the queue."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: BackgroundTask) -> None:
         self.task = task
         self.begun: float | None = None
         self.over = threading.Event()
@@ -225,7 +225,7 @@ class _Place:
             return self.late
 
 
-def _work(tasks: queue.SimpleQueue[tuple[Background, _Place] | None]) -> None:
+def _work(tasks: queue.SimpleQueue[tuple[Background, _Entry] | None]) -> None:
     while True:
         given = tasks.get()
         if given is None:

@@ -2,8 +2,8 @@
 
 ``save`` copies the state (the stager's work, the only stall) and hands the copy to one background thread, which lets
 all ranks agree that everybody has staged, writes with torch's distributed checkpoint through a storage, and has rank 0
-commit. What a checkpoint consists of is described in :mod:`stagereg.checkpoint.layout`; where it lies and how it gets
-there safely, in :mod:`stagereg.checkpoint.place`. Which bytes are in the files is the storage's business
+commit. What a checkpoint consists of is described in :mod:`stagereg.checkpoint.manifest`; where it lies and how it gets
+there safely, in :mod:`stagereg.checkpoint.store`. Which bytes are in the files is the storage's business
 (:mod:`stagereg.checkpoint.storage`).
 """
 
@@ -30,23 +30,23 @@ import stagereg.checkpoint.restoring as restoring
 import stagereg.checkpoint.torchfiles as torchfiles
 import stagereg.record as record
 import stagereg.shutdown as shutdown
-from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.background import Background
-from stagereg.checkpoint.layout import MOST
-from stagereg.checkpoint.leaving import Leaving, newest
-from stagereg.checkpoint.lock import Hold
-from stagereg.checkpoint.place.choice import path_or_url, place_around, place_of
-from stagereg.checkpoint.place.protocol import Place
-from stagereg.checkpoint.place.retry import answered, within
-from stagereg.checkpoint.points import reach
+from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.lock import StoreLock
+from stagereg.checkpoint.manifest import MOST
+from stagereg.checkpoint.preemption_consensus import PreemptionConsensus, describe_newest
 from stagereg.checkpoint.process import WriterProcess
+from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.saving import Save
 from stagereg.checkpoint.schedule import Automatic, Fixed, Schedule
-from stagereg.checkpoint.storage.choice import expect_fit
+from stagereg.checkpoint.storage.lookup import expect_fit
 from stagereg.checkpoint.storage.protocol import Storage
-from stagereg.checkpoint.writing import Saves, StorageHangsError, Writing
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
+from stagereg.checkpoint.store.retry import answered, within
+from stagereg.checkpoint.writing import SaveContext, StorageHangsError, Writing
 from stagereg.errors import CheckpointError, ConfigError
-from stagereg.launch.preemption import Notice
+from stagereg.launch.preemption import PreemptionHandler
 from stagereg.registry import build, register
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ class Checkpointer:
         grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
     ) -> None:
         options.check_dir(dir)
-        self._place = place_of(dir)
-        self.dir = path_or_url(self._place.root)
+        self._store = open_store(dir)
+        self.dir = path_or_url(self._store.root)
         options.check_every(every, mtbf)
         self.keep = options.at_least_one("keep", keep)
         options.check_resume(resume)
@@ -167,10 +167,10 @@ class Checkpointer:
         )
         self._storage: Storage = options.component("storage", build("storage", "dcp") if storage is None else storage)
         _reserve_padding(self._stager, self._storage)
-        self._hold: Hold | None = None
-        self._ranks = Agreement(process_group, self.timeout)
+        self._hold: StoreLock | None = None
+        self._ranks = RankGroup(process_group, self.timeout)
         apart = bool(getattr(self._stager, "shares_memory", False))
-        expect_fit(self._storage, self._place.root, self._ranks.size + apart)
+        expect_fit(self._storage, self._store.root, self._ranks.size + apart)
         self._stalls: list[float] = []
         self._saved: int | None = None
         self._closed = False
@@ -179,24 +179,26 @@ class Checkpointer:
         if self._ranks.group is None:
             torchfiles.expect_one_process()
         wanted = str(every)
-        told = self._ranks.together(f"checkpoint.dir={dir} cannot be written to", lambda: self._open_directory(wanted))
+        told = self._ranks.run_on_all(
+            f"checkpoint.dir={dir} cannot be written to", lambda: self._open_directory(wanted)
+        )
         if len(set(told)) > 1:
             self._let_go()
             raise ConfigError(f"every must be the same on all ranks, which have {', '.join(told)}.")
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
         # each, and those of two kinds must not meet.
         self._schedule: Schedule = (
-            Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), Agreement(process_group))
+            Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), RankGroup(process_group))
         )
         self._process = WriterProcess() if apart else None
         if self._process is not None:
             self._process.start()
         warns = self.on_error == "warn"
-        self._saves = Saves(
-            self._place, self.keep, self._storage, self._ranks, self.timeout, self._process, self._schedule, warns
+        self._saves = SaveContext(
+            self._store, self.keep, self._storage, self._ranks, self.timeout, self._process, self._schedule, warns
         )
         self._background = Background(self.timeout.total_seconds(), self._saves.warn if warns else None)
-        self.leaving = None if self.grace is None else self._listen(Agreement(process_group), self.grace)
+        self.preemption = None if self.grace is None else self._listen(RankGroup(process_group), self.grace)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`; return whether it did. Call it at the end of each step.
@@ -217,8 +219,8 @@ class Checkpointer:
         For programs that call :meth:`save` themselves, once a step in place of :meth:`maybe_save`. Of the ranks that
         call it with the same step, all get the same answer.
         """
-        record.tell("step", step=_a_step(step))
-        leaves = self.leaving is not None and self.leaving.asked(step)
+        record.emit("step", step=_a_step(step))
+        leaves = self.preemption is not None and self.preemption.agreed_at(step)
         return self._schedule.due(step) or leaves
 
     def save(self, step: int, state: MutableMapping[str, Any]) -> None:
@@ -240,7 +242,7 @@ class Checkpointer:
         """
         started = record.now()
         self._check_open()
-        if self.leaving is not None and self.leaving.saves(step) and not self._last:
+        if self.preemption is not None and self.preemption.agreed_before_save(step) and not self._last:
             self._leave(step, state)
         request = Save(_a_step(step))
         self._saved = step
@@ -264,7 +266,7 @@ class Checkpointer:
                 self._schedule.held(step, stall)
         if told is None:
             self._stalls.append(stall)
-            record.tell("stall", step=step, start=started, seconds=stall)
+            record.emit("stall", step=step, start=started, seconds=stall)
 
     def wait(self) -> None:
         """Wait until every save has ended, or has taken longer than ``timeout``.
@@ -300,14 +302,14 @@ class Checkpointer:
         if self._background.hanging:  # in an exchange with the other ranks, which another one must not meet
             self._background.raise_failure()
             raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
-        self._ranks.together("Nothing was restored", self.wait)
+        self._ranks.run_on_all("Nothing was restored", self.wait)
         if self.resume == "never":
             return None
-        restored = restoring.restore(self._place, self.resume, self.verify, state, self._storage, self._ranks)
+        restored = restoring.restore(self._store, self.resume, self.verify, state, self._storage, self._ranks)
         if restored is None:
             return None
         self._schedule.restored(restored.manifest.step)
-        if os.path.realpath(place_around(restored.path).root) == os.path.realpath(self._place.root):
+        if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
             self._saves.newest = restored.manifest.step
         return restored.manifest.step
 
@@ -321,15 +323,15 @@ class Checkpointer:
             return
         ended = self._background.drain()
         self._closed = True
-        if self.leaving is not None:
-            self.leaving.close()
+        if self.preemption is not None:
+            self.preemption.close()
         self._background.shut()
         if ended:  # or else nobody may write there before this process has ended, with the thread that hangs
             self._let_go()
         self._saves.plans.forget()
         if self._process is not None:
             if self._process.pid is not None:
-                record.also_held(record.peak_rss(self._process.pid))
+                record.add_child_memory(record.peak_rss(self._process.pid))
             self._process.close(now=not ended)
         try:
             self._stager.close()
@@ -346,8 +348,8 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        if self.leaving is not None:
-            self.leaving.abandon()
+        if self.preemption is not None:
+            self.preemption.abandon()
         try:
             self.close()
         except Exception as also:
@@ -356,7 +358,7 @@ class Checkpointer:
     @property
     def latest(self) -> Path | str | None:
         """The directory of the checkpoint committed last, a URL if ``dir`` is one; ``None`` if there is none yet."""
-        found = self._place.latest()
+        found = self._store.latest()
         return None if found is None else path_or_url(found.path)
 
     @property
@@ -385,20 +387,20 @@ class Checkpointer:
             write_seconds=tuple(outcome.seconds for outcome in outcomes),
         )
 
-    def _listen(self, side: Agreement, grace: datetime.timedelta) -> Leaving:
+    def _listen(self, side: RankGroup, grace: datetime.timedelta) -> PreemptionConsensus:
         """Begin to listen for signals, until this is closed or no longer used."""
-        place = self._place
-        notice = Notice(grace.total_seconds(), lambda: newest(place))
+        store = self._store
+        notice = PreemptionHandler(grace.total_seconds(), lambda: describe_newest(store))
         notice.listen()
         weakref.finalize(self, notice.close)
-        return Leaving(side, notice)
+        return PreemptionConsensus(side, notice)
 
     def _leaves(self) -> bool:
-        return self.leaving is not None and self.leaving.agreed is not None
+        return self.preemption is not None and self.preemption.agreed is not None
 
     def _leave(self, step: int, state: MutableMapping[str, Any]) -> NoReturn:
         """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""
-        assert self.leaving is not None
+        assert self.preemption is not None
         self._last = True
         failure: Exception | None = None
         self._background.drain()
@@ -416,15 +418,15 @@ class Checkpointer:
         if failure is not None:
             told = str(failure)
             if "newest" not in told and ("no complete checkpoint" not in told or self.latest is not None):
-                failure = CheckpointError(f"{reason(failure).rstrip('.')}; {newest(self._place)}.")
-            shutdown.outcome(self._place.root, None)  # which is told by how this ends
-        self.leaving.leave(step, str(self.dir), failure)
+                failure = CheckpointError(f"{reason(failure).rstrip('.')}; {describe_newest(self._store)}.")
+            shutdown.set_last_status(self._store.root, None)  # which is told by how this ends
+        self.preemption.exit(step, str(self.dir), failure)
 
     def _open_directory(self, every: str) -> str:
         if self._ranks.rank == 0:
-            place, limit = self._place, self.timeout.total_seconds()
-            take = partial(_taken, place, limit)
-            self._hold = answered(place.root, limit, take, methodcaller("release")) if place.remote else take()
+            store, limit = self._store, self.timeout.total_seconds()
+            take = partial(_taken, store, limit)
+            self._hold = answered(store.root, limit, take, methodcaller("release")) if store.remote else take()
         return every
 
     def _let_go(self) -> None:
@@ -481,17 +483,17 @@ class Checkpointer:
             request.settled.set()
 
 
-def _taken(place: Place, seconds: float) -> Hold:
+def _taken(store: CheckpointStore, seconds: float) -> StoreLock:
     with within(seconds):
-        place.probe()
-        hold = place.lock()
-        reach("locked")
+        store.probe()
+        hold = store.lock()
+        failpoint("locked")
         try:
-            place.sweep()
+            store.sweep()
         except BaseException:
             hold.release()
             raise
-        reach("swept")
+        failpoint("swept")
         return hold
 
 

@@ -1,6 +1,6 @@
 """What is wrong with a checkpoint, file by file, in words that tell what may have happened to it.
 
-A place (:mod:`stagereg.checkpoint.place`) says what it has found under the names of a checkpoint: a size, or size and
+A place (:mod:`stagereg.checkpoint.store`) says what it has found under the names of a checkpoint: a size, or size and
 checksum where it has read the content, or nothing. This room compares that with the manifest and gives each difference
 its name. It touches no disk.
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from stagereg.checkpoint.layout import MANIFEST, Checkpoint, FileMark, Manifest, step_within
+from stagereg.checkpoint.manifest import MANIFEST, Checkpoint, FileMark, Manifest, step_within
 
 __all__ = ["Condition", "Damage", "Found", "Unclear", "differences", "of_error", "owners", "told"]
 

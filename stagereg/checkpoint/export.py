@@ -29,10 +29,10 @@ import stagereg.checkpoint.sources as sources
 import stagereg.checkpoint.structure as structure
 import stagereg.checkpoint.torchfiles as torchfiles
 import stagereg.registry as registry
-from stagereg.checkpoint.agreement import reason
 from stagereg.checkpoint.causes import causes
-from stagereg.checkpoint.layout import Checkpoint, new_token
-from stagereg.checkpoint.storage.choice import named
+from stagereg.checkpoint.manifest import Checkpoint, new_token
+from stagereg.checkpoint.rank_group import reason
+from stagereg.checkpoint.storage.lookup import named
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError, nearest
 

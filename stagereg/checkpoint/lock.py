@@ -9,10 +9,10 @@
 The lock is a POSIX record lock: it dies with its process, however that ends, forked children such as the workers of a
 ``DataLoader`` do not inherit it, and it works over NFS. Such a lock knows processes only, and a process loses it as
 soon as it closes the file a second time; so who is who inside one process is kept here, and nothing else may open
-``.lock``. The file may be deleted with its directory under a run that goes on: :meth:`Lock.check` notices.
+``.lock``. The file may be deleted with its directory under a run that goes on: :meth:`DirectoryLock.check` notices.
 
-A :class:`Hold` is what a place gives to who writes there: this lock, or what stands for it in an object store
-(:mod:`stagereg.checkpoint.place.lease`). Reading needs neither.
+A :class:`StoreLock` is what a place gives to who writes there: this lock, or what stands for it in an object store
+(:mod:`stagereg.checkpoint.store.lease`). Reading needs neither.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Any
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["LOCK", "UNFIT", "Hold", "Lock", "Owner", "holder", "in_use", "ourselves"]
+__all__ = ["LOCK", "UNFIT", "DirectoryLock", "Owner", "StoreLock", "holder", "in_use", "ourselves"]
 
 LOCK = ".lock"
 _OWNER = ".lock.owner"
@@ -56,7 +56,7 @@ _held: dict[tuple[int, int], int] = {}
 _warned: set[str] = set()
 
 
-class Hold(ABC):
+class StoreLock(ABC):
     """A directory of checkpoints that this process may write to. A context manager, which releases it."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Hold(ABC):
     def release(self) -> None:
         """Let others have it. Twice is harmless."""
 
-    def __enter__(self) -> Hold:
+    def __enter__(self) -> StoreLock:
         return self
 
     def __exit__(
@@ -130,7 +130,7 @@ def in_use(root: str, owner: Owner) -> str:
     )
 
 
-class Lock(Hold):
+class DirectoryLock(StoreLock):
     """Holds a directory of a file system from its construction on, until :meth:`release` or its own end.
 
     Where the file system has no locks, one warning says so, and only other checkpointers of this process are kept out.
@@ -151,7 +151,10 @@ class Lock(Hold):
         self._end.atexit = False
 
     def check(self) -> None:
-        """See :class:`Hold`. A lock file that was deleted, or replaced by nobody who still runs, is locked anew."""
+        """See :class:`StoreLock`.
+
+        A lock file that was deleted, or replaced by nobody who still runs, is locked anew.
+        """
         if not self._end.alive:
             raise CheckpointError(f"This run has let go of {self._root}; it may not write there any more.")
         with _guard:
@@ -171,7 +174,7 @@ class Lock(Hold):
         _log.warning("stagereg: %s %s while this run held it; it is held again.", self._taken.path, what)
 
     def release(self) -> None:
-        """See :class:`Hold`."""
+        """See :class:`StoreLock`."""
         self._end()
 
 
@@ -204,7 +207,7 @@ class _InUseError(CheckpointError):
 
 
 @dataclass
-class _Taken:
+class _LockFile:
     """A lock file that is open, and locked where the file system can."""
 
     path: str
@@ -224,7 +227,7 @@ class _Taken:
                 return error.errno not in _TAKEN
         return True
 
-    def replace(self, other: _Taken) -> None:
+    def replace(self, other: _LockFile) -> None:
         self.descriptor, self.identity, self.locked = other.descriptor, other.identity, other.locked
 
     def close(self) -> None:
@@ -234,7 +237,7 @@ class _Taken:
             self.descriptor = -1
 
 
-def _give_back(taken: _Taken) -> None:
+def _give_back(taken: _LockFile) -> None:
     if os.getpid() != taken.process:  # a forked child has the object too, and holds nothing
         return
     with _guard:
@@ -246,7 +249,7 @@ def _give_back(taken: _Taken) -> None:
         taken.close()
 
 
-def _take(root: str, patience: float) -> _Taken:
+def _take(root: str, patience: float) -> _LockFile:
     deadline = time.monotonic() + patience
     path = Path(root) / LOCK
     collected = False
@@ -274,7 +277,7 @@ def _take(root: str, patience: float) -> _Taken:
             threading.Event().wait(_LOOK_S)
 
 
-def _try(path: Path) -> _Taken | None:
+def _try(path: Path) -> _LockFile | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         locked = _locked(descriptor, path)
@@ -284,7 +287,7 @@ def _try(path: Path) -> _Taken | None:
         found = os.fstat(descriptor)
         identity = found.st_dev, found.st_ino
         if _identity(path) == identity:
-            return _Taken(str(path), descriptor, identity, locked, os.getpid())
+            return _LockFile(str(path), descriptor, identity, locked, os.getpid())
         os.close(descriptor)  # its owner has just deleted it
 
 

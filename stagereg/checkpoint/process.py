@@ -1,7 +1,7 @@
 """A process that writes checkpoints, so that training and its interpreter have nothing to do with it.
 
 This room keeps the process: starting it, asking it something, and its end. What it is asked, and how it answers, is the
-business of :mod:`stagereg.checkpoint.remote`; here both are bytes.
+business of :mod:`stagereg.checkpoint.process_writer`; here both are bytes.
 
 The process has no port: it is reached over a socket pair. It is started fresh, with a lower priority, without
 accelerators, and in a group of its own, which those who signal the parent's do not reach: the last save may be yet to
@@ -42,7 +42,7 @@ _START = (
     "import os, sys; os.nice(int(sys.argv[3])); sys.path[:] = sys.argv[4:]; "
     "from stagereg.checkpoint.process import belong, serve; belong(int(sys.argv[2])); "
     "import torch; torch.set_num_threads(1); "
-    "from stagereg.checkpoint.remote import answer; serve(int(sys.argv[1]), answer); "
+    "from stagereg.checkpoint.process_writer import answer; serve(int(sys.argv[1]), answer); "
     "sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"  # without a second of taking torch apart
 )
 

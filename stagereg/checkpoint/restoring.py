@@ -16,14 +16,14 @@ import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
 import stagereg.checkpoint.sources as sources
 import stagereg.record as record
-from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.choosing import Choice, choice, compared, newest_good
 from stagereg.checkpoint.damage import Condition, told
-from stagereg.checkpoint.layout import MANIFEST, Checkpoint
-from stagereg.checkpoint.place.choice import place_around
-from stagereg.checkpoint.place.protocol import Place
-from stagereg.checkpoint.storage.choice import named
+from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
+from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.storage.lookup import named
 from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import open_parent_store
 from stagereg.errors import CheckpointError
 
 __all__ = ["restore"]
@@ -35,7 +35,7 @@ _SHOWN, _LONGEST = 8, 300
 
 
 def restore(
-    place: Place, resume: str, verify: str, state: MutableMapping[str, Any], own: Storage, ranks: Agreement
+    store: CheckpointStore, resume: str, verify: str, state: MutableMapping[str, Any], own: Storage, ranks: RankGroup
 ) -> Checkpoint | None:
     """Load what ``resume`` stands for into the objects and values of ``state``. Collective.
 
@@ -58,21 +58,21 @@ def restore(
         CheckpointError: on all ranks: what was asked for is not there or damaged; there are checkpoints, and
             ``"auto"`` found none of them good; some rank's objects do not take what was saved.
     """
-    failing = f"Nothing was restored from {place.root}"
-    listed = ranks.together(failing, lambda: choice(place, resume) if ranks.rank == 0 else Choice(()))[0]
+    failing = f"Nothing was restored from {store.root}"
+    listed = ranks.run_on_all(failing, lambda: choice(store, resume) if ranks.rank == 0 else Choice(()))[0]
     damaged = list(listed.damaged)
     if resume == "auto":
         _warn(damaged, ranks)
     known: tuple[Checkpoint | Condition, ...] = (*listed.candidates, *listed.others, *listed.damaged)
     for candidate in listed.candidates:
-        where = place if resume in ("auto", "latest") else place_around(candidate.path)
+        where = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
         condition = Condition(candidate.path, candidate.manifest)
         if verify == "full":
             condition = compared(where, candidate, known, ranks)
         if not condition.damages:
             assign, condition = _read(where, candidate, known, verify, state, own, ranks)
             if assign is not None:
-                ranks.together(f"{candidate.path} could not be restored", assign)
+                ranks.run_on_all(f"{candidate.path} could not be restored", assign)
                 passed = [each for each in damaged if each not in listed.damaged]
                 _tell_fallback(candidate, [*passed, *listed.newer(candidate)], ranks)
                 return candidate
@@ -83,19 +83,19 @@ def restore(
     if not damaged:
         return None
     if resume == "auto":
-        raise CheckpointError(_nothing_good(place, damaged))
-    found = newest_good(place_around(damaged[0].path), listed.others, verify == "full", ranks)
+        raise CheckpointError(_nothing_good(store, damaged))
+    found = newest_good(open_parent_store(damaged[0].path), listed.others, verify == "full", ranks)
     raise CheckpointError(_not_that_one(resume, damaged[0], found))
 
 
 def _read(
-    place: Place,
+    store: CheckpointStore,
     chosen: Checkpoint,
     known: Sequence[Checkpoint | Condition],
     verify: str,
     state: MutableMapping[str, Any],
     own: Storage,
-    ranks: Agreement,
+    ranks: RankGroup,
 ) -> tuple[Callable[[], None] | None, Condition]:
     """Read what this rank needs; what puts it in place, or what is wrong with the files if they cannot be read.
 
@@ -115,7 +115,7 @@ def _read(
     if all(each is None for each in failed):
         return assign, good
     if verify != "full" or True in failed:
-        condition = compared(place, chosen, known, ranks)
+        condition = compared(store, chosen, known, ranks)
         if condition.damages:
             return None, condition
 
@@ -123,7 +123,7 @@ def _read(
         if failure is not None:
             raise failure
 
-    ranks.together(f"{chosen.path} could not be restored", fail)
+    ranks.run_on_all(f"{chosen.path} could not be restored", fail)
     return None, good  # not reached: some rank has failed
 
 
@@ -149,13 +149,13 @@ def _load(
     return assign
 
 
-def _warn(damaged: Sequence[Condition], ranks: Agreement) -> None:
+def _warn(damaged: Sequence[Condition], ranks: RankGroup) -> None:
     """Tell of each, on one rank for all."""
     for each in damaged if ranks.rank == 0 else ():
         _log.warning("%s is damaged and passed over:\n%s", each.path, _indented(each))
 
 
-def _tell_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: Agreement) -> None:
+def _tell_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGroup) -> None:
     """Say what is lost by going on from ``chosen`` although others are newer."""
     if not passed or ranks.rank != 0:
         return
@@ -164,15 +164,15 @@ def _tell_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: Agree
     lost = max(0, (newest.step or 0) - step)
     words = f": {lost} step{'' if lost == 1 else 's'} {'is' if lost == 1 else 'are'} lost" if lost else ""
     _log.warning("Resumed from step %d, NOT from step %s, which is damaged%s.", step, newest.step, words)
-    record.tell("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
+    record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
 
 
-def _nothing_good(place: Place, damaged: Sequence[Condition]) -> str:
+def _nothing_good(store: CheckpointStore, damaged: Sequence[Condition]) -> str:
     every = "\n".join(f"  {each.name}: {each}" for each in damaged)
     return (
-        f"There are checkpoints in {place.root}, and none of them is good:\n{every}\n"
+        f"There are checkpoints in {store.root}, and none of them is good:\n{every}\n"
         "Starting from scratch would give the run up, so nothing was done. Put back what is missing, or start from "
-        f"scratch with checkpoint.resume=never. `stagereg verify {shlex.quote(place.root)}` shows them again."
+        f"scratch with checkpoint.resume=never. `stagereg verify {shlex.quote(store.root)}` shows them again."
     )
 
 

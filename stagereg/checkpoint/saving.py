@@ -25,20 +25,20 @@ from torch.futures import Future as TorchFuture
 
 import stagereg.checkpoint.torchfiles as torchfiles
 import stagereg.record as record
-from stagereg.checkpoint.agreement import Agreement
-from stagereg.checkpoint.layout import FileMark, new_token
-from stagereg.checkpoint.place.protocol import Place
-from stagereg.checkpoint.place.retry import within
-from stagereg.checkpoint.points import reach
+from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.manifest import FileMark, new_token
 from stagereg.checkpoint.process import WriterProcess
-from stagereg.checkpoint.remote import ProcessWriter
-from stagereg.checkpoint.storage.choice import name_of
+from stagereg.checkpoint.process_writer import ProcessWriter
+from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.storage.forwarding import ForwardingWriter
+from stagereg.checkpoint.storage.lookup import name_of
 from stagereg.checkpoint.storage.protocol import Storage
-from stagereg.checkpoint.storage.telling import TellingWriter
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.retry import within
 from stagereg.checkpoint.structure import leaves
 from stagereg.errors import CheckpointError
 
-__all__ = ["Outcome", "Save", "carry_out"]
+__all__ = ["Save", "SaveResult", "carry_out"]
 
 T = TypeVar("T")
 
@@ -114,11 +114,11 @@ class Save:
         if self.copied and self.nbytes is not None and not self._told:
             self._told = True
             seconds = self.copied - self.began
-            record.tell("stage", step=self.step, start=self.began, seconds=seconds, bytes=self.nbytes)
+            record.emit("stage", step=self.step, start=self.began, seconds=seconds, bytes=self.nbytes)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveResult:
     """What one committed save was on this rank.
 
     Attributes:
@@ -136,13 +136,13 @@ class Outcome:
 
 def carry_out(
     save: Save,
-    place: Place,
+    store: CheckpointStore,
     keep: int,
     storage: Storage,
     plans: torchfiles.Plans,
-    ranks: Agreement,
+    ranks: RankGroup,
     process: WriterProcess | None = None,
-) -> Outcome:
+) -> SaveResult:
     """Write one save through ``storage`` and commit it in ``place``, keeping the ``keep`` newest. Collective.
 
     The storage writes in ``process``, if there is one.
@@ -155,37 +155,37 @@ def carry_out(
 
     def ready() -> tuple[int, str]:
         state.update(save.take())
-        reach("staged")
+        failpoint("staged")
         save.now("waiting for the others to stage")
         return save.step, new_token()
 
     save.now("waiting for its copy")
-    posts = ranks.together(failing, ready)
-    reach("agreed")
+    posts = ranks.run_on_all(failing, ready)
+    failpoint("agreed")
     began = record.now()
     if len({step for step, _ in posts}) > 1:
         raise CheckpointError(f"The ranks saved different steps at the same time: {[step for step, _ in posts]}.")
-    written = place.temporary(save.step, posts[0][1])
+    written = store.temporary(save.step, posts[0][1])
     try:
         writer = _Watched(storage if process is None else ProcessWriter(storage, process, save.until), save, ranks)
         with within(_TRYING * (save.until - time.monotonic())):
             torchfiles.write(state, written, writer, plans, ranks.group, failing)
             state.clear()
-            ranks.together(failing, save.settle)
+            ranks.run_on_all(failing, save.settle)
             save.tell_copied()
-            nbytes = _commit(failing, place, written, save, keep, storage, ranks)
+            nbytes = _commit(failing, store, written, save, keep, storage, ranks)
     except BaseException:
         if ranks.rank == 0:
             with within(save.until - time.monotonic()):
-                place.discard(written)
+                store.discard(written)
         raise
-    return Outcome(save.nbytes or 0, nbytes, began, record.now() - began)
+    return SaveResult(save.nbytes or 0, nbytes, began, record.now() - began)
 
 
-class _Watched(TellingWriter):
+class _Watched(ForwardingWriter):
     """Notes when this rank makes ready to write, when it writes, and when it waits for the others to have written."""
 
-    def __init__(self, inner: StorageWriter, save: Save, ranks: Agreement) -> None:
+    def __init__(self, inner: StorageWriter, save: Save, ranks: RankGroup) -> None:
         super().__init__(inner)
         self._save, self._ranks = save, ranks
 
@@ -205,48 +205,50 @@ class _Watched(TellingWriter):
         self._save.now("waiting for the others")
 
 
-def _commit(failing: str, place: Place, written: str, save: Save, keep: int, storage: Storage, ranks: Agreement) -> int:
+def _commit(
+    failing: str, store: CheckpointStore, written: str, save: Save, keep: int, storage: Storage, ranks: RankGroup
+) -> int:
     """Publish what is written, and return the bytes of this rank's files."""
 
     def look() -> dict[str, FileMark]:
         save.now("looking at its files")
-        reach("written")
-        return save.then_wait(_marks(place, written, storage, ranks.rank))
+        failpoint("written")
+        return save.then_wait(_marks(store, written, storage, ranks.rank))
 
     def go_on() -> None:
-        reach("marked")
+        failpoint("marked")
         if save.abandoned:
             raise CheckpointError("it took too long, and nobody waits for it any more")
 
-    marks = ranks.together(failing, look)
+    marks = ranks.run_on_all(failing, look)
     files: dict[str, FileMark] = {name: mark for share in marks for name, mark in share.items()}
-    ranks.together(failing, go_on)  # first, or rank 0 may commit what another rank has given up
+    ranks.run_on_all(failing, go_on)  # first, or rank 0 may commit what another rank has given up
 
     def publish() -> None:
         if ranks.rank == 0:
             save.now("committing")
-            files.update({name: place.mark(written, name) for name in place.files(written) if name not in files})
-            place.publish(written, save.step, ranks.size, name_of(storage), files, keep)
+            files.update({name: store.mark(written, name) for name in store.files(written) if name not in files})
+            store.publish(written, save.step, ranks.size, name_of(storage), files, keep)
 
-    ranks.together(failing, publish)
-    reach("ended")
+    ranks.run_on_all(failing, publish)
+    failpoint("ended")
     return sum(mark.bytes for mark in marks[ranks.rank].values())
 
 
-def _marks(place: Place, written: str, storage: Storage, rank: int) -> dict[str, FileMark]:
+def _marks(store: CheckpointStore, written: str, storage: Storage, rank: int) -> dict[str, FileMark]:
     """Return the marks of what this rank wrote.
 
     A file that the storage has not marked is flushed and read, by the rank that torch has named it after. What is left,
     such as metadata, is rank 0's.
     """
     known: Mapping[str, FileMark] = getattr(storage, "marks", {})
-    there = place.files(written)
+    there = store.files(written)
     lost = sorted(known.keys() - there)
     if lost:
         raise CheckpointError(f"{written} has lost what was just written there: {', '.join(lost)}")
     marks = {name: known[name] for name in there if name in known}
     own = [name for name in there if name not in known and _names(name, rank)]
-    return {**marks, **{name: place.mark(written, name) for name in own}}
+    return {**marks, **{name: store.mark(written, name) for name in own}}
 
 
 def _names(file: str, rank: int) -> bool:

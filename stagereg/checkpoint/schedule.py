@@ -28,7 +28,7 @@ from statistics import median
 
 import stagereg.checkpoint.interval as interval
 import stagereg.record as record
-from stagereg.checkpoint.agreement import Agreement
+from stagereg.checkpoint.rank_group import RankGroup
 
 __all__ = ["Automatic", "Fixed", "Schedule"]
 
@@ -98,7 +98,7 @@ class Automatic(Schedule):
         clock: seconds, ever growing.
     """
 
-    def __init__(self, mtbf_s: float, ranks: Agreement, clock: Callable[[], float] = record.now) -> None:
+    def __init__(self, mtbf_s: float, ranks: RankGroup, clock: Callable[[], float] = record.now) -> None:
         self._mtbf_s = mtbf_s
         self._ranks = ranks
         self._clock = clock
@@ -139,7 +139,7 @@ class Automatic(Schedule):
         """Whether the first save is still being written on some rank: then look again after twice as many steps."""
         if self._saves != 1:
             return False
-        (busy,) = self._ranks.greatest([float(self._under_way() > 0)])()
+        (busy,) = self._ranks.max_async([float(self._under_way() > 0)])()
         self._since = self._clock()
         if busy:
             self._next = step + max(1, step - self._saved)
@@ -164,7 +164,7 @@ class Automatic(Schedule):
         self._saved = step
         self._next = step + self._every
         if self._saves > 1:
-            self._answer = self._ranks.greatest(self._plan())
+            self._answer = self._ranks.max_async(self._plan())
         self._step, self._since, self._quiet = step, self._clock(), self._under_way() == 0
 
     def ended(self, age: float | None) -> None:
@@ -212,7 +212,7 @@ class Automatic(Schedule):
         steps, cost, write, step_s, measured = answer()
         self._every = int(min(steps, _FORESIGHT * max(measured, 1))) or self._every
         self._next = self._saved + self._every
-        record.tell("plan", step=self._saved, every=self._every, cost=cost, write=write, step_seconds=step_s)
+        record.emit("plan", step=self._saved, every=self._every, cost=cost, write=write, step_seconds=step_s)
         if self._ranks.rank == 0 and not 2 / 3 < self._every / (self._told or 1) < 3 / 2:
             self._told = self._every
             _log.info(

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 import stagereg.checkpoint.pickled as pickled
 import stagereg.checkpoint.structure as structure
-from stagereg.checkpoint.agreement import reason, reasons
 from stagereg.checkpoint.entries import RESERVED
+from stagereg.checkpoint.rank_group import reason, reasons
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError
 

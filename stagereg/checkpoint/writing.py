@@ -16,15 +16,15 @@ import stagereg.checkpoint.torchfiles as torchfiles
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.advice import advice
-from stagereg.checkpoint.agreement import Agreement, reason
-from stagereg.checkpoint.place.protocol import Place
 from stagereg.checkpoint.process import WriterProcess
-from stagereg.checkpoint.saving import Outcome, Save, carry_out
+from stagereg.checkpoint.rank_group import RankGroup, reason
+from stagereg.checkpoint.saving import Save, SaveResult, carry_out
 from stagereg.checkpoint.schedule import Schedule
 from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import CheckpointError
 
-__all__ = ["Saves", "StorageHangsError", "Writing"]
+__all__ = ["SaveContext", "StorageHangsError", "Writing"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class StorageHangsError(CheckpointError):
 
 
 @dataclass
-class Saves:
+class SaveContext:
     """What the saves of one checkpointer have in common.
 
     Attributes:
@@ -52,16 +52,16 @@ class Saves:
         refused: steps that were not staged since the save before them hangs, and nobody was told yet.
     """
 
-    place: Place
+    store: CheckpointStore
     keep: int
     storage: Storage
-    ranks: Agreement
+    ranks: RankGroup
     timeout: datetime.timedelta
     process: WriterProcess | None
     schedule: Schedule
     told_at_end: bool
     plans: torchfiles.Plans = field(default_factory=torchfiles.Plans)
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[SaveResult] = field(default_factory=list)
     newest: int | None = None
     refused: list[int] = field(default_factory=list)
 
@@ -74,7 +74,7 @@ class Saves:
         """Note that the save that is now the last one has failed, of which the reason is told elsewhere."""
         if self.told_at_end:
             text = f"the last save has failed, of step {step}, so the exit status is 1."
-            shutdown.outcome(self.place.root, CheckpointError(f"{text} {self.there()}"))
+            shutdown.set_last_status(self.store.root, CheckpointError(f"{text} {self.there()}"))
 
     def refuse(self, step: int) -> CheckpointError:
         """Return why a save does not begin while an earlier one hangs."""
@@ -90,13 +90,13 @@ class Saves:
     def there(self) -> str:
         """Return a sentence on the newest good checkpoint."""
         if self.newest is None:
-            return f"This run has no complete checkpoint in {self.place.root} yet."
-        return f"The newest good checkpoint is step {self.newest}, in {self.place.root}."
+            return f"This run has no complete checkpoint in {self.store.root} yet."
+        return f"The newest good checkpoint is step {self.newest}, in {self.store.root}."
 
 
 @dataclass
 class Writing:
-    """One save on the background thread, as :class:`stagereg.checkpoint.background.Task`.
+    """One save on the background thread, as :class:`stagereg.checkpoint.background.BackgroundTask`.
 
     Attributes:
         saves: what it has in common with the others.
@@ -104,7 +104,7 @@ class Writing:
         called: when the training loop has asked for it (``record.now``).
     """
 
-    saves: Saves
+    saves: SaveContext
     save: Save
     called: float
 
@@ -115,11 +115,11 @@ class Writing:
         try:
             self._look_at_directory()
             outcome = carry_out(
-                save, saves.place, saves.keep, saves.storage, saves.plans, saves.ranks.patient, saves.process
+                save, saves.store, saves.keep, saves.storage, saves.plans, saves.ranks.without_timeout, saves.process
             )
         except BaseException as error:
             save.tell_copied()
-            record.tell("lost", step=save.step, error=reason(error))
+            record.emit("lost", step=save.step, error=reason(error))
             saves.schedule.ended(None)
             known = save.failure is not None and isinstance(error, CheckpointError)
             cause = error.__cause__ if isinstance(error, CheckpointError) else error
@@ -127,12 +127,12 @@ class Writing:
             saves.failed(save.step)
             if known:
                 return
-            raise CheckpointError(saves.described(named + reason(error), advice(error, saves.place.root))) from cause
+            raise CheckpointError(saves.described(named + reason(error), advice(error, saves.store.root))) from cause
         saves.outcomes.append(outcome)
         saves.newest = save.step
-        shutdown.outcome(saves.place.root, None)
+        shutdown.set_last_status(saves.store.root, None)
         saves.schedule.ended(outcome.began + outcome.seconds - self.called)
-        record.tell("write", step=save.step, start=outcome.began, seconds=outcome.seconds, bytes=outcome.bytes_written)
+        record.emit("write", step=save.step, start=outcome.began, seconds=outcome.seconds, bytes=outcome.bytes_written)
 
     def late(self) -> CheckpointError:
         """Return that it has taken too long, and where this rank is at."""
@@ -153,7 +153,7 @@ class Writing:
         """Say that the storage is back, and what has become of the save."""
         saves = self.saves
         if error is None:  # which may have been told to be late in the very moment in which it was complete
-            shutdown.outcome(saves.place.root, None)
+            shutdown.set_last_status(saves.store.root, None)
         what = "is saved after all" if error is None else f"was not saved ({reason(error)})"
         steps = ", ".join(map(str, saves.refused))
         also = f" In the meantime these steps were not saved: {steps}." if steps else ""
@@ -174,15 +174,15 @@ class Writing:
 
     def _look_at_directory(self) -> None:
         """Say so if somebody has deleted all that was saved; what else is wrong there, the save will tell."""
-        place = self.saves.place
-        if self.saves.ranks.rank > 0 or place.remote or os.path.isdir(place.root):
+        store = self.saves.store
+        if self.saves.ranks.rank > 0 or store.remote or os.path.isdir(store.root):
             return
         try:
-            os.lstat(place.root)
+            os.lstat(store.root)
         except FileNotFoundError:
             _log.warning(
                 "stagereg: %s was deleted by somebody, with all checkpoints in it. It is made again for step %d.",
-                place.root,
+                store.root,
                 self.save.step,
             )
         except OSError:  # such as of a server that is away, and may have them still

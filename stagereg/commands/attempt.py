@@ -1,7 +1,7 @@
 """Start a trial in a process of its own, listen to it, and end it when it hangs: whatever a plugin does costs one row.
 
 A process that dies or hangs is told by its last words, its stack among them, and another one goes on after what it was
-trying. What a trial does and says is in ``trial``.
+trying. What a trial does and says is in ``check_trial``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from stagereg.commands.subject import Job, Row
-from stagereg.crash_report import innermost, signal_name
+from stagereg.commands.target import CheckJob, CheckRow
+from stagereg.crash_report import innermost_frame, signal_name
 from stagereg.errors import ConfigError
 
 __all__ = ["Section", "run"]
@@ -36,7 +36,7 @@ _PATIENCE = 4
 """How often a component may hang or end its process until the rest is left out: each time costs a limit, or a start."""
 _LAST_WORDS = 4
 """Lines of what a process that died has printed last."""
-_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from stagereg.commands import trial; "
+_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from stagereg.commands import check_trial; "
 
 
 @dataclass
@@ -52,12 +52,12 @@ class Section:
 
     title: str
     origin: str = ""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CheckRow] = field(default_factory=list)
     deaths: int = 0
 
 
 def run(
-    job: Job, options: Mapping[str, Any], limit_s: float, trying: Callable[[str], None] = lambda what: None
+    job: CheckJob, options: Mapping[str, Any], limit_s: float, trying: Callable[[str], None] = lambda what: None
 ) -> list[Section]:
     """Try all of ``job``, in as many processes as it takes.
 
@@ -77,7 +77,7 @@ def run(
 
 
 def _go_on(
-    job: Job,
+    job: CheckJob,
     options: Mapping[str, Any],
     limit_s: float,
     trying: Callable[[str], None],
@@ -100,7 +100,7 @@ def _go_on(
                     trying(f"{told['section']}: {told['promise']}")
                 elif told["say"] == "outcome":
                     attempt = {}
-                    section.rows.append(Row(told["name"], told["promise"], told["verdict"], told["seen"]))
+                    section.rows.append(CheckRow(told["name"], told["promise"], told["verdict"], told["seen"]))
                 elif told["say"] == "refused":
                     raise ConfigError(told["why"])
                 elif told["say"] == "end":
@@ -113,14 +113,19 @@ def _go_on(
             os.close(pipe)
     sections.setdefault(section.title, section).deaths += 1
     if not attempt:
-        section.rows.append(Row("runs", "It leaves the process that uses it alone.", "broken", seen))
+        section.rows.append(CheckRow("runs", "It leaves the process that uses it alone.", "broken", seen))
         return False
-    section.rows.append(Row(attempt["name"], attempt["promise"], "broken", seen))
+    section.rows.append(CheckRow(attempt["name"], attempt["promise"], "broken", seen))
     return True
 
 
 def _start(
-    job: Job, options: Mapping[str, Any], known: tuple[object, object], stacks: IO[bytes], words: IO[bytes], leash: int
+    job: CheckJob,
+    options: Mapping[str, Any],
+    known: tuple[object, object],
+    stacks: IO[bytes],
+    words: IO[bytes],
+    leash: int,
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Start a process with this one's ``sys.path``, in a group of its own; return it and what it speaks through.
 
@@ -199,7 +204,7 @@ def _fate(process: subprocess.Popen[bytes], stacks: IO[bytes], words: IO[bytes],
     return "\n".join([f"the process {how}{_place(stacks)}", *(f"  {line}" for line in last)])
 
 
-def _ended(process: subprocess.Popen[bytes], stacks: IO[bytes]) -> list[Row]:
+def _ended(process: subprocess.Popen[bytes], stacks: IO[bytes]) -> list[CheckRow]:
     """Wait for a process that has tried everything; a row if it does not come to its end."""
     try:
         process.wait(_END_S)
@@ -208,7 +213,7 @@ def _ended(process: subprocess.Popen[bytes], stacks: IO[bytes]) -> list[Row]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_LINGER_S)
         seen = f"it was still there {_END_S:g} s after all else{_place(stacks)}"
-        return [Row("ends", "The process that has used it comes to its end.", "broken", seen)]
+        return [CheckRow("ends", "The process that has used it comes to its end.", "broken", seen)]
     return []
 
 
@@ -222,5 +227,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _place(stacks: IO[bytes]) -> str:
     """Where the plugin was, by the stacks that ``faulthandler`` wrote, if it did."""
     stacks.seek(0)
-    where = innermost(stacks.read().decode(errors="replace"))
+    where = innermost_frame(stacks.read().decode(errors="replace"))
     return f", in {where}" if where else ""

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import stagereg.commands.apart as apart
-import stagereg.commands.vitals as vitals
+import stagereg.commands.subprocess_runner as subprocess_runner
+import stagereg.commands.system_checks as system_checks
 import stagereg.output as output
 import stagereg.registry as registry
-from stagereg.commands.vitals import Finding
+from stagereg.commands.system_checks import Finding
 from stagereg.errors import ConfigError, StageregError
 from stagereg.machine import cores
 from stagereg.registry import Entry
@@ -50,14 +50,14 @@ def run(asked: argparse.Namespace) -> int:
     if not asked.timeout > 0:
         raise ConfigError(f"--timeout must be above 0 seconds, not {asked.timeout:g}.")
     found = list(_findings(asked))
-    output.working()
+    output.progress()
     broken, warned = (sum(one.verdict == verdict for one in found) for verdict in ("broken", "warn"))
     if asked.json:
         output.as_json({"findings": [dataclasses.asdict(one) for one in found], "broken": broken, "warn": warned})
     else:
         rows = [(one.what, one.verdict, one.found + (f"\n-> {one.do}" if one.do else "")) for one in found]
         output.table("", ("what", "verdict", "found"), rows, verdict="verdict")
-        output.say(f"\n{broken} broken, {warned} to look at." if broken or warned else "\nNothing is broken.")
+        output.echo(f"\n{broken} broken, {warned} to look at." if broken or warned else "\nNothing is broken.")
     return int(broken > 0)
 
 
@@ -88,20 +88,20 @@ def load_built_in() -> dict[str, str]:
 
 def _findings(asked: argparse.Namespace) -> Iterator[Finding]:
     others = [entry for entry in registry.entries() if entry.distribution not in ("", _OWN)]
-    output.working(f"importing torch and {len(others)} plugins")
+    output.progress(f"importing torch and {len(others)} plugins")
     # Whatever interrupts this, the children end first, and then the threads that wait for them.
-    with ThreadPoolExecutor(max_workers=cores()) as several, apart.Children() as children:
-        torch = several.submit(children.ask, f"{vitals.__name__}:torch_facts", (), _TORCH_LIMIT_S)
+    with ThreadPoolExecutor(max_workers=cores()) as several, subprocess_runner.SubprocessRunner() as children:
+        torch = several.submit(children.ask, f"{system_checks.__name__}:torch_facts", (), _TORCH_LIMIT_S)
         built_in = several.submit(children.ask, f"{__name__}:load_built_in", (), _TORCH_LIMIT_S)
         plugins = [
             several.submit(children.ask, f"{__name__}:load", (entry.kind, entry.name), asked.timeout)
             for entry in others
         ]
-        yield from vitals.versions()
-        yield from vitals.host()
-        yield from vitals.torch_findings(torch.result().value, torch.result().failure)
-        yield from vitals.limits()
-        yield from vitals.directory(Path(asked.dir or "."), chosen=bool(asked.dir))
+        yield from system_checks.versions()
+        yield from system_checks.host()
+        yield from system_checks.torch_findings(torch.result().value, torch.result().failure)
+        yield from system_checks.limits()
+        yield from system_checks.directory(Path(asked.dir or "."), chosen=bool(asked.dir))
         yield _hydra()
         yield _built_in(built_in.result())
         for entry, one in zip(others, plugins, strict=True):
@@ -120,7 +120,7 @@ def _hydra() -> Finding:
     return Finding("Hydra options", "warn", "only in apps that import stagereg", do)
 
 
-def _built_in(told: apart.Answer) -> Finding:
+def _built_in(told: subprocess_runner.SubprocessResult) -> Finding:
     what = "built-in components"
     failures = {"all of them": told.failure} if told.value is None else told.value
     if not failures:
@@ -129,7 +129,7 @@ def _built_in(told: apart.Answer) -> Finding:
     return Finding(what, "broken", "\n".join(f"{name}: {why}" for name, why in failures.items()), do)
 
 
-def _plugin(entry: Entry, told: apart.Answer) -> Finding:
+def _plugin(entry: Entry, told: subprocess_runner.SubprocessResult) -> Finding:
     what = f"{entry.kind}/{entry.name}"
     who = f"{entry.distribution} {entry.version}"
     value = {"distribution": entry.distribution, "version": entry.version, "target": entry.target}

@@ -39,13 +39,13 @@ def run(asked: argparse.Namespace) -> int:
     from stagereg.commands.located import located, readable
 
     found = located(asked.directory, empty=True)
-    owner = found.place.holder()
+    owner = found.store.holder()
     entries = [_entry(each, found) for each in found.conditions]
     if not found.one:
-        entries += [_leftover(path, owner is not None) for path in found.place.leftovers()]
+        entries += [_leftover(path, owner is not None) for path in found.store.leftovers()]
     if asked.json:
         held = None if owner is None else dataclasses.asdict(owner)
-        output.as_json({"root": found.place.root, "held_by": held, "checkpoints": entries})
+        output.as_json({"root": found.store.root, "held_by": held, "checkpoints": entries})
         return 0
     rows = [
         (
@@ -59,9 +59,9 @@ def run(asked: argparse.Namespace) -> int:
         )
         for each in entries
     ]
-    output.table(found.place.root, ("step", "saved", "size", "ranks", "storage", "state", ""), rows, verdict="state")
+    output.table(found.store.root, ("step", "saved", "size", "ranks", "storage", "state", ""), rows, verdict="state")
     if owner is not None:
-        output.say(f"\nHeld by {owner}")
+        output.echo(f"\nHeld by {owner}")
     return 0
 
 
@@ -83,7 +83,7 @@ def _entry(each: Condition, found: Located) -> dict[str, Any]:
 
 
 def _leftover(path: str, held: bool) -> dict[str, Any]:
-    from stagereg.checkpoint.layout import step_within
+    from stagereg.checkpoint.manifest import step_within
 
     return {
         "path": path,

@@ -20,12 +20,12 @@ import stagereg.checkpoint.interval as interval
 import stagereg.output as output
 import stagereg.registry as registry
 from stagereg.bench.command import check_writable
+from stagereg.commands.cost_curve import CostModel, Loss, csv_text, duration_text, loss_figure
 from stagereg.commands.costs import Costs, Rates, by_rates, by_run, measured, size_text
-from stagereg.commands.losses import Job, Loss, csv_text, duration_text, loss_figure
 from stagereg.config.texts import duration, written
 from stagereg.errors import ConfigError, StageregError
 from stagereg.sizes import ByteSize
-from stagereg.sweep.metrics import counted
+from stagereg.sweep.metric import counted
 
 __all__ = ["add_to", "run"]
 
@@ -86,7 +86,7 @@ def run(asked: argparse.Namespace) -> int:
     if asked.restart is None:
         costs = dataclasses.replace(costs, told=(*costs.told, _ASSUMED))
     step_s = given_step or costs.step_s
-    job = Job(costs.cost_s, costs.write_s, restart_s, mtbf_s)
+    job = CostModel(costs.cost_s, costs.write_s, restart_s, mtbf_s)
     steps = interval.in_steps(job.best_s, step_s, job.least_s) if step_s else None
     best = job.loss(steps * step_s if steps and step_s else job.best_s)
     files = _write(folder, job, step_s, failing) if folder else []
@@ -95,7 +95,7 @@ def run(asked: argparse.Namespace) -> int:
     else:
         _tell(costs, job, step_s, steps, best, failing)
         for path in files:
-            output.say(f"wrote {path}")
+            output.echo(f"wrote {path}")
     return 0
 
 
@@ -148,7 +148,7 @@ def _costs(asked: argparse.Namespace) -> Costs:
     if rates.stage is None or rates.write is None:
         registry.find("stager", asked.stager)
         check_writable("--dir", Path(asked.dir))
-        with output.aside():
+        with output.stdout_to_stderr():
             rates = measured(rates, nbytes / ranks, asked.stager, asked.dir)
     return by_rates(nbytes, ranks, rates)
 
@@ -200,36 +200,36 @@ def _folder(name: str) -> Path | None:
 # -- what is told
 
 
-def _tell(costs: Costs, job: Job, step_s: float | None, steps: int | None, best: Loss, failing: str) -> None:
-    output.say(f"A checkpoint of {size_text(costs.nbytes)} on {counted(costs.ranks, 'rank')}")
+def _tell(costs: Costs, job: CostModel, step_s: float | None, steps: int | None, best: Loss, failing: str) -> None:
+    output.echo(f"A checkpoint of {size_text(costs.nbytes)} on {counted(costs.ranks, 'rank')}")
     rows = [
         ("cost", duration_text(job.cost_s), "that training loses: the loop is held, and steps beside it are slower"),
         ("age", duration_text(max(job.write_s, job.cost_s)), "of the state when its checkpoint is complete"),
         ("restart", duration_text(job.restart_s), "from a failure until training goes on"),
     ]
     output.table("", (), [*rows, ("step", duration_text(step_s), "of training")] if step_s else rows)
-    output.say(f"{failing}\n")
+    output.echo(f"{failing}\n")
     interval_text = duration_text(best.interval_s) + (f", every {steps:,} steps" if steps else "")
-    output.say(f"Save every {interval_text}: {_lost(best.total)} is lost.", "bold")
+    output.echo(f"Save every {interval_text}: {_lost(best.total)} is lost.", "bold")
     for line in _remarks(job, best):
-        output.say(line)
-    output.say()
+        output.echo(line)
+    output.echo()
     heads = ("interval", *(("steps",) if step_s else ()), "lost", "checkpoints", "done twice", "restarts", "")
     output.table("", heads, [_row(job.loss(at), step_s, words) for at, words in _intervals(job, best)])
     if steps:
         mtbf = written(datetime.timedelta(seconds=round(job.mtbf_s) or job.mtbf_s)).replace(" ", "")
-        output.say(
+        output.echo(
             f"\nSet checkpoint.every={steps}; or checkpoint.every=auto checkpoint.mtbf={mtbf}, which measures all this"
         )
-        output.say("while it trains, and follows it.")
+        output.echo("while it trains, and follows it.")
     else:
-        output.say("\nGive --step for the interval in steps; checkpoint.every=auto finds it out by itself.")
-    output.say()
+        output.echo("\nGive --step for the interval in steps; checkpoint.every=auto finds it out by itself.")
+    output.echo()
     lines = (*costs.told, *_MODEL, *_SOURCES)
     output.table("Where that comes from", (), [("-", line) for line in lines])
 
 
-def _remarks(job: Job, best: Loss) -> list[str]:
+def _remarks(job: CostModel, best: Loss) -> list[str]:
     lines = []
     if best.total >= _HARDLY:
         parts = [f"{part / job.mtbf_s:.2g} of that" for part in (job.cost_s, job.write_s, job.restart_s)]
@@ -246,7 +246,7 @@ def _remarks(job: Job, best: Loss) -> list[str]:
     return lines
 
 
-def _intervals(job: Job, best: Loss) -> list[tuple[float, str]]:
+def _intervals(job: CostModel, best: Loss) -> list[tuple[float, str]]:
     """Intervals to compare, from short to long; those that look alike are one."""
     named = [
         ("a quarter", best.interval_s / 4),
@@ -282,7 +282,7 @@ def _lost(part: float) -> str:
 def _plain(
     asked: argparse.Namespace,
     costs: Costs,
-    job: Job,
+    job: CostModel,
     step_s: float | None,
     steps: int | None,
     best: Loss,
@@ -313,7 +313,7 @@ def _plain(
     }
 
 
-def _write(folder: Path, job: Job, step_s: float | None, failing: str) -> list[Path]:
+def _write(folder: Path, job: CostModel, step_s: float | None, failing: str) -> list[Path]:
     contents = {"plan.csv": csv_text(job, step_s).encode()}
     try:
         figure = loss_figure(job, step_s, f"What is lost to checkpoints and failures\n{failing}")

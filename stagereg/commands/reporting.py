@@ -50,12 +50,12 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: the directory is neither a run nor a sweep, an option is not for what it is or has no meaning, a
             package is missing, or a file could not be written.
     """
-    import stagereg.sweep.place as place
+    import stagereg.sweep.run_directory as run_directory
     import stagereg.sweep.tensorboard as tensorboard
 
     directory = Path(asked.directory)
     window = _window(asked.window)
-    kind = place.kind_of(directory)
+    kind = run_directory.kind_of(directory)
     if asked.tensorboard:
         tensorboard.check()
     if kind == "sweep":
@@ -98,7 +98,7 @@ def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
     """What the sweep was ranked by when it ran, by the config of the first job that says so, else what makes sense."""
     from omegaconf import OmegaConf
 
-    from stagereg.sweep.metrics import usual
+    from stagereg.sweep.metric import usual
 
     for job in jobs:
         with contextlib.suppress(Exception):  # whatever YAML and OmegaConf have to say of a torn file
@@ -170,7 +170,7 @@ def _run(asked: argparse.Namespace, directory: Path, window: tuple[float, float]
     else:
         reported.show(job, recorded, found, warnings)
         if why:
-            output.say(f"\nThere is no timeline: {why}")
+            output.echo(f"\nThere is no timeline: {why}")
     _say_where(files, asked, trouble)
 
 
@@ -214,6 +214,6 @@ def _say_where(files: Sequence[Path], asked: argparse.Namespace, trouble: Config
         return
     if files:
         names = ", ".join(path.name for path in files)
-        output.say(f"\nWritten to {os.path.relpath(files[0].parent)}: {names}")
+        output.echo(f"\nWritten to {os.path.relpath(files[0].parent)}: {names}")
     if asked.tensorboard:
-        output.say(f"For TensorBoard: tensorboard --logdir {shlex.quote(asked.tensorboard)}")
+        output.echo(f"For TensorBoard: tensorboard --logdir {shlex.quote(asked.tensorboard)}")

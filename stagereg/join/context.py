@@ -470,9 +470,9 @@ class Join:
             self._look_at_wire()
             shadowed = self._wiring.shadowed
             taken = self._wiring.steps - shadowed + self._on_wire.taken
-            record.tell("join", steps=taken, shadowed=shadowed + self._on_wire.shadowed, **given)
+            record.emit("join", steps=taken, shadowed=shadowed + self._on_wire.shadowed, **given)
         elif self._given.batches:
-            record.tell("join", steps=self._given.batches, shadowed=0, **given)
+            record.emit("join", steps=self._given.batches, shadowed=0, **given)
 
     def _restore(self) -> None:
         self._hooks = None

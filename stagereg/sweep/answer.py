@@ -7,10 +7,10 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Comparison, Row
+    from stagereg.sweep.compare import Comparison, ComparisonRow
     from stagereg.sweep.result import JobResult
 
-__all__ = ["Trust", "repeated", "sentences", "trust"]
+__all__ = ["Confidence", "confidence", "repeated", "sentences"]
 
 _NAMED = 3
 """Rows that are named before the rest is counted."""
@@ -18,7 +18,7 @@ _FEW = 3
 """Runs of a combination from which on a difference beyond their spread is worth saying without reserve."""
 
 
-class Trust(Enum):
+class Confidence(Enum):
     """What can be said of the difference between the best and the next."""
 
     NO_BEST = "no best"
@@ -29,17 +29,17 @@ class Trust(Enum):
     REAL = "real"
 
 
-def trust(comparison: Comparison) -> Trust:
+def confidence(comparison: Comparison) -> Confidence:
     """Return how far the answer can be trusted."""
     best = comparison.best
     if best is None:
-        return Trust.NO_BEST
+        return Confidence.NO_BEST
     if (following := _following(comparison, best)) is None:
-        return Trust.ALONE
+        return Confidence.ALONE
     if comparison.ties:
-        return Trust.TIE
+        return Confidence.TIE
     fewest = min(len(row.cells[comparison.ranking.name].values) for row in (best, following))
-    return Trust.ONCE if fewest == 1 else Trust.FEW if fewest < _FEW else Trust.REAL
+    return Confidence.ONCE if fewest == 1 else Confidence.FEW if fewest < _FEW else Confidence.REAL
 
 
 def repeated(comparison: Comparison, times: int) -> str:
@@ -80,7 +80,7 @@ def _ended(jobs: Sequence[JobResult]) -> str:
     return f"of {len(jobs)} jobs, {failed} failed and {unfinished} {be} unfinished"
 
 
-def _about(comparison: Comparison, best: Row) -> Iterator[str]:
+def _about(comparison: Comparison, best: ComparisonRow) -> Iterator[str]:
     ranking, ties = comparison.ranking, comparison.ties
     rivals = [row for row in comparison.candidates if row is not best]
     head = f"Best by {ranking.name}: {_told(comparison, best)}"
@@ -95,11 +95,11 @@ def _about(comparison: Comparison, best: Row) -> Iterator[str]:
     yield from _unreliable(comparison, best)
 
 
-def _told(comparison: Comparison, row: Row) -> str:
+def _told(comparison: Comparison, row: ComparisonRow) -> str:
     return f"{row.label}, {comparison.ranking.text(row.cells[comparison.ranking.name].median)}"
 
 
-def _others(ties: Sequence[Row], rivals: Sequence[Row]) -> str:
+def _others(ties: Sequence[ComparisonRow], rivals: Sequence[ComparisonRow]) -> str:
     if len(ties) > _NAMED and len(ties) == len(rivals):
         return f"all {len(ties)} others"
     rest = len(ties) - _NAMED
@@ -109,7 +109,7 @@ def _others(ties: Sequence[Row], rivals: Sequence[Row]) -> str:
     return f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
 
 
-def _because(comparison: Comparison, best: Row, ties: Sequence[Row]) -> str:
+def _because(comparison: Comparison, best: ComparisonRow, ties: Sequence[ComparisonRow]) -> str:
     from stagereg.sweep.compare import Tie
 
     reasons = {comparison.tie(best, row) for row in ties}
@@ -124,13 +124,13 @@ def _because(comparison: Comparison, best: Row, ties: Sequence[Row]) -> str:
     return "the difference is smaller than the spread"
 
 
-def _apart(comparison: Comparison, head: str, best: Row) -> str:
+def _apart(comparison: Comparison, head: str, best: ComparisonRow) -> str:
     """No rival ties with the best: how far can that be trusted?"""
     following = _following(comparison, best)
     assert following is not None
     counts = sorted({len(row.cells[comparison.ranking.name].values) for row in (best, following)})
-    trusted = trust(comparison)
-    if trusted is Trust.ONCE:
+    trusted = confidence(comparison)
+    if trusted is Confidence.ONCE:
         once = "one run each" if counts == [1] else "one of the two has a single run"
         words = f"{once}, so nothing says whether the difference is real; {repeated(comparison, _FEW)} would"
     else:
@@ -138,13 +138,13 @@ def _apart(comparison: Comparison, head: str, best: Row) -> str:
         words = f"the difference is larger than the spread of {each}, "
         words += (
             "so it is most likely real"
-            if trusted is Trust.REAL
+            if trusted is Confidence.REAL
             else f"but so few prove little; {repeated(comparison, 5)} would help"
         )
     return f"{head}, before {_told(comparison, following)}: {words}."
 
 
-def _following(comparison: Comparison, best: Row) -> Row | None:
+def _following(comparison: Comparison, best: ComparisonRow) -> ComparisonRow | None:
     """The row that would be the best without the best."""
     name = comparison.ranking.name
     sign = -1 if comparison.ranking.better == "higher" else 1
@@ -152,7 +152,7 @@ def _following(comparison: Comparison, best: Row) -> Row | None:
     return min(rivals, key=lambda row: sign * row.cells[name].median, default=None)
 
 
-def _unreliable(comparison: Comparison, best: Row) -> Iterator[str]:
+def _unreliable(comparison: Comparison, best: ComparisonRow) -> Iterator[str]:
     """A combination that looks better still, had it not failed in some runs."""
     name = comparison.ranking.name
     sign = -1 if comparison.ranking.better == "higher" else 1

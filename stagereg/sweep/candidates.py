@@ -6,7 +6,7 @@ the checkpoint interval. ``--over`` adds keys, or replaces what a key may be, in
 ``tag(log, ..)``. What the user gives as an override is held fixed. An option of a component is asked for only where the
 component chosen has it.
 
-Reading ``--over`` is for :mod:`stagereg.sweep.over`.
+Reading ``--over`` is for :mod:`stagereg.sweep.search_space`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import stagereg.registry as registry
 from stagereg.config.schema import Option
 from stagereg.errors import ConfigError, RegistryError, UnknownNameError, nearest
 from stagereg.registry import Entry
-from stagereg.sweep.over import Choices, Over, Values, over, text
 from stagereg.sweep.program import Composed
-from stagereg.sweep.space import Parameter, Space
+from stagereg.sweep.search_space import Choices, SearchSpace, Values, search_space, text
+from stagereg.sweep.tune_space import Parameter, Space
 
 __all__ = ["space"]
 
@@ -71,7 +71,7 @@ def space(
         RegistryError: a component that was named cannot be loaded.
     """
     held = {_path(word): word for word in fixed}
-    added = [over(word, program.get(word.partition("=")[0].lstrip("+"))) for word in given]
+    added = [search_space(word, program.get(word.partition("=")[0].lstrip("+"))) for word in given]
     _check(added, program, held)
     builder = _Builder(program, held, {one.path: one for one in added}, only)
     groups = [builder.group(one) for one in added if one.path in program.choices]
@@ -93,14 +93,16 @@ def space(
 class _Builder:
     """Makes parameters, and notes what it leaves out."""
 
-    def __init__(self, program: Composed, held: Mapping[str, str], given: Mapping[str, Over], only: bool) -> None:
+    def __init__(
+        self, program: Composed, held: Mapping[str, str], given: Mapping[str, SearchSpace], only: bool
+    ) -> None:
         self.program = program
         self.held = held
         self.given = given
         self.only = only
         self.left_out: list[str] = []
 
-    def group(self, one: Over) -> Parameter:
+    def group(self, one: SearchSpace) -> Parameter:
         """A config group whose options were named."""
         if one.path not in registry.kinds():
             if isinstance(one.values, Choices) and one.values.pattern:
@@ -246,7 +248,7 @@ def _choices(hint: Any) -> Iterator[str]:
             yield from itertools.chain.from_iterable(every)
 
 
-def _check(added: list[Over], program: Composed, held: Mapping[str, str]) -> None:
+def _check(added: list[SearchSpace], program: Composed, held: Mapping[str, str]) -> None:
     known = program.keys()
     for one in added:
         if one.path in held:

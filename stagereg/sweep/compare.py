@@ -5,7 +5,7 @@ their medians differ by no more than either's spread, or in proportion by no mor
 itself (the A/A row), or where few runs overlap. Only completed jobs count; a combination that failed in any of its
 runs, or has the figure in only some, is never best. The order in which results are given makes no difference.
 
-Which figures there are is told in :mod:`stagereg.sweep.metrics`; the sentence is made in :mod:`stagereg.sweep.answer`,
+Which figures there are is told in :mod:`stagereg.sweep.metric`; the sentence is made in :mod:`stagereg.sweep.answer`,
 warnings in ``caveats``.
 """
 
@@ -21,14 +21,14 @@ from enum import Enum
 from pathlib import Path
 
 import stagereg.sweep.answer as answer
-import stagereg.sweep.caveats as caveats
+import stagereg.sweep.comparison_warnings as comparison_warnings
 from stagereg.errors import ConfigError
 from stagereg.sweep.interleaved import KEYS, InterleavedSweeper
-from stagereg.sweep.metrics import METRICS, RETURNED, Metric, directed
-from stagereg.sweep.metrics import metric as named
+from stagereg.sweep.metric import METRICS, RETURNED, Metric, directed
+from stagereg.sweep.metric import metric as named
 from stagereg.sweep.result import JobResult
 
-__all__ = ["Cell", "Comparison", "Row", "Tie", "compare"]
+__all__ = ["Cell", "Comparison", "ComparisonRow", "Tie", "compare"]
 
 _ENOUGH = 5
 """Values from which on quartiles alone tell a difference from chance; of fewer, all of one row must be better."""
@@ -73,7 +73,7 @@ class Tie(Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One combination: its jobs, all of the same versions.
 
     Attributes:
@@ -137,18 +137,18 @@ class Comparison:
     parameters: tuple[str, ...]
     constant: tuple[str, ...]
     metrics: tuple[Metric, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     repeats: int
     ranking: Metric
     warnings: tuple[str, ...] = ()
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> ComparisonRow | None:
         """The row that is best by the ranking metric; ``None`` where no row may be."""
         return next(iter(self._marked("best")), None)
 
     @property
-    def ties(self) -> tuple[Row, ...]:
+    def ties(self) -> tuple[ComparisonRow, ...]:
         """The rows that tie with the best."""
         return tuple(self._marked("tie"))
 
@@ -164,16 +164,16 @@ class Comparison:
         return told <= {None, InterleavedSweeper.__name__}
 
     @property
-    def candidates(self) -> tuple[Row, ...]:
+    def candidates(self) -> tuple[ComparisonRow, ...]:
         """The rows that may be best by the ranking metric."""
         return tuple(row for row in self.rows if row.is_candidate(self.ranking.name))
 
-    def tie(self, one: Row, other: Row) -> Tie | None:
+    def tie(self, one: ComparisonRow, other: ComparisonRow) -> Tie | None:
         """Why two rows tie by the ranking metric; ``None`` where they do not. Both have the figure."""
         name = self.ranking.name
         return _tie(one.cells[name], other.cells[name], _noise(self.rows, name))
 
-    def _marked(self, verdict: str) -> Iterator[Row]:
+    def _marked(self, verdict: str) -> Iterator[ComparisonRow]:
         name = self.ranking.name
         return (row for row in self.rows if name in row.cells and row.cells[name].verdict == verdict)
 
@@ -207,7 +207,7 @@ def compare(results: Sequence[JobResult], metric: str = "stall_ms", direction: s
         rows=tuple(_judged(rows, columns, ranking)),
         repeats=1 + max(job.repeat for job in jobs),
         ranking=ranking,
-        warnings=tuple(caveats.of(jobs, rows, ranking)),
+        warnings=tuple(comparison_warnings.of(jobs, rows, ranking)),
     )
 
 
@@ -260,20 +260,20 @@ def _told_versions(groups: Sequence[Sequence[JobResult]]) -> list[str]:
     ]
 
 
-def _row(jobs: Sequence[JobResult], parameters: Sequence[str], versions: str, ranking: Metric) -> Row:
+def _row(jobs: Sequence[JobResult], parameters: Sequence[str], versions: str, ranking: Metric) -> ComparisonRow:
     keys = _by_key(jobs[0].overrides)
     completed = [job for job in jobs if job.status == "completed"]
     names = [one.name for one in METRICS]
     names += sorted({name for job in completed for name in job.figures if name.startswith(RETURNED)})
     values = {name: [job.figures[name] for job in completed if job.has(name)] for name in names}
     broken = sorted((job for job in jobs if job.status != "completed"), key=lambda job: job.status != "failed")
-    return Row(
+    return ComparisonRow(
         parameters={name: keys[name] for name in parameters if name in keys},
         jobs=tuple(jobs),
         cells={name: Cell.of(several) for name, several in values.items() if several},
         again=jobs[0].again,
         error=broken[0].error or "it has not said why" if broken else "",
-        note="; ".join(caveats.of_row(completed, ranking)),
+        note="; ".join(comparison_warnings.of_row(completed, ranking)),
         versions=versions,
     )
 
@@ -281,7 +281,7 @@ def _row(jobs: Sequence[JobResult], parameters: Sequence[str], versions: str, ra
 # -- verdicts
 
 
-def _columns(rows: Sequence[Row], ranking: Metric) -> tuple[Metric, ...]:
+def _columns(rows: Sequence[ComparisonRow], ranking: Metric) -> tuple[Metric, ...]:
     """The metrics that any row has; what tasks return has no better side, unless rows are ranked by it."""
     there = {name for row in rows for name in row.cells}
     returned = sorted(name for name in there if name.startswith(RETURNED))
@@ -289,7 +289,7 @@ def _columns(rows: Sequence[Row], ranking: Metric) -> tuple[Metric, ...]:
     return tuple(ranking if one.name == ranking.name else one for one in every if one.name in there)
 
 
-def _judged(rows: Sequence[Row], columns: Sequence[Metric], ranking: Metric) -> Iterator[Row]:
+def _judged(rows: Sequence[ComparisonRow], columns: Sequence[Metric], ranking: Metric) -> Iterator[ComparisonRow]:
     """The rows with the best of each column marked, and what ties with it; nothing where all are equal.
 
     Of equal rows the first is the best by ``ranking``: the answer has to begin with one of them.
@@ -333,7 +333,7 @@ def _tie(one: Cell, other: Cell, noise: float) -> Tie | None:
     return Tie.OVERLAP if few and not apart else None
 
 
-def _noise(rows: Sequence[Row], name: str) -> float:
+def _noise(rows: Sequence[ComparisonRow], name: str) -> float:
     """By what part a combination differs from itself: the largest difference of an A/A pair; 0 without one.
 
     A part, since what disturbs a time or a rate of a machine makes long ones longer by more than short ones.

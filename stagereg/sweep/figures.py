@@ -1,7 +1,7 @@
 """The figures of one run, from what its ranks have recorded.
 
 Each figure is there if it is known, and finite; what the metrics among them mean is told beside their names, in
-:mod:`stagereg.sweep.metrics`. A checkpoint takes as long as its slowest rank. Times of different ranks are compared
+:mod:`stagereg.sweep.metric`. A checkpoint takes as long as its slowest rank. Times of different ranks are compared
 only where they are of one machine, and so of one clock.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stagereg.sweep.checkpoints import by_checkpoint
-from stagereg.sweep.metrics import RETURNED
+from stagereg.sweep.metric import RETURNED
 from stagereg.sweep.run import RankRecord, Run, Span
 
 __all__ = ["figures", "number"]
@@ -31,7 +31,7 @@ _TOUCHED_S = 1e-4
 def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
     """Compute what is known of a run.
 
-    The metrics have the names of :data:`stagereg.sweep.metrics.METRICS`; besides, in seconds and bytes: ``steps``;
+    The metrics have the names of :data:`stagereg.sweep.metric.METRICS`; besides, in seconds and bytes: ``steps``;
     ``checkpoints`` (committed) and ``lost_checkpoints``; ``train_s``, from the end of the first step to the end of the
     last with its stall, ``lost_s`` of it and ``step_s``, the median undisturbed step, each of the rank that has most;
     ``stall_s``, the slowest rank's stalls in sum; ``bytes_staged``, in all, and ``state_bytes``, of one checkpoint on

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagereg.errors import ConfigError
 from stagereg.sweep.checkpoints import Saved, saved
-from stagereg.sweep.metrics import counted
+from stagereg.sweep.metric import counted
 from stagereg.sweep.render.plots import COLOURS, plain, styled
 from stagereg.sweep.run import RankRecord, Run, Span
 from stagereg.sweep.steps import with_data, without_stalls

@@ -7,8 +7,8 @@ from collections import OrderedDict
 import torch
 
 from stagereg.stagers.async_stager import StateDict
-from stagereg.testing.samples import DTYPES, Pair, odd_values
-from stagereg.testing.trial import StagerTrial, promise, promise_on_a_rank
+from stagereg.testing.stager_trial import StagerTrial, promise, promise_on_a_rank
+from stagereg.testing.state_samples import DTYPES, Pair, odd_values
 
 __all__ = ["Fidelity"]
 

@@ -8,7 +8,7 @@ The author of a stager writes one method, and pytest does the rest::
 
 Stagers are called as torch's ``async_save`` calls them: a future is waited for; otherwise ``synchronize_staging`` is
 called where ``should_synchronize_after_execute``. Every trial is bounded, so a stager that hangs fails. What a copy is
-compared with is noted before anything is staged (``likeness``), and distributed tensors are staged on a rank of its
+compared with is noted before anything is staged (``snapshot``), and distributed tensors are staged on a rank of its
 own (``ranks``). This room knows no stager of the project, and makes no claim about speed.
 """
 
@@ -31,9 +31,9 @@ from stagereg.errors import RegistryError, StageregError
 from stagereg.spec import check
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.testing.fidelity import Fidelity
-from stagereg.testing.likeness import difference, note
-from stagereg.testing.samples import GatedWriter, PatientCaller, Settings
-from stagereg.testing.trial import promise, promise_on_a_rank
+from stagereg.testing.snapshot import difference, note
+from stagereg.testing.stager_trial import promise, promise_on_a_rank
+from stagereg.testing.state_samples import CustomValue, GatedWriter, PatientCaller
 
 __all__ = ["StagerContract"]
 
@@ -44,8 +44,8 @@ _LARGE = 36 * 2**20
 class StagerContract(Fidelity):
     """Inherit from this, write ``make``, and each ``test_*`` tries one promise on your stager.
 
-    What to override is told in :class:`~stagereg.testing.trial.StagerTrial`: ``make``, and for stagers that are not
-    like others ``expected``, ``timeout_s`` and ``device``.
+    What to override is told in :class:`~stagereg.testing.stager_trial.StagerTrial`: ``make``, and for stagers that are
+    not like others ``expected``, ``timeout_s`` and ``device``.
     """
 
     # The shape
@@ -125,7 +125,7 @@ class StagerContract(Fidelity):
     @promise
     def test_values_that_are_no_tensors_are_copied(self) -> None:
         """Lists, dicts, sets, buffers and objects in the state dict are copied, not shared with the source."""
-        settings = Settings([1])
+        settings = CustomValue([1])
         state: StateDict = {"list": [1], "dict": {"k": 1}, "set": {1}, "bytes": bytearray(b"ab"), "object": settings}
         copied = self.settled(self.opened(), state)
         state["list"].append(2)
@@ -133,7 +133,7 @@ class StagerContract(Fidelity):
         state["set"].add(2)
         state["bytes"][0] = 0
         settings.steps.append(2)
-        wanted = {"list": [1], "dict": {"k": 1}, "set": {1}, "bytes": bytearray(b"ab"), "object": Settings([1])}
+        wanted = {"list": [1], "dict": {"k": 1}, "set": {1}, "bytes": bytearray(b"ab"), "object": CustomValue([1])}
         for kind, value in wanted.items():
             if copied[kind] != value:
                 self.broken(f"after a change to the source's {kind}, the copy's is {copied[kind]!r}, not {value!r}")

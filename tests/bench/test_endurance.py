@@ -13,7 +13,7 @@ import pytest
 
 import stagereg.bench.endurance as endurance
 from stagereg import cli
-from stagereg.bench.endurance import MARKS, Mark, Settings, endure, grown, measured, table
+from stagereg.bench.endurance import MARKS, EnduranceSettings, Mark, endure, grown, measured, table
 from stagereg.errors import LaunchError
 from stagereg.registry import build, register
 
@@ -97,7 +97,7 @@ def leaking(registry_as_before: None) -> Iterator[None]:
 
 
 def test_a_stager_that_leaves_files_open_is_seen_in_a_real_run(leaking: None, folders: dict[str, str]) -> None:
-    seen = endure(Settings("leaking", "dcp", 10, 2, **folders))
+    seen = endure(EnduranceSettings("leaking", "dcp", 10, 2, **folders))
     assert [mark.saves for mark in seen] == list(range(1, 11))
     assert seen[-1].descriptors - seen[0].descriptors == 9
     assert "descriptors" in " ".join(grown(seen))
@@ -107,7 +107,7 @@ def test_a_stager_that_leaves_files_open_is_seen_in_a_real_run(leaking: None, fo
 @pytest.mark.slow
 def test_counts_are_of_this_process_and_its_writer(folders: dict[str, str]) -> None:
     others = len(list(endurance._children(os.getpid())))  # what earlier tests have started
-    seen = endure(Settings("shared", "direct", 10, 1, **folders))
+    seen = endure(EnduranceSettings("shared", "direct", 10, 1, **folders))
     assert {mark.processes for mark in seen} == {others + 2}
     assert all(mark.seconds > 0 for mark in seen)
     assert seen[-1].unfinished == 0

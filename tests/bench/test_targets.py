@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-import stagereg.bench.join as join
+import stagereg.bench.join_rows as join
 import stagereg.bench.staging as staging
 import stagereg.bench.stall as stall
 import stagereg.bench.write as write
-from stagereg.bench.joinrank import MODELS
+from stagereg.bench.join_rank import MODELS
 from stagereg.bench.report import Group, Line, figures
 from stagereg.bench.states import STATES
 from stagereg.bench.targets import TARGETS, Noise, Target, judge

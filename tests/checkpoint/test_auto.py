@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 import stagereg.checkpoint.interval as interval
 import stagereg.config.schema as schema
 from stagereg import registry
-from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.schedule import Automatic
 from stagereg.config.instantiate import instantiate
 from stagereg.errors import CheckpointError, ConfigError, StagingError
@@ -39,7 +39,7 @@ class Training:
     def __init__(self, step_s: float, stall_s: float, write_s: float, slower: float = 1.0, ranks: Any = None) -> None:
         self.step_s, self.stall_s, self.write_s, self.slower = step_s, stall_s, write_s, slower
         self.now = 1000.0
-        self.schedule = Automatic(MTBF_S, ranks or Agreement(), lambda: self.now)
+        self.schedule = Automatic(MTBF_S, ranks or RankGroup(), lambda: self.now)
         self.pending: list[float] = []
         self.saved: list[int] = []
         self.busy: list[int] = []
@@ -177,7 +177,7 @@ def test_checkpoints_that_are_lost_leave_a_plan() -> None:
 
 def many_runs(rank: int, world_size: int, seeds: int) -> list[list[int]]:
     runs = []
-    ranks = Agreement()
+    ranks = RankGroup()
     for seed in range(seeds):
         chance = random.Random(seed * world_size + rank)  # each rank has times of its own
         times = [10 ** chance.uniform(*between) for between in ((-2, 0), (-2, 1), (-2, 1))]
@@ -193,7 +193,7 @@ def many_runs(rank: int, world_size: int, seeds: int) -> list[list[int]]:
 def two_groups(rank: int) -> list[int]:
     """Ranks 0 and 1 save together, and rank 2 for itself."""
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
-    training = Training([0.1, 0.2, 0.4][rank], 0.1, 1.0, ranks=Agreement(groups[rank // 2]))
+    training = Training([0.1, 0.2, 0.4][rank], 0.1, 1.0, ranks=RankGroup(groups[rank // 2]))
     training.steps(1, 800)
     return [*training.saved, training.schedule.every]
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import format_utils
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.stagers.async_stager import AsyncStager
 
@@ -344,7 +344,7 @@ def test_a_checkpoint_is_one_of_its_directory_by_whatever_path_it_is_named(
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with Checkpointer(str(tmp_path / "run")) as checkpointer:
         checkpointer.save(1, {"x": 1})
-    monkeypatch.setattr(LocalPlace, "publish", lambda *_: 1 // 0)
+    monkeypatch.setattr(LocalStore, "publish", lambda *_: 1 // 0)
     for named, used in (("link", "run"), ("run", "link")):
         path = str(tmp_path / named / "step-00000001")
         with Checkpointer(str(tmp_path / used), resume=path) as checkpointer:

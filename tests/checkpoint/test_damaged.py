@@ -16,10 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import stagereg.checkpoint.place.local as local
+import stagereg.checkpoint.store.local_store as local
 from stagereg import record
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError
 from stagereg.testing.ranks import run_ranks
 
@@ -121,7 +121,7 @@ def test_a_fast_look_finds_sizes_and_what_cannot_be_read_is_found_in_reading(
 
 
 def test_a_fast_look_does_not_read_the_content(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalPlace, "contents", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(LocalStore, "contents", lambda *_: pytest.fail("it was read"))
     assert restore(root, verify="fast")[0] == 200
 
 
@@ -129,14 +129,14 @@ def test_what_only_reading_finds_falls_back_before_any_object_was_touched(
     root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file goes away between the look at it and the reading."""
-    real = LocalPlace.contents
+    real = LocalStore.contents
 
-    def contents(self: LocalPlace, path: str, names: Any) -> Any:
+    def contents(self: LocalStore, path: str, names: Any) -> Any:
         found = real(self, path, names)
         (path_of(root, 200) / DATA).unlink(missing_ok=True)
         return found
 
-    monkeypatch.setattr(LocalPlace, "contents", contents)
+    monkeypatch.setattr(LocalStore, "contents", contents)
     assert restore(root)[0] == 100
     assert f"{DATA}: missing" in told(caplog)[0]
 
@@ -324,11 +324,11 @@ def restore_on_two_ranks(rank: int, world_size: int, root: str) -> list[tuple[in
             found.append((told, state["object"].loaded, float(state[own][0]), list(log.lines)))
 
         again(lambda: None)
-        real = LocalPlace.contents
+        real = LocalStore.contents
         if rank == 1:
-            LocalPlace.contents = lambda self, path, names: dict.fromkeys(names, "missing")  # type: ignore
+            LocalStore.contents = lambda self, path, names: dict.fromkeys(names, "missing")  # type: ignore
         again(lambda: None)
-        LocalPlace.contents = real  # type: ignore[method-assign]
+        LocalStore.contents = real  # type: ignore[method-assign]
         again(lambda: flip(file))
         checkpointer.verify = "fast"
         again(lambda: file.write_bytes(bytes(file.stat().st_size)))

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-import stagereg.checkpoint.points as points
+import stagereg.checkpoint.failpoints as failpoints
 import stagereg.checkpoint.torchfiles as torchfiles
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager
@@ -96,10 +96,10 @@ def test_wherever_the_disk_was_full_the_next_save_works_when_it_is_free_again(tm
                     if len(reached) == at + 1:
                         raise OSError(errno.ENOSPC, "No space left on device")
 
-            points.watch(full)
+            failpoints.watch(full)
             checkpointer.save(2 * at, state)
             checkpointer._background.drain()
-            points.watch(None)
+            failpoints.watch(None)
             if len(reached) <= at:
                 break
             with pytest.raises(CheckpointError, match=rf"Step {2 * at} was not saved: OSError: \[Errno 28\]"):
@@ -178,13 +178,13 @@ def test_the_copy_is_let_go_of_when_the_write_has_ended(
 def test_the_copy_is_let_go_of_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stager = Tracked()
     alive: list[Any] = []
-    publish = LocalPlace.publish
+    publish = LocalStore.publish
 
     def watch(*args: Any) -> str:
         alive.extend(copy() for copy in stager.copies)
         return publish(*args)
 
-    monkeypatch.setattr(LocalPlace, "publish", watch)
+    monkeypatch.setattr(LocalStore, "publish", watch)
     with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(10)})
     assert alive == [None]
@@ -267,7 +267,7 @@ if sys.argv[2] == "fails":
     DcpStorage.write_data = full
 if sys.argv[2] == "is_interrupted":
     work = Interrupted()
-    ending.expect(work)
+    ending.wait_for(work)
 checkpointer = Checkpointer(sys.argv[1])
 checkpointer.save(1, {"x": 1})
 print("the loop is done")

@@ -21,10 +21,10 @@ import pytest
 import stagereg.checkpoint.background as background_room
 import stagereg.checkpoint.process as process_room
 import stagereg.shutdown as ending
-from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.process import WriterProcess
+from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 from stagereg.testing.faults import FaultyStorage
@@ -172,18 +172,18 @@ class TestBackground:
 
 class TestEnding:
     def test_the_last_outcome_of_a_series_counts(self) -> None:
-        ending.outcome("a", CheckpointError("first"))
-        ending.outcome("b", CheckpointError("other"))
-        ending.outcome("a", None)
+        ending.set_last_status("a", CheckpointError("first"))
+        ending.set_last_status("b", CheckpointError("other"))
+        ending.set_last_status("a", None)
         with pytest.raises(CheckpointError, match="other"):
             ending.finish()
         ending.finish()
 
     def test_what_somebody_was_told_is_not_told_again(self) -> None:
         told, untold = CheckpointError("heard"), CheckpointError("new")
-        ending.tell(told)
-        ending.tell(untold)
-        ending.take_back(told)
+        ending.report_error(told)
+        ending.report_error(untold)
+        ending.withdraw_error(told)
         with pytest.raises(CheckpointError) as caught:
             ending.finish()
         assert caught.value is untold
@@ -373,7 +373,7 @@ def on_two_ranks(rank: int, world_size: int, root: str) -> list[Any]:
     checkpointer.wait()
     checkpointer.save(4, {"x": torch.full((10,), 4.0), f"rank{rank}": rank})
     checkpointer.close()
-    limited = Agreement()
+    limited = RankGroup()
     limited._limit = datetime.timedelta(milliseconds=100)
     gone = ""
     if rank == 0:

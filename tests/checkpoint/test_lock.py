@@ -21,23 +21,23 @@ import torch
 
 import stagereg.checkpoint.lock as lock
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.lock import Lock, Owner, holder
-from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.lock import DirectoryLock, Owner, holder
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError
 
 BOUND_S = 60
 OTHER = """
 import sys
-from stagereg.checkpoint.lock import Lock
-held = Lock(sys.argv[1], patience=60)
+from stagereg.checkpoint.lock import DirectoryLock
+held = DirectoryLock(sys.argv[1], patience=60)
 print("held", flush=True)
 sys.stdin.read()
 held.release()
 """
 FORKING = """
 import os, sys
-from stagereg.checkpoint.lock import Lock
-held = Lock(sys.argv[1])
+from stagereg.checkpoint.lock import DirectoryLock
+held = DirectoryLock(sys.argv[1])
 inside, outside = os.pipe()
 if os.fork() == 0:
     os.close(outside)
@@ -54,9 +54,9 @@ os.read(os.open(sys.argv[2], os.O_RDONLY), 1)
 """
 CONTEST = """
 import os, sys
-from stagereg.checkpoint.lock import Lock
+from stagereg.checkpoint.lock import DirectoryLock
 for _ in range(int(sys.argv[2])):
-    with Lock(sys.argv[1], patience=60):
+    with DirectoryLock(sys.argv[1], patience=60):
         os.close(os.open(sys.argv[1] + "/inside", os.O_CREAT | os.O_EXCL))
         os.unlink(sys.argv[1] + "/inside")
 """
@@ -106,7 +106,7 @@ def state(value: float = 1.0) -> dict[str, torch.Tensor]:
 def test_a_second_run_is_refused_by_name_and_touches_nothing_of_the_first(
     tmp_path: Path, other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Lock.__init__, "__defaults__", (0.1,))
+    monkeypatch.setattr(DirectoryLock.__init__, "__defaults__", (0.1,))
     being_written = tmp_path / ".step-00000002.abc.tmp"
     being_written.mkdir()
     with pytest.raises(CheckpointError, match=rf"in use.*process {other.pid} on .*-c.*directory of its own") as refusal:
@@ -125,9 +125,9 @@ def test_who_comes_while_the_owner_is_just_ending_waits(
         other.let_go()
         other.process.wait(BOUND_S)
 
-    waits = SimpleNamespace(Event=lambda: SimpleNamespace(wait=end_meanwhile), Lock=threading.Lock)
+    waits = SimpleNamespace(Event=lambda: SimpleNamespace(wait=end_meanwhile), DirectoryLock=threading.Lock)
     monkeypatch.setattr(lock, "threading", waits)
-    Lock(tmp_path).release()
+    DirectoryLock(tmp_path).release()
 
 
 def test_a_forked_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_forked_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> No
     parent = Other(tmp_path, FORKING, str(gate))
     parent.let_go()
     assert parent.line() == "released"
-    Lock(tmp_path, patience=0).release()  # the child still lives
+    DirectoryLock(tmp_path, patience=0).release()  # the child still lives
     gate.open("w").close()
     assert parent.line() == "forked child has ended"
     parent.end()
@@ -165,19 +165,19 @@ def test_a_checkpointer_that_nobody_has_any_more_holds_nothing(tmp_path: Path) -
 
 
 def test_a_checkpointer_that_cannot_begin_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(place: LocalPlace) -> None:
+    def fails(store: LocalStore) -> None:
         raise OSError(errno.EIO, "bad disk")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalPlace, "sweep", fails)
+        patch.setattr(LocalStore, "sweep", fails)
         with pytest.raises(CheckpointError, match="bad disk"):
             Checkpointer(str(tmp_path))
     assert holder(tmp_path) is None
-    Lock(tmp_path, patience=0).release()
+    DirectoryLock(tmp_path, patience=0).release()
 
 
 def test_a_lock_that_this_process_lost_by_closing_the_file_is_taken_again(tmp_path: Path) -> None:
-    with Lock(tmp_path) as held:
+    with DirectoryLock(tmp_path) as held:
         (tmp_path / lock.LOCK).open().close()
         held.check()
         refused = subprocess.run(
@@ -191,7 +191,7 @@ def test_a_lock_that_this_process_lost_by_closing_the_file_is_taken_again(tmp_pa
 
 
 def test_a_directory_that_was_deleted_is_held_again_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Lock(tmp_path) as held:
+    with DirectoryLock(tmp_path) as held:
         (tmp_path / lock.LOCK).unlink()
         with caplog.at_level(logging.WARNING):
             held.check()
@@ -201,7 +201,7 @@ def test_a_directory_that_was_deleted_is_held_again_and_said(tmp_path: Path, cap
         ]
         assert holder(tmp_path) is not None
         with pytest.raises(CheckpointError):
-            Lock(tmp_path)
+            DirectoryLock(tmp_path)
 
 
 def test_a_save_fails_where_another_run_has_taken_over_and_leaves_that_alone(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_save_fails_where_another_run_has_taken_over_and_leaves_that_alone(tmp
 
 
 def test_who_has_let_go_may_not_commit(tmp_path: Path) -> None:
-    held = Lock(tmp_path)
+    held = DirectoryLock(tmp_path)
     held.release()
     held.release()
     with pytest.raises(CheckpointError, match="let go"):
@@ -231,7 +231,7 @@ def test_anybody_is_told_who_holds_a_directory(tmp_path: Path, other: Other) -> 
     assert (owner.pid, owner.command) == (other.pid, f"-c {tmp_path}")
     other.end()
     assert holder(tmp_path) is None  # what its owner wrote is still there
-    with Lock(tmp_path):
+    with DirectoryLock(tmp_path):
         own = holder(tmp_path)
         assert own is not None
         assert own.pid == os.getpid()
@@ -243,7 +243,7 @@ NO_DATE = json.dumps({"pid": 1, "host": "h", "since": 1e300, "command": "c"})
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": "x"}', json.dumps({"pid": None, "host": 1}), NO_DATE])
 def test_an_owner_that_cannot_be_read_is_another_process(tmp_path: Path, content: str) -> None:
-    with Lock(tmp_path):
+    with DirectoryLock(tmp_path):
         (tmp_path / ".lock.owner").write_text(content)
         owner = holder(tmp_path)
         assert owner is not None
@@ -263,7 +263,7 @@ def test_what_lies_where_the_owner_is_told_is_neither_written_through_nor_waited
             os.mkfifo(root / ".lock.owner")
 
     lay()
-    with Lock(root):
+    with DirectoryLock(root):
         owner = holder(root)
         assert owner is not None
         assert owner.pid == os.getpid()
@@ -274,7 +274,7 @@ def test_what_lies_where_the_owner_is_told_is_neither_written_through_nor_waited
 
 
 def test_what_an_owner_says_of_itself_is_fit_to_be_printed(tmp_path: Path) -> None:
-    with Lock(tmp_path):
+    with DirectoryLock(tmp_path):
         said = {"pid": 1, "host": "a\x1b[2Jb", "since": 0, "command": "c\nd"}
         (tmp_path / ".lock.owner").write_text(json.dumps(said))
         assert str(holder(tmp_path)).isprintable()
@@ -328,7 +328,7 @@ def test_a_file_that_its_owner_deletes_while_another_one_locks_it_is_not_what_is
         real(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
-    with Lock(tmp_path) as held:
+    with DirectoryLock(tmp_path) as held:
         assert (tmp_path / lock.LOCK).exists()
         found = os.stat(tmp_path / lock.LOCK)
         assert held._taken.identity == (found.st_dev, found.st_ino)

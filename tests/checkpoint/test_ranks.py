@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import stagereg.checkpoint.points as points
-from stagereg.checkpoint.agreement import reasons
+import stagereg.checkpoint.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.rank_group import reasons
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.faults import FaultyStorage
@@ -83,7 +83,7 @@ def write_fails(rank: int, world_size: int, root: str, where: str) -> tuple[str,
     with Checkpointer(root, stager=BlockingAsyncStager(), storage=storage) as checkpointer:
         checkpointer.save(1, {f"x.rank{rank}": torch.ones(3)})
         checkpointer.wait()
-        original = DcpStorage.write_data, LocalPlace.mark, LocalPlace.publish
+        original = DcpStorage.write_data, LocalStore.mark, LocalStore.publish
 
         def fail(*args: Any, **kwargs: Any) -> Any:
             raise OSError(28, "No space left on device")
@@ -91,16 +91,16 @@ def write_fails(rank: int, world_size: int, root: str, where: str) -> tuple[str,
         if where == "write" and rank == 1:
             DcpStorage.write_data = fail  # type: ignore[method-assign]
         elif where == "flush" and rank == 1:
-            LocalPlace.mark = fail  # type: ignore[method-assign]
+            LocalStore.mark = fail  # type: ignore[method-assign]
         elif where == "commit" and rank == 0:
-            LocalPlace.publish = fail  # type: ignore[method-assign]
+            LocalStore.publish = fail  # type: ignore[method-assign]
         checkpointer.save(2, {f"x.rank{rank}": torch.ones(3)})
         causes = []
         try:
             checkpointer.wait()
         except CheckpointError as error:
             causes = [type(error).__name__, type(error.__cause__).__name__, str(error)]
-        DcpStorage.write_data, LocalPlace.mark, LocalPlace.publish = original  # type: ignore[method-assign]
+        DcpStorage.write_data, LocalStore.mark, LocalStore.publish = original  # type: ignore[method-assign]
         dist.barrier()
         listing = visible(root)
         dist.barrier()
@@ -217,11 +217,11 @@ def test_an_error_of_one_rank_behind_its_write_is_told_on_all_and_nothing_is_com
 
 def hear_of_a_failure_at_different_calls(rank: int, world_size: int, root: str) -> tuple[str, int | None]:
     with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
-        background, publish = checkpointer._background, LocalPlace.publish
-        LocalPlace.publish = lambda *args: 1 // 0  # type: ignore
+        background, publish = checkpointer._background, LocalStore.publish
+        LocalStore.publish = lambda *args: 1 // 0  # type: ignore
         checkpointer.save(1, {"x": 1})
         background.drain()
-        LocalPlace.publish = publish  # type: ignore[method-assign]
+        LocalStore.publish = publish  # type: ignore[method-assign]
         if rank == 1:
             # As if the news had not come through yet when this rank made its second call.
             told, background.raise_failure = background.raise_failure, lambda: None  # type: ignore[method-assign]
@@ -266,7 +266,7 @@ def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
 
 def destroy_the_group(rank: int, world_size: int, root: str) -> str:
     checkpointer = Checkpointer(root, stager=BlockingAsyncStager())
-    points.watch(lambda name: dist.destroy_process_group() if name == "agreed" else None)
+    failpoints.watch(lambda name: dist.destroy_process_group() if name == "agreed" else None)
     checkpointer.save(1, {f"x.rank{rank}": torch.ones(3)})
     return message(checkpointer.close)
 

@@ -55,7 +55,7 @@ import stagereg.checkpoint.torchfiles as torchfiles
 import stagereg.checkpoint.trusted as trusted
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.layout import MANIFEST, Manifest, mark
+from stagereg.checkpoint.manifest import MANIFEST, Manifest, file_mark
 from stagereg.checkpoint.storage.reader import CheckpointReader, read_metadata
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
@@ -160,7 +160,7 @@ def seal(path: Path) -> None:
     for file in sorted(path.iterdir()):
         if file.name != MANIFEST and file.is_file():
             with file.open("rb") as stream:
-                files[file.name] = mark(stream)
+                files[file.name] = file_mark(stream)
     (path / MANIFEST).write_text(replace(old, files=files).dumps())
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.checkpoint.torchfiles as torchfiles
-import stagereg.checkpoint.zero as zero
+import stagereg.checkpoint.zero_shards as zero_shards
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
@@ -297,11 +297,11 @@ def deal_otherwise(rank: int, world_size: int, root: str) -> dict[str, Any]:
         torchfiles.shapes = shapes
     told["asked"] = [name for name in asked if name.startswith("optimizer")]
 
-    zero.shard, now = as_at_first, zero.shard
+    zero_shards.shard, now = as_at_first, zero_shards.shard
     with keep("first") as keeper:
         keeper.save(1, other.state)
         keeper.wait()
-        zero.shard = now
+        zero_shards.shard = now
         again = fresh()
         keeper.restore(again.state)
     again.optimizer.consolidate_state_dict(0)
@@ -316,7 +316,7 @@ def deal_otherwise(rank: int, world_size: int, root: str) -> dict[str, Any]:
         keeper.wait()
         told["no state"] = message(lambda: keeper.restore({"optimizer": fewer}))
     within_ddp = ZeroRedundancyOptimizer(network(1).parameters(), torch.optim.AdamW, overlap_with_ddp=True)
-    told["overlap"] = message(lambda: zero.shard(within_ddp))
+    told["overlap"] = message(lambda: zero_shards.shard(within_ddp))
     return told
 
 

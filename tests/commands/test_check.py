@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import stagereg.commands.attempt as attempt
-import stagereg.commands.subject as subject
+import stagereg.commands.target as subject
 from stagereg.cli import main
 from stagereg.errors import ConfigError, RegistryError
 
@@ -350,7 +350,7 @@ class TestResolve:
         (site / "module_name").mkdir()
         (site / "plain.py").write_text("raise RuntimeError('imported')")
         assert [job.title for job in subject.resolve("module_name").jobs] == ["stager/inner"]
-        assert subject.resolve("plain").jobs == [subject.Job(module="plain")]
+        assert subject.resolve("plain").jobs == [subject.CheckJob(module="plain")]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
@@ -269,39 +269,39 @@ def test_what_a_run_deletes_while_it_is_read_is_no_damage_and_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, out = save(tmp_path / "run", {"x": torch.zeros(9)}, {"x": torch.ones(9)}), tmp_path / "x.pt"
-    newer, read = (root / "step-00000002").rename(tmp_path / "newer"), LocalPlace.contents
+    newer, read = (root / "step-00000002").rename(tmp_path / "newer"), LocalStore.contents
 
-    def contents(place: LocalPlace, path: str, names: Any) -> Any:
+    def contents(store: LocalStore, path: str, names: Any) -> Any:
         if newer.exists():
             newer.rename(root / "step-00000002")
             shutil.rmtree(root / "step-00000001")
-        return read(place, path, names)
+        return read(store, path, names)
 
-    def gone(place: LocalPlace, path: str, names: Any) -> Any:
-        found = read(place, path, names)
+    def gone(store: LocalStore, path: str, names: Any) -> Any:
+        found = read(store, path, names)
         shutil.rmtree(path)
         return found
 
-    monkeypatch.setattr(LocalPlace, "contents", contents)
+    monkeypatch.setattr(LocalStore, "contents", contents)
     assert cli.main(["convert", str(root), str(out)]) == 0
     assert torch.load(out)["x"].sum() == 9
     assert "Passing over" not in capsys.readouterr().err
-    monkeypatch.setattr(LocalPlace, "contents", gone)
+    monkeypatch.setattr(LocalStore, "contents", gone)
     assert cli.main(["convert", str(root), str(out), "--force"]) == 2
     assert "If a run has just deleted it, there is a newer one: try again." in capsys.readouterr().err
 
 
 def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from stagereg.checkpoint.export import Export
-    from stagereg.checkpoint.layout import Checkpoint
-    from stagereg.checkpoint.place.choice import place_of
+    from stagereg.checkpoint.manifest import Checkpoint
+    from stagereg.checkpoint.store.open_store import open_store
     from stagereg.errors import CheckpointError
 
     root, out = save(tmp_path / "run", {"x": torch.ones(3)}), tmp_path / "x.pt"
     out.write_text("mine")
     assert cli.main(["convert", str(root), str(out)]) == 2
     assert "is there already; --force replaces it" in capsys.readouterr().err
-    checkpoint = place_of(root).latest()
+    checkpoint = open_store(root).latest()
     assert isinstance(checkpoint, Checkpoint)
     with pytest.raises(CheckpointError, match="there already"):
         Export(checkpoint).write(out, replace=False)  # as if it had come up meanwhile

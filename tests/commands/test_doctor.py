@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-import stagereg.commands.apart as apart
-import stagereg.commands.vitals as vitals
+import stagereg.commands.subprocess_runner as subprocess_runner
+import stagereg.commands.system_checks as system_checks
 from stagereg import cli
 
 from .conftest import Install
@@ -41,13 +41,18 @@ def examined(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> 
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answer for the children that import torch, which takes long."""
-    ask = apart.Children.ask
-    told = {"torch_facts": apart.Answer(FACTS), "load_built_in": apart.Answer({})}
+    ask = subprocess_runner.SubprocessRunner.ask
+    told = {
+        "torch_facts": subprocess_runner.SubprocessResult(FACTS),
+        "load_built_in": subprocess_runner.SubprocessResult({}),
+    }
 
-    def instead(children: apart.Children, question: str, arguments: Any, limit_s: float) -> apart.Answer:
+    def instead(
+        children: subprocess_runner.SubprocessRunner, question: str, arguments: Any, limit_s: float
+    ) -> subprocess_runner.SubprocessResult:
         return told.get(question.partition(":")[2]) or ask(children, question, arguments, limit_s)
 
-    monkeypatch.setattr(apart.Children, "ask", instead)
+    monkeypatch.setattr(subprocess_runner.SubprocessRunner, "ask", instead)
 
 
 def test_a_healthy_machine_has_nothing_broken_and_everything_is_looked_at(
@@ -126,12 +131,12 @@ def test_a_limit_of_no_use_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--timeout must be above 0 seconds, not 0." in capsys.readouterr().err
 
 
-def row(findings: Any, what: str) -> vitals.Finding:
+def row(findings: Any, what: str) -> system_checks.Finding:
     return {one.what: one for one in findings}[what]
 
 
 def test_torch_that_cannot_be_imported_is_broken() -> None:
-    found = row(vitals.torch_findings(None, "ImportError: libcudart.so"), "torch works")
+    found = row(system_checks.torch_findings(None, "ImportError: libcudart.so"), "torch works")
     assert (found.verdict, found.found) == ("broken", "ImportError: libcudart.so")
     assert found.do
 
@@ -151,7 +156,7 @@ def test_torch_that_cannot_be_imported_is_broken() -> None:
     ],
 )
 def test_what_torch_tells_is_judged(facts: dict[str, Any], what: str, verdict: str, words: str) -> None:
-    found = row(vitals.torch_findings(facts, ""), what)
+    found = row(system_checks.torch_findings(facts, ""), what)
     assert found.verdict == verdict
     assert words in found.found
     assert bool(found.do) == (verdict in ("warn", "broken"))
@@ -162,11 +167,11 @@ def test_versions_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> N
 
     def version(name: str) -> str:
         if name not in there:
-            raise vitals.importlib.metadata.PackageNotFoundError(name)
+            raise system_checks.importlib.metadata.PackageNotFoundError(name)
         return there[name]
 
-    monkeypatch.setattr(vitals.importlib.metadata, "version", version)
-    found = {one.what: one for one in vitals.versions()}
+    monkeypatch.setattr(system_checks.importlib.metadata, "version", version)
+    found = {one.what: one for one in system_checks.versions()}
     assert (found["torch"].verdict, found["torch"].found) == ("broken", "2.4.0, but stagereg needs >=2.11")
     assert found["torch"].do == "pip install 'torch>=2.11'"
     assert (found["omegaconf"].verdict, found["omegaconf"].do) == ("broken", "pip install 'omegaconf>=2.3'")
@@ -179,7 +184,7 @@ def test_versions_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> N
 def test_little_shared_memory_is_told(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told = SimpleNamespace(f_frsize=4096, f_blocks=2**34 // 4096, f_bavail=free // 4096)
     monkeypatch.setattr(os, "statvfs", lambda path: told)
-    found = row(vitals.limits(), "/dev/shm")
+    found = row(system_checks.limits(), "/dev/shm")
     assert (found.verdict, found.value) == (verdict, {"bytes": 2**34, "free": free})
     assert ("--shm-size" in found.do) == (verdict == "warn")
 
@@ -189,7 +194,7 @@ def test_few_open_files_are_told(soft: int, verdict: str, monkeypatch: pytest.Mo
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, 4096))
-    found = row(vitals.limits(), "open files")
+    found = row(system_checks.limits(), "open files")
     assert found.verdict == verdict
     assert found.do == ("`ulimit -n 4096` before training" if verdict == "warn" else "")
 
@@ -207,7 +212,7 @@ def _refusing(condition: Callable[[int], bool], error: int) -> Callable[..., int
 
 def test_a_file_system_without_o_direct_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", _refusing(lambda flags: bool(flags & os.O_DIRECT), 22))
-    found = row(vitals.directory(tmp_path, chosen=True), str(tmp_path))
+    found = row(system_checks.directory(tmp_path, chosen=True), str(tmp_path))
     assert found.verdict == "warn"
     assert "O_DIRECT no" in found.found
     assert "storage=direct" in found.do
@@ -219,23 +224,28 @@ def test_a_directory_that_cannot_be_written_is_told(
     chosen: bool, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "open", _refusing(lambda flags: bool(flags & os.O_CREAT), 30))
-    found = row(vitals.directory(tmp_path, chosen), str(tmp_path))
+    found = row(system_checks.directory(tmp_path, chosen), str(tmp_path))
     assert (found.verdict, found.found) == (verdict, "cannot be written: Read-only file system")
 
 
 def test_what_a_built_in_component_fails_with_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {"torch_facts": apart.Answer(FACTS), "load_built_in": apart.Answer({"stager/shared": "no such thing"})}
-    monkeypatch.setattr(apart.Children, "ask", lambda self, question, *_: told[question.partition(":")[2]])
+    told = {
+        "torch_facts": subprocess_runner.SubprocessResult(FACTS),
+        "load_built_in": subprocess_runner.SubprocessResult({"stager/shared": "no such thing"}),
+    }
+    monkeypatch.setattr(
+        subprocess_runner.SubprocessRunner, "ask", lambda self, question, *_: told[question.partition(":")[2]]
+    )
     found = examined(capsys, 1)["built-in components"]
     assert (found["verdict"], found["found"]) == ("broken", "stager/shared: no such thing")
 
 
 def test_a_question_apart_is_answered_or_its_end_is_told(install: Install) -> None:
     install("asked", "def twice(text):\n    print('noise')\n    return [text, text]\n", {})
-    with apart.Children() as children:
-        assert children.ask("asked:twice", ["a"], 60) == apart.Answer(["a", "a"])
+    with subprocess_runner.SubprocessRunner() as children:
+        assert children.ask("asked:twice", ["a"], 60) == subprocess_runner.SubprocessResult(["a", "a"])
         assert "has no attribute 'thrice'" in children.ask("asked:thrice", [], 60).failure
         assert "No module named 'nobody'" in children.ask("nobody:x", [], 60).failure
     assert children.ask("asked:twice", ["a"], 60).failure == "was not asked any more"
@@ -245,7 +255,7 @@ def test_leaving_ends_the_children_that_are_at_work(install: Install, tmp_path: 
     fifo = tmp_path / "started"
     os.mkfifo(fifo)
     install("waits", "import signal\ndef wait(fifo):\n    open(fifo, 'w').close()\n    signal.pause()\n", {})
-    with ThreadPoolExecutor() as one, apart.Children() as children:
+    with ThreadPoolExecutor() as one, subprocess_runner.SubprocessRunner() as children:
         asked = one.submit(children.ask, "waits:wait", [str(fifo)], 60)
         fifo.read_text()  # waits until the child is there
     assert asked.result().failure == "crashed with SIGKILL"

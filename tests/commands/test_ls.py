@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from stagereg import cli
-from stagereg.checkpoint.lock import Lock
+from stagereg.checkpoint.lock import DirectoryLock
 
-from .places import contents, path_of, save
+from .checkpoint_directories import contents, path_of, save
 
 
 def listed(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
@@ -66,14 +66,14 @@ def test_who_holds_the_directory_is_named_and_what_lies_half_written_is_theirs(
 ) -> None:
     save(tmp_path, 100)
     (tmp_path / ".step-00000200.0123456789ab.tmp").mkdir()
-    with Lock(tmp_path):
+    with DirectoryLock(tmp_path):
         told = listed(capsys, tmp_path)
         assert told["held_by"]["pid"] == os.getpid()
         assert [each["state"] for each in told["checkpoints"]] == ["complete", "being written"]
         cli.main(["ls", str(tmp_path)])
         assert f"Held by process {os.getpid()} on " in capsys.readouterr().out
         with pytest.raises(Exception, match="in use"):  # looking has not taken the lock away
-            Lock(tmp_path, patience=0)
+            DirectoryLock(tmp_path, patience=0)
     assert listed(capsys, tmp_path)["checkpoints"][1]["state"] == "leftover of a dead run"
 
 

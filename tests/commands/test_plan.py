@@ -18,7 +18,7 @@ import stagereg.checkpoint.interval as interval
 import stagereg.commands.costs as costs
 from stagereg import cli, record
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.commands.losses import Job, duration_text
+from stagereg.commands.cost_curve import CostModel, duration_text
 
 GIVEN = ("--stage-gib-s", "2", "--write-gib-s", "0.5")
 """Rates, so that nothing is measured."""
@@ -191,7 +191,7 @@ TIMES = st.floats(-3, 6).map(lambda power: 10.0**power)
 def test_the_parts_make_up_the_whole_and_as_good_means_at_most_one_percent_more(
     cost: float, write: float, restart: float, mtbf: float
 ) -> None:
-    job = Job(cost, write, restart, mtbf)
+    job = CostModel(cost, write, restart, mtbf)
     best = job.loss(job.best_s)
     low, high = job.near(0.01)
     assert low <= job.best_s <= high

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import stagereg.sweep.place as place
+import stagereg.sweep.run_directory as run_directory
 from stagereg import cli
 from stagereg.errors import ConfigError
 
@@ -288,17 +288,17 @@ def test_a_sweep_without_hydras_mark_is_known_by_its_jobs(subdir: str, here: Pat
         job = write_hydra(here.joinpath("sweep", *name), ["a=1"])
         text = f"hydra:\n  sweep:\n    dir: multirun/x\n    subdir: {subdir}\n  mode: MULTIRUN\n"
         (job / ".hydra" / "hydra.yaml").write_text(text)
-    assert place.kind_of(here / "sweep") == "sweep"
-    assert place.kind_of(here.joinpath("sweep", *names[0])) == "run"
+    assert run_directory.kind_of(here / "sweep") == "sweep"
+    assert run_directory.kind_of(here.joinpath("sweep", *names[0])) == "run"
     if len(parts) == 1:
-        assert not place.is_sweep(here)
+        assert not run_directory.is_sweep(here)
 
 
 def test_jobs_by_number_are_a_sweep_and_runs_by_the_clock_are_not(here: Path) -> None:
     write_run(here / "trials" / "0")
     write_run(here / "today" / "10-00-00")
-    assert place.is_sweep(here / "trials")
-    assert not place.is_sweep(here / "today")
+    assert run_directory.is_sweep(here / "trials")
+    assert not run_directory.is_sweep(here / "today")
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -308,8 +308,8 @@ def test_any_directory_gets_an_answer(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         path = path / name
     path.mkdir(parents=True, exist_ok=True)
-    if place.is_run(tmp_path) or place.is_sweep(tmp_path):
-        assert place.kind_of(tmp_path) in ("run", "sweep")
+    if run_directory.is_run(tmp_path) or run_directory.is_sweep(tmp_path):
+        assert run_directory.kind_of(tmp_path) in ("run", "sweep")
         return
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
-        place.kind_of(tmp_path)
+        run_directory.kind_of(tmp_path)

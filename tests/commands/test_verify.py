@@ -16,12 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import stagereg.checkpoint.layout as layout
+import stagereg.checkpoint.manifest as layout
 from stagereg import cli
-from stagereg.checkpoint.place.local import LocalPlace
-from stagereg.checkpoint.place.remote import RemotePlace
+from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.remote_store import RemoteStore
 
-from .places import contents, path_of, save
+from .checkpoint_directories import contents, path_of, save
 
 
 def verify(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -178,7 +178,7 @@ def test_the_newest_good_one_is_named_beside_the_damaged(tmp_path: Path, capsys:
 def test_a_url_is_looked_at_as_a_directory_is(capsys: pytest.CaptureFixture[str]) -> None:
     root = f"memory://{uuid.uuid4().hex}/run"
     first, second = save(root, 100, 200)
-    objects = RemotePlace(root).objects
+    objects = RemoteStore(root).objects
     objects.put(f"{root}/step-00000300.0123456789ab/a", b"on its way")
     assert verify(capsys, root)[0] == 0
     assert verify(capsys, f"{root}/latest")[0] == verify(capsys, first)[0] == 0
@@ -219,14 +219,14 @@ def test_what_a_run_deletes_while_it_is_read_is_not_told_as_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100, 200)
-    read = LocalPlace.contents
+    read = LocalStore.contents
 
-    def contents(place: LocalPlace, path: str, names: Any) -> Any:
+    def contents(store: LocalStore, path: str, names: Any) -> Any:
         if (gone := path_of(tmp_path, 100)).is_dir():
             gone.rename(tmp_path / f".step-00000100.{layout.new_token()}.tmp")
-        return read(place, path, names)
+        return read(store, path, names)
 
-    monkeypatch.setattr(LocalPlace, "contents", contents)
+    monkeypatch.setattr(LocalStore, "contents", contents)
     code, told = verify(capsys, tmp_path)
     assert code == 0
     assert "1 checkpoint, it is good." in told
@@ -245,13 +245,13 @@ def test_the_latest_that_a_run_replaces_while_it_is_read_is_not_told_as_damaged(
     save(tmp_path, 100)
     (tmp_path / "latest").unlink(missing_ok=True)
     (tmp_path / "latest").symlink_to("step-00000100")
-    read = LocalPlace.contents
+    read = LocalStore.contents
 
-    def contents(place: LocalPlace, path: str, names: Any) -> Any:
+    def contents(store: LocalStore, path: str, names: Any) -> Any:
         path_of(tmp_path, 100).rename(tmp_path / f".step-00000100.{layout.new_token()}.tmp")
-        return read(place, path, names)
+        return read(store, path, names)
 
-    monkeypatch.setattr(LocalPlace, "contents", contents)
+    monkeypatch.setattr(LocalStore, "contents", contents)
     code, told = verify(capsys, tmp_path / "latest")
     assert code == 2
     assert "a run replaced all of them by newer ones. Look again, or with --fast." in told

@@ -15,7 +15,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.compare import Cell, Comparison, Row, compare
+from stagereg.sweep.compare import Cell, Comparison, ComparisonRow, compare
 from stagereg.sweep.result import JobResult, results
 
 from .samples import BEGAN, ENVIRONMENT, FAILING, STALLS, UNFINISHED, VERSIONS, failed, jobs, result, sweep
@@ -417,7 +417,7 @@ def of(told: dict[str, list[float]], again: list[float], metric: str = "stall_ms
     return jobs(figures, again=[{metric: each} for each in again])
 
 
-def seen(rows: tuple[Row, ...]) -> list[tuple[object, ...]]:
+def seen(rows: tuple[ComparisonRow, ...]) -> list[tuple[object, ...]]:
     return [(row.label, row.again, row.cells, row.status, row.note) for row in rows]
 
 

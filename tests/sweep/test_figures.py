@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stagereg.sweep.figures import figures
-from stagereg.sweep.metrics import METRICS
+from stagereg.sweep.metric import METRICS
 from stagereg.sweep.run import RankRecord, Run, Span
 
 from .samples import MIB, Sample, write_run

@@ -13,7 +13,7 @@ import stagereg.testing
 from stagereg.errors import BrokenPromiseError
 from stagereg.testing import Contract, Outcome
 from stagereg.testing.contract import table
-from stagereg.testing.likeness import difference, note
+from stagereg.testing.snapshot import difference, note
 
 
 class Small(Contract):

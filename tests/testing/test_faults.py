@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import stagereg
-import stagereg.checkpoint.points as points
+import stagereg.checkpoint.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.testing.faults import FaultyStorage
@@ -18,7 +18,7 @@ from stagereg.testing.faults import FaultyStorage
 @pytest.fixture(autouse=True)
 def nobody_listens() -> Iterator[None]:
     yield
-    points.watch(None)
+    failpoints.watch(None)
 
 
 @pytest.mark.parametrize("storage", ["dcp", "direct", "safetensors"])

@@ -25,8 +25,8 @@ from types import TracebackType
 
 import torch
 
-from stagereg.checkpoint.layout import FileMark
-from stagereg.checkpoint.points import reach
+from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.manifest import FileMark
 from stagereg.kernel.memory import Block
 
 __all__ = ["PAGE", "STRAIGHT_BYTES", "AlignedFile", "Bounce"]
@@ -164,7 +164,7 @@ class AlignedFile:
             os.fsync(self._descriptor)
         except OSError as error:
             raise self._named(error) from None
-        reach("flushed")
+        failpoint("flushed")
         return FileMark(end, self._crc32)
 
     def _open(self) -> int:
@@ -232,7 +232,7 @@ class AlignedFile:
                 continue
             if written == 0:
                 raise OSError(errno.EIO, "The file takes no more bytes", str(self._path))
-            reach("writing")
+            failpoint("writing")
             data, at = data[written:], at + written
             if self.direct and written % PAGE:
                 self._use_cache()  # what is left of this write starts inside a block

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.storage.aligned import PAGE, STRAIGHT_BYTES, AlignedFile, Bounce
-from stagereg.checkpoint.storage.blob import Skeleton, saved_stride, skeleton
+from stagereg.checkpoint.storage.blob import Envelope, envelope, saved_stride
 from stagereg.checkpoint.storage.files import FileStorage, StrPath, telling_the_truth
 from stagereg.errors import ConfigError
 from stagereg.kernel.memory import padding_around
@@ -116,7 +116,7 @@ class _InPlace:
 
 def _write_items(file: AlignedFile, name: str, plan: SavePlan, planner: SavePlanner) -> Iterator[WriteResult]:
     in_place: list[_InPlace] = []
-    rooms: dict[int, Skeleton] = {}
+    rooms: dict[int, Envelope] = {}
     for item in plan.items:
         data = planner.resolve_data(item)
         ready = _put_around(item, data.detach(), rooms) if isinstance(data, torch.Tensor) else None
@@ -141,13 +141,13 @@ def _result(index: MetadataIndex, name: str, offset: int, length: int) -> WriteR
 # -- in place
 
 
-def _put_around(item: WriteItem, x: torch.Tensor, rooms: dict[int, Skeleton]) -> _InPlace | None:
+def _put_around(item: WriteItem, x: torch.Tensor, rooms: dict[int, Envelope]) -> _InPlace | None:
     """Write head and tail into the room around a tensor; None where there is none, or too little.
 
     ``rooms`` has what was written around each address: another view of the same tensor must leave that alone.
     """
     room = padding_around(x) if type(x) is torch.Tensor else None
-    around = _skeleton(x) if room is not None else None
+    around = _envelope(x) if room is not None else None
     if room is None or around is None or len(around.head) > room.before or len(around.tail) > room.after:
         return None
     address = x.data_ptr()
@@ -159,9 +159,9 @@ def _put_around(item: WriteItem, x: torch.Tensor, rooms: dict[int, Skeleton]) ->
     return _InPlace(item.index, x, address - len(around.head), len(around.head) + x.nbytes + len(around.tail))
 
 
-def _skeleton(x: torch.Tensor) -> Skeleton | None:
+def _envelope(x: torch.Tensor) -> Envelope | None:
     stride = saved_stride(x)
-    return None if stride is None else skeleton(x.dtype, x.shape, stride)
+    return None if stride is None else envelope(x.dtype, x.shape, stride)
 
 
 def _runs(blobs: list[_InPlace]) -> list[list[_InPlace]]:
@@ -194,7 +194,7 @@ def _write_item(file: AlignedFile, item: WriteItem, data: Any) -> int:
         file.write(data.getbuffer())
         return begin
     x = data.detach()
-    stride, around = saved_stride(x), _skeleton(x)
+    stride, around = saved_stride(x), _envelope(x)
     if stride is None or around is None:
         torch.save(_own_storage(x.cpu()), file)  # type: ignore[arg-type]
         return begin

@@ -23,14 +23,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from stagereg.checkpoint.layout import FileMark
-from stagereg.checkpoint.place.choice import is_url
-from stagereg.checkpoint.place.retry import retrying, until, within
-from stagereg.checkpoint.points import reach
-from stagereg.checkpoint.storage.choice import expect_fit
+from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.storage.lookup import expect_fit
 from stagereg.checkpoint.storage.objects import MarkedObjects
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.storage.reader import CheckpointReader
+from stagereg.checkpoint.store.open_store import is_url
+from stagereg.checkpoint.store.retry import retrying, until, within
 from stagereg.errors import CheckpointError
 
 __all__ = ["FileStorage", "MarkedFiles", "StrPath", "telling_the_truth"]
@@ -97,7 +97,7 @@ class _Marking(io.FileIO):
             raise
         self._bytes += written
         self._crc32 = zlib.crc32(memoryview(data)[:written], self._crc32)
-        reach("writing")
+        failpoint("writing")
         return written
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
@@ -110,7 +110,7 @@ class _Marking(io.FileIO):
             if self.whole:
                 os.fsync(self.fileno())
                 self._tell_mark(FileMark(self._bytes, self._crc32))
-                reach("flushed")
+                failpoint("flushed")
         finally:
             super().close()
 
@@ -174,7 +174,7 @@ class FileStorage(FileSystemWriter, Storage):
                 f"{type(self).__name__} was given no directory: build it with path=..., or save with checkpoint_id=..."
             )
         prepared = super().prepare_local_plan(plan)
-        reach("made")
+        failpoint("made")
         return prepared
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from stagereg.checkpoint.layout import FileMark
+from stagereg.checkpoint.manifest import FileMark
 
 __all__ = ["Storage"]
 

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from stagereg.checkpoint.layout import MANIFEST, MOST, Manifest
+from stagereg.checkpoint.manifest import MANIFEST, MOST, Manifest
 from stagereg.checkpoint.storage.archive import expect_stored
 from stagereg.checkpoint.trusted import Maker, Record, Vocabulary, dtypes, exactly, loads
 from stagereg.errors import CheckpointError

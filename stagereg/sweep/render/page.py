@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import stagereg.sweep.render.sheets as sheets
 import stagereg.sweep.render.tables as tables
-from stagereg.sweep.answer import Trust, repeated, trust
-from stagereg.sweep.metrics import METRICS, counted
+from stagereg.sweep.answer import Confidence, confidence, repeated
+from stagereg.sweep.metric import METRICS, counted
 from stagereg.sweep.render.plots import COLOURS
 from stagereg.sweep.render.sheets import Table
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Comparison, Row
+    from stagereg.sweep.compare import Comparison, ComparisonRow
     from stagereg.sweep.result import JobResult
     from stagereg.sweep.run import Run
 
@@ -100,7 +100,7 @@ def compare_page(comparison: Comparison, pictures: Sequence[Picture] = (), timel
         directory=str(comparison.directory),
         when=_when(jobs),
         answer=comparison.answer,
-        verdict=_CERTAINTY[trust(comparison)][2],
+        verdict=_CERTAINTY[confidence(comparison)][2],
         tiles=_tiles(comparison, jobs),
         command=_again(best.jobs) if best else "",
         warnings=[*comparison.warnings, *_incomplete(rows)],
@@ -213,12 +213,12 @@ def _of_the_page(tag: str, prefix: str) -> str:
 
 
 _CERTAINTY = {
-    Trust.NO_BEST: ("unknown", "no combination completed with {metric}", "bad"),
-    Trust.ALONE: ("not known", "no other combination has this figure in all its runs", "open"),
-    Trust.TIE: ("a tie", "{ties} cannot be told from the best", "open"),
-    Trust.ONCE: ("not proven", "one run says nothing about the spread; {repeats} would", "open"),
-    Trust.FEW: ("likely", "larger than the spread, but of few runs only", "open"),
-    Trust.REAL: ("real", "larger than the spread of the runs", "good"),
+    Confidence.NO_BEST: ("unknown", "no combination completed with {metric}", "bad"),
+    Confidence.ALONE: ("not known", "no other combination has this figure in all its runs", "open"),
+    Confidence.TIE: ("a tie", "{ties} cannot be told from the best", "open"),
+    Confidence.ONCE: ("not proven", "one run says nothing about the spread; {repeats} would", "open"),
+    Confidence.FEW: ("likely", "larger than the spread, but of few runs only", "open"),
+    Confidence.REAL: ("real", "larger than the spread of the runs", "good"),
 }
 """Whether the answer is one: in a word or two, in a sentence, and which colour that has."""
 
@@ -229,7 +229,7 @@ def _tiles(comparison: Comparison, jobs: Sequence[JobResult]) -> list[_Tile]:
     if best is not None and (cell := tables.known(best, ranking)):
         said = f"{tables.median_text(cell)} {tables.spread_text(cell)}".rstrip()
         tiles.append(_Tile(f"best {ranking.name}", said, best.label, "best"))
-    word, words, kind = _CERTAINTY[trust(comparison)]
+    word, words, kind = _CERTAINTY[confidence(comparison)]
     told = {
         "metric": ranking.name,
         "ties": counted(len(comparison.ties), "other"),
@@ -244,7 +244,7 @@ def _tiles(comparison: Comparison, jobs: Sequence[JobResult]) -> list[_Tile]:
     return tiles
 
 
-def _incomplete(rows: Sequence[Row]) -> list[str]:
+def _incomplete(rows: Sequence[ComparisonRow]) -> list[str]:
     """Say what failed, in one line, so that it is seen before the table."""
     broken = [row for row in rows if row.status != "completed"]
     if not broken:
@@ -256,7 +256,7 @@ def _incomplete(rows: Sequence[Row]) -> list[str]:
     return [f"{len(broken)} of {counted(len(rows), 'row')} did not complete: {where}."]
 
 
-def _detail(row: Row, comparison: Comparison) -> _Detail:
+def _detail(row: ComparisonRow, comparison: Comparison) -> _Detail:
     jobs = tuple(
         (
             str(job.directory),

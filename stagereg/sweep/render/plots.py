@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from stagereg.sweep.compare import Cell, Comparison, Row
-    from stagereg.sweep.metrics import Metric
+    from stagereg.sweep.compare import Cell, Comparison, ComparisonRow
+    from stagereg.sweep.metric import Metric
 
 __all__ = ["COLOURS", "compare_figure", "plain", "png_bytes", "styled", "svg_text"]
 
@@ -198,7 +198,7 @@ def _silent() -> Iterator[None]:
 
 def _draw(
     axes: Axes,
-    rows: Sequence[Row],
+    rows: Sequence[ComparisonRow],
     metric: Metric,
     labels: Sequence[str],
     kinds: Sequence[str],
@@ -308,7 +308,7 @@ def _told_apart(ticks: Sequence[float]) -> list[str]:
     return [f"{tick:,.{places}f}" if tick else "0" for tick in ticks]
 
 
-def _words(axes: Axes, rows: Sequence[Row], texts: Sequence[str], kinds: Sequence[str]) -> None:
+def _words(axes: Axes, rows: Sequence[ComparisonRow], texts: Sequence[str], kinds: Sequence[str]) -> None:
     """The numbers at the right of each row, and in place of points what became of those that have none."""
     for place, (row, text, kind) in enumerate(zip(rows, texts, kinds, strict=True)):
         if text:
@@ -328,7 +328,7 @@ def _words(axes: Axes, rows: Sequence[Row], texts: Sequence[str], kinds: Sequenc
             )
 
 
-def _legend(figure: Figure, axes: Axes, kinds: Sequence[str], rows: Sequence[Row]) -> None:
+def _legend(figure: Figure, axes: Axes, kinds: Sequence[str], rows: Sequence[ComparisonRow]) -> None:
     from matplotlib.lines import Line2D
 
     words = {"best": "best", "tie": "ties with the best", "A/A": "A/A: the first combination once more", "": "median"}
@@ -367,7 +367,7 @@ def _one_line(cell: Cell | None) -> str:
     return f"{tables.median_text(cell)} {tables.spread_text(cell)}".rstrip() if cell else ""
 
 
-def _labels(rows: Sequence[Row]) -> list[str]:
+def _labels(rows: Sequence[ComparisonRow]) -> list[str]:
     """What the rows are called, each with its own label: the values alone, for the names are the same in all."""
     texts = []
     for row in rows:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import stagereg.sweep.render.tables as tables
-from stagereg.sweep.metrics import METRICS, counted, in_order, in_words
+from stagereg.sweep.metric import METRICS, counted, in_order, in_words
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Cell, Comparison, Row
-    from stagereg.sweep.metrics import Metric
+    from stagereg.sweep.compare import Cell, Comparison, ComparisonRow
+    from stagereg.sweep.metric import Metric
 
 __all__ = ["Shown", "Table", "as_told", "compared", "of_figures"]
 
@@ -93,7 +93,7 @@ class Shown:
     words: str = ""
 
 
-def compared(comparison: Comparison, rows: Sequence[Row]) -> Shown:
+def compared(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Shown:
     """Return the table of a sweep: its rows as ``tables.ordered`` has them."""
     ranking = comparison.ranking
     columns = [_Column("verdict", ranked=True)]
@@ -113,7 +113,7 @@ def compared(comparison: Comparison, rows: Sequence[Row]) -> Shown:
     return Shown("Comparison", tuple(columns), lines, words)
 
 
-def _comparison_line(row: Row, comparison: Comparison, given: Iterable[tuple[str | None, bool]]) -> _Line:
+def _comparison_line(row: ComparisonRow, comparison: Comparison, given: Iterable[tuple[str | None, bool]]) -> _Line:
     """The line of a row that is told from others by values each of which is a number, or is not."""
     kind = tables.verdict(row, comparison)
     cells = [_Cell(kind, key=str(_VERDICTS.index(kind)), chip=bool(kind), verdict=kind)]

@@ -21,11 +21,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import stagereg.output as output
-from stagereg.sweep.metrics import counted, shown
+from stagereg.sweep.metric import counted, shown
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Cell, Comparison, Row
-    from stagereg.sweep.metrics import Metric
+    from stagereg.sweep.compare import Cell, Comparison, ComparisonRow
+    from stagereg.sweep.metric import Metric
 
 __all__ = [
     "AGAIN",
@@ -74,10 +74,10 @@ _HUGE = 1e9
 """From here on a number is written with an exponent."""
 
 
-def ordered(comparison: Comparison) -> tuple[Row, ...]:
+def ordered(comparison: Comparison) -> tuple[ComparisonRow, ...]:
     """Return the rows, best first by the ranking metric; those without a number follow, and those that failed end."""
 
-    def place(row: Row) -> tuple[int, float]:
+    def place(row: ComparisonRow) -> tuple[int, float]:
         cell = known(row, comparison.ranking)
         if cell is None:
             return (1 if measured(row) else 2, 0.0)
@@ -96,23 +96,23 @@ def distinct(comparison: Comparison) -> dict[str, list[str | None]]:
     return told | ({"versions": [row.versions or None for row in rows]} if any(row.versions for row in rows) else {})
 
 
-def known(row: Row, metric: Metric) -> Cell | None:
+def known(row: ComparisonRow, metric: Metric) -> Cell | None:
     """Return the row's cell for ``metric`` if it has one with a finite number."""
     cell = row.cells.get(metric.name)
     return cell if cell is not None and math.isfinite(cell.median) else None
 
 
-def measured(row: Row) -> bool:
+def measured(row: ComparisonRow) -> bool:
     """Whether there is any number in the row."""
     return any(math.isfinite(cell.median) for cell in row.cells.values())
 
 
-def tied(rows: Sequence[Row]) -> bool:
+def tied(rows: Sequence[ComparisonRow]) -> bool:
     """Whether anything ties with the best of a column."""
     return any(cell.verdict == "tie" for row in rows for cell in row.cells.values())
 
 
-def verdict(row: Row, comparison: Comparison) -> str:
+def verdict(row: ComparisonRow, comparison: Comparison) -> str:
     """Return the word for a row: best, tie, A/A, failed, unfinished, or none; by the metric that ranks."""
     if not measured(row) and row.status != "completed":
         return "unfinished" if row.status == "unfinished" else "failed"
@@ -122,7 +122,7 @@ def verdict(row: Row, comparison: Comparison) -> str:
     return cell.verdict if cell else ""
 
 
-def named(row: Row) -> str:
+def named(row: ComparisonRow) -> str:
     """Return what the row's jobs were given, as one would type it, and whether it is the A/A row."""
     return f"{row.label} (A/A)" if row.again else row.label
 
@@ -132,7 +132,7 @@ def constants(comparison: Comparison) -> str:
     return " ".join(comparison.constant)
 
 
-def runs(row: Row) -> str:
+def runs(row: ComparisonRow) -> str:
     """Return how many runs the row has, and where they ended differently how many of them did not complete."""
     return row.status if " " in row.status else str(len(row.jobs))
 
@@ -163,7 +163,7 @@ def first_line(error: str) -> str:
     return next((line.strip() for line in error.splitlines() if line.strip()), "")
 
 
-def notes(rows: Sequence[Row]) -> Iterator[str]:
+def notes(rows: Sequence[ComparisonRow]) -> Iterator[str]:
     """What is to be known of rows, once for all that it is true of."""
     for note in dict.fromkeys(row.note for row in rows if row.note):
         told = [named(row) for row in rows if row.note == note]
@@ -174,21 +174,21 @@ def terminal(comparison: Comparison) -> None:
     """Print the comparison: the table, what failed and why, what to beware of, and last the answer."""
     rows = ordered(comparison)
     if constants(comparison):
-        output.say(f"All with {constants(comparison)}")
+        output.echo(f"All with {constants(comparison)}")
     columns, lines, left_out = _fitting(comparison, rows, output.line_width())
     each = f" {counted(comparison.repeats, 'run')} each." if _all_alike(comparison) else ""
     output.table(_title(comparison) + each, columns, lines, verdict="verdict")
     for line in _legend(rows):
-        output.say(f"  {line}.")
+        output.echo(f"  {line}.")
     if left_out:
-        output.say(f"  Not shown, for want of room: {', '.join(left_out)}; compare.csv has all.")
+        output.echo(f"  Not shown, for want of room: {', '.join(left_out)}; compare.csv has all.")
     for line in notes(rows):
-        output.say(f"  {line}.")
+        output.echo(f"  {line}.")
     for line in _failures(rows):
-        output.say(f"  {line}", "red")
+        output.echo(f"  {line}", "red")
     for warning in comparison.warnings:
-        output.say(f"Beware: {warning}", "yellow")
-    output.say(f"\n{comparison.answer}", "bold")
+        output.echo(f"Beware: {warning}", "yellow")
+    output.echo(f"\n{comparison.answer}", "bold")
 
 
 def csv_text(comparison: Comparison) -> str:
@@ -250,20 +250,20 @@ def _title(comparison: Comparison) -> str:
     return f"{counted(len(comparison.rows), 'row')}, ranked by {comparison.ranking.name}{better}."
 
 
-def _legend(rows: Sequence[Row]) -> list[str]:
+def _legend(rows: Sequence[ComparisonRow]) -> list[str]:
     if not any(map(measured, rows)):
         return []
     return [LEGEND, *([TIES] if tied(rows) else []), *([AGAIN] if any(row.again for row in rows) else [])]
 
 
-def _failures(rows: Sequence[Row]) -> Iterator[str]:
+def _failures(rows: Sequence[ComparisonRow]) -> Iterator[str]:
     for row in rows:
         if row.error:
             yield f"{named(row)} {row.status}: {first_line(row.error)}"
 
 
 def _fitting(
-    comparison: Comparison, rows: Sequence[Row], width: int
+    comparison: Comparison, rows: Sequence[ComparisonRow], width: int
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
     """The heads and lines of the widest table that fits ``width``, and the names of the metrics that did not."""
     shown = list(comparison.metrics)
@@ -281,7 +281,7 @@ def _fitting(
 
 
 def _drawn(
-    comparison: Comparison, rows: Sequence[Row], shown: Sequence[Metric], below: bool, fold: int
+    comparison: Comparison, rows: Sequence[ComparisonRow], shown: Sequence[Metric], below: bool, fold: int
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     cells = [_column([known(row, metric) for row in rows], below) for metric in shown]
     heads = [metric.head.replace(" ", "\n", 1) if below else metric.head for metric in shown]

@@ -43,11 +43,11 @@ import torch.nn.parallel
 from observer import ALL, ONE, RANDOM, WRITER, Kill, Observer, tell
 
 import stagereg
-import stagereg.checkpoint.place.local as local
-import stagereg.checkpoint.points as points
+import stagereg.checkpoint.failpoints as failpoints
+import stagereg.checkpoint.store.local_store as local
 from stagereg import output
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.choice import place_of
+from stagereg.checkpoint.store.open_store import open_store
 from stagereg.registry import find
 
 STEPS, EVERY, WIDTH = 10, 2, 256
@@ -55,7 +55,7 @@ LIMIT_S = 300.0  # of one run; nothing here takes a tenth of it on an idle machi
 LINGER_S = 2.0  # for the other ranks to notice, which is no promise; a launcher would end them as well
 ATTEMPTS = 4
 BEFORE, AFTER, BETWEEN = "before the commit", "after it", "between saves"
-BY_RANK_0 = {"locked", "swept", *list(points.POINTS)[list(points.POINTS).index("held") :]} - {"ended"}
+BY_RANK_0 = {"locked", "swept", *list(failpoints.POINTS)[list(failpoints.POINTS).index("held") :]} - {"ended"}
 IN_THE_WRITER = {"writing", "flushed"}
 START = {"locked", "swept"}
 
@@ -108,7 +108,7 @@ def train(setup: Setup, rank: int, root: Path, folder: Path, kills: Sequence[Kil
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, own: 0.0}
     storage = stagereg.build("storage", setup.storage)
     storage.observer = observer
-    points.watch(observer)
+    failpoints.watch(observer)
     with Checkpointer(
         str(root), EVERY, setup.keep, resume, stagereg.build("stager", setup.stager), storage
     ) as checkpointer:
@@ -419,16 +419,16 @@ class Matrix:
                 raise Broken(f"rank {rank} got another state back than the one of step {step}")
 
     def _check_directory(self, setup: Setup, root: Path, told: Told, before: int) -> None:
-        place = place_of(str(root))
-        complete, refused = place.checkpoints()
+        store = open_store(str(root))
+        complete, refused = store.checkpoints()
         if refused:
             raise Broken(f"step directories that are no checkpoints: {refused}")
-        damaged = {one.path: str(found) for one in complete if (found := place.examine(one.path)).damages}
+        damaged = {one.path: str(found) for one in complete if (found := store.examine(one.path)).damages}
         if damaged:
             raise Broken(f"damaged: {damaged}")
         if not setup.again and newest(root) < max(before, told.committed()):
             raise Broken(f"step {max(before, told.committed())} was committed, and the newest is {newest(root)}")
-        if os.path.lexists(root / "latest") and place_of(str(root)).latest() is None and not setup.again:
+        if os.path.lexists(root / "latest") and open_store(str(root)).latest() is None and not setup.again:
             raise Broken("latest points to what is no checkpoint")
 
     def _check_end(self, setup: Setup, root: Path, told: Told) -> None:
@@ -441,14 +441,14 @@ class Matrix:
                 if told.of(rank, "end") != expected.of(rank, "end"):
                     raise Broken(f"rank {rank} ended with another state than the uninterrupted run")
             hidden = [name for name in os.listdir(root) if name.startswith(".")]
-            latest = place_of(str(root)).latest()
+            latest = open_store(str(root)).latest()
             if hidden or newest(root) != STEPS or latest is None or latest.manifest.step != STEPS:
                 raise Broken(f"{hidden} were left, the newest step is {newest(root)}, and latest is {latest}")
 
 
 def newest(root: Path) -> int:
     """Return the step of the newest complete checkpoint; 0 without one."""
-    complete, _ = place_of(str(root)).checkpoints()
+    complete, _ = open_store(str(root)).checkpoints()
     return complete[0].manifest.step if complete else 0
 
 
@@ -468,7 +468,7 @@ def at_random(draw: random.Random, victim: str, ranks: int) -> Kill:
 
 def few(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]]:
     """Chains for a short run: each point once, writers of one run, and random moments for the rest of ``kills``."""
-    named = [name for name in points.POINTS if name != "aside"]
+    named = [name for name in failpoints.POINTS if name != "aside"]
     single = [at_point(draw, draw.choice((ONE, ALL)), name, 2) for name in named]
     writers = [Kill(WRITER, draw.choice(("writing", "flushed", "marked")), nth=2)]
     count = kills - len(single) - len(writers) - 1
@@ -483,7 +483,7 @@ def few(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]]
 def many(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]]:
     """Chains for a long run: ranks at each point under each setup, writers at each; random moments for the rest."""
     chains: list[tuple[Setup, list[list[Kill]]]] = []
-    named = [name for name in points.POINTS if name != "aside"]
+    named = [name for name in failpoints.POINTS if name != "aside"]
     for setup in CHEAP:
         each = [at_point(draw, victim, name, 2) for victim in (ONE, ALL) for name in named]
         draw.shuffle(each)
@@ -520,7 +520,7 @@ def work_off(matrix: Matrix, chains: Sequence[tuple[Setup, list[list[Kill]]]]) -
 def counts(fates: Sequence[Fate]) -> list[list[str]]:
     """Return the rows of the table: when, kills of each victim, before and after the commit, and resumed from."""
     rows = []
-    for when in [*points.POINTS, RANDOM, "all"]:
+    for when in [*failpoints.POINTS, RANDOM, "all"]:
         these = [fate for fate in fates if when in (fate.kill.when, "all")]
         victims = [sum(fate.kill.victim == victim for fate in these) for victim in (ONE, ALL, WRITER)]
         phases = [sum(fate.phase == phase for fate in these) for phase in (BEFORE, AFTER, BETWEEN)]

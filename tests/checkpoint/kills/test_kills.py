@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stagereg.checkpoint.points import POINTS
+from stagereg.checkpoint.failpoints import POINTS
 
 MATRIX = Path(__file__).with_name("matrix.py")
 

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg.checkpoint.storage.aligned as aligned
-from stagereg.checkpoint.layout import FileMark
-from stagereg.checkpoint.place.local import mark_file
+from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, Bounce
+from stagereg.checkpoint.store.local_store import mark_file
 
 BUFFERS = [Bounce(2 * PAGE) for _ in range(2)]
 SIZES = st.one_of(st.integers(0, 5 * PAGE), st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 4 * PAGE]))

@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import stagereg
-import stagereg.checkpoint.layout as layout
-import stagereg.checkpoint.place.local as local
+import stagereg.checkpoint.manifest as layout
+import stagereg.checkpoint.store.local_store as local
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace, mark_file
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.store.local_store import LocalStore, mark_file
 from stagereg.errors import CheckpointError, ConfigError, RegistryError
 from stagereg.testing import run_ranks
 
@@ -114,18 +114,18 @@ def test_every_file_is_flushed_to_the_disk_before_the_checkpoint_has_its_name(
     tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: set[str] = set()
-    real, publish = os.fsync, LocalPlace.publish
+    real, publish = os.fsync, LocalStore.publish
 
     def fsync(descriptor: int) -> None:
         real(descriptor)
         flushed.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).removesuffix(".tmp"))
 
-    def check(place: LocalPlace, written: str, *more: Any) -> str:
+    def check(store: LocalStore, written: str, *more: Any) -> str:
         assert set(os.listdir(written)) <= flushed
-        return publish(place, written, *more)
+        return publish(store, written, *more)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(LocalPlace, "publish", check)
+    monkeypatch.setattr(LocalStore, "publish", check)
     with checkpointer(tmp_path, storage) as saving:
         saving.save(1, values())
 

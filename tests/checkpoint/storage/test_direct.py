@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import stagereg
-from stagereg.checkpoint.place.local import mark_file
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.direct import DirectStorage
+from stagereg.checkpoint.store.local_store import mark_file
 from stagereg.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -14,10 +14,10 @@ import pytest
 
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
-from stagereg.sweep.compare import Comparison, Row
+from stagereg.sweep.compare import Comparison, ComparisonRow
 from stagereg.sweep.run import RankRecord, Run
 
-Rows = Callable[..., Row]
+Rows = Callable[..., ComparisonRow]
 Compared = Callable[..., Comparison]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -144,7 +144,7 @@ def test_the_answer_is_on_the_first_screen_and_the_table_begins_there(
 
 
 def test_a_row_with_figures_and_a_failed_run_tells_its_error_above_the_table(
-    row_of: Callable[..., Row], compared: Callable[..., Comparison]
+    row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison]
 ) -> None:
     row = row_of({"stager": "blocking"}, {"stall_ms": [1.0, 2.0]}, error="rank 1: died of SIGKILL\nand so on")
     part = replace(row, jobs=(row.jobs[0], replace(row.jobs[1], status="completed", error=None)))

@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 import pytest
 
 import stagereg.sweep.render.plots as plots
-from stagereg.sweep.compare import Comparison, Row
-from stagereg.sweep.metrics import metric
+from stagereg.sweep.compare import Comparison, ComparisonRow
+from stagereg.sweep.metric import metric
 
 matplotlib = pytest.importorskip("matplotlib", reason="pictures need stagereg[report]")
 
-Rows = Callable[..., Row]
+Rows = Callable[..., ComparisonRow]
 Compared = Callable[..., Comparison]
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import stagereg.sweep.render as render
-from stagereg.sweep.compare import Comparison, Row
+from stagereg.sweep.compare import Comparison, ComparisonRow
 
-Rows = Callable[..., Row]
+Rows = Callable[..., ComparisonRow]
 Compared = Callable[..., Comparison]
 
 
