@@ -129,26 +129,39 @@ class HostCopier:
 
     def prepare(self, state: Any) -> PendingCopy:
         """Do all of :meth:`copy` but the copying. Raises as that does."""
-        self.check_open()
-        with torch.no_grad(), no_collection():
-            spec = self._recognizer.match(state) if self._recognizer is not None else None
-            if spec is None or self._layout is None:
-                spec = flatten(state, self.type_check)
-                before = self._layout
-                with naming(state):
-                    layout = self._plan(spec.tensors)
-                if layout is not before and not self.type_check:
-                    self._recognizer = Recognizer.of(state, spec.tensors)
-            else:
-                layout = self._layout
-        return self._lease(spec.tensors, layout, spec)
+        spec, layout = self.plan(state)
+        return self.lease(spec.tensors, layout, spec)
 
     def prepare_tensors(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
         """Do all of :meth:`copy_tensors` but the copying. Raises as that does."""
         self.check_open()
         with torch.no_grad(), no_collection():
             layout = self._plan(tensors)
-        return self._lease(tensors, layout)
+        return self.lease(tensors, layout)
+
+    def plan(self, state: Any) -> tuple[TreeSpec, Layout]:
+        """Take ``state`` apart and plan where it goes; the short way if it is as it was the last time."""
+        self.check_open()
+        with torch.no_grad(), no_collection():
+            if self._recognizer is not None and self._layout is not None:
+                known = self._recognizer.match(state)
+                if known is not None:
+                    return known, self._layout
+            spec, before = flatten(state, self.type_check), self._layout
+            with naming(state):
+                layout = self._plan(spec.tensors)
+            if layout is not before and not self.type_check:
+                self._recognizer = Recognizer.of(state, spec.tensors)
+            return spec, layout
+
+    def lease(self, tensors: Sequence[torch.Tensor], layout: Layout, spec: TreeSpec | None = None) -> PendingCopy:
+        """Return memory for a copy that is laid out so."""
+        lease = self.pool.lease()
+        ref = self.pool.take(layout.nbytes)
+        view = lease.view(ref)
+        if self.margins != (0, 0):
+            register_padding(view, self.margins, layout.spans)
+        return PendingCopy(tensors, layout, lease, view, ref.address, spec)
 
     def fill(self, pending: PendingCopy) -> None:
         """Copy the bytes; return when they are there."""
@@ -183,14 +196,6 @@ class HostCopier:
             self._layout = plan_layout(tensors, rows, self.margins)
             self._recognizer = None
         return self._layout
-
-    def _lease(self, tensors: Sequence[torch.Tensor], layout: Layout, spec: TreeSpec | None = None) -> PendingCopy:
-        lease = self.pool.lease()
-        ref = self.pool.take(layout.nbytes)
-        view = lease.view(ref)
-        if self.margins != (0, 0):
-            register_padding(view, self.margins, layout.spans)
-        return PendingCopy(tensors, layout, lease, view, ref.address, spec)
 
 
 @contextlib.contextmanager

@@ -209,6 +209,9 @@ class Pool:
         threads: threads that touch new pages.
         reserve: bytes of a first block that is made at once, in the background; 0 for none.
         make: makes a block of so many bytes, page-locked or not, with so many threads.
+
+    Attributes:
+        readers_release: whether the reader has promised to release its copies.
     """
 
     def __init__(
@@ -223,8 +226,8 @@ class Pool:
     ) -> None:
         if max_in_flight is not None and max_in_flight < 1:
             raise StagingError([], f"max_in_flight must be at least 1, not {max_in_flight}")
-        self._max = math.inf if max_in_flight is None else max_in_flight
-        self._wait_s = wait_s
+        self.max_in_flight = math.inf if max_in_flight is None else max_in_flight
+        self.wait_s = wait_s
         self._keep = keep
         self._pin = _can_pin(pin, keep)
         self._threads = threads
@@ -264,7 +267,7 @@ class Pool:
             StagerClosedError: after :meth:`close`, also while it waits.
         """
         self.check_open()
-        if self.in_flight >= self._max:
+        if self.in_flight >= self.max_in_flight:
             self._wait()
         self._serial += 1
         lease = Lease(self._serial, self._copies)
@@ -333,9 +336,9 @@ class Pool:
 
     def _wait(self) -> None:
         gc.collect()  # a copy in a dead reference cycle is nobody's copy
-        limit = self._wait_s if self.readers_release else min(self._wait_s, WAIT_WITHOUT_RELEASE_S)
+        limit = self.wait_s if self.readers_release else min(self.wait_s, WAIT_WITHOUT_RELEASE_S)
         until = time.monotonic() + (0.0 if self._overdrawn and not self.readers_release else limit)
-        while self.in_flight >= self._max:
+        while self.in_flight >= self.max_in_flight:
             left = until - time.monotonic()
             if left <= 0:
                 break
@@ -361,7 +364,7 @@ class Pool:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._free.append(self._returned.get_nowait())
-        most = 0 if self._closed else max(self._reserve, self._max * _whole_pages(self._expected))
+        most = 0 if self._closed else max(self._reserve, self.max_in_flight * _whole_pages(self._expected))
         while sum(block.nbytes for block in self._free) > most:
             self._free.remove(min(self._free, key=lambda block: block.nbytes))
 

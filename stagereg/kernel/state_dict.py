@@ -36,7 +36,7 @@ try:
 except ImportError:  # not a public name of torch; without it no state dict is recognised
     TensorGuards = None  # type: ignore[assignment, misc]
 
-__all__ = ["Recognizer", "TreeSpec", "flatten", "path_to", "why_without_data"]
+__all__ = ["Recognizer", "TreeSpec", "flatten", "flip", "path_to", "why_without_data"]
 
 # Values that nobody can change under the copy, so the copy may hold the very same object.
 ATOMS = frozenset(
@@ -255,9 +255,9 @@ class _Walker:
             raise StagingError([], "this is the tensor")
         negative, conjugate = x.is_neg(), x.is_conj()
         if negative or conjugate:
-            self.spec.tensors.append(_flip(x.detach(), negative, conjugate))
+            self.spec.tensors.append(flip(x.detach(), negative, conjugate))
             lifted = slot.resolve
-            slot = _Slot(lambda staged: _flip(lifted(staged), negative, conjugate))
+            slot = _Slot(lambda staged: flip(lifted(staged), negative, conjugate))
         else:
             self.spec.tensors.append(x)
         if x.requires_grad or type(x) is not torch.Tensor or x.__dict__:
@@ -350,7 +350,7 @@ def _clone(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone() if x.device.type == "cpu" else x.detach().to("cpu")
 
 
-def _flip(x: torch.Tensor, negative: bool, conjugate: bool) -> torch.Tensor:
+def flip(x: torch.Tensor, negative: bool, conjugate: bool) -> torch.Tensor:
     """Turn the lazy negation and conjugation of ``x`` on or off; its memory stays the same."""
     if negative:
         x = torch._neg_view(x)
@@ -465,7 +465,7 @@ class _PlainSpec(TreeSpec):
         if kind not in _CONTAINERS or id(x) in self._met:
             raise _NotPlainError
         self._met.add(id(x))
-        new = kind(x)
+        new: Any = kind(x)
         keys, values = (range(len(new)), new) if kind is list else (list(new), list(new.values()))
         types = list(map(type, values))
         self.structure.append((kind, keys, types))
