@@ -499,10 +499,13 @@ def _plain(state: Any) -> Any:
 
 
 def _sent() -> int:
-    """How many collectives this rank has asked of all its process groups."""
+    """How many collectives this rank has begun, in all process groups and their control channels."""
     from torch.distributed.distributed_c10d import _world
 
-    return sum(_numbers(_world.pg_map))
+    from stagereg.kernel.channel import resources_of
+
+    groups = list(_world.pg_map)
+    return sum(_numbers([*groups, *(backend for group in groups for backend in resources_of(group).backends())]))
 
 
 def _numbers(groups: Any) -> Iterator[int]:
