@@ -28,7 +28,8 @@ LAYERS = [
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
 
 # Known offenders, to shrink to nothing.
-TWICE = {"Lease", *(f"{kind}.py" for kind in "checkpoint collective ddp fsdp2 metrics module step zero".split())}
+KINDS = ("checkpoint", "collective", "ddp", "fsdp2", "metrics", "module", "step", "zero")
+TWICE = {"Lease", *(f"{kind}.py" for kind in KINDS)}
 
 
 def name_of(file: Path) -> str:
