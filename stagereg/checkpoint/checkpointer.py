@@ -20,7 +20,7 @@ from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 
@@ -40,7 +40,7 @@ from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.saving import Save
 from stagereg.checkpoint.schedule import Automatic, Fixed, Schedule
 from stagereg.checkpoint.storage.lookup import expect_fit
-from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.storage.protocol import Storage, UsesPadding
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.retry import answered, within
@@ -48,9 +48,7 @@ from stagereg.checkpoint.writing import SaveContext, StorageHangsError, Writing
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.launch.preemption import Notice
 from stagereg.registry import build, register
-
-if TYPE_CHECKING:
-    from stagereg.stagers.async_stager import AsyncStager
+from stagereg.stagers.async_stager import AsyncStager, ReservesPadding, SharesMemory
 
 __all__ = ["CheckpointStats", "Checkpointer"]
 
@@ -169,8 +167,8 @@ class Checkpointer:
         _reserve_padding(self._stager, self._storage)
         self._hold: StoreLock | None = None
         self._ranks = RankGroup(process_group, self.timeout)
-        apart = bool(getattr(self._stager, "shares_memory", False))
-        expect_fit(self._storage, self._store.root, self._ranks.size + apart)
+        shared = isinstance(self._stager, SharesMemory) and self._stager.shares_memory
+        expect_fit(self._storage, self._store.root, self._ranks.size + shared)
         self._stalls: list[float] = []
         self._saved: int | None = None
         self._closed = False
@@ -190,7 +188,7 @@ class Checkpointer:
         self._schedule: Schedule = (
             Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), RankGroup(process_group))
         )
-        self._process = WriterProcess() if apart else None
+        self._process = WriterProcess() if shared else None
         if self._process is not None:
             self._process.start()
         warns = self.on_error == "warn"
@@ -512,7 +510,6 @@ def _when_done(staged: Any, act: Callable[[], None]) -> None:
 
 
 def _reserve_padding(stager: AsyncStager, storage: Storage) -> None:
-    """Have the stager leave the room that the storage can use, where both know of it."""
-    margins, reserve_padding = getattr(storage, "margins", None), getattr(stager, "reserve_padding", None)
-    if margins is not None and reserve_padding is not None:
-        reserve_padding(*margins)
+    """Have the stager reserve the padding that the storage uses, if both can."""
+    if isinstance(storage, UsesPadding) and isinstance(stager, ReservesPadding):
+        stager.reserve_padding(*storage.padding)

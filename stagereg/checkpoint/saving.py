@@ -32,7 +32,7 @@ from stagereg.checkpoint.process_writer import ProcessWriter
 from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.storage.forwarding import ForwardingWriter
 from stagereg.checkpoint.storage.lookup import name_of
-from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.storage.protocol import MarksFiles, Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
 from stagereg.checkpoint.structure import leaves
@@ -241,7 +241,7 @@ def _marks(store: CheckpointStore, written: str, storage: Storage, rank: int) ->
     A file that the storage has not marked is flushed and read, by the rank that torch has named it after. What is left,
     such as metadata, is rank 0's.
     """
-    known: Mapping[str, FileMark] = getattr(storage, "marks", {})
+    known: Mapping[str, FileMark] = storage.marks if isinstance(storage, MarksFiles) else {}
     there = store.files(written)
     lost = sorted(known.keys() - there)
     if lost:

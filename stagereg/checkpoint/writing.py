@@ -33,6 +33,12 @@ class StorageHangsError(CheckpointError):
     """A save was not begun, since an earlier one has taken too long and not ended."""
 
 
+class SaveTimeoutError(CheckpointError):
+    """A save has taken longer than the time-out; ``everywhere`` if this rank only waits for others that report it."""
+
+    everywhere = False
+
+
 @dataclass
 class SaveContext:
     """What the saves of one checkpointer have in common.
@@ -67,7 +73,8 @@ class SaveContext:
 
     def warn(self, failure: CheckpointError) -> None:
         """Tell of a failed save in the log, while training goes on. What all ranks know, one of them says."""
-        say = _log.info if getattr(failure, "everywhere", True) and self.ranks.rank > 0 else _log.warning
+        everywhere = not isinstance(failure, SaveTimeoutError) or failure.everywhere
+        say = _log.info if everywhere and self.ranks.rank > 0 else _log.warning
         say("stagereg: %s Training goes on.", failure)
 
     def failed(self, step: int) -> None:
@@ -139,13 +146,13 @@ class Writing:
         save, saves = self.save, self.saves
         alone = saves.ranks.group is None
         where = f"{'it' if alone else f'rank {saves.ranks.rank}'} is at: {save.at}"
-        failure = CheckpointError(
+        failure = SaveTimeoutError(
             saves.described(
                 f"Step {save.step} was not saved: it has taken longer than {_duration(saves.timeout)} ({where})",
                 "Does the storage hang? Until this ends, no other save begins.",
             )
         )
-        failure.everywhere = save.waits  # type: ignore[attr-defined]
+        failure.everywhere = save.waits
         saves.failed(save.step)
         return failure
 

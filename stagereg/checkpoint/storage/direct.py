@@ -61,10 +61,10 @@ class DirectStorage(FileStorage):
         buffer_mb: MiB of each of the two buffers, at least 1.
 
     Attributes:
-        margins: bytes of room that it can use before and after a tensor, see :class:`.Storage`.
+        padding: see :class:`.UsesPadding`.
     """
 
-    margins = (768, 1024)
+    padding = (768, 1024)
     remote = False
 
     def __init__(self, path: StrPath | None = None, buffer_mb: int = 4) -> None:
