@@ -141,7 +141,7 @@ def _start(
     ]
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"{_CHILD}trial.main(sys.argv[1:])", json.dumps(path), *told],
+            [sys.executable, "-P", "-c", f"{_CHILD}check_trial.main(sys.argv[1:])", json.dumps(path), *told],
             stdin=subprocess.DEVNULL,
             stdout=words,
             stderr=words,
