@@ -33,7 +33,7 @@ CEILING = "ceiling"
 """The row that all others are a ratio to."""
 
 _BUILT_IN = ("dcp", "direct", "safetensors")
-_ROOM = "direct:room"
+_PADDING = "direct:padding"
 
 _Save = Callable[[Path], object]
 _Make = Callable[[], _Save]
@@ -78,7 +78,7 @@ def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]
 
     Args:
         folder: on the file system to be measured; emptied before each sample.
-        note: told what a reader of the figures has to know.
+        note: called with what a reader of the figures has to know.
     """
     stager = build("stager", "blocking")
     copy = stager.stage(state.tree)
@@ -90,7 +90,7 @@ def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]
         return Path(tempfile.mkdtemp(dir=folder))
 
     makes: dict[str, _Make] = {name: _storage(name, copy) for name in _storages()}
-    makes |= {_ROOM: lambda: _direct_with_padding(state), **_torchs(copy)}
+    makes |= {_PADDING: lambda: _direct_with_padding(state), **_torchs(copy)}
     rows = [Durable(row, make, state.nbytes, fresh) for row, make in makes.items()]
     raw = [RawWrite(row, state.nbytes, fresh, note) for row in (CEILING, f"again:{CEILING}")]
     return [raw[0], *rows, raw[1]]
@@ -98,7 +98,7 @@ def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]
 
 def row_names() -> list[str]:
     """The names of all rows there are."""
-    return [CEILING, *_storages(), _ROOM, *_torchs({}), f"again:{CEILING}"]
+    return [CEILING, *_storages(), _PADDING, *_torchs({}), f"again:{CEILING}"]
 
 
 def _storages() -> list[str]:

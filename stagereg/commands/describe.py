@@ -1,4 +1,4 @@
-"""What there is to tell about one component, read from its signature, its docstring and its package.
+"""The description of one component, read from its signature, its docstring and its package.
 
 ``stagereg show`` prints it for one component and ``reference`` for all of them. Describing a component imports it.
 """
@@ -52,7 +52,7 @@ class Field:
         default: as YAML shows it in the config; empty where a value must be given.
         required: a value must be given.
         choices: the values it is one of, where it has a list of them.
-        help: what its docstring says, in one line.
+        help: from its docstring, in one line.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Runtime:
         name: of the parameter.
         type: its annotation as it is written; empty without one.
         required: the program has to pass it.
-        help: what its docstring says, in one line.
+        help: from its docstring, in one line.
     """
 
     name: str
@@ -154,11 +154,11 @@ def _fields(key: str, hint: Any, type_: Any, default: Any, help_: str) -> Iterat
         written = "" if required else _yaml(default)
         yield Field(key, _type(key, hint), written, required, tuple(_choices(hint)), _marked(help_))
         return
-    # The config's own dataclass has the words; the component's, whose types may be no config's, has the types.
+    # The config's own dataclass has the docstrings; the component's, whose types may be no config's, has the types.
     hints, held = typing.get_type_hints(_dataclass(hint) or nested), typing.get_type_hints(nested)
     for field in dataclasses.fields(nested):
-        told = field.metadata.get("help", "")
-        yield from _fields(f"{key}.{field.name}", hints[field.name], held[field.name], default[field.name], told)
+        help_ = field.metadata.get("help", "")
+        yield from _fields(f"{key}.{field.name}", hints[field.name], held[field.name], default[field.name], help_)
 
 
 def _dataclass(hint: Any) -> Any:
@@ -202,8 +202,8 @@ def _plain(value: Any) -> str:
 
 def _yaml(value: Any) -> str:
     """A value as a config shows it, on one line."""
-    told = yaml.safe_dump(_simple(value), default_flow_style=True, width=10**6, sort_keys=False)
-    return told.removesuffix("\n").removesuffix("...").strip()
+    text = yaml.safe_dump(_simple(value), default_flow_style=True, width=10**6, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("...").strip()
 
 
 def _simple(value: Any) -> Any:
@@ -251,7 +251,7 @@ def _place(component: Callable[..., Any]) -> str:
 
 
 def _without_arguments(doc: str) -> str:
-    """A docstring without its section ``Args:``, which the table of options tells."""
+    """A docstring without its section ``Args:``, which becomes the table of options."""
     return re.sub(r"^(Args|Arguments|Parameters):\n(?:(?:[ \t]+.*)?(?:\n|\Z))*", "", doc, flags=re.MULTILINE).strip()
 
 

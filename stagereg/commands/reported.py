@@ -1,7 +1,7 @@
-"""One run as ``stagereg report`` tells it: a sentence, what to beware of, its figures, its checkpoints and its ranks.
+"""The report on one run: a sentence, warnings, its figures, its checkpoints and its ranks.
 
 On the terminal, as JSON, and with its pictures as a page: all from the same tables. What is asked for, and where files
-go, is the business of :mod:`stagereg.commands.reporting`.
+go, is decided in :mod:`stagereg.commands.reporting`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _rank(rank: RankRecord) -> tuple[str | float | int | None, ...]:
         1e3 * sum(span.seconds for span in rank.stalls),
         len(rank.lost),
         peak / _GIB if isinstance(peak, (int, float)) else None,
-        end.get("error") or end.get("status") or "told no end",
+        end.get("error") or end.get("status") or "no end recorded",
     )
 
 
