@@ -93,9 +93,7 @@ def distinct(comparison: Comparison) -> dict[str, list[str | None]]:
     """
     rows = ordered(comparison)
     values = {name: [row.parameters.get(name) for row in rows] for name in comparison.parameters}
-    return values | (
-        {"versions": [row.versions or None for row in rows]} if any(row.versions for row in rows) else {}
-    )
+    return values | ({"versions": [row.versions or None for row in rows]} if any(row.versions for row in rows) else {})
 
 
 def known(row: ComparisonRow, metric: Metric) -> Cell | None:
@@ -294,8 +292,7 @@ def _drawn(
     lines = []
     for position, row in enumerate(rows):
         values = [_folded(one[position] or _NONE, fold) for one in apart.values()]
-        counts = ["
-".join(runs(row).rsplit(" ", 1)) if below else runs(row)] if different else []
+        counts = ["\n".join(runs(row).rsplit(" ", 1)) if below else runs(row)] if different else []
         lines.append((verdict(row, comparison), *values, *counts, *(column[position] for column in cells)))
     return ("verdict", *names, *(["runs"] if different else []), *heads), lines
 
