@@ -29,8 +29,8 @@ from stagereg.checkpoint.storage.forwarding import ForwardingWriter
 from stagereg.errors import StagerClosedError, StagingError
 from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
-from stagereg.stagers.shared_memory import SharedBlock
-from stagereg.stagers.tensor_bundle import Parcel, fits, pack, unpack
+from stagereg.stagers.shared_memory import SharedBlock, is_plain
+from stagereg.stagers.tensor_bundle import TensorBundle, pack, unpack
 
 __all__ = ["ProcessWriter", "answer"]
 
@@ -42,11 +42,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Question:
-    """One ``write_data``: of each item of the plan, a number of a tensor in the parcel, or bytes."""
+    """One ``write_data``: of each item of the plan, a number of a tensor in the bundle, or bytes."""
 
     writer: StorageWriter
     plan: SavePlan
-    parcel: Parcel
+    bundle: TensorBundle
     data: list[int | bytes]
 
 
@@ -153,21 +153,21 @@ class _Sending:
         for item in plan.items:
             value = planner.resolve_data(item)
             if isinstance(value, torch.Tensor):
-                if not fits(value):
+                if not is_plain(value):
                     raise _NotPortableError(f"{item.index.fqn!r} is no plain tensor in host memory")
                 data.append(len(self._held))
                 self._held.append(value.detach())
             else:
                 data.append(value.getvalue())
-        parcel, outside = pack(self._held)
+        bundle, outside = pack(self._held)
         if outside:
-            parcel = self._bring_in(outside)
+            bundle = self._bring_in(outside)
         try:
-            return pickle.dumps(_Question(writer, plan, parcel, data), pickle.HIGHEST_PROTOCOL)
+            return pickle.dumps(_Question(writer, plan, bundle, data), pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             raise _NotPortableError(f"{type(writer).__name__} or its plan cannot be pickled ({error})") from error
 
-    def _bring_in(self, outside: list[int]) -> Parcel:
+    def _bring_in(self, outside: list[int]) -> TensorBundle:
         try:
             self._copier = HostCopier(Pool(keep=False, pin=False, make=SharedBlock))
             copies = self._copier.copy([self._held[i] for i in outside])
@@ -175,9 +175,9 @@ class _Sending:
             raise _NotPortableError(str(error)) from error
         for i, copy in zip(outside, copies, strict=True):
             self._held[i] = copy
-        parcel, still_outside = pack(self._held)
+        bundle, still_outside = pack(self._held)
         assert not still_outside
-        return parcel
+        return bundle
 
 
 # -- the other side
@@ -187,7 +187,7 @@ def answer(question: bytes) -> bytes:
     """Do one write and return its result, which may be an error. Called in the process that writes."""
     try:
         asked: _Question = pickle.loads(question)
-        tensors = unpack(asked.parcel)
+        tensors = unpack(asked.bundle)
     except Exception as error:
         return pickle.dumps(_Unreadable(f"the writer process cannot read it ({type(error).__name__}: {error})"))
     try:

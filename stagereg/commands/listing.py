@@ -60,5 +60,5 @@ def run(asked: argparse.Namespace) -> int:
     rows = [(e.kind, e.name, f"{e.distribution} {e.version}".strip() or e.file, e.target) for e in found]
     output.table("", ("kind", "name", "package", "target"), rows)
     if unreadable:
-        output.say(f"\nNot all can be listed of: {', '.join(name for name, _ in unreadable)}. See `stagereg doctor`.")
+        output.echo(f"\nNot all can be listed of: {', '.join(name for name, _ in unreadable)}. See `stagereg doctor`.")
     return 0

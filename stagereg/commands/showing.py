@@ -34,36 +34,36 @@ def run(asked: argparse.Namespace) -> int:
     """
     import_plugins(asked)
     entry = find(asked.component)
-    with output.aside():
+    with output.stdout_to_stderr():
         from stagereg.commands.describe import describe
 
         described = describe(entry)
     if asked.json:
         output.as_json(dataclasses.asdict(described))
         return 0
-    output.say(f"{described.kind}/{described.name}", "bold")
+    output.echo(f"{described.kind}/{described.name}", "bold")
     if described.summary:
-        output.say(described.summary)
-    output.say()
+        output.echo(described.summary)
+    output.echo()
     package = f"{described.distribution} {described.version}".strip() or "-"
     output.table("", (), [("defined in", described.file or "-"), ("target", described.target), ("package", package)])
-    output.say(f"\n{described.signature}\n")
+    output.echo(f"\n{described.signature}\n")
     if described.options:
         rows = [(f.name, f.type, "must be given" if f.required else f.default, f.help) for f in described.options]
         output.table("Options", ("name", "type", "default", "what it is for"), rows)
     else:
-        output.say("It has no options.")
+        output.echo("It has no options.")
     if described.runtime:
         lines = [
             (r.name, r.type or "-", "must be passed" if r.required else "may be passed", r.help)
             for r in described.runtime
         ]
-        output.say()
+        output.echo()
         output.table("Arguments that the program passes", ("name", "type", "", "what it is for"), lines)
-    output.say("\nExample", "bold")
-    output.say("\n".join(f"  {line}" for line in described.example))
+    output.echo("\nExample", "bold")
+    output.echo("\n".join(f"  {line}" for line in described.example))
     if described.doc:
-        output.say(f"\n{described.doc}")
+        output.echo(f"\n{described.doc}")
     return 0
 
 

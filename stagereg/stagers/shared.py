@@ -6,7 +6,7 @@ from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.registry import register
 from stagereg.stagers.host import HostStager
-from stagereg.stagers.shared_memory import SharedBlock
+from stagereg.stagers.shared_memory import SharedBlock, register_reducers
 
 __all__ = ["SharedStager"]
 
@@ -23,6 +23,9 @@ class SharedStager(HostStager):
 
     A process forked from this one sees the blocks themselves: it may use copies made before only as long as this
     process holds them.
+
+    The first one that is made registers reducers with ``multiprocessing``, see
+    :func:`.shared_memory.register_reducers`.
 
     Attributes:
         shares_memory: True: another process can read the copies where they lie.
@@ -50,6 +53,7 @@ class SharedStager(HostStager):
         reserve_gb: float = 0.0,
         type_check: bool = False,
     ) -> None:
+        register_reducers()
         reserve = int(reserve_gb * 2**30)
         pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=reserve, make=SharedBlock)
         super().__init__(HostCopier(pool, threads, type_check))

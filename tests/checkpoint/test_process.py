@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 import stagereg
 import stagereg.checkpoint.process as process_room
-import stagereg.stagers.shared_memory as sharing
-import stagereg.stagers.tensor_bundle as parcel
+import stagereg.stagers.shared_memory as shared_memory
+import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.process import WriterProcess
@@ -215,10 +215,10 @@ class TestWriting:
         self, tmp_path, process, copy, monkeypatch, caplog
     ) -> None:
         def elsewhere(address: int) -> Any:
-            found = sharing.passage_to(address)
+            found = shared_memory.handle_of(address)
             return found and (found[0]._replace(path="/proc/self/fd/no"), found[1])
 
-        monkeypatch.setattr(parcel, "passage_to", elsewhere)
+        monkeypatch.setattr(tensor_bundle, "handle_of", elsewhere)
         save(copy, ProcessWriter(FileSystemWriter(tmp_path / "there"), process))
         save(copy, FileSystemWriter(tmp_path / "here"))
         assert content(tmp_path / "there") == content(tmp_path / "here")

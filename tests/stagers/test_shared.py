@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import stagereg
 import stagereg.kernel.memory as memory
-import stagereg.stagers.shared_memory as sharing
-import stagereg.stagers.tensor_bundle as parcel
+import stagereg.stagers.shared_memory as shared_memory
+import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg import AsyncStager
 from stagereg.errors import StagingError
 from stagereg.kernel.memory import Pool, padding_around
-from stagereg.stagers.shared_memory import SharedBlock
+from stagereg.stagers.shared_memory import SharedBlock, register_reducers
 from stagereg.testing import run_ranks
 
 PROGRAM = """
@@ -48,7 +48,7 @@ while True:
 
 
 class Reader:
-    """Another process that does what it is told; it shares nothing with this one but two pipes."""
+    """Another process that does what it is asked; it shares nothing with this one but two pipes."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -99,6 +99,11 @@ def sent(copy: Any) -> bytes:
 
 def descriptors(pid: int | str = "self") -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def shared_block() -> SharedBlock:
+    register_reducers()
+    return SharedBlock(4096, pin=False)
 
 
 def pool_lending(block: SharedBlock) -> Pool:
@@ -229,19 +234,19 @@ class TestFidelity:
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(state=states())
-    def test_a_parcel_holds_equal_tensors(self, stager, state: dict[str, Any]) -> None:
+    def test_a_bundle_holds_equal_tensors(self, stager, state: dict[str, Any]) -> None:
         copies = [x.detach() for x in stager.stage(state).values() if isinstance(x, torch.Tensor)]
-        packed, outside = parcel.pack(copies)
+        packed, outside = tensor_bundle.pack(copies)
         assert outside == []
         described = locally_described()
-        for arrived, copy in zip(parcel.unpack(pickle.loads(pickle.dumps(packed))), copies, strict=True):
+        for arrived, copy in zip(tensor_bundle.unpack(pickle.loads(pickle.dumps(packed))), copies, strict=True):
             *same, nbytes, flags, bits = described(copy)
             assert described(arrived) == (*same, min(nbytes, arrived.untyped_storage().nbytes()), flags, bits)
 
-    def test_a_parcel_brings_the_room_around_the_tensors(self, stager) -> None:
+    def test_a_bundle_has_the_padding_around_the_tensors(self, stager) -> None:
         stager.reserve_padding(128, 64)
         copy = stager.stage(state(1))
-        arrived = parcel.unpack(pickle.loads(pickle.dumps(parcel.pack(list(copy.values()))[0])))
+        arrived = tensor_bundle.unpack(pickle.loads(pickle.dumps(tensor_bundle.pack(list(copy.values()))[0])))
         for here, there in zip(copy.values(), arrived, strict=True):
             mine, theirs = padding_around(here), padding_around(there)
             assert mine is not None
@@ -249,11 +254,22 @@ class TestFidelity:
             assert (mine.nbytes, mine.before, mine.after) == (theirs.nbytes, theirs.before, theirs.after)
             assert here.data_ptr() - mine.address == there.data_ptr() - theirs.address
 
-    def test_a_parcel_tells_what_lies_elsewhere(self, stager) -> None:
+    def test_a_bundle_reports_which_tensors_lie_elsewhere(self, stager) -> None:
         copy = stager.stage(state(1))
-        packed, outside = parcel.pack([copy["w"], torch.ones(3), torch.empty(0), copy["v"]])
+        packed, outside = tensor_bundle.pack([copy["w"], torch.ones(3), torch.empty(0), copy["v"]])
         assert outside == [1]
-        assert len(packed.passages) == 1
+        assert len(packed.blocks) == 1
+
+
+def test_reducers_are_registered_by_the_first_stager_and_not_by_an_import() -> None:
+    process = Reader()
+    registered = process.do(
+        "import stagereg, stagereg.stagers.shared\n"
+        "def count(): return sum('stagereg' in f.__module__ for f in ForkingPickler._extra_reducers.values())\n"
+        "before = count(); stagereg.build('stager', 'shared'); answer = before, count() > 0"
+    )
+    process.kill()
+    assert registered == (0, True)
 
 
 class TestLease:
@@ -266,7 +282,7 @@ class TestLease:
         assert reader.do("answer = state['w'].unique().tolist()") == [1.0]
 
     def test_one_slice_in_another_process_keeps_all_of_it(self, reader) -> None:
-        block = SharedBlock(4096, pin=False)
+        block = shared_block()
         held = torch.frombuffer(block.view(), dtype=torch.uint8)
         reader.do("state = ForkingPickler.loads(message)[7:8]", sent(held))
         assert not block.idle
@@ -309,15 +325,15 @@ class TestLease:
         reader.do(RECEIVE, sent(copy))
         del copy
         looks: list[bool] = []
-        look = sharing._File.settle
+        look = shared_memory._SharedFile.revoke
 
-        def let_go_after_three(file: sharing._File) -> bool:
+        def let_go_after_three(file: shared_memory._SharedFile) -> bool:
             looks.append(look(file))
             if len(looks) == 3:
                 reader.do("state = None")
             return looks[-1]
 
-        monkeypatch.setattr(sharing._File, "settle", let_go_after_three)
+        monkeypatch.setattr(shared_memory._SharedFile, "revoke", let_go_after_three)
         with caplog.at_level(logging.WARNING, logger="stagereg"):
             again = stager.stage(state(2))
         assert min(x.data_ptr() for x in again.values()) == at, "the memory let go is used again"
@@ -326,7 +342,7 @@ class TestLease:
         stager.close()
 
     def test_a_reader_that_was_killed_reads_no_more(self) -> None:
-        block = SharedBlock(4096, pin=False)
+        block = shared_block()
         held = torch.frombuffer(block.view(), dtype=torch.uint8)
         doomed = Reader()
         doomed.do("state = ForkingPickler.loads(message)", sent(held))
@@ -336,7 +352,7 @@ class TestLease:
         assert block.idle
 
     def test_a_forked_child_of_a_reader_reads_too(self, reader) -> None:
-        block = SharedBlock(4096, pin=False)
+        block = shared_block()
         reader.do(
             "import os; state = ForkingPickler.loads(message); away, here = os.pipe(); child = os.fork()\n"
             "if not child: os.close(here); os.read(away, 1); os._exit(0)\n"
@@ -348,13 +364,13 @@ class TestLease:
         assert block.idle
 
     def test_a_message_that_nobody_takes_is_revoked_and_never_shows_other_bytes(self, monkeypatch, reader) -> None:
-        block = SharedBlock(4096, pin=False)
+        block = shared_block()
         pool = pool_lending(block)
         lease = pool.borrow(4096)
         message = sent(torch.frombuffer(lease.view, dtype=torch.uint8))
         del lease
         assert pool.in_flight == 1
-        monkeypatch.setattr(sharing, "_ON_THE_WAY_S", -1.0)
+        monkeypatch.setattr(shared_memory, "_UNRECEIVED_S", -1.0)
         assert pool.in_flight == 0
         again = pool.borrow(4096)
         assert again.address == block.address
@@ -381,7 +397,7 @@ class TestLease:
     def test_a_forked_child_leaves_the_parents_memory_alone(self) -> None:
         # Run in a process of its own, which may fork since it has run no threads.
         parent = Reader()
-        told = parent.do(
+        answer = parent.do(
             "import os, stagereg\n"
             "stager = stagereg.build('stager', 'shared', threads=1)\n"
             "copy = stager.stage({'w': torch.ones(1000)}); spare = stager.stage({'w': torch.ones(1000)}); del spare\n"
@@ -394,7 +410,7 @@ class TestLease:
             "answer = status, copy['w'].unique().tolist(), next['w'].sum().item()"
         )
         parent.kill()
-        assert told == (0, [1.0], 3000.0)
+        assert answer == (0, [1.0], 3000.0)
 
 
 class TestMemory:
@@ -443,7 +459,7 @@ class TestMemory:
 
     def test_without_memory_files_it_is_a_file_on_disk_that_goes_away(self, monkeypatch, tmp_path, reader) -> None:
         monkeypatch.delattr(os, "memfd_create")
-        monkeypatch.setattr(sharing.tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(shared_memory.tempfile, "tempdir", str(tmp_path))
         stager = stagereg.build("stager", "shared", max_in_flight=1, wait_s=0.0)
         copy = stager.stage(state(1))
         assert len(list(tmp_path.iterdir())) == 1
