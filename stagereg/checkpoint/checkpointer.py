@@ -47,7 +47,7 @@ from stagereg.checkpoint.writing import SaveContext, StorageHangsError, Writing
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.launch.preemption import PreemptionHandler
 from stagereg.registry import build, register
-from stagereg.stagers.async_stager import AsyncStager, ReservesPadding, SharesMemory
+from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding, SharesMemory
 
 __all__ = ["CheckpointStats", "Checkpointer"]
 
@@ -164,6 +164,8 @@ class Checkpointer:
         )
         self._storage: Storage = options.component("storage", build("storage", "dcp") if storage is None else storage)
         _reserve_padding(self._stager, self._storage)
+        if isinstance(self._stager, ReleasesCopies):
+            self._stager.expect_release()
         self._hold: StoreLock | None = None
         self._ranks = RankGroup(process_group, self.timeout)
         shared = isinstance(self._stager, SharesMemory) and self._stager.shares_memory
@@ -444,6 +446,8 @@ class Checkpointer:
         try:
             captured = entries.capture(state, request.step, self._ranks.rank, self._ranks.size)
             request.began = record.now()
+            if isinstance(self._stager, ReleasesCopies):
+                request.release = self._stager.release
             request.staged = self._stager.stage(captured)
             if not self._stager.should_synchronize_after_execute:
                 _when_done(request.staged, request.complete)

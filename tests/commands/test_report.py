@@ -95,7 +95,7 @@ def test_json_has_the_same_figures_and_writes_no_file_unasked(here: Path, capsys
     assert (told["kind"], told["status"]) == ("run", "unfinished")
     assert told["figures"]["checkpoints"] == 3
     assert [one["state"] for one in told["checkpoints"]] == ["complete"] * 3 + ["not complete"]
-    assert told["ranks"][1]["state"] == "told no end"
+    assert told["ranks"][1]["state"] == "no end recorded"
     assert sorted(here.rglob("*")) == before
 
 
@@ -256,7 +256,7 @@ LOOKED_FOR = "a run has metrics.jsonl, result.json or .hydra/overrides.yaml in i
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (f"{RUN}/checkpoints", f"has checkpoints, which say nothing of the run that wrote them. {NAME_THE_RUN}"),
+        (f"{RUN}/checkpoints", f"has checkpoints, but no record of the run that wrote them. {NAME_THE_RUN}"),
         (f"{RUN}/checkpoints/latest", NAME_THE_RUN),
         (f"{RUN}/checkpoints/step-00000010", NAME_THE_RUN),
         (f"{RUN}/.hydra", f"has the configs of a run. {NAME_THE_RUN}"),
@@ -267,7 +267,7 @@ LOOKED_FOR = "a run has metrics.jsonl, result.json or .hydra/overrides.yaml in i
         (".", f"The newest:\n  stagereg report {SWEEP}  # a sweep\n{NEWEST_RUN}  stagereg report {RUN}  # a run\n"),
         ("empty", f"has none below: {LOOKED_FOR}; it is empty.\n"),
         ("other", f"{LOOKED_FOR}; there is: conf/.\n"),
-        ("alone", "alone has checkpoints, which say nothing of the run that wrote them"),
+        ("alone", "alone has checkpoints, but no record of the run that wrote them"),
         ("outptus", "There is no directory outptus. Did you mean 'outputs'?"),
         ("outputs/2026-11-22/x", "has: 2026-11-21.\n"),
     ],
