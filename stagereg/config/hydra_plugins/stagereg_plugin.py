@@ -1,10 +1,5 @@
-"""How an app that never imports stagereg finds its options: Hydra scans the namespace package ``hydra_plugins``.
+"""For editable installations made before this file moved to ``stagereg/hydra_plugins``; goes with the last of them."""
 
-Packaging places this file there, beside the plugins of other packages; nothing imports it from here.
-"""
-
-from stagereg.config.plugins import PluginSource
-from stagereg.config.source import RegistrySearchPath, RegistrySource
-from stagereg.sweep.interleaved import InterleavedSweeper
+from stagereg.hydra_plugins.stagereg_plugin import InterleavedSweeper, PluginSource, RegistrySearchPath, RegistrySource
 
 __all__ = ["InterleavedSweeper", "PluginSource", "RegistrySearchPath", "RegistrySource"]
