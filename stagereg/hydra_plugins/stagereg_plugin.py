@@ -1,7 +1,7 @@
-"""How Hydra finds what stagereg adds to it: Hydra scans the namespace package ``hydra_plugins``.
+"""What Hydra finds of stagereg: its options, and its sweeper.
 
-Packaging places this file there, beside the plugins of other packages, so an app that never imports stagereg has its
-options too. Where stagereg is not installed, it calls :func:`offer` when it is imported.
+Packaging puts this file into the namespace package ``hydra_plugins``, which Hydra scans, so an app that never imports
+stagereg has the options too. In a checkout that is merely on the path ``import stagereg`` calls :func:`offer`.
 """
 
 from hydra.core.plugins import Plugins
@@ -14,7 +14,7 @@ __all__ = ["InterleavedSweeper", "PluginSource", "RegistrySearchPath", "Registry
 
 
 def offer() -> None:
-    """Register these plugins with Hydra in this process; registering twice is harmless."""
+    """Register the plugins with Hydra in this process; twice is harmless."""
     plugins = Plugins.instance()
     for plugin in (PluginSource, RegistrySource, RegistrySearchPath, InterleavedSweeper):
         plugins.register(plugin)
