@@ -17,7 +17,6 @@ from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
-from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -27,9 +26,8 @@ import stagereg.config.schema as schema
 import stagereg.registry as registry
 from stagereg.config.plugins import NamedPlugins, PluginError, PluginSource
 from stagereg.errors import RegistryError, StageregError, UnknownNameError, nearest
-from stagereg.sweep.interleaved import InterleavedSweeper
 
-__all__ = ["OptionError", "RegistrySearchPath", "RegistrySource", "UnknownOptionError", "offer"]
+__all__ = ["OptionError", "RegistrySearchPath", "RegistrySource", "UnknownOptionError"]
 
 
 class OptionError(RegistryError, ConfigCompositionException):
@@ -127,13 +125,6 @@ class RegistrySearchPath(SearchPathPlugin):
         shipped = "pkg://stagereg.conf" if importlib.util.find_spec("stagereg.conf") else beside
         for path in (f"{RegistrySource.scheme()}://", shipped):
             search_path.append("stagereg", path)
-
-
-def offer() -> None:
-    """Offer the options to Hydra in this process, where no installed plugin file does; twice is harmless."""
-    plugins = Plugins.instance()
-    for plugin in (PluginSource, RegistrySource, RegistrySearchPath, InterleavedSweeper):
-        plugins.register(plugin)
 
 
 def _split(config_path: str) -> tuple[str, str]:

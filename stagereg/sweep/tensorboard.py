@@ -24,7 +24,7 @@ from stagereg.sweep.steps import without_stalls
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from stagereg.sweep.compare import Comparison
+    from stagereg.sweep.comparison import Comparison
     from stagereg.sweep.result import JobResult
 
 __all__ = ["check", "write_run", "write_sweep"]
@@ -36,7 +36,7 @@ _SUFFIX = ".stagereg"
 def check() -> None:
     """Raise ``ConfigError`` if the package tensorboard is missing."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("--tensorboard needs the package tensorboard: pip install 'stagereg[tensorboard]'")
+        raise ConfigError("--tensorboard needs the package tensorboard: pip install 'hydra-stagereg[tensorboard]'")
 
 
 def write_run(run: Run, directory: Path) -> None:

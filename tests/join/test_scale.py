@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,7 @@ import stagereg
 from stagereg.errors import PeerFailedError, UnevenInputsError
 from stagereg.testing import run_ranks
 
-from ..kernel.simulated import SimulatedChannel, Simulation, answering
+from ..kernel.simulated import SimulatedChannel, Simulation
 from .reference import EXACT, Case, batch, difference, net
 
 SEVERAL = settings(
@@ -56,7 +55,7 @@ def line_of(group: Group, purpose: str) -> SimulatedChannel:
 class FailureDetector:
     """By which an error of one rank is one of all."""
 
-    def __init__(self, group: Group, timeout_s: float, name: str, also: Any = ()) -> None:
+    def __init__(self, group: Group, timeout_s: float, name: str, step: Any = None) -> None:
         self._group = group
         self.wait = group.simulation.waiting
 
@@ -65,8 +64,6 @@ class FailureDetector:
     def stop(self) -> None: ...
 
     def check(self) -> None: ...
-
-    def note(self, **progress: object) -> None: ...
 
     def explain(self, error: BaseException) -> None: ...
 
@@ -81,12 +78,10 @@ def in_threads() -> Iterator[None]:
     each = {
         "stagereg.join.session.FailureDetector": FailureDetector,
         "stagereg.join.session.control_channel": lambda group, purpose, waiting: line_of(group, purpose),
-        "stagereg.join.session.control_groups": lambda group, but: [],
+        "stagereg.join.context.discard_channels": lambda group: None,
         "stagereg.join.context.was_aborted": lambda group: False,
-        "stagereg.join.context.nesting": SimpleNamespace(enter=lambda borrow: None, leave=lambda borrow: None),
     }
     with contextlib.ExitStack() as all_of_them:
-        all_of_them.enter_context(answering())
         for where, what in each.items():
             all_of_them.enter_context(mock.patch(where, what))
         yield
@@ -194,7 +189,7 @@ class Gradients(stagereg.Joinable):
     def join_hook(self, **kwargs: Any) -> Any:
         return Shadow(self)
 
-    def counts(self, divide: bool) -> bool:
+    def needs_active_ranks(self, divide: bool) -> bool:
         return not divide
 
     @property
@@ -206,13 +201,13 @@ class Gradients(stagereg.Joinable):
         return self._group
 
     def begin(self) -> None:
-        membership = self._join_config.membership
+        membership = self.session.membership
         membership.begin(self._scenario.syncs(membership.steps - membership.expects_empty_step))
         if self._scenario.throw:
             membership.raise_if_exhausted()
 
     def reduce(self, mine: float) -> None:
-        membership = self._join_config.membership
+        membership = self.session.membership
         if membership is not self._loop:
             self._loop = membership
             self._loops += 1

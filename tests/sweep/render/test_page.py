@@ -14,7 +14,8 @@ import pytest
 
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
-from stagereg.sweep.compare import Comparison, ComparisonRow
+from stagereg.sweep.answer import sentences
+from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.run import RankRecord, Run
 
 Rows = Callable[..., ComparisonRow]
@@ -90,7 +91,7 @@ Opener = Callable[..., Opened]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of stagereg[test]")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of hydra-stagereg[test]")
     if CHROMIUM is None:
         pytest.skip("needs chromium, and there is none on the path")
     with playwright.sync_playwright() as running:
@@ -131,7 +132,7 @@ def test_the_answer_is_on_the_first_screen_and_the_table_begins_there(
     opened: Opener, usual: str, comparison: Comparison
 ) -> None:
     view = opened(usual, viewport={"width": 1280, "height": 800}).view
-    assert view.locator("h1").inner_text() == comparison.answer
+    assert view.locator("h1").inner_text() == sentences(comparison)
     assert "The machine was busy." in view.locator(".warnings").inner_text()
     assert view.locator(".tile strong").all_inner_texts() == ["9.10 ±0.95", "a tie", "10 of 11 completed"]
     table = view.locator("#table").bounding_box()
@@ -203,7 +204,7 @@ def test_what_comes_out_of_a_run_stays_text(row_of: Rows, compared: Compared, op
     evil = compared(rows, warnings=[EVIL])
     job = replace(rows[0].jobs[0], environment={EVIL: EVIL}, command=EVIL)
     evil = replace(evil, rows=(replace(rows[0], jobs=(job,), note=EVIL), rows[1]), directory=Path(EVIL))
-    pytest.importorskip("matplotlib", reason="pictures need stagereg[report]")
+    pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
     figure = plots.compare_figure(evil)
     assert figure is not None
     drawn = page.Picture(EVIL, plots.svg_text(figure), words=EVIL)
