@@ -20,6 +20,7 @@ _HEADS = {
     "x": f"{'step ms':>12} {'x off':>9} {'IQR':>15} {'x, p20':>9} {'+ collectives':>14} {'+ blocking':>10}",
 }
 """The columns of a table, by a figure that only its rows have."""
+_COUNTS = {"collectives": 14, "blocking": 10}
 _JOIN_TARGETS = "Targets (x of the step without a join, or collectives a step beyond its own)"
 _TARGETS = "Targets (x of the ceiling, or ms)"
 
@@ -157,7 +158,7 @@ def _cells(line: Line) -> str:
     if "x" in line.samples:
         low, high = (f"{edge:.2f}" for edge in spread(line.samples["x"]))
         told = line.figures
-        numbers = f"{told['collectives']:>14g} {told['blocking']:>10g}"
+        numbers = " ".join(f"{told.get(name, '-')!s:>{width}}" for name, width in _COUNTS.items())
         return (
             f"{_ms(line.median('step')):>12} {line.ratio:>9.3f} {f'{low} - {high}':>15} {told['p20']:>9.3f} {numbers}"
         )
