@@ -2,9 +2,11 @@
 
 A block opens a join, takes one step to get going, and then the steps that are timed. Entering and leaving are timed by
 themselves: from the construction of the join to the first batch, and from the end of the last step to the end of the
-join. All ways train the same model, so that no way has luckier memory than another, and take their turns in the same order on all
-ranks, which is another one in each round. A way that fails is left out from then on. In the end the ranks must still
-have the same parameters, or nothing was worth measuring.
+join.
+
+All ways train the same model, so that no way has luckier memory than another. They take their turns in the same order
+on all ranks, which is another one in each round. A way that fails is left out from then on. In the end the ranks must
+still have the same parameters, or nothing was worth measuring.
 
 In the first round, which only warms up, the collectives between the first step and the last are counted: every one that
 this process begins, by the sequence numbers of its process groups, and among them those that hold up the Python code
@@ -91,12 +93,12 @@ class Way:
 
 
 def _ours(
-    mode: str | None = None, throw: bool = False, enable: bool = True
+    mode: str | None = None, throw: bool = False, enable: bool = True, iterates: bool = False
 ) -> Callable[[Any, Sequence[Batch]], contextlib.AbstractContextManager[Any]]:
     def make(ddp: Any, batches: Sequence[Batch]) -> contextlib.AbstractContextManager[Any]:
         if not enable:
             return Join([ddp], enable=False)
-        return Join([ddp], throw_on_early_termination=throw, mode=mode, loader=batches)
+        return Join([ddp], throw_on_early_termination=throw, mode=mode, loader=None if iterates else batches)
 
     return make
 
@@ -122,10 +124,10 @@ WAYS = {
     "counted+throw": Way(_ours("counted", throw=True)),
     "planned": Way(_ours("planned")),
     "planned+throw": Way(_ours("planned", throw=True)),
-    "iterate:counted": Way(_ours("counted"), iterates=True),
-    "iterate:planned": Way(_ours("planned"), iterates=True),
-    "iterate+mean:counted": Way(_ours("counted"), iterates=True, means=True),
-    "iterate+mean:planned": Way(_ours("planned"), iterates=True, means=True),
+    "iterate:counted": Way(_ours("counted", iterates=True), iterates=True),
+    "iterate:planned": Way(_ours("planned", iterates=True), iterates=True),
+    "iterate+mean:counted": Way(_ours("counted", iterates=True), iterates=True, means=True),
+    "iterate+mean:planned": Way(_ours("planned", iterates=True), iterates=True, means=True),
     "again:off": Way(_ours(enable=False)),
 }
 """By the names of their rows."""

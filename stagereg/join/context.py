@@ -407,7 +407,9 @@ class Join:
                 objection = self._warn_of_skew()
         for hook in self._hooks:
             hook.post_hook(steps == 0 and last)
-        if self._plain is not None and self._wiring is not None and self._wiring.sum_responder is not None:
+        if self._plain is not None and not self._plain.all_took_every_step:  # otherwise no rank answers
+            assert self._wiring is not None
+            assert self._wiring.sum_responder is not None
             self._wiring.sum_responder.close()
         return objection
 

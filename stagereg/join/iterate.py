@@ -106,7 +106,8 @@ class Loop:
         """The loop is over on all ranks; twice is harmless."""
         if not self._closed:
             self._closed = True
-            self._sum_responder.close()
+            if not self.membership.all_took_every_step:  # otherwise no rank answers
+                self._sum_responder.close()
 
     @property
     def _sum_responder(self) -> SumResponder:

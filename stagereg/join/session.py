@@ -143,9 +143,8 @@ class Wiring:
         if self._mode != "counted" and (loader is not None or self._mode == "planned"):
             lengths = self._lengths(self._told_lengths(channel, length))
             if lengths is not None:
-                planned = StoreMembership(
-                    self._group.rank(), lengths, self._words(number), self._throw, self.detector.wait
-                )
+                store = self._words(number)
+                planned = StoreMembership(channel, lengths, store, self._throw, self.detector.wait)
                 if not self._counts:
                     return planned
         return AllReduceMembership(channel, self._throw, self.detector.wait, length)
