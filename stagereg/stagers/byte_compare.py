@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stagereg.kernel.writers import COPY_THREADS
+from stagereg.kernel.transfer import COPY_THREADS
 
 __all__ = ["Comparer", "Pair", "same_elements"]
 

@@ -71,7 +71,7 @@ class LateCopy:
         at_once: dict[torch.device, torch.Event],
     ) -> None:
         self._pending = pending
-        self._job = CopyTask(pending.lease.address, parting.pieces)
+        self._job = CopyTask(pending.address, parting.pieces)
         self._remote = parting.remote
         self._engine = engine
         self._watch = watch

@@ -23,15 +23,16 @@ import torch
 from stagereg.errors import StagingError
 from stagereg.kernel.copier import no_collection
 from stagereg.kernel.layout import ALIGNMENT, Layout, Piece, Region, Signature, plan_layout, signature
-from stagereg.kernel.memory import register_padding
+from stagereg.kernel.memory import BlockRef, Lease, Pool, register_padding
 from stagereg.kernel.transfer import Batch, CopyEngine, Move
-from stagereg.stagers.blocks import BlockRef, Blocks, Lease
 from stagereg.stagers.byte_compare import Comparer, Pair, same_elements
 
 __all__ = ["DeltaCopier", "Treatment"]
 
 Treatment = Literal["once", "compare", "always"]
 
+_PAGE = 4096  # a block is whole pages
+_SLACK = 1.25  # a block may be so many times as large as what is asked for, and is used again rather than a new one
 _COMPARED_TOGETHER = 2**22  # bytes: small neighbours are one group, and copied together when one of them differs
 _PLACED_TOGETHER = 2**25  # bytes: what is copied once lies in blocks of this size, or each in its own if it is larger
 
@@ -68,16 +69,16 @@ class DeltaCopier:
     """Copies lists of tensors to host memory, and shares what did not change.
 
     Args:
-        blocks: where the memory comes from; closed together with the copier.
+        pool: where the memory comes from; closed together with the copier.
         threads: threads that copy and compare in host memory, the caller's among them.
 
     One thread at a time may call it.
     """
 
-    def __init__(self, blocks: Blocks, threads: int = 2) -> None:
+    def __init__(self, pool: Pool, threads: int = 2) -> None:
         self._engine = CopyEngine(threads)
         self._comparer = Comparer(threads)
-        self._blocks = blocks
+        self.pool = pool
         self._margins = (0, 0)
         self._plan: _Plan | None = None
 
@@ -92,12 +93,12 @@ class DeltaCopier:
 
     def check_open(self) -> None:
         """Raise ``StagerClosedError`` after :meth:`close`."""
-        self._blocks.check_open()
+        self.pool.check_open()
 
     def copy_tensors(
         self, tensors: Sequence[torch.Tensor], treatments: list[Treatment], verify: bool = False
-    ) -> list[torch.Tensor]:
-        """Return copies of plain strided tensors; what shares memory goes on sharing it.
+    ) -> tuple[list[torch.Tensor], Lease]:
+        """Return copies of plain strided tensors, and their lease; what shares memory goes on sharing it.
 
         Args:
             tensors: on any devices.
@@ -115,11 +116,11 @@ class DeltaCopier:
             plan = self._fit(tensors, treatments)
         if verify:  # before there is a lease, which would live as long as the error that has this frame
             self._verify(plan, tensors)
-        lease = self._blocks.lease()
+        lease = self.pool.lease()
         anew = self._to_be_copied(plan, tensors)
         places = {id(g): (g.block, g.base) for g in plan.groups if g.block is not None}
         places.update(self._place(anew))
-        views = {id(block): block.view(lease) for block, _ in places.values()}
+        views = {id(block): lease.view(block) for block, _ in places.values()}
         with no_collection():
             staged = _tensors_over(plan.groups, places, views, tensors)
         self._move(anew, places, views, staged, tensors)
@@ -130,7 +131,7 @@ class DeltaCopier:
                 block, _ = places[id(group)]
                 view = views[id(block)]
                 register_padding(view, self._margins, group.layout.spans)
-        return staged
+        return staged, lease
 
     def forget(self) -> None:
         """Share nothing with earlier copies at the next call."""
@@ -139,7 +140,7 @@ class DeltaCopier:
     def close(self) -> None:
         """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
         self._plan = None
-        self._blocks.close()
+        self.pool.close()
         self._engine.close()
         self._comparer.close()
 
@@ -156,7 +157,7 @@ class DeltaCopier:
                 if before is not None:
                     group.block, group.base = before.block, before.base
             plan = self._plan = _Plan(rows, treatments, groups)
-            self._blocks.expect(sum(group.layout.nbytes for group in groups))
+            self.pool.expect(sum(group.layout.nbytes + _PAGE for group in groups))
         return plan
 
     # -- what changed
@@ -194,7 +195,7 @@ class DeltaCopier:
                     size = x.element_size()
                     at = start + piece.offset + piece.start * size
                     pairs.append(Pair(i, x.data_ptr(), at, piece.span * size))
-                elif not same_elements(x, _tensor_over(group.block.view(Lease()), group.base, piece, x.dtype, {})):
+                elif not same_elements(x, _tensor_over(group.block.view(), group.base, piece, x.dtype, {})):
                     odd.add(i)
         return odd | self._comparer.differing(pairs)
 
@@ -204,7 +205,8 @@ class DeltaCopier:
         """Find memory for groups that have none; what is copied once shares blocks."""
         places: dict[int, _Place] = {}
         for batch in _batches(groups):
-            block = self._blocks.take(sum(_aligned(group.layout.nbytes) for group in batch))
+            nbytes = sum(_aligned(group.layout.nbytes) for group in batch)
+            block = self.pool.take(nbytes, at_most=max(_SLACK * nbytes, 2**16))
             cursor = 0
             for group in batch:
                 places[id(group)] = block, cursor

@@ -10,10 +10,10 @@ import torch
 
 from stagereg.errors import StagingError, nearest
 from stagereg.kernel.copier import naming, no_collection
+from stagereg.kernel.memory import Pool
 from stagereg.kernel.state_dict import flatten
 from stagereg.registry import register
 from stagereg.stagers.async_stager import AsyncStager, StateDict
-from stagereg.stagers.blocks import Blocks
 from stagereg.stagers.delta import DeltaCopier, Treatment
 from stagereg.stagers.tensor_names import names_of, trace
 
@@ -47,8 +47,8 @@ class IncrementalStager(AsyncStager):
         verify: compare declared tensors with their copies on each call, which reads them: a mode to find wrong
             declarations with.
         max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work; then it takes memory
-            beyond the bound and says so once.
+        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
+            second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy and compare in host memory, the caller's among them.
         pin: page-lock the memory; None means where an accelerator is available.
         type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
@@ -78,7 +78,7 @@ class IncrementalStager(AsyncStager):
         self._otherwise: Treatment = "compare" if detect == "content" else "always"
         self._verify = verify
         self._type_check = type_check
-        self._copier = DeltaCopier(Blocks(max_in_flight, wait_s, pin, threads), threads)
+        self._copier = DeltaCopier(Pool(max_in_flight, wait_s, pin=pin, threads=threads), threads)
         self._trace: list[object] = []
         self._treatments: list[Treatment] = []
 
@@ -96,9 +96,9 @@ class IncrementalStager(AsyncStager):
                 spec = flatten(state_dict, self._type_check)
                 how = self._treat(state_dict, spec.tensors)
             with naming(state_dict):
-                staged = self._copier.copy_tensors(spec.tensors, how, self._verify)
+                staged, lease = self._copier.copy_tensors(spec.tensors, how, self._verify)
             with no_collection():
-                copied: StateDict = spec.unflatten(staged)
+                copied: StateDict = lease.hand_out(spec.unflatten(staged))
                 return copied
 
     def forget(self) -> None:
@@ -111,6 +111,14 @@ class IncrementalStager(AsyncStager):
         See :func:`stagereg.kernel.memory.padding_around`; memory that copies share has no such room.
         """
         self._copier.reserve_padding(before, after)
+
+    def expect_release(self) -> None:
+        """See :meth:`.ReleasesCopies.expect_release`."""
+        self._copier.pool.expect_release()
+
+    def release(self, staged: StateDict) -> None:
+        """See :meth:`.ReleasesCopies.release`."""
+        self._copier.pool.release(staged)
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: ``stage`` has waited."""

@@ -11,13 +11,11 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stagereg.errors import StagingError
-from stagereg.kernel.copier import HostCopier, PendingCopy, naming
+from stagereg.kernel.copier import HostCopier, PendingCopy
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.replay import Match
-from stagereg.kernel.state_dict import TreeSpec, path_to
-from stagereg.kernel.transfer import CopyEngine
-from stagereg.kernel.writers import COPY_THREADS
+from stagereg.kernel.state_dict import path_to
+from stagereg.kernel.transfer import COPY_THREADS, CopyEngine
 from stagereg.registry import register
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.stagers.deferred_copy import LateCopy, Parting
@@ -48,8 +46,8 @@ class OverlappedStager(AsyncStager):
 
     Args:
         max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work; then it takes memory
-            beyond the bound and says so once.
+        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
+            second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy what is copied at once, the caller's among them.
         pin: page-lock the memory; None means where an accelerator is available.
         reserve_gb: GiB of memory to get ready at once, in the background.
@@ -95,6 +93,14 @@ class OverlappedStager(AsyncStager):
         """
         self._copier.reserve_padding(before, after)
 
+    def expect_release(self) -> None:
+        """See :meth:`.ReleasesCopies.expect_release`."""
+        self._copier.pool.expect_release()
+
+    def release(self, staged: StateDict) -> None:
+        """See :meth:`.ReleasesCopies.release`."""
+        self._copier.pool.release(staged)
+
     def stage(self, state_dict: StateDict) -> Future[StateDict]:
         """Return the future of a complete copy of ``state_dict`` in host memory. Called on the training thread.
 
@@ -105,15 +111,12 @@ class OverlappedStager(AsyncStager):
         """
         self._copier.check_open()
         self._raise_untold()
-        taken = self._copier.take(state_dict)
-        with naming(state_dict):
-            pending = self._copier.prepare(taken.tensors, taken.layout)
-        self._copier.remember(state_dict, taken)
+        pending = self._copier.prepare(state_dict)
         with torch.no_grad():
             copy = self._begin(pending)
         promise = _Promise()
         self._under_way.add(copy, promise)
-        self._thread.submit(_finish, self._under_way, copy, taken, pending, state_dict)
+        self._thread.submit(_finish, self._under_way, copy, pending, state_dict)
         return promise
 
     def synchronize_staging(self) -> None:
@@ -146,8 +149,8 @@ class OverlappedStager(AsyncStager):
             if event is not None:  # whatever writes them next is queued on this stream
                 torch.accelerator.current_stream(device).wait_event(event)
                 at_once[device] = event
-        engine.memmove(pending.lease.address, parting.batch)
-        watch = Watch(pending.sources, parting.places, pending.lease.address, self._verify)
+        engine.memmove(pending.address, parting.batch)
+        watch = Watch(pending.sources, parting.places, pending.address, self._verify)
         return LateCopy(pending, parting, self._late_engine, watch, at_once)
 
     def _part(self, pending: PendingCopy) -> Parting:
@@ -254,9 +257,7 @@ def _weakly(under_way: _UnderWay) -> Callable[[], None]:
     return before_write
 
 
-def _finish(
-    under_way: _UnderWay, copy: LateCopy, taken: TreeSpec | Match, pending: PendingCopy, state_dict: StateDict
-) -> None:
+def _finish(under_way: _UnderWay, copy: LateCopy, pending: PendingCopy, state_dict: StateDict) -> None:
     """Copy the rest and keep the promise; on the background thread."""
     staged: StateDict = {}
     failure: BaseException | None = None
@@ -265,8 +266,7 @@ def _finish(
         if changed:
             failure = _changed(state_dict, changed[0])
         else:
-            with torch.no_grad():
-                staged = taken.unflatten(pending.staged)
+            staged = pending.unflatten()
     except Exception as error:
         failure = error
     under_way.end(copy, failure, staged)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stagereg.kernel.leaves import flip
 from stagereg.kernel.memory import padding_around, register_padding
+from stagereg.kernel.state_dict import flip
 from stagereg.stagers.shared_memory import SharedMemoryHandle, handle_of
 
 __all__ = ["TensorBundle", "pack", "unpack"]

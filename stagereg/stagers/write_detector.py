@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from stagereg.kernel.layout import Region
-from stagereg.kernel.vectored import Pieces, read_many
+from stagereg.kernel.transfer import Pieces, read_many
 
 __all__ = ["Places", "Watch"]
 
