@@ -488,7 +488,7 @@ def test_a_process_that_is_asked_to_leave_has_left_when_its_time_is_up(tmp_path:
         "two": 75,
         "many": 75,
         "others": 75,
-        "seen": 143,
+        "told": 143,
     }, ended.stdout + ended.stderr
     for name in ("save hangs", "stuck"):
         assert "stopped by SIGTERM: 0.3 s were too few to save and leave (checkpoint.grace); the newest" in seen[name]
@@ -500,7 +500,7 @@ def test_a_process_that_is_asked_to_leave_has_left_when_its_time_is_up(tmp_path:
     told_late = seen["save hangs past its time-out"]
     assert "stopped by SIGTERM: Step 7 was not saved: it has taken longer than 3 s" in told_late
     assert "stopped by SIGTERM: 0.3 s were too few" in seen["too late"]
-    assert "stopped by SIGTERM: 0.3 s were too few" in seen["seen"]
+    assert "stopped by SIGTERM: 0.3 s were too few" in seen["told"]
     assert seen["dumped"].count("Current thread") == 2
     assert "stopped by SIGTERM: it came twice, so nothing more is saved" in seen["twice"]
 

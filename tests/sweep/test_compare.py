@@ -225,13 +225,13 @@ class TestAnswer:
             ),
             (
                 stalls(a=[1.2], b=[3.4], c=[2.0]),
-                "Best by stall_ms: stager=a, 1.2 ms, before stager=c, 2 ms: one run each, so nothing says whether the "
-                "difference is real; sweep.repeats=3 would.",
+                "Best by stall_ms: stager=a, 1.2 ms, before stager=c, 2 ms: one run each, so it is unknown whether the "
+                "difference is real; sweep.repeats=3 would show.",
             ),
             (
                 stalls(a=[1.2, 1.2], b=[3.4]),
                 "Best by stall_ms: stager=a, 1.2 ms, before stager=b, 3.4 ms: one of the two has a single run, so "
-                "nothing says whether the difference is real; sweep.repeats=3 would.",
+                "it is unknown whether the difference is real; sweep.repeats=3 would show.",
             ),
             (
                 stalls(a=[1.0, 2.0, 3.0], b=[2.5, 2.5, 2.5], c=[9.0] * 3),
@@ -290,9 +290,9 @@ class TestAnswer:
             ),
             (
                 [replace(job, job={"sweeper": "OptunaSweeper"}) for job in stalls(a=[1.2], b=[3.4])],
-                "Best by stall_ms: stager=a, 1.2 ms, before stager=b, 3.4 ms: one run each, so nothing says whether "
+                "Best by stall_ms: stager=a, 1.2 ms, before stager=b, 3.4 ms: one run each, so it is unknown whether "
                 "the difference is real; a sweep of the best ones with hydra/sweeper=interleaved sweep.repeats=3 "
-                "would.",
+                "would show.",
             ),
         ],
     )
@@ -512,7 +512,7 @@ def test_the_best_has_the_best_median_and_whoever_is_within_the_noise_of_it_ties
 def test_one_run_each_claims_nothing(shown: dict[str, list[float]], again: list[float]) -> None:
     once = {name: values[:1] for name, values in shown.items()}
     answer = sentences(compare(of(once, again)))
-    assert "real" not in answer or "nothing says whether the difference is real" in answer
+    assert "real" not in answer or "it is unknown whether the difference is real" in answer
 
 
 def test_reading_and_comparing_imports_no_torch() -> None:

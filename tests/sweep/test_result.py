@@ -137,7 +137,7 @@ class TestWithoutResult:
 
     def test_a_job_that_has_recorded_nothing_is_unfinished(self, tmp_path: Path) -> None:
         job = JobResult.of_directory(write_hydra(tmp_path / "newer", ["a=1"], 0))
-        assert (job.status, job.error) == ("unfinished", "killed, or still running: it has told nothing yet")
+        assert (job.status, job.error) == ("unfinished", "killed, or still running: nothing recorded yet")
 
     def test_a_run_that_reports_its_end_has_ended_that_way(self, tmp_path: Path) -> None:
         assert JobResult.of_directory(write_run(tmp_path / "a")).status == "completed"

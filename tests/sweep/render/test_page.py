@@ -117,7 +117,7 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Opener]:
 
 @pytest.fixture(scope="module")
 def usual(comparison: Comparison) -> str:
-    return page.compare_page(comparison, [page.Picture("stall", SVG, words="All runs.")])
+    return page.compare_page(comparison, [page.Picture("stall", SVG, caption="All runs.")])
 
 
 def test_the_page_asks_no_one_and_complains_of_nothing(opened: Opener, usual: str) -> None:
@@ -207,8 +207,8 @@ def test_what_comes_out_of_a_run_stays_text(row_of: Rows, compared: Compared, op
     pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
     figure = plots.compare_figure(evil)
     assert figure is not None
-    drawn = page.Picture(EVIL, plots.svg_text(figure), words=EVIL)
-    text = page.compare_page(evil, [drawn], [page.Picture(EVIL, png=b"x", words=EVIL)])
+    drawn = page.Picture(EVIL, plots.svg_text(figure), caption=EVIL)
+    text = page.compare_page(evil, [drawn], [page.Picture(EVIL, png=b"x", caption=EVIL)])
     one = opened(text)
     assert one.view.evaluate("window.owned") is None
     assert one.view.locator("script").count() == 1
@@ -288,7 +288,7 @@ def test_the_page_of_a_run_shows_figures_tables_pictures_and_how_it_ended(opened
 
 
 def test_the_same_comparison_gives_the_same_page(comparison: Comparison, usual: str) -> None:
-    assert page.compare_page(comparison, [page.Picture("stall", SVG, words="All runs.")]) == usual
+    assert page.compare_page(comparison, [page.Picture("stall", SVG, caption="All runs.")]) == usual
 
 
 @pytest.mark.parametrize(
