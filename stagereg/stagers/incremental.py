@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from stagereg.errors import StagingError, nearest
-from stagereg.kernel.copier import naming, no_collection
-from stagereg.kernel.state_dict import flatten
+from stagereg.kernel.memory import Pool
 from stagereg.registry import register
-from stagereg.stagers.async_stager import AsyncStager, StateDict
-from stagereg.stagers.blocks import Blocks
 from stagereg.stagers.delta import DeltaCopier, Treatment
-from stagereg.stagers.tensor_names import names_of, trace
+from stagereg.stagers.host import HostStager
+from stagereg.stagers.tensor_names import names_of
 
 __all__ = ["IncrementalStager"]
 
 
 @register("stager", "incremental")
-class IncrementalStager(AsyncStager):
+class IncrementalStager(HostStager):
     """Copies what changed, and hands out the memory of earlier copies again for what did not.
 
     What did not change is never guessed from ``Tensor._version``: fused optimizers, gloo collectives, ZeRO, ``.data``
@@ -29,16 +27,17 @@ class IncrementalStager(AsyncStager):
 
     - *declared*. A tensor whose dotted name matches a pattern of ``frozen``, such as the base weights under an adapter,
       is copied once. It is copied again when its address, shape, stride, dtype or device changes, and at no other time:
-      that its content stays is the user's word. The word must also hold where other weights are loaded into the same
+      the user declares that its content stays. That must also be true where other weights are loaded into the same
       memory, or another tensor of that shape comes to lie at the same address; call :meth:`forget` after doing so on
-      purpose. ``verify=True`` checks the word on each call.
+      purpose. ``verify=True`` checks the declaration on each call.
     - *content*. Every other tensor is compared, byte by byte, with its last copy. That reads as much memory as a copy
       does, so it saves memory and writing, not time. A reader that wrote into its copy is found out here too.
 
     A declared tensor that overlaps others in memory is treated as they are, unless declared ones cover them. Without
     ``frozen`` and with ``detect="declared"``, everything is copied each time, as ``pinned_cached`` does.
 
-    Readers of several copies may read the same memory, so none must write into it.
+    Readers of several copies may read the same memory, so none must write into it. ``stage`` also raises a
+    ``StagingError`` if a pattern of ``frozen`` matches nothing, or, with ``verify``, if a declared tensor changed.
 
     Args:
         frozen: patterns (``*``, ``?``, ``[a-z]``) over dotted names, such as ``"model.base.*"``; ``*`` takes in dots.
@@ -57,8 +56,6 @@ class IncrementalStager(AsyncStager):
     Not for use from several threads at once.
     """
 
-    _synchronize_after_execute: bool = False
-
     def __init__(
         self,
         frozen: list[str] = (),  # type: ignore[assignment]  # an immutable default for a list in a config
@@ -76,64 +73,26 @@ class IncrementalStager(AsyncStager):
             raise StagingError([], f"detect must be 'declared' or 'content', not {detect!r}")
         self._frozen = tuple(frozen)
         self._otherwise: Treatment = "compare" if detect == "content" else "always"
-        self._verify = verify
-        self._type_check = type_check
-        self._copier = DeltaCopier(Blocks(max_in_flight, wait_s, pin, threads), threads)
-        self._trace: list[object] = []
-        self._treatments: list[Treatment] = []
-
-    def stage(self, state_dict: StateDict) -> StateDict:
-        """Return a complete copy of ``state_dict`` in host memory; blocks until the bytes are there.
-
-        Raises:
-            StagingError: an entry cannot be staged (the message has its path), there is no memory for it, a pattern of
-                ``frozen`` matches nothing, or, with ``verify``, a declared tensor changed; nothing is handed out then.
-            StagerClosedError: after ``close()``.
-        """
-        self._copier.check_open()
-        with torch.no_grad():
-            with no_collection():
-                spec = flatten(state_dict, self._type_check)
-                how = self._treat(state_dict, spec.tensors)
-            with naming(state_dict):
-                staged = self._copier.copy_tensors(spec.tensors, how, self._verify)
-            with no_collection():
-                copied: StateDict = spec.unflatten(staged)
-                return copied
+        self._delta = DeltaCopier(
+            Pool(max_in_flight, wait_s, pin=pin, threads=threads), self._treat, verify, threads, type_check
+        )
+        super().__init__(self._delta)
 
     def forget(self) -> None:
         """Copy everything afresh in the next ``stage``, as after loading other weights into declared tensors."""
-        self._copier.forget()
+        self._delta.forget()
 
-    def reserve_padding(self, before: int, after: int) -> None:
-        """Leave so many bytes free around each tensor that is copied every time, for a storage that writes them there.
-
-        See :func:`stagereg.kernel.memory.padding_around`; memory that copies share has no such room.
-        """
-        self._copier.reserve_padding(before, after)
-
-    def synchronize_staging(self) -> None:
-        """Nothing to wait for: ``stage`` has waited."""
-
-    def close(self) -> None:
-        """Free the memory that is kept. Copies still held stay valid. Twice is harmless."""
-        self._copier.close()
-
-    def _treat(self, state: StateDict, tensors: Sequence[torch.Tensor]) -> list[Treatment]:
-        """How each tensor is treated; patterns are matched again only when names may have changed."""
+    def _treat(self, state: Any, tensors: Sequence[torch.Tensor]) -> list[Treatment]:
+        """How each tensor is treated. Raises: ``StagingError`` if a pattern of ``frozen`` matches none."""
         if not self._frozen:
             return [self._otherwise] * len(tensors)
-        seen = trace(state, tensors)
-        if seen != self._trace or len(tensors) != len(self._treatments):
-            names = names_of(state, tensors)
-            _refuse_idle(self._frozen, [name for each in names for name in each])
-            declared = (any(fnmatchcase(n, p) for n in each for p in self._frozen) for each in names)
-            self._treatments = ["once" if so else self._otherwise for so in declared]
-            self._trace = seen
-        return self._treatments
+        names = names_of(state, tensors)
+        _refuse_unmatched(self._frozen, [name for each in names for name in each])
+        declared = (any(fnmatchcase(name, p) for name in each for p in self._frozen) for each in names)
+        return ["once" if so else self._otherwise for so in declared]
 
 
-def _refuse_idle(patterns: Sequence[str], names: Sequence[str]) -> None:
+def _refuse_unmatched(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             folders = {name.rpartition(".")[0] + ".*" for name in names if "." in name}

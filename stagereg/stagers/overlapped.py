@@ -155,25 +155,18 @@ class OverlappedStager(HostStager):
 
 
 class _CopyFuture(Future[StateDict]):
-    """A future that knows whether its outcome was asked for.
-
-    Attributes:
-        seen: whether the outcome, be it a copy or an error, was returned or raised.
-    """
+    """A future that knows whether its outcome was asked for: ``seen``."""
 
     seen = False
 
     def result(self, timeout: float | None = None) -> StateDict:
-        try:
-            return super().result(timeout)
-        finally:
-            self.seen = self.done()
+        self.exception(timeout)
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        try:
-            return super().exception(timeout)
-        finally:
-            self.seen = self.done()
+        found = super().exception(timeout)
+        self.seen = True
+        return found
 
 
 class _Copies:
