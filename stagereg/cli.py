@@ -29,7 +29,7 @@ from stagereg.commands import (
     verifying,
 )
 from stagereg.errors import StageregError, nearest
-from stagereg.launch.libc import tuned
+from stagereg.launch.libc import tunables
 
 __all__ = ["main"]
 
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _become_a_rank() -> None:
     """Start this process once more in the environment that ranks get, if it is not in it."""
-    missing = tuned(os.environ)
+    missing = tunables(os.environ)
     if missing:
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, "-m", "stagereg", *sys.argv[1:]], {**os.environ, **missing})

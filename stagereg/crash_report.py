@@ -12,7 +12,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-__all__ = ["innermost", "raised", "signal_name", "told_by"]
+__all__ = ["innermost_frame", "signal_name", "summarize", "summarize_exception"]
 
 _PACKAGES = ("site-packages", "dist-packages")
 
@@ -25,7 +25,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def innermost(dump: str) -> str:
+def innermost_frame(dump: str) -> str:
     """Where a plugin was when the stacks in ``dump`` were written, ``"stage (mine.py:7)"``; empty without a stack.
 
     Args:
@@ -38,7 +38,7 @@ def innermost(dump: str) -> str:
     return next((f"{function} ({file}:{line})" for file, line, function in own or frames), "")
 
 
-def raised(error: BaseException, *but: str) -> str:
+def summarize_exception(error: BaseException, *but: str) -> str:
     """An exception and the line of the plugin that it came from, ``"ValueError: no licence (mine.py:7)"``.
 
     Args:
@@ -53,7 +53,7 @@ def raised(error: BaseException, *but: str) -> str:
     return f"{told} ({here[-1].filename}:{here[-1].lineno})" if here else told
 
 
-def told_by(text: str) -> str:
+def summarize(text: str) -> str:
     """How a rank ended, in one line: its error, or the signal, the line of its last words that tells most, and where.
 
     Args:
@@ -65,7 +65,7 @@ def told_by(text: str) -> str:
     uncaught = [line for line in lines[1:] if line.startswith("what():")]
     errors = [line for line in lines[1:] if re.search(r"error", line, re.IGNORECASE)]
     told = ": ".join([lines[0], *(uncaught or errors)[-1:]])
-    place = innermost(text)
+    place = innermost_frame(text)
     return f"{told}, in {place}" if place else told
 
 

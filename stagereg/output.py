@@ -1,6 +1,6 @@
 """How the commands speak: tables and lines for people, one JSON document for programs.
 
-A command calls :func:`table` and :func:`say`, or, when ``--json`` was given, :func:`as_json` once and neither of them.
+A command calls :func:`table` and :func:`echo`, or, when ``--json`` was given, :func:`as_json` once and neither of them.
 On a terminal that has rich they are drawn and coloured; elsewhere they are aligned plain text, so that a pipe or a log
 gets words alone. Long cells of the last column are folded, never cut. Nothing here knows what it prints.
 
@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["add_output_options", "as_json", "aside", "line_width", "say", "table", "working"]
+__all__ = ["add_output_options", "as_json", "echo", "line_width", "progress", "stdout_to_stderr", "table"]
 
 _WIDTH = 120
 """Columns of a line where no terminal says how many it has."""
@@ -50,7 +50,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document in place of text")
 
 
-def say(text: str = "", style: str = "") -> None:
+def echo(text: str = "", style: str = "") -> None:
     """Print ``text`` as it is, in a style of rich (``"bold"``, ``"bold red"``) on a terminal that has it."""
     if not _rich():
         print(text)
@@ -82,7 +82,7 @@ def as_json(data: Any) -> None:
 
 
 @contextlib.contextmanager
-def aside() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Send to stderr what is printed meanwhile: components that are imported may print, and JSON must stay alone.
 
     Goes for C and for child processes too, so no other thread may print meanwhile.
@@ -98,7 +98,7 @@ def aside() -> Iterator[None]:
         os.close(kept)
 
 
-def working(what: str = "") -> None:
+def progress(what: str = "") -> None:
     """Say on the terminal what is being waited for, in place of what was said last; nothing takes it away again."""
     if sys.stderr.isatty():
         room = shutil.get_terminal_size().columns - 1
@@ -131,7 +131,7 @@ def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], ver
             *(Text(cell, _STYLES.get(cell, "") if verdict and head == verdict else "") for head, cell in cells)
         )
     if title:
-        say(title, "bold")
+        echo(title, "bold")
     Console(highlight=False).print(Padding(drawn, (0, 0, 0, 2)))
 
 

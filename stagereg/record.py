@@ -36,7 +36,7 @@ from typing import Any, SupportsFloat
 
 from stagereg.errors import ConfigError, Preempted, Stopped
 
-__all__ = ["FILES", "FORMAT", "also_held", "file_name", "log", "now", "peak_rss", "recording", "tell"]
+__all__ = ["FILES", "FORMAT", "add_child_memory", "emit", "file_name", "log", "now", "peak_rss", "recording"]
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
     began = time.perf_counter()
     ending: dict[str, Any] = {"status": "completed"}
     try:
-        tell("start", **_place(rank, world_size), **_versions(), **facts)
+        emit("start", **_place(rank, world_size), **_versions(), **facts)
         yield
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
@@ -138,12 +138,12 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
         raise
     finally:
         if _recorder is mine:
-            tell("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss() + mine.held)
+            emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss() + mine.held)
             _forget()
             mine.close()
 
 
-def tell(event: str, /, **fields: Any) -> None:
+def emit(event: str, /, **fields: Any) -> None:
     """Record an event, where something records; may be called on any thread and never raises.
 
     Args:
@@ -178,7 +178,7 @@ def log(step: int, **values: SupportsFloat) -> None:
         whole = operator.index(step)
     except TypeError:
         raise ConfigError(f"stagereg.log: step={step!r} is no whole number") from None
-    tell("log", step=whole, values={name: _real(name, value) for name, value in values.items()})
+    emit("log", step=whole, values={name: _real(name, value) for name, value in values.items()})
 
 
 def file_name(rank: int) -> str:
@@ -202,7 +202,7 @@ def peak_rss(pid: int | None = None) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def also_held(nbytes: int) -> None:
+def add_child_memory(nbytes: int) -> None:
     """Count the peak memory in bytes of a child process that belongs to the run too, as one that writes checkpoints.
 
     May be called on any thread; does nothing where nothing records.

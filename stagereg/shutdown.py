@@ -1,7 +1,7 @@
 """What has to end, and what has to be told, before a process or a job may call itself done.
 
-Work in the background outlives the call that began it, and its failure can come when nobody listens any more. Who does
-such work says so here (:func:`expect`), and so does who has a failure to tell (:func:`tell`, :func:`outcome`).
+Background work outlives the call that began it, and its failure can come when nobody listens any more. Who does
+such work registers it (:func:`wait_for`) and reports its failure (:func:`report_error`, :func:`set_last_status`).
 ``stagereg.main`` asks at the end of a job (:func:`finish`), so that the failure is the job's; in any other program the
 end of the process waits, prints it and makes the exit status 1.
 
@@ -20,17 +20,17 @@ from typing import Protocol
 
 from stagereg.errors import StageregError
 
-__all__ = ["Work", "expect", "finish", "outcome", "take_back", "tell"]
+__all__ = ["BackgroundWork", "finish", "report_error", "set_last_status", "wait_for", "withdraw_error"]
 
 
-class Work(Protocol):
+class BackgroundWork(Protocol):
     """Something under way that the end of a job waits for."""
 
     def finish(self) -> bool:
         """Wait until it has ended, for as long as that may take; False if it is given up, and a thread hangs in it."""
 
 
-_works: weakref.WeakSet[Work] = weakref.WeakSet()
+_works: weakref.WeakSet[BackgroundWork] = weakref.WeakSet()
 _untold: list[StageregError] = []
 _outcomes: dict[str, StageregError] = {}
 _code: int | None = None
@@ -39,23 +39,23 @@ _HANGS = "left while a thread still hangs in work that has failed"
 _INTERRUPTED = "interrupted while the last work in the background was under way, which is given up"
 
 
-def expect(work: Work) -> None:
+def wait_for(work: BackgroundWork) -> None:
     """Have the end wait for ``work`` too, as long as it is there at all: this keeps no reference."""
     _works.add(work)
 
 
-def tell(failure: StageregError) -> None:
-    """Have the end tell ``failure``, unless somebody was told before (:func:`take_back`). Any thread."""
+def report_error(failure: StageregError) -> None:
+    """Have the end tell ``failure``, unless somebody was told before (:func:`withdraw_error`). Any thread."""
     _untold.append(failure)
 
 
-def take_back(failure: StageregError) -> None:
+def withdraw_error(failure: StageregError) -> None:
     """Say that somebody has been told of ``failure``, or is being told."""
     if failure in _untold:
         _untold.remove(failure)
 
 
-def outcome(of: str, failure: StageregError | None) -> None:
+def set_last_status(of: str, failure: StageregError | None) -> None:
     """Take down how the last of a series came out, such as the saves to one directory; the end tells if it failed.
 
     Args:
@@ -68,7 +68,7 @@ def outcome(of: str, failure: StageregError | None) -> None:
         _outcomes[of] = failure
 
 
-def leave_with(code: int) -> None:
+def set_exit_code(code: int) -> None:
     """Say that the process is about to end, with this status, also if a thread still hangs or a failure is told."""
     global _code
     _code = code

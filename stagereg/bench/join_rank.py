@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import StageregError
 from stagereg.join.context import Join
+from stagereg.kernel.channel import resources_of
 
 __all__ = ["MODELS", "WAYS", "Model", "Taken", "TrafficCounter", "Way", "measure", "turns"]
 
@@ -194,8 +195,9 @@ class TrafficCounter:
 
     @staticmethod
     def _begun() -> int:
-        groups: Iterable[Any] = distributed_c10d._world.pg_map
-        return sum(group._get_sequence_number_for_group() for group in groups)
+        groups = list(distributed_c10d._world.pg_map)
+        channels = [backend for group in groups for backend in resources_of(group).backends()]
+        return sum(each._get_sequence_number_for_group() for each in [*groups, *channels])
 
 
 class Clock:

@@ -70,7 +70,7 @@ class Background:
         self._process = os.getpid()
         self._failures: deque[CheckpointError] = deque()
         weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never shut would stay
-        shutdown.expect(self)
+        shutdown.wait_for(self)
 
     @property
     def hanging(self) -> bool:
@@ -108,7 +108,7 @@ class Background:
         return first is None
 
     def finish(self) -> bool:
-        """Drain, and where failures are told as warnings, tell them: as :class:`stagereg.shutdown.Work`."""
+        """Drain, and where failures are told as warnings, tell them: as :class:`stagereg.shutdown.BackgroundWork`."""
         ended = self.drain()
         if self._warn is not None:
             self.raise_failure()
@@ -146,7 +146,7 @@ class Background:
         self._first()
         failures = [self._failures.popleft() for _ in range(len(self._failures))]
         for failure in failures:
-            shutdown.take_back(failure)
+            shutdown.withdraw_error(failure)
         return failures
 
     def _first(self) -> _Entry | None:
@@ -172,7 +172,7 @@ class Background:
 
     def _keep(self, failure: CheckpointError) -> None:
         if self._warn is None:
-            shutdown.tell(failure)
+            shutdown.report_error(failure)
         self._failures.append(failure)
 
     def _run(self, place: _Entry) -> None:

@@ -32,9 +32,9 @@ import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.failpoints import failpoint
-from stagereg.checkpoint.leaving import Leaving, newest
 from stagereg.checkpoint.lock import StoreLock
 from stagereg.checkpoint.manifest import MOST
+from stagereg.checkpoint.preemption_consensus import PreemptionConsensus, describe_newest
 from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.saving import Save
@@ -46,7 +46,7 @@ from stagereg.checkpoint.store.open_store import open_parent_store, open_store, 
 from stagereg.checkpoint.store.retry import answered, within
 from stagereg.checkpoint.writing import SaveContext, StorageHangsError, Writing
 from stagereg.errors import CheckpointError, ConfigError
-from stagereg.launch.preemption import Notice
+from stagereg.launch.preemption import PreemptionHandler
 from stagereg.registry import build, register
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class Checkpointer:
             self._store, self.keep, self._storage, self._ranks, self.timeout, self._process, self._schedule, warns
         )
         self._background = Background(self.timeout.total_seconds(), self._saves.warn if warns else None)
-        self.leaving = None if self.grace is None else self._listen(RankGroup(process_group), self.grace)
+        self.preemption = None if self.grace is None else self._listen(RankGroup(process_group), self.grace)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`; return whether it did. Call it at the end of each step.
@@ -219,8 +219,8 @@ class Checkpointer:
         For programs that call :meth:`save` themselves, once a step in place of :meth:`maybe_save`. Of the ranks that
         call it with the same step, all get the same answer.
         """
-        record.tell("step", step=_a_step(step))
-        leaves = self.leaving is not None and self.leaving.asked(step)
+        record.emit("step", step=_a_step(step))
+        leaves = self.preemption is not None and self.preemption.agreed_at(step)
         return self._schedule.due(step) or leaves
 
     def save(self, step: int, state: MutableMapping[str, Any]) -> None:
@@ -242,7 +242,7 @@ class Checkpointer:
         """
         started = record.now()
         self._check_open()
-        if self.leaving is not None and self.leaving.saves(step) and not self._last:
+        if self.preemption is not None and self.preemption.agreed_before_save(step) and not self._last:
             self._leave(step, state)
         request = Save(_a_step(step))
         self._saved = step
@@ -266,7 +266,7 @@ class Checkpointer:
                 self._schedule.held(step, stall)
         if told is None:
             self._stalls.append(stall)
-            record.tell("stall", step=step, start=started, seconds=stall)
+            record.emit("stall", step=step, start=started, seconds=stall)
 
     def wait(self) -> None:
         """Wait until every save has ended, or has taken longer than ``timeout``.
@@ -323,15 +323,15 @@ class Checkpointer:
             return
         ended = self._background.drain()
         self._closed = True
-        if self.leaving is not None:
-            self.leaving.close()
+        if self.preemption is not None:
+            self.preemption.close()
         self._background.shut()
         if ended:  # or else nobody may write there before this process has ended, with the thread that hangs
             self._let_go()
         self._saves.plans.forget()
         if self._process is not None:
             if self._process.pid is not None:
-                record.also_held(record.peak_rss(self._process.pid))
+                record.add_child_memory(record.peak_rss(self._process.pid))
             self._process.close(now=not ended)
         try:
             self._stager.close()
@@ -348,8 +348,8 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        if self.leaving is not None:
-            self.leaving.abandon()
+        if self.preemption is not None:
+            self.preemption.abandon()
         try:
             self.close()
         except Exception as also:
@@ -387,20 +387,20 @@ class Checkpointer:
             write_seconds=tuple(outcome.seconds for outcome in outcomes),
         )
 
-    def _listen(self, side: RankGroup, grace: datetime.timedelta) -> Leaving:
+    def _listen(self, side: RankGroup, grace: datetime.timedelta) -> PreemptionConsensus:
         """Begin to listen for signals, until this is closed or no longer used."""
         store = self._store
-        notice = Notice(grace.total_seconds(), lambda: newest(store))
+        notice = PreemptionHandler(grace.total_seconds(), lambda: describe_newest(store))
         notice.listen()
         weakref.finalize(self, notice.close)
-        return Leaving(side, notice)
+        return PreemptionConsensus(side, notice)
 
     def _leaves(self) -> bool:
-        return self.leaving is not None and self.leaving.agreed is not None
+        return self.preemption is not None and self.preemption.agreed is not None
 
     def _leave(self, step: int, state: MutableMapping[str, Any]) -> NoReturn:
         """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""
-        assert self.leaving is not None
+        assert self.preemption is not None
         self._last = True
         failure: Exception | None = None
         self._background.drain()
@@ -418,9 +418,9 @@ class Checkpointer:
         if failure is not None:
             told = str(failure)
             if "newest" not in told and ("no complete checkpoint" not in told or self.latest is not None):
-                failure = CheckpointError(f"{reason(failure).rstrip('.')}; {newest(self._store)}.")
-            shutdown.outcome(self._store.root, None)  # which is told by how this ends
-        self.leaving.leave(step, str(self.dir), failure)
+                failure = CheckpointError(f"{reason(failure).rstrip('.')}; {describe_newest(self._store)}.")
+            shutdown.set_last_status(self._store.root, None)  # which is told by how this ends
+        self.preemption.exit(step, str(self.dir), failure)
 
     def _open_directory(self, every: str) -> str:
         if self._ranks.rank == 0:

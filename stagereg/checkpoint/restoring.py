@@ -164,7 +164,7 @@ def _tell_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankG
     lost = max(0, (newest.step or 0) - step)
     words = f": {lost} step{'' if lost == 1 else 's'} {'is' if lost == 1 else 'are'} lost" if lost else ""
     _log.warning("Resumed from step %d, NOT from step %s, which is damaged%s.", step, newest.step, words)
-    record.tell("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
+    record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
 
 
 def _nothing_good(store: CheckpointStore, damaged: Sequence[Condition]) -> str:

@@ -114,7 +114,7 @@ class Save:
         if self.copied and self.nbytes is not None and not self._told:
             self._told = True
             seconds = self.copied - self.began
-            record.tell("stage", step=self.step, start=self.began, seconds=seconds, bytes=self.nbytes)
+            record.emit("stage", step=self.step, start=self.began, seconds=seconds, bytes=self.nbytes)
 
 
 @dataclass(frozen=True)

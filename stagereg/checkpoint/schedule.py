@@ -212,7 +212,7 @@ class Automatic(Schedule):
         steps, cost, write, step_s, measured = answer()
         self._every = int(min(steps, _FORESIGHT * max(measured, 1))) or self._every
         self._next = self._saved + self._every
-        record.tell("plan", step=self._saved, every=self._every, cost=cost, write=write, step_seconds=step_s)
+        record.emit("plan", step=self._saved, every=self._every, cost=cost, write=write, step_seconds=step_s)
         if self._ranks.rank == 0 and not 2 / 3 < self._every / (self._told or 1) < 3 / 2:
             self._told = self._every
             _log.info(

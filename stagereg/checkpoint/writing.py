@@ -74,7 +74,7 @@ class SaveContext:
         """Note that the save that is now the last one has failed, of which the reason is told elsewhere."""
         if self.told_at_end:
             text = f"the last save has failed, of step {step}, so the exit status is 1."
-            shutdown.outcome(self.store.root, CheckpointError(f"{text} {self.there()}"))
+            shutdown.set_last_status(self.store.root, CheckpointError(f"{text} {self.there()}"))
 
     def refuse(self, step: int) -> CheckpointError:
         """Return why a save does not begin while an earlier one hangs."""
@@ -119,7 +119,7 @@ class Writing:
             )
         except BaseException as error:
             save.tell_copied()
-            record.tell("lost", step=save.step, error=reason(error))
+            record.emit("lost", step=save.step, error=reason(error))
             saves.schedule.ended(None)
             known = save.failure is not None and isinstance(error, CheckpointError)
             cause = error.__cause__ if isinstance(error, CheckpointError) else error
@@ -130,9 +130,9 @@ class Writing:
             raise CheckpointError(saves.described(named + reason(error), advice(error, saves.store.root))) from cause
         saves.outcomes.append(outcome)
         saves.newest = save.step
-        shutdown.outcome(saves.store.root, None)
+        shutdown.set_last_status(saves.store.root, None)
         saves.schedule.ended(outcome.began + outcome.seconds - self.called)
-        record.tell("write", step=save.step, start=outcome.began, seconds=outcome.seconds, bytes=outcome.bytes_written)
+        record.emit("write", step=save.step, start=outcome.began, seconds=outcome.seconds, bytes=outcome.bytes_written)
 
     def late(self) -> CheckpointError:
         """Return that it has taken too long, and where this rank is at."""
@@ -153,7 +153,7 @@ class Writing:
         """Say that the storage is back, and what has become of the save."""
         saves = self.saves
         if error is None:  # which may have been told to be late in the very moment in which it was complete
-            shutdown.outcome(saves.store.root, None)
+            shutdown.set_last_status(saves.store.root, None)
         what = "is saved after all" if error is None else f"was not saved ({reason(error)})"
         steps = ", ".join(map(str, saves.refused))
         also = f" In the meantime these steps were not saved: {steps}." if steps else ""

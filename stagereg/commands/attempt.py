@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from stagereg.commands.target import CheckJob, CheckRow
-from stagereg.crash_report import innermost, signal_name
+from stagereg.crash_report import innermost_frame, signal_name
 from stagereg.errors import ConfigError
 
 __all__ = ["Section", "run"]
@@ -227,5 +227,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _place(stacks: IO[bytes]) -> str:
     """Where the plugin was, by the stacks that ``faulthandler`` wrote, if it did."""
     stacks.seek(0)
-    where = innermost(stacks.read().decode(errors="replace"))
+    where = innermost_frame(stacks.read().decode(errors="replace"))
     return f", in {where}" if where else ""

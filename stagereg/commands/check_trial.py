@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import stagereg.registry as registry
 from stagereg.commands.target import CONTRACTS, KINDS, NOT_TRIED, CheckJob, bare
-from stagereg.crash_report import raised
+from stagereg.crash_report import summarize_exception
 from stagereg.errors import ConfigError, StageregError
 from stagereg.registry import Entry
 
@@ -101,7 +101,7 @@ class Reporter:
             try:
                 found = contract.outcome(name)
             except BaseException as error:  # such as SystemExit: it would have ended the training
-                self.outcome(name, promise, "broken", raised(error, __file__))
+                self.outcome(name, promise, "broken", summarize_exception(error, __file__))
             else:
                 verdict = {True: "kept", False: "broken", None: "skipped"}[found.kept]
                 self.outcome(name, promise, verdict, found.seen)
@@ -122,7 +122,7 @@ class Reporter:
         except StageregError as error:
             return "broken", str(error)
         except BaseException as error:
-            return "broken", raised(error, __file__)
+            return "broken", summarize_exception(error, __file__)
 
     def _trying(self, name: str, promise: str) -> None:
         # What was printed from here on is what this attempt has printed.
@@ -303,7 +303,9 @@ def _module(reporter: Reporter, job: CheckJob, options: Mapping[str, Any]) -> No
             loaded.extend([_from_file(Path(job.file).resolve())] if job.file else _with_contract(job.module))
         except SystemExit as error:
             guard = 'what it does as a script belongs below `if __name__ == "__main__":`'
-            raise ConfigError(f"importing it ends the process; {guard}\n{raised(error, __file__)}") from error
+            raise ConfigError(
+                f"importing it ends the process; {guard}\n{summarize_exception(error, __file__)}"
+            ) from error
         return ""
 
     reporter.attempt("imports", "It can be imported.", imports, needed=True)

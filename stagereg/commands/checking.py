@@ -63,9 +63,9 @@ def run(asked: argparse.Namespace) -> int:
     sections = [Section(target.package, "the metadata of the package", target.rows)] if target.rows else []
     try:
         for job in target.jobs:
-            sections += attempt.run(job, options, asked.timeout, output.working)
+            sections += attempt.run(job, options, asked.timeout, output.progress)
     finally:
-        output.working()
+        output.progress()
     counts = Counter(row.verdict for section in sections for row in section.rows)
     bad = counts["broken"] + counts["not shown"]
     if asked.json:
@@ -74,9 +74,9 @@ def run(asked: argparse.Namespace) -> int:
     for section in sections:
         title, heads = f"{section.title}  {section.origin}".strip(), ("verdict", "promise", "seen")
         output.table(title, heads, list(_rows(section)), verdict="verdict")
-        output.say()
+        output.echo()
     told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS if counts[verdict])
-    output.say(f"{asked.target}: {told}", "bold red" if bad else "bold green")
+    output.echo(f"{asked.target}: {told}", "bold red" if bad else "bold green")
     return int(bad > 0)
 
 

@@ -68,13 +68,13 @@ def run(asked: argparse.Namespace) -> int:
     if free is not None and needed > free:
         told = f"This takes {needed / _MIB:,.0f} MiB of memory at once, and {free / _MIB:,.0f} MiB are free."
         print(f"{told} --only takes less, and so does a .safetensors.", file=sys.stderr)
-    output.working(f"writing {out}")
+    output.progress(f"writing {out}")
     try:
         export.write(out, asked.force)
     except OSError as error:
         raise CheckpointError(f"{out} was not written: {error}") from error
     finally:
-        output.working()
+        output.progress()
     nbytes, names, left_out = out.stat().st_size, export.names(out), export.left_out(out)
     if asked.json:
         output.as_json(
@@ -90,11 +90,11 @@ def run(asked: argparse.Namespace) -> int:
             }
         )
         return 0
-    output.say(f"{out}: step {chosen.manifest.step} of {chosen.path}, {nbytes:,} bytes")
-    output.say(f"In it: {', '.join(_named(name, name in export.merged) for name in names) or 'nothing'}")
+    output.echo(f"{out}: step {chosen.manifest.step} of {chosen.path}, {nbytes:,} bytes")
+    output.echo(f"In it: {', '.join(_named(name, name in export.merged) for name in names) or 'nothing'}")
     if left_out:
         more = f", and {len(left_out) - _SHOWN} more (--json names all)" if len(left_out) > _SHOWN else ""
-        output.say(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")
+        output.echo(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")
     return 0
 
 
@@ -118,9 +118,9 @@ def _chosen(target: str) -> tuple[Checkpoint, list[str]]:
     passed: list[str] = []
     # One without a manifest may be the newest: it is named, and passed over.
     for each in sorted(found.conditions, key=lambda each: -each.manifest.serial if each.manifest else -math.inf):
-        output.working(f"reading {each.path}")
+        output.progress(f"reading {each.path}")
         condition = each if each.damages else found.store.examine(each.path)
-        output.working()
+        output.progress()
         if condition.checkpoint is not None:
             return condition.checkpoint, passed
         passed.append(f"{condition.path}: {condition}")

@@ -145,7 +145,7 @@ def measured(given: Rates, share: float, stager: str, folder: str) -> Rates:
     found, told = given, []
     with quiet():
         if given.stage is None:
-            output.working(f"copying {size_text(nbytes)} with {stager}")
+            output.progress(f"copying {size_text(nbytes)} with {stager}")
             stall_s, stage_s = _stage_seconds(state, stager)
             found = replace(found, stall=state.nbytes / stall_s, stage=state.nbytes / stage_s)
             told.append(
@@ -156,14 +156,14 @@ def measured(given: Rates, share: float, stager: str, folder: str) -> Rates:
             if stall_s < 0.9 * stage_s:
                 told.append(f"The loop is held for {stall_s / stage_s:.0%} of that.")
         if given.write is None:
-            output.working(f"writing {size_text(nbytes)} to {folder}")
+            output.progress(f"writing {size_text(nbytes)} to {folder}")
             rate = state.nbytes / _write_seconds(state, Path(folder))
             found = replace(found, write=rate)
             told.append(
                 f"Writing was measured on this machine: {rate / _GIB:.3g} GiB/s, durable, with {_STORAGE}, by "
                 "one process. Ranks that share a storage write slower: give --write-gib-s, its rate by their number."
             )
-    output.working()
+    output.progress()
     if busy := machine.noise_warning(machine.describe("cpu")["load"][0], machine.cores()):
         told.append(busy)
     return replace(found, told=(*given.told, *told))

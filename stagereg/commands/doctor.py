@@ -50,14 +50,14 @@ def run(asked: argparse.Namespace) -> int:
     if not asked.timeout > 0:
         raise ConfigError(f"--timeout must be above 0 seconds, not {asked.timeout:g}.")
     found = list(_findings(asked))
-    output.working()
+    output.progress()
     broken, warned = (sum(one.verdict == verdict for one in found) for verdict in ("broken", "warn"))
     if asked.json:
         output.as_json({"findings": [dataclasses.asdict(one) for one in found], "broken": broken, "warn": warned})
     else:
         rows = [(one.what, one.verdict, one.found + (f"\n-> {one.do}" if one.do else "")) for one in found]
         output.table("", ("what", "verdict", "found"), rows, verdict="verdict")
-        output.say(f"\n{broken} broken, {warned} to look at." if broken or warned else "\nNothing is broken.")
+        output.echo(f"\n{broken} broken, {warned} to look at." if broken or warned else "\nNothing is broken.")
     return int(broken > 0)
 
 
@@ -88,7 +88,7 @@ def load_built_in() -> dict[str, str]:
 
 def _findings(asked: argparse.Namespace) -> Iterator[Finding]:
     others = [entry for entry in registry.entries() if entry.distribution not in ("", _OWN)]
-    output.working(f"importing torch and {len(others)} plugins")
+    output.progress(f"importing torch and {len(others)} plugins")
     # Whatever interrupts this, the children end first, and then the threads that wait for them.
     with ThreadPoolExecutor(max_workers=cores()) as several, subprocess_runner.SubprocessRunner() as children:
         torch = several.submit(children.ask, f"{system_checks.__name__}:torch_facts", (), _TORCH_LIMIT_S)

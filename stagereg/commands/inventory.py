@@ -61,7 +61,7 @@ def run(asked: argparse.Namespace) -> int:
     ]
     output.table(found.store.root, ("step", "saved", "size", "ranks", "storage", "state", ""), rows, verdict="state")
     if owner is not None:
-        output.say(f"\nHeld by {owner}")
+        output.echo(f"\nHeld by {owner}")
     return 0
 
 

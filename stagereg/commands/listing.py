@@ -60,7 +60,7 @@ def run(asked: argparse.Namespace) -> int:
     rows = [(e.kind, e.name, f"{e.distribution} {e.version}".strip() or e.file, e.target) for e in found]
     output.table("", ("kind", "name", "package", "target"), rows)
     if unreadable:
-        output.say(
+        output.echo(
             f"\nNot all can be listed of: {', '.join(name for name, _ in unreadable)}. `stagereg doctor` says why."
         )
     return 0

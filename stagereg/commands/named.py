@@ -34,5 +34,5 @@ def import_plugins(asked: argparse.Namespace) -> None:
     import stagereg.config.plugins as plugins
 
     sys.path.insert(0, os.getcwd())  # where Python looks for the modules of a script, too
-    with output.aside():
+    with output.stdout_to_stderr():
         plugins.from_config(OmegaConf.create({"plugins": modules}))

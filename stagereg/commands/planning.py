@@ -95,7 +95,7 @@ def run(asked: argparse.Namespace) -> int:
     else:
         _tell(costs, job, step_s, steps, best, failing)
         for path in files:
-            output.say(f"wrote {path}")
+            output.echo(f"wrote {path}")
     return 0
 
 
@@ -148,7 +148,7 @@ def _costs(asked: argparse.Namespace) -> Costs:
     if rates.stage is None or rates.write is None:
         registry.find("stager", asked.stager)
         check_writable("--dir", Path(asked.dir))
-        with output.aside():
+        with output.stdout_to_stderr():
             rates = measured(rates, nbytes / ranks, asked.stager, asked.dir)
     return by_rates(nbytes, ranks, rates)
 
@@ -201,30 +201,30 @@ def _folder(name: str) -> Path | None:
 
 
 def _tell(costs: Costs, job: CostModel, step_s: float | None, steps: int | None, best: Loss, failing: str) -> None:
-    output.say(f"A checkpoint of {size_text(costs.nbytes)} on {counted(costs.ranks, 'rank')}")
+    output.echo(f"A checkpoint of {size_text(costs.nbytes)} on {counted(costs.ranks, 'rank')}")
     rows = [
         ("cost", duration_text(job.cost_s), "that training loses: the loop is held, and steps beside it are slower"),
         ("age", duration_text(max(job.write_s, job.cost_s)), "of the state when its checkpoint is complete"),
         ("restart", duration_text(job.restart_s), "from a failure until training goes on"),
     ]
     output.table("", (), [*rows, ("step", duration_text(step_s), "of training")] if step_s else rows)
-    output.say(f"{failing}\n")
+    output.echo(f"{failing}\n")
     interval_text = duration_text(best.interval_s) + (f", every {steps:,} steps" if steps else "")
-    output.say(f"Save every {interval_text}: {_lost(best.total)} is lost.", "bold")
+    output.echo(f"Save every {interval_text}: {_lost(best.total)} is lost.", "bold")
     for line in _remarks(job, best):
-        output.say(line)
-    output.say()
+        output.echo(line)
+    output.echo()
     heads = ("interval", *(("steps",) if step_s else ()), "lost", "checkpoints", "done twice", "restarts", "")
     output.table("", heads, [_row(job.loss(at), step_s, words) for at, words in _intervals(job, best)])
     if steps:
         mtbf = written(datetime.timedelta(seconds=round(job.mtbf_s) or job.mtbf_s)).replace(" ", "")
-        output.say(
+        output.echo(
             f"\nSet checkpoint.every={steps}; or checkpoint.every=auto checkpoint.mtbf={mtbf}, which measures all this"
         )
-        output.say("while it trains, and follows it.")
+        output.echo("while it trains, and follows it.")
     else:
-        output.say("\nGive --step for the interval in steps; checkpoint.every=auto finds it out by itself.")
-    output.say()
+        output.echo("\nGive --step for the interval in steps; checkpoint.every=auto finds it out by itself.")
+    output.echo()
     lines = (*costs.told, *_MODEL, *_SOURCES)
     output.table("Where that comes from", (), [("-", line) for line in lines])
 

@@ -56,18 +56,18 @@ def plain(job: JobResult, recorded: Run | None, found: dict[str, float], warning
 
 def show(job: JobResult, recorded: Run | None, found: dict[str, float], warnings: Sequence[str]) -> None:
     """Print it; of many checkpoints the first and the last ones."""
-    output.say(f"{job.directory}: {_answer(job, recorded, found)}", "bold")
+    output.echo(f"{job.directory}: {_answer(job, recorded, found)}", "bold")
     for line in warnings:
-        output.say(line, "yellow")
+        output.echo(line, "yellow")
     if found:
-        output.say()
+        output.echo()
         output.table("Figures", (), [(head, text) for head, text in _figures(found)])
     for table in _tables(recorded) if recorded is not None else []:
         rows = table.rows
         if len(rows) > _FIRST + _LAST + 1:
             gap = ("…", *[""] * (len(table.columns) - 1))
             rows = (*rows[:_FIRST], gap, *rows[-_LAST:])
-        output.say()
+        output.echo()
         cells = [tuple(_cell(value) for value in row) for row in rows]
         output.table(table.title, table.columns, cells, verdict="state")
 

@@ -170,7 +170,7 @@ def _run(asked: argparse.Namespace, directory: Path, window: tuple[float, float]
     else:
         reported.show(job, recorded, found, warnings)
         if why:
-            output.say(f"\nThere is no timeline: {why}")
+            output.echo(f"\nThere is no timeline: {why}")
     _say_where(files, asked, trouble)
 
 
@@ -214,6 +214,6 @@ def _say_where(files: Sequence[Path], asked: argparse.Namespace, trouble: Config
         return
     if files:
         names = ", ".join(path.name for path in files)
-        output.say(f"\nWritten to {os.path.relpath(files[0].parent)}: {names}")
+        output.echo(f"\nWritten to {os.path.relpath(files[0].parent)}: {names}")
     if asked.tensorboard:
-        output.say(f"For TensorBoard: tensorboard --logdir {shlex.quote(asked.tensorboard)}")
+        output.echo(f"For TensorBoard: tensorboard --logdir {shlex.quote(asked.tensorboard)}")

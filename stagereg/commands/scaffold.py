@@ -63,9 +63,9 @@ def run(asked: argparse.Namespace) -> int:
     if asked.json:
         output.as_json({"kind": asked.kind, "name": asked.name, "folder": str(folder), "files": made, "next": steps})
         return 0
-    output.say(f"Made {folder}: the {_spoken(asked.kind)} {asked.name!r}, its contract and its tests.", "bold")
+    output.echo(f"Made {folder}: the {_spoken(asked.kind)} {asked.name!r}, its contract and its tests.", "bold")
     output.table("", (), [[f"  {file}"] for file in made])
-    output.say("Next:")
+    output.echo("Next:")
     why = ["make it known by name", "its tests, green as they are", "its promises as a table, for anybody"]
     output.table("", (), [[step, f"# {reason}"] for step, reason in zip(steps, why, strict=True)])
     return 0

@@ -34,35 +34,35 @@ def run(asked: argparse.Namespace) -> int:
     """
     import_plugins(asked)
     entry = find(asked.component)
-    with output.aside():
+    with output.stdout_to_stderr():
         from stagereg.commands.describe import describe
 
         told = describe(entry)
     if asked.json:
         output.as_json(dataclasses.asdict(told))
         return 0
-    output.say(f"{told.kind}/{told.name}", "bold")
+    output.echo(f"{told.kind}/{told.name}", "bold")
     if told.summary:
-        output.say(told.summary)
-    output.say()
+        output.echo(told.summary)
+    output.echo()
     package = f"{told.distribution} {told.version}".strip() or "-"
     output.table("", (), [("defined in", told.file or "-"), ("target", told.target), ("package", package)])
-    output.say(f"\n{told.signature}\n")
+    output.echo(f"\n{told.signature}\n")
     if told.options:
         rows = [(f.name, f.type, "must be given" if f.required else f.default, f.help) for f in told.options]
         output.table("Options", ("name", "type", "default", "what it is for"), rows)
     else:
-        output.say("It has no options.")
+        output.echo("It has no options.")
     if told.runtime:
         lines = [
             (r.name, r.type or "-", "must be passed" if r.required else "may be passed", r.help) for r in told.runtime
         ]
-        output.say()
+        output.echo()
         output.table("Arguments that the program passes", ("name", "type", "", "what it is for"), lines)
-    output.say("\nExample", "bold")
-    output.say("\n".join(f"  {line}" for line in told.example))
+    output.echo("\nExample", "bold")
+    output.echo("\n".join(f"  {line}" for line in told.example))
     if told.doc:
-        output.say(f"\n{told.doc}")
+        output.echo(f"\n{told.doc}")
     return 0
 
 

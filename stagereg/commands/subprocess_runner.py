@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from stagereg.crash_report import innermost, signal_name
+from stagereg.crash_report import innermost_frame, signal_name
 from stagereg.errors import StageregError
 
 __all__ = ["SubprocessResult", "SubprocessRunner", "answer"]
@@ -143,7 +143,7 @@ def _wait(child: subprocess.Popen[bytes], limit_s: float) -> int | None:
 
 
 def _ending(code: int | None, limit_s: float, noise: str) -> str:
-    place = f" in {where}" if (where := innermost(noise)) else ""
+    place = f" in {where}" if (where := innermost_frame(noise)) else ""
     if code is None:
         return f"did not end within {limit_s:g} s: stuck{place or ' in code that is not Python'}"
     if code < 0:

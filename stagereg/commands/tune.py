@@ -87,7 +87,7 @@ def run(asked: argparse.Namespace) -> int:
         try:
             return Session(asked, program, directory).run()
         except KeyboardInterrupt:
-            output.working()
+            output.progress()
             print(f"Stopped. The same command goes on from {directory}.", file=sys.stderr)
             return 130
 

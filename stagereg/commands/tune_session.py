@@ -58,7 +58,7 @@ class Session:
         except ConfigError as error:
             if study.best():
                 raise
-            output.working()
+            output.progress()
             self._table(objective, search, study)
             print(f"stagereg: {error}", file=sys.stderr)
             return 1
@@ -68,16 +68,16 @@ class Session:
     def _prepared(self) -> tuple[Objective, Space, Study, Search]:
         asked, program = self._asked, self._program
         refuse_sweeps(program.overrides)
-        output.working(f"composing {program.script}")
+        output.progress(f"composing {program.script}")
         composed = program.compose()
         objective = Objective.of(composed, asked.metric, asked.direction, _seconds(asked.mtbf))
-        with output.aside():  # components are imported, and may print
+        with output.stdout_to_stderr():  # components are imported, and may print
             _import_plugins(program, composed.config)
             varied = space(composed, program.overrides, asked.over, asked.only, objective.mtbf_s is not None)
         database = asked.database or str(self._directory / "study.db")
         belongs = {"program": program.line(), **objective.plain()}
         study = Study(database, varied, belongs, objective.maximize, asked.seed)
-        output.working()
+        output.progress()
         return (
             objective,
             varied,
@@ -91,28 +91,28 @@ class Session:
         if self._asked.json:
             return
         towards = "the most" if objective.maximize else "the least"
-        output.say(
+        output.echo(
             f"{self._program.line()}: searching for {towards} {objective.metric.head}, in {self._directory}", "bold"
         )
         rows = [(p.key, str(p.values).replace(",", ", "), _where(p, space)) for p in space.parameters]
         output.table("", ("varied", "over", "with"), rows)
         for line in space.left_out:
-            output.say(f"  not tried: {line}")
+            output.echo(f"  not tried: {line}")
         if done := len(study.tried()):
-            output.say(f"{done} of {self._asked.trials} trials were done before: going on.")
-        output.say()
+            output.echo(f"{done} of {self._asked.trials} trials were done before: going on.")
+        output.echo()
 
     def _trials(self, search: Search, study: Study) -> Iterator[Trial]:
         self._running("trial", len(study.tried()), self._asked.trials)
         for tried in search.trials(self._asked.trials):
-            output.working()
+            output.progress()
             yield tried
             self._running("trial", len(study.tried()), self._asked.trials)
-        output.working()
+        output.progress()
 
     def _running(self, what: str, done: int, of: int) -> None:
         if done < of:
-            output.working(f"{what} {done + 1} of {of} is running")
+            output.progress(f"{what} {done + 1} of {of} is running")
 
     def _progress(self, objective: Objective, search: Search, study: Study, tried: Trial) -> None:
         place = f"trial {len(study.tried())}/{self._asked.trials}"
@@ -128,7 +128,7 @@ class Session:
         runs = 2 * self._asked.confirm
         self._running("confirming, run", 0, runs)
         for number, came in enumerate(search.judge(self._asked.confirm), 1):
-            output.working()
+            output.progress()
             if isinstance(came, SearchVerdict):
                 return came
             value = came.figures.get(objective.metric.name)
@@ -160,14 +160,14 @@ class Session:
                 }
             )
             return
-        output.say()
+        output.echo()
         self._table(objective, search, study)
-        output.say()
-        output.say(verdict.answer, "bold")
+        output.echo()
+        output.echo(verdict.answer, "bold")
         for note in notes:
-            output.say(note)
-        output.say()
-        output.say(command)
+            output.echo(note)
+        output.echo()
+        output.echo(command)
 
     def _table(self, objective: Objective, search: Search, study: Study) -> None:
         """All trials, the best first."""
@@ -186,7 +186,7 @@ class Session:
         if self._asked.json:
             print(text, file=sys.stderr, flush=True)
         else:
-            output.say(text, style)
+            output.echo(text, style)
             sys.stdout.flush()
 
 

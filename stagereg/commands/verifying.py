@@ -42,9 +42,9 @@ def run(asked: argparse.Namespace) -> int:
     found = located(asked.directory)
     looked: list[Condition] = []
     for each in found.conditions:
-        output.working(f"reading {each.path}")
+        output.progress(f"reading {each.path}")
         looked.append(each if asked.fast else found.store.examine(each.path))
-    output.working()
+    output.progress()
     looked = _there(found, looked)
     bad = [each for each in looked if each.damages]
     good = next((each for each in _newest_first(looked) if not each.damages), None)
@@ -108,13 +108,13 @@ def _show(
         damages = "\n".join(map(str, each.damages))
         rows.append((step, files, readable(size(each)), state(each, "ok"), damages))
     output.table(found.store.root, ("step", "files", "size", "state", "what is wrong"), rows, verdict="state")
-    output.say()
+    output.echo()
     how = "By manifests and sizes, no content was read:" if fast else "The content of every file was read:"
     count = f"{len(looked)} checkpoint{'' if len(looked) == 1 else 's'}"
     if not bad:
-        output.say(f"{how} {count}, {'it is' if len(looked) == 1 else 'all'} good.")
+        output.echo(f"{how} {count}, {'it is' if len(looked) == 1 else 'all'} good.")
         return
-    output.say(f"{how} {count}, {len(bad)} not good.", "bold red")
+    output.echo(f"{how} {count}, {len(bad)} not good.", "bold red")
     if not found.one:
         words = "None is good." if good is None else f"The newest good one is {good.path}"
-        output.say(words)
+        output.echo(words)

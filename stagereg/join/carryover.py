@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
-from stagereg.join.abort import limit_of, was_aborted
+from stagereg.join.failure import limit_of, was_aborted
 from stagereg.kernel.channel import wait_for_keys
 
 __all__ = ["CarryWatch", "Memory"]

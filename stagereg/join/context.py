@@ -30,8 +30,8 @@ import torch.distributed as dist
 import stagereg.join.nesting as nesting
 import stagereg.record as record
 from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError
-from stagereg.join.abort import was_aborted
 from stagereg.join.adapt import adapt
+from stagereg.join.failure import discard_channels, was_aborted
 from stagereg.join.iterate import Loop
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, NotedConfig, notify
 from stagereg.join.mean import Average, known_average, weighted
@@ -128,6 +128,7 @@ class Join:
         self._loop: Loop | None = None
         self._given = Given()
         self._sequence = 0
+        self._failed = False
         self._asked = 0
         self._on_wire = _WireSteps()
         self._hooks: list[JoinHook] | None = self._make_hooks()
@@ -140,7 +141,7 @@ class Join:
                 "end this process, or make a new process group"
             )
         self._before = [getattr(joinable, "_join_config", None) for joinable in self._joinables]
-        self._given, self._on_wire = Given(), _WireSteps()
+        self._given, self._on_wire, self._failed = Given(), _WireSteps(), False
         if self._hooks is None:  # entered again, as once an epoch
             self._hooks = self._make_hooks()
         try:
@@ -151,7 +152,8 @@ class Join:
                 self._sequence = _collectives(self._group)
                 self._plain = self._wiring.plain(self._loader)
             self._configure(self._plain)
-        except BaseException:
+        except BaseException as error:
+            self._failed = isinstance(error, PeerFailedError) or not isinstance(error, (JoinError, UnevenInputsError))
             self._restore()
             raise
         return self
@@ -332,6 +334,7 @@ class Join:
 
     def _told(self, error: BaseException) -> BaseException:
         """Return what to raise in place of ``error``: what another rank has failed with, or itself, and tell others."""
+        self._failed = True
         if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # by the latter two all ranks leave together
             return error
         if isinstance(error, RuntimeError) and not isinstance(error, JoinError):
@@ -345,6 +348,7 @@ class Join:
         """The join has thrown, here only or on all ranks; those go on, with nobody left answering."""
         assert self._wiring is not None
         if self._plan_failed():
+            self._failed = True
             self._detector.report(error)
         elif self._wiring.sum_responder is not None:
             self._wiring.sum_responder.close()
@@ -470,9 +474,9 @@ class Join:
             self._look_at_wire()
             shadowed = self._wiring.shadowed
             taken = self._wiring.steps - shadowed + self._on_wire.taken
-            record.tell("join", steps=taken, shadowed=shadowed + self._on_wire.shadowed, **given)
+            record.emit("join", steps=taken, shadowed=shadowed + self._on_wire.shadowed, **given)
         elif self._given.batches:
-            record.tell("join", steps=self._given.batches, shadowed=0, **given)
+            record.emit("join", steps=self._given.batches, shadowed=0, **given)
 
     def _restore(self) -> None:
         self._hooks = None
@@ -482,6 +486,8 @@ class Join:
             if self._enable:
                 every.callback(nesting.leave, self._borrow)
             if wiring is not None:
+                if self._failed:
+                    every.callback(discard_channels, self._group)
                 every.callback(wiring.detector.stop)
             before = self._before or [None] * len(self._joinables)
             for joinable, config in zip(self._joinables, before, strict=True):

@@ -14,9 +14,9 @@ import torch
 
 from stagereg.errors import JoinError
 from stagereg.join.empty import emptied, fetch, publish
+from stagereg.join.responder import SumResponder
 from stagereg.join.samples import Given
 from stagereg.join.session import Wiring
-from stagereg.join.tally import SumResponder
 from stagereg.kernel.channel import wait_for_keys
 from stagereg.kernel.membership import Membership
 

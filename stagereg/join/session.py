@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -11,19 +10,15 @@ from torch.distributed.algorithms.join import Joinable as TorchJoinable
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stagereg.errors import JoinError, nearest
-from stagereg.join.alarm import FailureDetector
+from stagereg.join.failure import FailureDetector
 from stagereg.join.joinable import Joinable
-from stagereg.join.tally import SumResponder
-from stagereg.kernel.channel import ControlChannel, control_channel, control_groups
+from stagereg.join.responder import SumResponder
+from stagereg.kernel.channel import ControlChannel, control_channel, resources_of
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
 
 __all__ = ["Mode", "Wiring", "common_group", "known_mode", "length_of", "unknown"]
 
 Mode = Literal["planned", "counted", "torch", "auto"]
-
-_numbers: Counter[str] = Counter()
-_POLLED = ("membership", "mean")
-"""Lines on which nobody waits without looking up, however long a rank takes to come."""
 
 
 def known_mode(mode: str | None) -> str | None:
@@ -81,8 +76,7 @@ class Wiring:
         counts: bool,
         timeout: float,
     ) -> None:
-        name = f"stagereg/join/{_numbers[group.group_name]}"
-        _numbers[group.group_name] += 1
+        name = resources_of(group).next_join()
         self._group = group
         self._mode = mode
         self._throw = throw
@@ -90,7 +84,7 @@ class Wiring:
         self._foreign = _speaks_torch(joinables[0])
         self.loops = 0
         self._memberships: list[Membership] = []
-        self.detector = FailureDetector(group, timeout, name, also=control_groups(group, but=_POLLED))
+        self.detector = FailureDetector(group, timeout, name, self._step)
         self.store = PrefixStore(name, group.get_group_store()) if group.size() > 1 else None
         self.sum_responder: SumResponder | None = None
 
@@ -129,8 +123,11 @@ class Wiring:
         length = length_of(loader)
         made = self._made(channel, loader, length, number)
         self._memberships.append(made)
-        self.detector.note(step=_Steps(made))
         return made
+
+    def _step(self) -> int | None:
+        """The step that this rank is in, for the messages of others."""
+        return self._memberships[-1].steps if self._memberships else None
 
     @property
     def steps(self) -> int:
@@ -229,13 +226,3 @@ def _speaks_torch(joinable: Any) -> str:
     """Return the name of a joinable's type if it notifies through torch's ``Join``; empty if not."""
     kind = type(joinable)
     return "" if Joinable in kind.__mro__ and TorchJoinable not in kind.__mro__ else kind.__name__
-
-
-class _Steps:
-    """How many steps a rank has begun, whenever it is asked; for what is said of it if it fails."""
-
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-
-    def __str__(self) -> str:
-        return str(self._membership.steps)

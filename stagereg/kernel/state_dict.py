@@ -3,10 +3,13 @@
 :func:`flatten` walks a state dict once. It makes the copy's containers on the way (same types, same order, same keys,
 same sharing, cycles included), copies everything that is no tensor, and lists the plain strided tensors it met.
 :meth:`TreeSpec.unflatten` then puts the staged tensors where the source had theirs: wrapped again as ``Parameter``,
-DTensor, ShardedTensor or whatever traceable subclass they were, with their Python attributes.
+DTensor, ShardedTensor or whatever traceable subclass they were, with their Python attributes. What cannot be staged is
+refused with its path in the dict.
 
-What cannot be staged is refused here, with its path in the dict. Where bytes go, and how, is left to ``layout`` and
-``copy``.
+Most calls stage a state dict of the same structure over the same memory as the call before. :class:`Recognizer`
+remembers one and recognises it at a third of the cost of :func:`flatten` and a layout.
+
+Where bytes go, and how, is left to ``layout`` and ``copier``.
 """
 
 from __future__ import annotations
@@ -16,16 +19,24 @@ import io
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagereg.errors import StagingError, UnstageableTypeError
-from stagereg.kernel.leaves import attempt, clone, flip, sharded_over, tuple_maker, why_without_data
 
-__all__ = ["ATOMS", "TreeSpec", "flatten", "path_to"]
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # not a public name of torch; without it no state dict is recognised
+    TensorGuards = None  # type: ignore[assignment, misc]
+
+__all__ = ["Recognizer", "TreeSpec", "flatten", "flip", "path_to", "why_without_data"]
 
 # Values that nobody can change under the copy, so the copy may hold the very same object.
 ATOMS = frozenset(
@@ -77,11 +88,8 @@ class TreeSpec:
 
     Attributes:
         tensors: the plain strided tensors of the source, each object once, in the order they were met; any device.
-            They are detached from nothing and copied by nobody yet.
-        layout: None; only a state dict that was recognised (``replay``) comes with a plan.
+            They are not detached, and not copied yet.
     """
-
-    layout: None = None
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -116,31 +124,18 @@ def flatten(state: Any, type_check: bool = False) -> TreeSpec:
 
 def path_to(state: Any, index: int) -> tuple[object, ...]:
     """Return the keys that lead to the tensor that :func:`flatten` lists at ``index``; for error messages."""
-    walker = _Walker(type_check=False)
-    walker.spec.tensors = _Tripwire(index)
     try:
-        walker.visit(state)
+        _Walker(type_check=False, stop_at=index).visit(state)
     except StagingError as error:
         return error.path
     return ()
 
 
-class _Tripwire(list[torch.Tensor]):
-    """A list that refuses what would be at ``index``."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def append(self, x: torch.Tensor) -> None:
-        if len(self) == self._index:
-            raise StagingError([], "here")
-        super().append(x)
-
-
 class _Walker:
-    def __init__(self, type_check: bool) -> None:
+    def __init__(self, type_check: bool, stop_at: int = -1) -> None:
         self.spec = TreeSpec()
         self._type_check = type_check
+        self._stop_at = stop_at
         self._memo: dict[int, Any] = {}
         self._own: dict[type, frozenset[str]] = {}
         self._alive: list[Any] = []  # what has its id in the memo must outlive the walk; a dict may make its values
@@ -180,14 +175,14 @@ class _Walker:
         elif kind is defaultdict:
             new = defaultdict(x.default_factory)  # type: ignore[attr-defined]
         else:
-            new = attempt(copy.copy, x)  # keeps what the subclass is; its values are replaced below
+            new = _attempt(copy.copy, x)  # keeps what the subclass is; its values are replaced below
         self._memo[id(x)] = new
         self._items(x.items(), new, new)
         self._attributes(x, new)
         return new
 
     def _list(self, x: list[Any]) -> list[Any]:
-        new = [None] * len(x) if type(x) is list else attempt(copy.copy, x)
+        new = [None] * len(x) if type(x) is list else _attempt(copy.copy, x)
         self._memo[id(x)] = new
         self._items(enumerate(x), new, new)
         self._attributes(x, new)
@@ -201,7 +196,7 @@ class _Walker:
             return self._memo[id(x)]
         if len(self.spec._holes) == before and all(a is b for a, b in zip(parts, x, strict=True)):
             return x
-        make = tuple_maker(type(x))
+        make = _tuple_maker(type(x))
         if any(container is parts for container, _, _ in self.spec._holes[before:]):
             return _Slot(lambda staged: make(parts))
         return make(parts)
@@ -237,7 +232,7 @@ class _Walker:
     def _opaque(self, x: Any) -> Any:
         if self._type_check:
             self._checked(x)
-        return attempt(copy.deepcopy, x)
+        return _attempt(copy.deepcopy, x)
 
     def _tensor(self, x: Any) -> _Slot | _Index:
         if hasattr(x, "trigger_wait"):  # an asynchronous collective's result: its value is there after the wait
@@ -253,9 +248,11 @@ class _Walker:
 
     def _plain(self, x: torch.Tensor) -> _Slot | _Index:
         if x.layout is not _STRIDED or x.is_quantized or x.is_nested:
-            loose = attempt(clone, x)  # no single strided block to plan for
+            loose = _attempt(_clone, x)  # no single strided block to plan for
             return self._dressed(x, lambda staged: loose)
         slot: _Slot | _Index = _Index(len(self.spec.tensors))
+        if slot == self._stop_at:
+            raise StagingError([], "this is the tensor")
         negative, conjugate = x.is_neg(), x.is_conj()
         if negative or conjugate:
             self.spec.tensors.append(flip(x.detach(), negative, conjugate))
@@ -314,8 +311,197 @@ class _Walker:
         parts: list[Any] = [None] * len(shards)
         self._items(enumerate(shards), parts, parts)
 
-        return _Slot(lambda staged: sharded_over(parts, x))
+        return _Slot(lambda staged: _sharded_over(parts, x))
 
 
 def _under(error: StagingError, key: Any) -> StagingError:
     return type(error)([key, *error.path], error.reason)
+
+
+# -- single values
+
+
+def _attempt(copier: Callable[[Any], Any], x: Any) -> Any:
+    """Return ``copier(x)``; what that raises becomes an ``UnstageableTypeError`` that names the type."""
+    try:
+        return copier(x)
+    except StagingError:
+        raise
+    except Exception as error:
+        raise UnstageableTypeError(
+            [], f"a {type(x).__module__}.{type(x).__qualname__} cannot be copied ({type(error).__name__}: {error})"
+        ) from error
+
+
+def why_without_data(x: torch.Tensor) -> str | None:
+    """Say why a tensor that has a shape has no memory; None where it has."""
+    what = None
+    if x.device.type == "meta":
+        what = "it lies on the meta device; materialize it first"
+    elif isinstance(x, (UninitializedParameter, UninitializedBuffer)):
+        what = "it is an uninitialized lazy parameter; run a forward pass first"
+    elif isinstance(x, FakeTensor):
+        what = "it is fake; stage outside of FakeTensorMode"
+    return f"a {type(x).__name__} has no data to stage: {what}" if what else None
+
+
+def _clone(x: torch.Tensor) -> torch.Tensor:
+    """An independent copy in host memory, by torch alone; for layouts that are no single strided block."""
+    return x.detach().clone() if x.device.type == "cpu" else x.detach().to("cpu")
+
+
+def flip(x: torch.Tensor, negative: bool, conjugate: bool) -> torch.Tensor:
+    """Turn the lazy negation and conjugation of ``x`` on or off; its memory stays the same."""
+    if negative:
+        x = torch._neg_view(x)
+    return x.conj() if conjugate else x
+
+
+def _tuple_maker(kind: type[tuple[Any, ...]]) -> Callable[[list[Any]], Any]:
+    """Return what makes a tuple of that type out of its items, whatever its constructor takes."""
+    if hasattr(kind, "_make"):  # a named tuple
+        return kind._make
+    if hasattr(kind, "n_sequence_fields"):  # a struct sequence, such as those of torch.return_types
+        return kind
+    return lambda items: tuple.__new__(kind, items)
+
+
+def _sharded_over(shards: Sequence[torch.Tensor], like: ShardedTensor) -> ShardedTensor:
+    """A ShardedTensor over staged local shards; its metadata says where they lie now: on the CPU."""
+    metadata = copy.deepcopy(like.metadata())
+    before = [shard.metadata for shard in like.local_shards()]
+    local = [Shard(shard, copy.deepcopy(meta)) for shard, meta in zip(shards, before, strict=True)]
+    for meta in [*metadata.shards_metadata, *(shard.metadata for shard in local)]:
+        if meta.placement is not None:
+            meta.placement._device = torch.device("cpu")
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        local, metadata, process_group=like._process_group, init_rrefs=like._init_rrefs
+    )
+
+
+# -- the same state dict once more
+
+_CHUNK = 512  # tensors that are looked at several times in a row, while the cache has them
+
+_CONTAINERS = (dict, list, OrderedDict)
+
+_attributes: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
+
+
+class Recognizer:
+    """Recognises a state dict of the same structure, over the same memory, as the one that it was made of.
+
+    It takes only what is common and plain: dicts, lists and ``OrderedDict`` of bare tensors, each met once, and of
+    values that nobody can change. Tensors are compared by address and by torch's own guards in C++ (``TensorGuards`` of
+    ``torch.compile``: type, dispatch keys, dtype, device, ``requires_grad``, sizes, strides). Everything else takes the
+    long way through :func:`flatten`, which is always right.
+    """
+
+    def __init__(self, structure: list[tuple[Any, ...]], tensors: Sequence[torch.Tensor]) -> None:
+        self._structure = structure
+        self._count = len(tensors)
+        chunks = _chunks(tensors)
+        self._guards = [TensorGuards(*chunk, dynamic_dims_sizes=None, dynamic_dims_strides=None) for chunk in chunks]
+        self._addresses = [[x.data_ptr() for x in chunk] for chunk in chunks]
+
+    @classmethod
+    def of(cls, state: Any, tensors: Sequence[torch.Tensor]) -> Recognizer | None:
+        """Remember ``state``, of which :func:`flatten` lists ``tensors``; None if it is not of the plain kind."""
+        spec = _PlainSpec.of(state) if TensorGuards is not None else None
+        if spec is None or list(map(id, spec.tensors)) != list(map(id, tensors)):
+            return None
+        if any(x.requires_grad for x in tensors):
+            return None
+        return cls(spec.structure, tensors)
+
+    def match(self, state: Any) -> TreeSpec | None:
+        """Return what :func:`flatten` would make of ``state``; None if it is not as it was."""
+        spec = _PlainSpec.of(state)
+        if spec is None or len(spec.tensors) != self._count or spec.structure != self._structure:
+            return None
+        address = torch.Tensor.data_ptr
+        for guards, addresses, chunk in zip(self._guards, self._addresses, _chunks(spec.tensors), strict=True):
+            if not guards.check(*chunk) or list(map(address, chunk)) != addresses:
+                return None
+        return spec
+
+
+class _NotPlainError(Exception):
+    pass
+
+
+class _PlainSpec(TreeSpec):
+    """The copy of a plain state dict, made in one pass with the source's tensors in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.structure: list[tuple[Any, ...]] = []  # of each container: type, keys, types of the values
+        self._runs: list[tuple[Any, Sequence[Any]]] = []  # a new container, and the keys of its next tensors
+        self._met: set[int] = set()
+
+    @classmethod
+    def of(cls, state: Any) -> _PlainSpec | None:
+        spec = cls()
+        try:
+            spec._root = spec._copy(state)
+        except _NotPlainError:
+            return None
+        tensors = spec.tensors
+        once = len(set(map(id, tensors))) == len(tensors)
+        return spec if once and not any(map(_attributes, tensors)) else None
+
+    def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:
+        rest = iter(staged)
+        for container, keys in self._runs:
+            if type(container) is list:
+                for key in keys:
+                    container[key] = next(rest)
+            else:
+                container.update(zip(keys, rest))  # noqa: B905  # the shorter one ends it
+        return self._root
+
+    def _copy(self, x: Any) -> Any:
+        kind = type(x)
+        if kind not in _CONTAINERS or id(x) in self._met:
+            raise _NotPlainError
+        self._met.add(id(x))
+        new: Any = kind(x)
+        keys, values = (range(len(new)), new) if kind is list else (list(new), list(new.values()))
+        types = list(map(type, values))
+        self.structure.append((kind, keys, types))
+        if kind is OrderedDict and _attributes(x):  # such as the ``_metadata`` of a module's state dict
+            vars(new).update(_plain_copy(_attributes(x)))
+        if set(types) == {torch.Tensor}:
+            self.tensors += values
+            self._runs.append((new, keys))
+            return new
+        run: list[Any] = []
+        for key, value, each in zip(keys, values, types, strict=True):
+            if each is torch.Tensor:
+                self.tensors.append(value)
+                run.append(key)
+            elif each in _CONTAINERS:
+                self._runs.append((new, run))  # the tensors inside come next
+                run = []
+                new[key] = self._copy(value)
+            elif each not in ATOMS and not (each is tuple and all(type(item) in ATOMS for item in value)):
+                raise _NotPlainError
+        self._runs.append((new, run))
+        return new
+
+
+def _plain_copy(x: Any) -> Any:
+    """Return a copy of nested dicts of values that nobody can change."""
+    made = type(x)()
+    for key, value in x.items():
+        if type(value) in ATOMS:
+            made[key] = value
+        elif type(value) is dict or (type(value) is OrderedDict and not _attributes(value)):
+            made[key] = _plain_copy(value)
+        else:
+            raise _NotPlainError
+    return made
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+    return [tensors[at : at + _CHUNK] for at in range(0, len(tensors), _CHUNK)]

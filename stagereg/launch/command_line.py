@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Command", "overrides", "quoted", "wants_no_job", "wants_sweep", "without_callbacks", "without_logging"]
+__all__ = ["CommandLine", "overrides", "quoted", "wants_no_job", "wants_sweep", "without_callbacks", "without_logging"]
 
 _PARENTS_OWN = ("hydra.run", "hydra.sweep", "hydra.mode", "hydra.output_subdir", "hydra.launcher", "hydra.sweeper")
 _LOGGING = ("hydra.job_logging", "hydra.hydra_logging", "hydra/job_logging", "hydra/hydra_logging")
@@ -19,14 +19,14 @@ _PARENTS_OWN_GROUPS = ("hydra/launcher", "hydra/sweeper")
 
 
 @dataclass(frozen=True)
-class Command:
+class CommandLine:
     """How this program was started: ``start`` up to its script or module, and Hydra's own ``flags``."""
 
     start: tuple[str, ...]
     flags: tuple[str, ...]
 
     @classmethod
-    def of_this_process(cls) -> Command:
+    def of_this_process(cls) -> CommandLine:
         """Read it off the interpreter; to be called before anything changes ``sys.argv``."""
         arguments = sys.argv[1:]
         split = len(sys.orig_argv) - len(arguments)

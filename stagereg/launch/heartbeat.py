@@ -19,14 +19,14 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Pulse", "place", "silent"]
+__all__ = ["Heartbeat", "place", "silent"]
 
 _BEAT_S = 1.0
 """Seconds between two words of a rank."""
 _LOOK_S = 0.1
 
 
-class Pulse:
+class Heartbeat:
     """The words of one rank, for the time of a ``with`` block.
 
     Args:
@@ -39,7 +39,7 @@ class Pulse:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="stagereg-pulse", daemon=True)
 
-    def __enter__(self) -> Pulse:
+    def __enter__(self) -> Heartbeat:
         self._say(0)
         self._thread.start()
         return self

@@ -25,13 +25,13 @@ from types import FrameType
 from typing import Any
 
 from stagereg.errors import RESUME_CODE, LaunchError
-from stagereg.launch.command_line import Command
-from stagereg.launch.launcher_channel import Handover
-from stagereg.launch.libc import tuned
-from stagereg.launch.preempted_exit import HandOn, left, say
+from stagereg.launch.command_line import CommandLine
+from stagereg.launch.launcher_channel import LauncherChannel
+from stagereg.launch.libc import tunables
+from stagereg.launch.preempted_exit import SignalForwarder, left, say
 from stagereg.launch.preemption import SIGNALS
 from stagereg.launch.rank import environment
-from stagereg.launch.scheduler_task import Task
+from stagereg.launch.scheduler_task import SchedulerTask
 
 __all__ = ["RanksFailedError", "checked_nproc", "launch"]
 
@@ -64,11 +64,11 @@ def checked_nproc(value: Any) -> int:
     return value
 
 
-def launch(command: Command, hydra: Any, nproc: int) -> Any:
+def launch(command: CommandLine, hydra: Any, nproc: int) -> Any:
     """Run one job on ``nproc`` fresh local ranks and return rank 0's value; all ranks have ended when it comes back.
 
-    In a scheduler's job with several tasks (:class:`Task`) these are the ranks of this task, and only the first task
-    has a value to return.
+    In a scheduler's job with several tasks (:class:`SchedulerTask`) these are the ranks of this task, and only the
+    first task has a value to return.
 
     Args:
         command: how this program was started.
@@ -80,11 +80,11 @@ def launch(command: Command, hydra: Any, nproc: int) -> Any:
         SystemExit: a signal stopped the run (code 130 for SIGINT, 143 for SIGTERM), or the ranks have saved and left
             because they were signalled to (75).
     """
-    task = Task.current()
+    task = SchedulerTask.current()
     first = task.index * nproc if task is not None else 0
     ranks = range(first, first + nproc)
     with tempfile.TemporaryDirectory(prefix="stagereg-run-") as folder:
-        handover = Handover(os.getpid(), Path(folder), time.time())
+        handover = LauncherChannel(os.getpid(), Path(folder), time.time())
         with _Signals(handover, ranks) as signals:
             try:
                 _run_elastic(command.for_ranks(hydra), ranks, task, handover, hydra.runtime.cwd, signals)
@@ -106,7 +106,12 @@ def launch(command: Command, hydra: Any, nproc: int) -> Any:
 
 
 def _run_elastic(
-    words: Sequence[str], ranks: range, task: Task | None, handover: Handover, folder: str, signals: _Signals
+    words: Sequence[str],
+    ranks: range,
+    task: SchedulerTask | None,
+    handover: LauncherChannel,
+    folder: str,
+    signals: _Signals,
 ) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -126,7 +131,7 @@ def _run_elastic(
             raise RanksFailedError(_told(handover, failed.failures)) from None
 
 
-def _elastic_config(nproc: int, task: Task | None, folder: Path) -> Any:
+def _elastic_config(nproc: int, task: SchedulerTask | None, folder: Path) -> Any:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -160,7 +165,7 @@ def _elastic_config(nproc: int, task: Task | None, folder: Path) -> Any:
     )
 
 
-def _rank_variables(handover: Handover, here: bool) -> dict[str, str]:
+def _rank_variables(handover: LauncherChannel, here: bool) -> dict[str, str]:
     """The environment of ranks: cores are shared out among processes, not threads; ``here`` is on this machine alone.
 
     What it has to do with staging is told in :mod:`stagereg.launch.libc`.
@@ -169,7 +174,7 @@ def _rank_variables(handover: Handover, here: bool) -> dict[str, str]:
     # Elastic sets this one in the parent and leaves it there; naming it here takes it back in the end.
     elastics = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
     chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    return chosen | tuned(os.environ) | elastics | handover.variables()
+    return chosen | tunables(os.environ) | elastics | handover.variables()
 
 
 class _Signals:
@@ -183,11 +188,11 @@ class _Signals:
     them, or the end of their time.
     """
 
-    def __init__(self, handover: Handover, ranks: range) -> None:
+    def __init__(self, handover: LauncherChannel, ranks: range) -> None:
         self.received: signal.Signals | None = None
         self._listening = False
         self._ready = [handover.ready(rank) for rank in ranks]
-        self._hand_on = HandOn([handover.listening(rank) for rank in ranks], self._give_up)
+        self._hand_on = SignalForwarder([handover.listening(rank) for rank in ranks], self._give_up)
         self._time_is_up = False
         self._before: dict[int, Any] = {}
 
@@ -262,7 +267,7 @@ def _quiet_elastic() -> Iterator[None]:
             logger.disabled = disabled
 
 
-def _told(handover: Handover, failures: Mapping[int, Any]) -> str:
+def _told(handover: LauncherChannel, failures: Mapping[int, Any]) -> str:
     """What the ranks told of their failures, or else how the first of them ended."""
     told = handover.errors()
     if not told:

@@ -7,13 +7,13 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Handover"]
+__all__ = ["LauncherChannel"]
 
 _HANDOVER = "STAGEREG_HANDOVER"
 
 
 @dataclass(frozen=True)
-class Handover:
+class LauncherChannel:
     """What ``stagereg.main`` gives to the ranks it starts: its process id, a folder to answer in, the run's time."""
 
     pid: int
@@ -25,7 +25,7 @@ class Handover:
         return {_HANDOVER: json.dumps(asdict(self) | {"folder": str(self.folder)})}
 
     @classmethod
-    def received(cls) -> Handover | None:
+    def received(cls) -> LauncherChannel | None:
         """What this process was given, or ``None`` when it was not started by ``stagereg.main``."""
         text = os.environ.get(_HANDOVER)
         if text is None:

@@ -11,14 +11,14 @@ import platform
 import sys
 from collections.abc import Mapping
 
-__all__ = ["TUNABLES", "tuned"]
+__all__ = ["TUNABLES", "tunables"]
 
 TUNABLES = "GLIBC_TUNABLES"
 _THRESHOLD = "glibc.cpu.x86_non_temporal_threshold"
 _BYTES = 2**20
 
 
-def tuned(environment: Mapping[str, str]) -> dict[str, str]:
+def tunables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to add to ``environment``; none where they would do nothing, or the user has chosen."""
     before = environment.get(TUNABLES, "")
     if sys.platform != "linux" or platform.machine() != "x86_64" or _THRESHOLD in before:

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
-from stagereg.launch.command_line import Command, overrides, wants_no_job, wants_sweep, without_logging
+from stagereg.launch.command_line import CommandLine, overrides, wants_no_job, wants_sweep, without_logging
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
 from stagereg.launch.preempted_exit import say
-from stagereg.launch.rank import Rank, alone, described, environment, is_rank, leave
-from stagereg.launch.scheduler_task import Task
+from stagereg.launch.rank import Rank, alone, environment, format_error, is_rank, leave
+from stagereg.launch.scheduler_task import SchedulerTask
 
 __all__ = ["main"]
 
@@ -72,7 +72,7 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
     rank = None
     try:
         rank = Rank.current()
-        job = _Job(task, Command.of_this_process(), rank)
+        job = _Job(task, CommandLine.of_this_process(), rank)
         _import_plugins()
         if rank is not None:
             _follow(rank)
@@ -162,7 +162,7 @@ class _Work:
 class _Job:
     """What Hydra calls with the composed config; picklable, so that launchers can call it in other processes."""
 
-    def __init__(self, task: Callable[[Any], Any], command: Command, rank: Rank | None) -> None:
+    def __init__(self, task: Callable[[Any], Any], command: CommandLine, rank: Rank | None) -> None:
         # Hydra finds the script, and with it the config folder, through the function it unwraps from this.
         functools.update_wrapper(self, task)
         self._task = _Work(task)
@@ -193,7 +193,7 @@ class _Job:
 
         nproc = checked_nproc(OmegaConf.select(cfg, "nproc", default=1))
         one_of_several = HydraConfig.get().mode == RunMode.MULTIRUN
-        if nproc > 1 or one_of_several or Task.current() is not None:
+        if nproc > 1 or one_of_several or SchedulerTask.current() is not None:
             return launch(self._command, HydraConfig.get(), nproc)
         try:
             return alone(self._task, cfg, recorded=True)
@@ -201,7 +201,7 @@ class _Job:
             say(left, HydraConfig.get())
             raise
         except Exception as error:
-            raise RanksFailedError(f"rank 0: {described(error)}") from error
+            raise RanksFailedError(f"rank 0: {format_error(error)}") from error
 
 
 def _say(error: StageregError) -> None:

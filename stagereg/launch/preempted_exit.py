@@ -24,7 +24,7 @@ from typing import Any
 from stagereg.errors import Preempted, Stopped
 from stagereg.launch.preemption import SIGNALS, observed
 
-__all__ = ["HandOn", "Left", "announced", "deaf", "left", "note", "say"]
+__all__ = ["Left", "SignalForwarder", "announced", "deaf", "left", "note", "say"]
 
 Left = Preempted | Stopped
 
@@ -72,7 +72,7 @@ def deaf() -> None:
 # -- the parent's side
 
 
-class HandOn:
+class SignalForwarder:
     """The way of a signal to ranks that listen.
 
     Args:

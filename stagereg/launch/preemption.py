@@ -1,14 +1,15 @@
-"""Preemption: SIGTERM and SIGUSR1 ask a run to save and leave, and to be started again.
+"""Preemption: SIGTERM and SIGUSR1 ask a run to save and exit, and to be started again.
 
-A :class:`Notice` keeps the two signals from ending the process, and says that one has come. It is noted at once,
-whatever the training thread is doing: Python runs handlers between two operations of the main thread only, which may
-wait in a collective for long, so a thread of the notice's own reads what the interpreter writes from within the signal
-(``signal.set_wakeup_fd``). From then on the process has a bounded time to leave, then it is ended from that thread.
+A :class:`PreemptionHandler` keeps the two signals from ending the process, and records that one has come. It does so
+at once, whatever the training thread is doing: Python runs signal handlers on the main thread only, between two of its
+operations, and the main thread may wait in a collective for long. So a thread reads the byte that the interpreter
+writes from within the signal (``signal.set_wakeup_fd``). From then on the process has a bounded time to exit; after
+that the thread ends it.
 
-Schedulers signal whole trees of processes, and launchers hand on what they got: what comes within seconds of the first
+Schedulers signal whole trees of processes, and launchers forward what they got: what comes within seconds of the first
 signal is the same one. A later one of the same kind ends the process at once.
 
-When to leave is agreed upon in :mod:`stagereg.checkpoint.leaving`. This is a ground floor: it imports nothing heavy.
+The step to exit at is agreed on in :mod:`stagereg.checkpoint.preemption_consensus`. This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from stagereg.errors import RESUME_CODE
 
-__all__ = ["SIGNALS", "Notice", "observed"]
+__all__ = ["SIGNALS", "PreemptionHandler", "observed"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that ask a run to leave."""
@@ -37,7 +38,7 @@ _WORDS_S = 1.0
 """Seconds in which it has to be found out which checkpoint is the newest, once the time is up."""
 
 
-class Notice:
+class PreemptionHandler:
     """Whether this process was told to leave.
 
     Args:
@@ -48,7 +49,7 @@ class Notice:
     def __init__(self, grace_s: float, newest: Callable[[], str]) -> None:
         self.grace_s = grace_s
         self.newest = newest
-        self.speaks = True
+        self.reports = True
         """Whether to say on stderr why the process was ended; one of several ranks does that all know of the signal."""
         self.saved = False
         """Set when all is saved: from there on a signal changes nothing, and the time being up is no failure."""
@@ -75,10 +76,10 @@ class Notice:
         """
         _ears.remove(self)
 
-    def share(self, received: signal.Signals) -> None:
+    def start_grace(self, received: signal.Signals) -> None:
         """Have the time begin here too, unless it has: another process that leaves with this one was told to."""
         if self in _ears.notices:
-            _ears.share(received)
+            _ears.start_grace(received)
 
 
 @contextlib.contextmanager
@@ -92,11 +93,11 @@ def observed(by: Callable[[float | None], None]) -> Iterator[None]:
         _ears.observer = before
 
 
-class _Ears:
+class _SignalListener:
     """The process's handlers, the thread that hears of signals first, and all who want to know."""
 
     def __init__(self) -> None:
-        self.notices: tuple[Notice, ...] = ()
+        self.notices: tuple[PreemptionHandler, ...] = ()
         self.observer: Callable[[float | None], None] | None = None
         self.received: signal.Signals | None = None
         self._came = False  # as the main thread knows, which may be before `received` is there
@@ -105,14 +106,14 @@ class _Ears:
         self._taken: list[signal.Signals] = []
         self._pipe: tuple[int, int] | None = None
 
-    def add(self, notice: Notice) -> bool:
+    def add(self, notice: PreemptionHandler) -> bool:
         if self._pipe is None and not self._open():
             return False
         self.notices = (*self.notices, notice)
         self._tell()
         return True
 
-    def remove(self, notice: Notice) -> None:
+    def remove(self, notice: PreemptionHandler) -> None:
         if notice not in self.notices:
             return
         self._saved = self._saved or notice.saved
@@ -142,7 +143,7 @@ class _Ears:
                 os.setpgid(0, 0)
         self.notices, self.received, self.observer, self._saved, self._pipe = (), None, None, False, None
 
-    def share(self, received: signal.Signals) -> None:
+    def start_grace(self, received: signal.Signals) -> None:
         self._came = True
         if self._pipe is not None and self.received is None:
             self._begin(received)
@@ -254,7 +255,7 @@ class _Ears:
             return
         saved = self._saved or any(each.saved for each in notices)
         for each in notices:
-            if each.speaks and not saved:
+            if each.reports and not saved:
                 text = f"stopped by {received.name}: {_reason(why, each)}; {_newest(each)}\n"
                 with contextlib.suppress(OSError):
                     os.write(2, text.encode())
@@ -274,13 +275,13 @@ def _is_free(number: signal.Signals) -> bool:
     return True
 
 
-def _reason(why: str, notice: Notice) -> str:
+def _reason(why: str, notice: PreemptionHandler) -> str:
     if why == "it came again":
         return "it came twice, so nothing more is saved"
     return f"{notice.grace_s:g} s were too few to save and leave (checkpoint.grace)"
 
 
-def _newest(notice: Notice) -> str:
+def _newest(notice: PreemptionHandler) -> str:
     """What there is to go on from, unless the storage takes too long to say."""
     told: list[str] = []
 
@@ -300,6 +301,6 @@ def _flush() -> None:
         sys.stderr.flush()
 
 
-_ears = _Ears()
+_ears = _SignalListener()
 os.register_at_fork(after_in_child=lambda: _ears.forget())
 atexit.register(lambda: _ears.deaf())

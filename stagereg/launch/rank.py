@@ -37,9 +37,9 @@ import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.errors import LaunchError, Preempted, StageregError, Stopped, UnevenInputsError
 from stagereg.launch.command_line import quoted, without_callbacks
-from stagereg.launch.launcher_channel import Handover
+from stagereg.launch.launcher_channel import LauncherChannel
 
-__all__ = ["Rank", "alone", "described", "environment", "is_rank", "leave"]
+__all__ = ["Rank", "alone", "environment", "format_error", "is_rank", "leave"]
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Rank:
     world_size: int
     local_rank: int
     local_world_size: int
-    handover: Handover | None
+    handover: LauncherChannel | None
     store: Any
     runs: Any = None
     """Of this run in all its attempts; ``store`` is of this attempt."""
@@ -89,7 +89,7 @@ class Rank:
         """
         if not is_rank():
             return None
-        handover = Handover.received()
+        handover = LauncherChannel.received()
         if handover is not None:
             _end_with(handover.pid)
         elif "TORCHELASTIC_RUN_ID" in os.environ:
@@ -134,7 +134,7 @@ class Rank:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self._agree_on_run(cfg)
-        beating = heartbeat.Pulse(self.store, self.rank) if self.far else contextlib.nullcontext()
+        beating = heartbeat.Heartbeat(self.store, self.rank) if self.far else contextlib.nullcontext()
         listening = preempted_exit.announced(None if self.handover is None else self.handover.listening(self.rank))
         try:
             with beating, _process_group(PrefixStore("group", self.store), self):
@@ -178,7 +178,7 @@ class Rank:
             self._await_others(_LEAVING_S)
         if self.handover is None:
             raise left from None
-        shutdown.leave_with(0)
+        shutdown.set_exit_code(0)
         raise SystemExit(0) from None
 
     def _begun(self) -> dict[str, Any] | None:
@@ -229,7 +229,7 @@ class Rank:
 
     def _tell_cause(self, error: Exception) -> None:
         if not _is_consequence(error):
-            self.store.set("cause", json.dumps([self.rank, described(error)]))
+            self.store.set("cause", json.dumps([self.rank, format_error(error)]))
             self._tell(error)
 
     def _pass_on(self, rank: int, text: str) -> None:
@@ -239,12 +239,12 @@ class Rank:
 
     def _tell(self, error: Exception, preface: str = "") -> None:
         """Tell an error, unless the same was told before, here or by another rank; consequences are all the same."""
-        text = "" if _is_consequence(error) else described(error)
+        text = "" if _is_consequence(error) else format_error(error)
         if self.store.add(f"told/{text}", 1) == 1:
             self._print(error, preface)
 
     def _print(self, error: Exception, preface: str = "") -> None:
-        text = preface + described(error)
+        text = preface + format_error(error)
         if self.handover is not None:
             self.handover.error(self.rank).write_text(text)
         else:
@@ -323,7 +323,7 @@ def _device() -> dict[str, str]:
     return {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
 
 
-def described(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """An error as the user sees it: the message of the project's own errors, the traceback of all others."""
     if isinstance(error, StageregError) and os.environ.get("HYDRA_FULL_ERROR") != "1":
         return str(error)

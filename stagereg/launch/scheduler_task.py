@@ -10,14 +10,14 @@ import os
 import zlib
 from dataclasses import dataclass
 
-__all__ = ["Task"]
+__all__ = ["SchedulerTask"]
 
 _PORTS = range(20_000, 32_000)
 """Below those that systems give to outgoing connections."""
 
 
 @dataclass(frozen=True)
-class Task:
+class SchedulerTask:
     """One of ``count`` tasks.
 
     Attributes:
@@ -35,7 +35,7 @@ class Task:
     meeting: str
 
     @classmethod
-    def current(cls) -> Task | None:
+    def current(cls) -> SchedulerTask | None:
         """What submitit says of this process; ``None`` where it is not below submitit, or the only task."""
         if "SUBMITIT_EXECUTOR" not in os.environ:
             return None

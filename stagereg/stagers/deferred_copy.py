@@ -78,7 +78,7 @@ class DeferredCopy:
         events: list[tuple[torch.device, torch.Event]],
     ) -> None:
         self._pending = pending
-        self._task = CopyTask(pending.lease.address, split.deferred)
+        self._task = CopyTask(pending.address, split.deferred)
         self._remote = split.deferred_remote
         self._engine = engine
         self._detector = detector

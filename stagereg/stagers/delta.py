@@ -22,7 +22,7 @@ import torch
 
 from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier, PendingCopy, naming, no_collection
-from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, signature, span, tensors_over
+from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, signature, span_of, tensors_over
 from stagereg.kernel.memory import BlockRef, Lease, Pool, register_padding
 from stagereg.kernel.state_dict import Recognizer, TreeSpec, flatten
 from stagereg.stagers.byte_compare import Pair, differing, same_elements
@@ -285,13 +285,13 @@ def _treatment_of(
     covered, last = ordered[0][0], max(_end(tensors[i]) for i in members)
     for begin, i in ordered:
         x = tensors[i]
-        if treatments[i] == "once" and begin <= covered and span(x) == x.numel():
+        if treatments[i] == "once" and begin <= covered and span_of(x) == x.numel():
             covered = max(covered, _end(x))
     return others.pop() if others and covered < last else "once"
 
 
 def _end(x: torch.Tensor) -> int:
-    return x.data_ptr() + span(x) * x.element_size()
+    return x.data_ptr() + span_of(x) * x.element_size()
 
 
 def _batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:

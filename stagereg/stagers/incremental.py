@@ -73,10 +73,9 @@ class IncrementalStager(HostStager):
             raise StagingError([], f"detect must be 'declared' or 'content', not {detect!r}")
         self._frozen = tuple(frozen)
         self._otherwise: Treatment = "compare" if detect == "content" else "always"
-        self._delta = DeltaCopier(
-            Pool(max_in_flight, wait_s, pin=pin, threads=threads), self._treat, verify, threads, type_check
-        )
-        super().__init__(self._delta)
+        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads)
+        super().__init__(pool, threads, type_check)
+        self._copier = self._delta = DeltaCopier(pool, self._treat, verify, threads, type_check)
 
     def forget(self) -> None:
         """Copy everything afresh in the next ``stage``, as after loading other weights into declared tensors."""

@@ -9,13 +9,11 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stagereg.errors import StagingError
-from stagereg.kernel.copier import HostCopier, PendingCopy, naming
+from stagereg.kernel.copier import PendingCopy
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.replay import Match
-from stagereg.kernel.state_dict import TreeSpec, path_to
-from stagereg.kernel.transfer import CopyEngine
-from stagereg.kernel.writers import COPY_THREADS
+from stagereg.kernel.state_dict import path_to
+from stagereg.kernel.transfer import COPY_THREADS, CopyEngine
 from stagereg.registry import register
 from stagereg.stagers.async_stager import StateDict
 from stagereg.stagers.deferred_copy import CopySplit, DeferredCopy
@@ -72,7 +70,7 @@ class OverlappedStager(HostStager):
         type_check: bool = False,
     ) -> None:
         pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=int(reserve_gb * 2**30))
-        super().__init__(HostCopier(pool, threads, type_check))
+        super().__init__(pool, threads, type_check)
         self._verify = verify
         self._copies = _Copies()
         self._guard = WriteGuard(self._copies.finish_before_write)
@@ -95,14 +93,11 @@ class OverlappedStager(HostStager):
         """
         self._copier.check_open()
         self._copies.raise_unseen()
-        taken = self._copier.take(state_dict)
-        with naming(state_dict):
-            pending = self._copier.prepare(taken.tensors, taken.layout)
-        self._copier.remember(state_dict, taken)
+        pending = self._copier.prepare(state_dict)
         with torch.no_grad():
             copy = self._begin(pending)
         future = self._copies.add(copy)
-        self._thread.submit(_finish, self._copies, copy, taken, pending, state_dict)
+        self._thread.submit(_finish, self._copies, copy, pending, state_dict)
         return future
 
     def synchronize_staging(self) -> None:
@@ -135,8 +130,8 @@ class OverlappedStager(HostStager):
             if event is not None:  # whatever writes them next is queued on this stream
                 torch.accelerator.current_stream(device).wait_event(event)
                 events.append((device, event))
-        engine.memmove(pending.lease.address, split.immediate)
-        detector = WriteDetector(pending.sources, split.points, pending.lease.address, self._verify)
+        engine.memmove(pending.address, split.immediate)
+        detector = WriteDetector(pending.sources, split.points, pending.address, self._verify)
         return DeferredCopy(pending, split, self._deferred_engine, detector, events)
 
     def _split_for(self, pending: PendingCopy) -> CopySplit:
@@ -214,16 +209,13 @@ class _Copies:
                 future.result()
 
 
-def _finish(
-    copies: _Copies, copy: DeferredCopy, taken: TreeSpec | Match, pending: PendingCopy, state: StateDict
-) -> None:
+def _finish(copies: _Copies, copy: DeferredCopy, pending: PendingCopy, state: StateDict) -> None:
     """Copy the rest and complete the future; on the background thread."""
     try:
         written = copy.run()
         if written:
             raise _written(state, written[0])
-        with torch.no_grad():
-            outcome: StateDict | BaseException = taken.unflatten(pending.staged)
+        outcome: StateDict | BaseException = pending.unflatten()
     except Exception as error:
         outcome = error
     copies.end(copy, outcome)

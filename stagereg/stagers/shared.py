@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.registry import register
 from stagereg.stagers.host import HostStager
@@ -32,8 +31,8 @@ class SharedStager(HostStager):
 
     Args:
         max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work or a process reads; then
-            it takes memory beyond the bound and says so once.
+        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
+            second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy from host memory, the caller's among them.
         pin: page-lock the memory; None means where an accelerator is available (CUDA).
         reserve_gb: GiB of memory to get ready at once, in the background, so that the first ``stage`` is as quick as
@@ -56,4 +55,4 @@ class SharedStager(HostStager):
         register_reducers()
         reserve = int(reserve_gb * 2**30)
         pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=reserve, make=SharedBlock)
-        super().__init__(HostCopier(pool, threads, type_check))
+        super().__init__(pool, threads, type_check)

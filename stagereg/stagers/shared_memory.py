@@ -35,8 +35,8 @@ import torch
 from torch.multiprocessing.reductions import reduce_storage, reduce_tensor
 
 from stagereg.errors import StagingError
-from stagereg.kernel.leaves import flip
 from stagereg.kernel.memory import Block
+from stagereg.kernel.state_dict import flip
 
 __all__ = ["SharedBlock", "SharedMemoryHandle", "handle_of", "is_plain", "register_reducers"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stagereg.kernel.layout import span
+from stagereg.kernel.layout import span_of
 from stagereg.kernel.memory import padding_around, register_padding
 from stagereg.kernel.state_dict import flip
 from stagereg.stagers.shared_memory import SharedMemoryHandle, handle_of
@@ -52,7 +52,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[TensorBundle, list[int]]:
     begins: list[int] = []
     outside: list[int] = []
     for i, x in enumerate(tensors):
-        elements = span(x)
+        elements = span_of(x)
         at = _block_of(x.data_ptr(), bundle, begins) if elements else _NO_BLOCK
         if elements and at == _NO_BLOCK:
             outside.append(i)

@@ -36,10 +36,10 @@ import stagereg.machine as machine
 import stagereg.record as record
 from stagereg._version import __version__
 from stagereg.errors import ConfigError, StageregError
-from stagereg.launch.command_line import Command
-from stagereg.launch.rank import described, is_rank
-from stagereg.launch.scheduler_task import Task
-from stagereg.output import say
+from stagereg.launch.command_line import CommandLine
+from stagereg.launch.rank import format_error, is_rank
+from stagereg.launch.scheduler_task import SchedulerTask
+from stagereg.output import echo
 from stagereg.sweep.compare import compare
 from stagereg.sweep.figures import figures
 from stagereg.sweep.interleaved import KEYS
@@ -101,7 +101,7 @@ class Compare(Callback):
 
         Of several tasks that are one run, the first one writes: it alone has what the run returned.
         """
-        task = Task.current()
+        task = SchedulerTask.current()
         if task is not None and task.index > 0:
             return
         failed = job_return.status != JobStatus.COMPLETED
@@ -136,7 +136,7 @@ class Compare(Callback):
             comparison = compare(jobs, metric, self._direction)
             terminal(comparison)
             written = render.write(comparison, directory)
-            say(f"\nReport: {next(path for path in written if path.suffix == '.html')}")
+            echo(f"\nReport: {next(path for path in written if path.suffix == '.html')}")
         except Exception as error:
             _stop(error, f"`stagereg report {shlex.quote(str(directory))}` tries again.")
         if any(job.status != "completed" for job in jobs):
@@ -259,8 +259,8 @@ def _stop(error: Exception, advice: str = "") -> NoReturn:
 
 
 def _words(error: BaseException) -> str:
-    # `described` would go by a switch of Hydra's that stagereg.main has on while callbacks run.
-    return str(error) if isinstance(error, StageregError) else described(error)
+    # `format_error` would go by a switch of Hydra's that stagereg.main has on while callbacks run.
+    return str(error) if isinstance(error, StageregError) else format_error(error)
 
 
 # -- what a job leaves behind
@@ -324,7 +324,7 @@ def _told(error: Exception) -> str:
 
 def _started_as() -> list[str]:
     """How this program was started, up to its overrides, in the words of who did."""
-    command = Command.of_this_process()
+    command = CommandLine.of_this_process()
     program, *rest = (sys.orig_argv[0], *command.start[1:], *command.flags)
     if not is_rank():
         return [program, *rest]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from stagereg.crash_report import raised
+from stagereg.crash_report import summarize_exception
 from stagereg.errors import BrokenPromiseError
 
 __all__ = ["Contract", "Outcome", "table"]
@@ -77,7 +77,7 @@ class Contract:
         except BrokenPromiseError as broken:
             return Outcome(name, promise, False, str(broken))
         except (Exception, SystemExit) as error:
-            return Outcome(name, promise, False, raised(error))
+            return Outcome(name, promise, False, summarize_exception(error))
         return Outcome(name, promise, True)
 
     def broken(self, seen: str) -> NoReturn:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from stagereg.crash_report import told_by
+from stagereg.crash_report import summarize
 from stagereg.errors import BrokenPromiseError
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.testing.contract import Contract
@@ -142,7 +142,7 @@ def promise_on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
         try:
             (told,) = run_ranks(_try_on_rank, 1, args=(type(self), method.__name__), timeout_s=limit_s)
         except RankFailure as failure:
-            told = told_by(failure.failed[0]) if failure.failed else f"it hung for {limit_s:g} s"
+            told = summarize(failure.failed[0]) if failure.failed else f"it hung for {limit_s:g} s"
             self.broken(f"tried in a process of its own, {told}")
         if told:
             self.broken(told)

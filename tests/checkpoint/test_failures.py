@@ -267,7 +267,7 @@ if sys.argv[2] == "fails":
     DcpStorage.write_data = full
 if sys.argv[2] == "is_interrupted":
     work = Interrupted()
-    ending.expect(work)
+    ending.wait_for(work)
 checkpointer = Checkpointer(sys.argv[1])
 checkpointer.save(1, {"x": 1})
 print("the loop is done")

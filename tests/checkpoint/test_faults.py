@@ -172,18 +172,18 @@ class TestBackground:
 
 class TestEnding:
     def test_the_last_outcome_of_a_series_counts(self) -> None:
-        ending.outcome("a", CheckpointError("first"))
-        ending.outcome("b", CheckpointError("other"))
-        ending.outcome("a", None)
+        ending.set_last_status("a", CheckpointError("first"))
+        ending.set_last_status("b", CheckpointError("other"))
+        ending.set_last_status("a", None)
         with pytest.raises(CheckpointError, match="other"):
             ending.finish()
         ending.finish()
 
     def test_what_somebody_was_told_is_not_told_again(self) -> None:
         told, untold = CheckpointError("heard"), CheckpointError("new")
-        ending.tell(told)
-        ending.tell(untold)
-        ending.take_back(told)
+        ending.report_error(told)
+        ending.report_error(untold)
+        ending.withdraw_error(told)
         with pytest.raises(CheckpointError) as caught:
             ending.finish()
         assert caught.value is untold

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
-import stagereg.checkpoint.leaving as leaving
+import stagereg.checkpoint.preemption_consensus as preemption_consensus
 import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import Preempted
-from stagereg.launch.preemption import Notice
+from stagereg.launch.preemption import PreemptionHandler
 from stagereg.testing import run_ranks
 
 LIMIT_S = 100
@@ -115,7 +115,7 @@ class Training:
 
 
 def everything(rank: int, world: int, root: str, names: list[str]) -> dict[str, Any]:
-    leaving._EVERY_S = 0.0
+    preemption_consensus._EVERY_S = 0.0
     expected = {}
     cases = {name: CASES[name] for name in names}
     for how in {how: None for how, _ in cases.values()}:
@@ -185,7 +185,7 @@ def warnings_of(logger: logging.Logger) -> Iterator[list[str]]:
 
 def uneven_calls(rank: int, directory: str) -> Any:
     """One rank calls no more, and stays: nobody hangs, and the signals do what they did."""
-    with mock.patch.object(leaving, "_PATIENCE_S", 0.2), warnings_of(leaving._log) as said:
+    with mock.patch.object(preemption_consensus, "_PATIENCE_S", 0.2), warnings_of(preemption_consensus._log) as said:
         checkpointer = Checkpointer(directory, every=1000)
         for step in range(1, 10 if rank == 1 else 30):
             checkpointer.maybe_save(step, {})
@@ -198,7 +198,7 @@ def uneven_calls(rank: int, directory: str) -> Any:
 def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
     """The exchanges of a plan, which all ranks come to, never meet those on leaving, to which they come at odds."""
     with (
-        mock.patch.object(leaving, "_PATIENCE_S", 1.0),
+        mock.patch.object(preemption_consensus, "_PATIENCE_S", 1.0),
         Checkpointer(directory, every="auto", stager=stagereg.build("stager", "blocking")) as checkpointer,
     ):
         for step in range(1, 31):
@@ -213,11 +213,14 @@ def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
 def steps_that_take_long(rank: int, directory: str) -> int | None:
     """The signal comes in a step that is as long as the ranks are to be silent: the next step is the last."""
     try:
-        with mock.patch.object(leaving, "_EVERY_S", 0.0), Checkpointer(directory, every=1000) as checkpointer:
+        with (
+            mock.patch.object(preemption_consensus, "_EVERY_S", 0.0),
+            Checkpointer(directory, every=1000) as checkpointer,
+        ):
             for step in range(1, STEPS):
                 if step == 8 and rank == 1:
                     os.kill(os.getpid(), TERM)
-                    while not any(checkpointer.leaving.words()):
+                    while not any(checkpointer.preemption.signal_flags()):
                         time.sleep(0.001)
                 checkpointer.maybe_save(step, {"step": step})
     except Preempted as left:
@@ -227,14 +230,14 @@ def steps_that_take_long(rank: int, directory: str) -> int | None:
 
 def closed_early(rank: int, directory: str) -> Any:
     """One rank comes to its end before the others: they hear of it, and need not wait."""
-    with warnings_of(leaving._log) as said:
+    with warnings_of(preemption_consensus._log) as said:
         checkpointer = Checkpointer(directory, every=1000)
         for step in range(1, 10 if rank == 1 else 30):
             checkpointer.maybe_save(step, {})
         began = time.monotonic()
         checkpointer.close()
         dist.barrier()
-        return said, time.monotonic() - began < leaving._PATIENCE_S
+        return said, time.monotonic() - began < preemption_consensus._PATIENCE_S
 
 
 @pytest.mark.parametrize("names", [list(CASES)[:FEW], pytest.param(list(CASES), marks=pytest.mark.slow)], ids=len)
@@ -296,7 +299,7 @@ def train(case, grace_s=0.3, every=5, **options):
             if step == 7:
                 checkpointer.wait()
                 me(TERM)
-                while checkpointer.leaving.words() != [1.0, 0.0]:
+                while checkpointer.preemption.signal_flags() != [1.0, 0.0]:
                     time.sleep(0.001)
                 if case == "stuck":
                     hang()
@@ -306,7 +309,7 @@ def twice():
     preemption._SAME_S = 0.0
     with Checkpointer(os.path.join(sys.argv[1], "twice"), grace=datetime.timedelta(seconds=1000)) as checkpointer:
         me(TERM)
-        while checkpointer.leaving.words() != [1.0, 0.0]:
+        while checkpointer.preemption.signal_flags() != [1.0, 0.0]:
             time.sleep(0.001)
         me(TERM)
         hang()
@@ -348,7 +351,7 @@ def others_signals():
 def told_by_another_rank():
     grace = datetime.timedelta(seconds=0.3)
     checkpointer = Checkpointer(os.path.join(sys.argv[1], "told"), grace=grace)
-    checkpointer.leaving.hear([1.0, 0.0])
+    checkpointer.preemption.update([1.0, 0.0])
     hang()
 
 def closed():
@@ -393,7 +396,7 @@ def worker():
                 me(TERM)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == TERM, "a forked child hears SIGTERM alone"
-        assert checkpointer.leaving.words() == [0.0, 0.0]
+        assert checkpointer.preemption.signal_flags() == [0.0, 0.0]
         go.set()
         checkpointer.maybe_save(2, {"x": 2})
     assert checkpointer.stats.saves == 2
@@ -403,7 +406,7 @@ def kept():
     signal.signal(USR1, lambda *_: heard.append(1))
     with Checkpointer(os.path.join(sys.argv[1], "kept")) as checkpointer:
         me(USR1)
-        assert heard and checkpointer.leaving.words() == [0.0, 0.0]
+        assert heard and checkpointer.preemption.signal_flags() == [0.0, 0.0]
         later = signal.signal(TERM, lambda *_: heard.append(1)) and signal.getsignal(TERM)
     assert signal.getsignal(USR1) is not signal.SIG_DFL
     assert signal.getsignal(TERM) is later
@@ -412,7 +415,7 @@ def dumped():
     faulthandler.register(USR1)
     with Checkpointer(os.path.join(sys.argv[1], "dumped")) as checkpointer:
         me(USR1)
-        assert checkpointer.leaving.words() == [0.0, 0.0]
+        assert checkpointer.preemption.signal_flags() == [0.0, 0.0]
     me(USR1)
 
 def two():
@@ -504,16 +507,16 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_alone_knows_of_the_signal_says_why_it_ends_and_one_of_those_that_all_know(rank: int) -> None:
-    notice = Notice(1.0, str)
-    side = leaving.Leaving(mock.Mock(rank=rank, size=2), notice)
-    assert notice.speaks
-    side.hear([1.0, 0.0])
-    assert notice.speaks == (rank == 0)
+    notice = PreemptionHandler(1.0, str)
+    side = preemption_consensus.PreemptionConsensus(mock.Mock(rank=rank, size=2), notice)
+    assert notice.reports
+    side.update([1.0, 0.0])
+    assert notice.reports == (rank == 0)
 
 
 def test_only_the_main_thread_listens() -> None:
     heard: list[bool] = []
-    notice = Notice(1.0, str)
+    notice = PreemptionHandler(1.0, str)
     asking = threading.Thread(target=lambda: heard.append(notice.listen()))
     asking.start()
     asking.join(LIMIT_S)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from stagereg.launch.libc import TUNABLES, tuned
+from stagereg.launch.libc import TUNABLES, tunables
 
 pytestmark = pytest.mark.skipif(
     (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="the threshold is one of glibc on x86-64"
@@ -17,18 +17,18 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_a_users_other_tunables_are_kept() -> None:
-    both = tuned({TUNABLES: "glibc.malloc.check=3"})[TUNABLES]
+    both = tunables({TUNABLES: "glibc.malloc.check=3"})[TUNABLES]
     assert both.split(":")[0] == "glibc.malloc.check=3"
     assert "x86_non_temporal_threshold" in both
 
 
 def test_a_users_own_threshold_stands() -> None:
-    assert tuned({TUNABLES: "glibc.cpu.x86_non_temporal_threshold=0x6300000"}) == {}
+    assert tunables({TUNABLES: "glibc.cpu.x86_non_temporal_threshold=0x6300000"}) == {}
 
 
 def test_elsewhere_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert tuned({}) == {}
+    assert tunables({}) == {}
 
 
 def test_the_library_takes_it_at_its_word() -> None:
@@ -36,7 +36,7 @@ def test_the_library_takes_it_at_its_word() -> None:
     if not os.path.exists(loader):
         pytest.skip("there is no loader to ask at the usual place")
     told = subprocess.run(
-        [loader, "--list-tunables"], env={**os.environ, **tuned({})}, capture_output=True, text=True, timeout=30
+        [loader, "--list-tunables"], env={**os.environ, **tunables({})}, capture_output=True, text=True, timeout=30
     )
     line = next((line for line in told.stdout.splitlines() if "x86_non_temporal_threshold" in line), None)
     if line is None:

@@ -19,10 +19,10 @@ from torch.distributed import HashStore
 
 from stagereg import record
 from stagereg.errors import LaunchError
-from stagereg.launch.command_line import Command
+from stagereg.launch.command_line import CommandLine
 from stagereg.launch.launch import _told
-from stagereg.launch.launcher_channel import Handover
-from stagereg.launch.libc import tuned
+from stagereg.launch.launcher_channel import LauncherChannel
+from stagereg.launch.libc import tunables
 from stagereg.launch.main import _follow
 from stagereg.launch.rank import Rank
 
@@ -217,7 +217,7 @@ def test_plain_python_starts_ranks_that_share_one_folder_one_log_and_one_clock(a
     assert first["pid"] != second["pid"]
     assert first["stamp"] == second["stamp"]
     assert first["threads"] == second["threads"] == "1"
-    assert first["libc"] == second["libc"] == tuned({}).get("GLIBC_TUNABLES")
+    assert first["libc"] == second["libc"] == tunables({}).get("GLIBC_TUNABLES")
     assert first["text"] == second["text"] == "a $$ {b} 2"
     (folder,) = app.run_folders()
     assert "lr=2" in (folder / ".hydra" / "overrides.yaml").read_text()
@@ -234,7 +234,7 @@ def test_what_belongs_to_the_parent_alone_does_not_reach_the_ranks():
         "runtime": {"output_dir": "out"},
         "job": {"num": 3, "id": "3"},
     }
-    words = Command(("python", "a.py"), ()).for_ranks(OmegaConf.create(job | {"callbacks": None}))
+    words = CommandLine(("python", "a.py"), ()).for_ranks(OmegaConf.create(job | {"callbacks": None}))
     assert words[:3] == ["python", "a.py", "lr=1"]
     assert [word for word in words if word in own + theirs] == theirs
 
@@ -348,7 +348,7 @@ def test_the_cause_is_one_line(app, what, line):
 )
 def test_of_ranks_that_told_nothing_those_are_named_that_nobody_ended(tmp_path, codes, line):
     failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
-    assert _told(Handover(1, tmp_path, 0.0), failures) == line
+    assert _told(LauncherChannel(1, tmp_path, 0.0), failures) == line
 
 
 @pytest.mark.slow

@@ -334,9 +334,9 @@ def test_the_ranks_of_an_attempt_agree_on_a_name_that_no_earlier_attempt_had(wor
 def test_only_who_says_nothing_new_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "_BEAT_S", 0.02)
     store = HashStore()
-    with pulse.Pulse(store, 0), pulse.Pulse(store, 1):
+    with pulse.Heartbeat(store, 0), pulse.Heartbeat(store, 1):
         pass
-    with pulse.Pulse(store, 1):
+    with pulse.Heartbeat(store, 1):
         assert pulse.silent(store, [0, 1, 2], 2.0) == [0, 2]
     assert str(os.getpid()) in pulse.place(store, 0)
     assert pulse.place(store, 2) == "nothing is known of it"
@@ -349,7 +349,7 @@ def test_a_pulse_ends_with_its_block_and_with_its_store(monkeypatch: pytest.Monk
         def set(self, *given: object) -> None:
             raise RuntimeError("Connection reset by peer")
 
-    beating = pulse.Pulse(PrefixStore("run", HashStore()), 0)
+    beating = pulse.Heartbeat(PrefixStore("run", HashStore()), 0)
     with beating:
         beating._store = Gone()
         beating._thread.join(LIMIT_S)
@@ -381,7 +381,7 @@ def test_ranks_of_two_machines_tell_a_cause_once_and_end_with_an_error(
 def test_who_waits_for_the_others_to_end_hears_of_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "_PATIENCE_S", 0.3)
     store = HashStore()
-    with pulse.Pulse(store, 1):
+    with pulse.Heartbeat(store, 1):
         pass
     waiting = Rank(0, 3, 0, 1, None, store)
     waiting._say_ended()

@@ -49,7 +49,7 @@ def train(cfg):
                 os.kill(os.getppid() if cfg.to == "parent" else os.getpid(), getattr(signal, cfg.signal))
                 if cfg.what == "freeze":
                     os.kill(os.getpid(), signal.SIGSTOP)
-            if cfg.what == "fail" and rank == 1 and any(checkpointer.leaving.words()):
+            if cfg.what == "fail" and rank == 1 and any(checkpointer.preemption.signal_flags()):
                 raise KeyError("no cheese")
             try:
                 checkpointer.maybe_save(step, state)
@@ -280,7 +280,7 @@ def test_a_signal_is_handed_on_once_and_ctrl_c_is_left_to_do_what_it_does(tmp_pa
     assert rank.stdout is not None
     assert rank.stdout.readline() == "there\n"
     listening, given_up = tmp_path / "0.listening", threading.Event()
-    hand_on = leaving.HandOn([listening], given_up.set)
+    hand_on = leaving.SignalForwarder([listening], given_up.set)
     assert not hand_on.take(signal.SIGTERM), "nobody listens yet"
     listening.write_text(json.dumps({"pid": rank.pid, "grace_s": 1000.0}))
     assert not hand_on.take(signal.SIGINT)

@@ -22,7 +22,7 @@ import stagereg
 from stagereg.errors import PeerFailedError, UnevenInputsError
 from stagereg.testing import run_ranks
 
-from ..kernel.simulated import SimulatedChannel, Simulation, answering
+from ..kernel.simulated import SimulatedChannel, Simulation
 from .reference import EXACT, Case, batch, difference, net
 
 SEVERAL = settings(
@@ -56,7 +56,7 @@ def line_of(group: Group, purpose: str) -> SimulatedChannel:
 class FailureDetector:
     """By which an error of one rank is one of all."""
 
-    def __init__(self, group: Group, timeout_s: float, name: str, also: Any = ()) -> None:
+    def __init__(self, group: Group, timeout_s: float, name: str, step: Any = None) -> None:
         self._group = group
         self.wait = group.simulation.waiting
 
@@ -65,8 +65,6 @@ class FailureDetector:
     def stop(self) -> None: ...
 
     def check(self) -> None: ...
-
-    def note(self, **progress: object) -> None: ...
 
     def explain(self, error: BaseException) -> None: ...
 
@@ -81,12 +79,11 @@ def in_threads() -> Iterator[None]:
     each = {
         "stagereg.join.session.FailureDetector": FailureDetector,
         "stagereg.join.session.control_channel": lambda group, purpose, waiting: line_of(group, purpose),
-        "stagereg.join.session.control_groups": lambda group, but: [],
+        "stagereg.join.context.discard_channels": lambda group: None,
         "stagereg.join.context.was_aborted": lambda group: False,
         "stagereg.join.context.nesting": SimpleNamespace(enter=lambda borrow: None, leave=lambda borrow: None),
     }
     with contextlib.ExitStack() as all_of_them:
-        all_of_them.enter_context(answering())
         for where, what in each.items():
             all_of_them.enter_context(mock.patch(where, what))
         yield

@@ -9,19 +9,16 @@ Only what is drawn is left to the tests: what the ranks do, and what is to come 
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 
-__all__ = ["SimulatedChannel", "Simulation", "Stuck", "answering"]
+__all__ = ["SimulatedChannel", "Simulation", "Stuck"]
 
 PATIENCE_S = 30.0
 """Seconds that a run may take, in case a rank never gives up its turn."""
@@ -177,27 +174,6 @@ class Simulation:
 _here = threading.local()
 
 
-class _Thread:
-    """In place of a ``threading.Thread``, for code that a rank runs; as much of it as is needed."""
-
-    def __init__(self, target: Callable[[], None], name: str = "", daemon: bool = False) -> None:
-        self._target, self._name = target, name
-
-    def start(self) -> None:
-        rank: _Actor = _here.actor
-        self.is_alive = rank.simulation.enlist(f"{self._name} of {rank.name}", self._target)
-
-    def join(self, seconds: float) -> None:
-        assert seconds == 0.0, "only Simulation.waiting waits"
-
-
-@contextlib.contextmanager
-def answering() -> Iterator[None]:
-    """While this is on, the threads in which tallies answer take turns too."""
-    with mock.patch("stagereg.join.tally.threading", SimpleNamespace(Thread=_Thread)):
-        yield
-
-
 class _Round:
     """One call of all ranks on a channel."""
 
@@ -257,6 +233,10 @@ class SimulatedChannel:
         call = self._room.enter(self.rank, ("gather",), thing)
         self._room.simulation.wait(lambda: call.full, f"a gather for {self._room.purpose}")
         return [call.things[rank] for rank in range(self.size)]
+
+    def submit(self, job: Callable[[], None]) -> None:
+        rank: _Actor = _here.actor
+        self._room.simulation.enlist(f"the thread for {self._room.purpose} of {rank.name}", job)
 
     def meet(self, label: object, value: float) -> float:
         """Sum one number that goes by a label: a collective of the training step, which the label tells."""

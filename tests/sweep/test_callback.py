@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 import stagereg.sweep.result as result_room
-from stagereg.launch.scheduler_task import Task
+from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.callback import Compare
 from stagereg.sweep.result import JobResult
 
@@ -247,7 +247,9 @@ def test_of_several_tasks_that_are_one_run_the_first_alone_says_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for index, value in ((0, 0.25), (1, None)):
-        monkeypatch.setattr(Task, "current", lambda index=index: Task(index, 2, 1, "7", "127.0.0.1:1"))
+        monkeypatch.setattr(
+            SchedulerTask, "current", lambda index=index: SchedulerTask(index, 2, 1, "7", "127.0.0.1:1")
+        )
         Compare().on_job_end(config(tmp_path), ended(value))
     assert JobResult.read(tmp_path / "0").returned == 0.25
 

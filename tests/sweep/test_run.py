@@ -33,13 +33,13 @@ def lines(directory: Path, *events: object, rank: int = 0) -> Run:
 def test_what_record_writes_is_read_back(tmp_path: Path) -> None:
     with record.recording(tmp_path, 0, 1):
         before = record.now()
-        record.tell("step", step=3)
-        record.tell("stall", step=3, start=before, seconds=0.5)
-        record.tell("stage", step=3, start=before, seconds=0.25, bytes=1024)
-        record.tell("write", step=3, start=before + 1, seconds=2, bytes=2048)
-        record.tell("lost", step=2, error="the disk is full")
-        record.tell("fallback", step=1, damaged=3, lost=2, why="x: missing")
-        record.tell("join", steps=5, shadowed=2, samples=40)
+        record.emit("step", step=3)
+        record.emit("stall", step=3, start=before, seconds=0.5)
+        record.emit("stage", step=3, start=before, seconds=0.25, bytes=1024)
+        record.emit("write", step=3, start=before + 1, seconds=2, bytes=2048)
+        record.emit("lost", step=2, error="the disk is full")
+        record.emit("fallback", step=1, damaged=3, lost=2, why="x: missing")
+        record.emit("join", steps=5, shadowed=2, samples=40)
         record.log(3, loss=2.5, gap=math.nan)
     run = Run.read(tmp_path)
     (mine,) = run.ranks

@@ -65,7 +65,7 @@ class CastingCopier:
         runs = [run for dtype in WIDE for run in _runs({i: x for i, x in enumerate(tensors) if x.dtype == dtype})]
         made = {i: _empty(x) for i, x in enumerate(tensors) if not x.numel()}
         pairs: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        view, offset = self._pool.borrow(sum(run.room for run in runs)).view, 0
+        view, offset = self._pool.lease().view(self._pool.take(sum(run.room for run in runs))), 0
         for run in runs:
             flat = torch.frombuffer(view, dtype=torch.bfloat16, count=run.source.numel(), offset=offset)
             offset += run.room

@@ -33,15 +33,15 @@ class Leaves(Protocol):
     """What is needed of a checkpointer's ``leaving``, where it has one: how ranks hear that one of them is to leave.
 
     Attributes:
-        elsewhere: whether the join carries the words, as not all ranks call ``due``.
+        exchanged_by_join: whether the join carries the words, as not all ranks call ``due``.
     """
 
-    elsewhere: bool
+    exchanged_by_join: bool
 
-    def words(self) -> list[float]:
+    def signal_flags(self) -> list[float]:
         """What this rank has to tell: two numbers."""
 
-    def hear(self, told: Sequence[float]) -> None:
+    def update(self, told: Sequence[float]) -> None:
         """Take up the sums over all ranks."""
 
 
@@ -87,10 +87,10 @@ class CheckpointHook(JoinHook):
         self._exchanged = False
         self._active: list[int] = []
         self._steps: dict[str, int] = {}
-        leaving = getattr(checkpointer, "leaving", None)
+        leaving = getattr(checkpointer, "preemption", None)
         self._leaving: Leaves | None = leaving if isinstance(leaving, Leaves) else None
         if self._leaving is not None:
-            self._leaving.elsewhere = True
+            self._leaving.exchanged_by_join = True
         self._handles = [
             value.register_step_post_hook(self._counts(name))
             for name, value in state.items()
@@ -100,7 +100,7 @@ class CheckpointHook(JoinHook):
     def detach(self) -> None:
         """Stop counting the optimizers' steps, and say that this has ended."""
         if self._leaving is not None:
-            self._leaving.elsewhere = False
+            self._leaving.exchanged_by_join = False
         self._ended()
         for handle in self._handles:
             handle.remove()
@@ -120,11 +120,11 @@ class CheckpointHook(JoinHook):
         asked, self.asked = self.asked, None
         values = [0.0] * self._channel.size
         values[self._channel.rank] = float(active) if asked is None else 2.0 * (asked + 1) + active
-        words = [0.0] * _SIGNALS if self._leaving is None else self._leaving.words()
+        words = [0.0] * _SIGNALS if self._leaving is None else self._leaving.signal_flags()
         told = [int(value) for value in self._channel.add([*values, *words]).wait()]
         told, words = told[: len(values)], [float(word) for word in told[len(values) :]]
         if self._leaving is not None:
-            self._leaving.hear(words)
+            self._leaving.update(words)
         # At the end nobody is active; those who were in the last step know best what it left.
         self._active = [rank for rank, value in enumerate(told) if value % 2] or self._active
         requests = {rank: value // 2 - 1 for rank, value in enumerate(told) if value > 1}

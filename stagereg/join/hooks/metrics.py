@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stagereg.join.desk import GatherResponder
 from stagereg.join.joinable import JoinHook
+from stagereg.join.responder import GatherResponder
 from stagereg.registry import register
 
 __all__ = ["MetricsHook"]

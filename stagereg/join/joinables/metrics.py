@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from stagereg.errors import JoinError
-from stagereg.join.desk import GatherResponder
 from stagereg.join.hooks.metrics import MetricsHook
 from stagereg.join.joinable import Joinable, JoinConfig
+from stagereg.join.responder import GatherResponder
 from stagereg.kernel.channel import control_channel
 from stagereg.registry import register
 

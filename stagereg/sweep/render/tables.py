@@ -174,21 +174,21 @@ def terminal(comparison: Comparison) -> None:
     """Print the comparison: the table, what failed and why, what to beware of, and last the answer."""
     rows = ordered(comparison)
     if constants(comparison):
-        output.say(f"All with {constants(comparison)}")
+        output.echo(f"All with {constants(comparison)}")
     columns, lines, left_out = _fitting(comparison, rows, output.line_width())
     each = f" {counted(comparison.repeats, 'run')} each." if _all_alike(comparison) else ""
     output.table(_title(comparison) + each, columns, lines, verdict="verdict")
     for line in _legend(rows):
-        output.say(f"  {line}.")
+        output.echo(f"  {line}.")
     if left_out:
-        output.say(f"  Not shown, for want of room: {', '.join(left_out)}; compare.csv has all.")
+        output.echo(f"  Not shown, for want of room: {', '.join(left_out)}; compare.csv has all.")
     for line in notes(rows):
-        output.say(f"  {line}.")
+        output.echo(f"  {line}.")
     for line in _failures(rows):
-        output.say(f"  {line}", "red")
+        output.echo(f"  {line}", "red")
     for warning in comparison.warnings:
-        output.say(f"Beware: {warning}", "yellow")
-    output.say(f"\n{comparison.answer}", "bold")
+        output.echo(f"Beware: {warning}", "yellow")
+    output.echo(f"\n{comparison.answer}", "bold")
 
 
 def csv_text(comparison: Comparison) -> str:

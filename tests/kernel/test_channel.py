@@ -1,4 +1,4 @@
-"""Side lines are beside the collectives of training, kept for as long as their group, and waited for in bounds."""
+"""Control channels: beside the collectives of training, kept for as long as their group, waited for in bounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def use(rank: int, world_size: int) -> dict[str, Any]:
     told["waited twice"] = (sums.ready(0.0), sums.wait())
     told["gathered"] = channel.gather({"rank": rank})
 
-    # The ranks use training's group, and the two lines, in different orders.
+    # The ranks use training's group, and the two channels, in different orders.
     mine = torch.tensor([float(rank)])
     if rank == 0:
         one, two = channel.add([1.0]), other.add([10.0])
@@ -55,7 +55,7 @@ def use(rank: int, world_size: int) -> dict[str, Any]:
     return told
 
 
-def test_a_line_sums_and_gathers_beside_training_and_can_be_waited_for_a_while() -> None:
+def test_a_channel_sums_and_gathers_beside_training_and_can_be_waited_for_a_while() -> None:
     for rank, told in enumerate(run_ranks(use, 3, timeout_s=40)):
         assert told["kept"]
         assert told["apart"]
@@ -96,14 +96,14 @@ def again(rank: int, world_size: int) -> list[Any]:
     return told
 
 
-def test_a_line_belongs_to_the_ranks_of_its_group() -> None:
+def test_a_channel_belongs_to_the_ranks_of_its_group() -> None:
     for rank, told in enumerate(run_ranks(parts, 4, timeout_s=40)):
         assert told["place"] == (rank % 2, 2)
         assert told["sum"] == [1.0 if rank < 2 else 5.0]
         assert told["alone"] == (0, 1, [1.0, 2.0], ["me"])
 
 
-def test_a_group_made_again_under_the_same_name_has_lines_of_its_own() -> None:
+def test_a_group_made_again_under_the_same_name_has_channels_of_its_own() -> None:
     for rank, (name, first, name_again, same, place, second, kept) in enumerate(run_ranks(again, 2, timeout_s=40)):
         assert name == name_again
         assert first == second == [2.0]

@@ -22,10 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.testing.ranks as ranks
 from stagereg.errors import JoinError, PeerFailedError
-from stagereg.join.abort import abort, is_broken_operation, is_timeout
-from stagereg.join.alarm import FailureDetector
-from stagereg.join.board import Failure, RankStatus, StatusStore, location
-from stagereg.join.watch import HeartbeatThread
+from stagereg.join.failure import (
+    Failure,
+    FailureDetector,
+    PeerMonitor,
+    RankStatus,
+    StatusStore,
+    abort,
+    is_broken_operation,
+    is_timeout,
+)
+from stagereg.kernel.channel import WorkerThread, resources_of
 from stagereg.testing import RankFailure, run_ranks
 
 SOON_S = 5.0
@@ -119,13 +126,13 @@ def test_an_abort_ends_what_waits_for_the_failed_rank_whoever_aborts_first() -> 
         assert all(each < SOON_S for each in seconds)
 
 
-def await_words(group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], step: int) -> None:
-    """Return when all ``ranks`` have said which step they are in, for who has said nothing yet is no suspect."""
-    store = StatusStore(group.get_group_store(), name)
+def await_statuses(group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], step: int) -> None:
+    """Return when all ``ranks`` have published which step they are in, since others are not suspected."""
+    statuses = StatusStore(group.get_group_store(), name)
     deadline = time.monotonic() + 20
     for rank in ranks:
-        while (word := store.read(rank)) is None or word.notes.get("step") != str(step):
-            assert time.monotonic() < deadline, f"rank {rank} says nothing"
+        while (status := statuses.read(rank)) is None or status.step != step:
+            assert time.monotonic() < deadline, f"rank {rank} publishes nothing"
     dist.barrier(group)
 
 
@@ -136,11 +143,9 @@ def unreachable(rank: int, world_size: int, timeout_s: float) -> Any:
     seen: dict[str, Any] = {}
     for kind in ("frozen", "all_reduce", "wait"):
         group = dist.new_group()
-        detector = FailureDetector(group, timeout_s, kind)
+        detector = FailureDetector(group, timeout_s, kind, lambda: 40)
         detector.start()
-        detector.note(step=40)
-        detector.note(where="exit")
-        await_words(group, kind, (0, 1, 2), 40)
+        await_statuses(group, kind, (0, 1, 2), 40)
         if rank != 1:
             seen[kind] = outcome(detector, sit_in("all_reduce" if kind == "frozen" else kind, group, detector))
             os.kill(pids[1], signal.SIGCONT)
@@ -164,16 +169,16 @@ def test_a_rank_that_is_frozen_or_stuck_is_named_within_the_timeout() -> None:
             seconds, rank, _, _ = seen[kind]
             assert seconds < timeout_s + INQUIRY_S
             assert rank == 1, kind
-        assert seen["frozen"][2].startswith("not heard of for at least ")
+        assert seen["frozen"][2].startswith("did not answer for at least ")
         assert seen["frozen"][3].endswith(
-            " s; it was last in step 40, exit. Its process was killed or frozen, or the machine is gone: "
+            " s; it was last in step 40. Its process was killed or frozen, or the machine is gone: "
             "look at the end of its output."
         )
         what = {"all_reduce": "the collective that this rank was in", "wait": "the end"}
         for kind in what:
             assert seen[kind][2] == f"alive, but did not come to {what[kind]} within 3 s"
             assert seen[kind][3] == (
-                f"rank 1 is {seen[kind][2]}; it was last in step 40, exit. "
+                f"rank 1 is {seen[kind][2]}; it was last in step 40. "
                 "Raise join.timeout if that is how long a step takes."
             )
     for kind in suspect:
@@ -198,10 +203,9 @@ def killed(rank: int, world_size: int, folder: Path, timeout_s: float, own_store
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     group = dist.group.WORLD
     assert group is not None
-    detector = FailureDetector(group, timeout_s, "killed")
+    detector = FailureDetector(group, timeout_s, "killed", lambda: 7)
     detector.start()
-    detector.note(step=7)
-    await_words(group, "killed", tuple(range(world_size)), 7)
+    await_statuses(group, "killed", tuple(range(world_size)), 7)
     assert detector.explain(RuntimeError("DataLoader timed out after 5 seconds")) is None
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -233,8 +237,8 @@ def test_a_killed_rank_is_named_and_so_is_a_store_that_dies_with_it(
             assert "The process that hosts it, rank 0 or the launcher, was killed or frozen" in text
         else:
             assert whose == 0
-            assert message.startswith("not heard of for at least ")
-            assert "rank 0 has not been heard of" in text
+            assert message.startswith("did not answer for at least ")
+            assert "rank 0 did not answer" in text
             assert "it was last in step 7" in text
 
 
@@ -253,7 +257,6 @@ def many(rank: int, world_size: int) -> Any:
         detector.start()
         detector.start()
         limits.add(backend.options._timeout)
-        detector.note(step=epoch)
         dist.all_reduce(torch.ones(1))
         detector.check()
         if epoch % 2 == rank:
@@ -265,14 +268,17 @@ def many(rank: int, world_size: int) -> Any:
         detector.check()
         detector.report(ValueError("after its end"))
         assert detector.explain(RuntimeError("after its end")) is None
+    idle = threading.Event()
+    resources_of(group).heartbeat.submit(idle.set)
+    assert idle.wait(20)
     dist.barrier()
     keys = store.num_keys() - keys
     dist.barrier()
-    return limits, before == (backend.options._timeout, threading.active_count()), keys
+    return limits, backend.options._timeout == before[0], threading.active_count() - before[1], keys
 
 
-def test_joins_in_a_row_leave_no_thread_no_key_and_the_timeout_that_was_there() -> None:
-    assert run_ranks(many, 2, timeout_s=60) == [({timedelta(seconds=30)}, True, 0)] * 2
+def test_joins_in_a_row_share_one_thread_and_leave_no_key_and_the_timeout_that_was_there() -> None:
+    assert run_ranks(many, 2, timeout_s=60) == [({timedelta(seconds=30)}, True, 1, 0)] * 2
 
 
 KINDS = ("none", "left", "crossed")
@@ -285,11 +291,10 @@ def unexplained(rank: int, world_size: int) -> Any:
     number, kind, is_last = rank // 3, KINDS[rank // 3], rank % 3 == 2
     members = [tuple(range(first, first + 3)) for first in range(0, world_size, 3)]
     group = [dist.new_group(list(each)) for each in members][number]
-    detector = FailureDetector(group, 2.0, kind)
+    detector = FailureDetector(group, 2.0, kind, lambda: 3)
     if not is_last or kind != "none":
         detector.start()
-        detector.note(step=3)
-        await_words(group, kind, members[number][:2] if kind == "none" else members[number], 3)
+        await_statuses(group, kind, members[number][:2] if kind == "none" else members[number], 3)
     else:
         dist.barrier(group)
     if is_last and kind == "left":
@@ -340,14 +345,42 @@ def test_a_rank_that_is_alone_needs_no_thread() -> None:
     run_ranks(alone, 1, timeout_s=30)
 
 
-class OneStore:
-    """As much of a process group as the threads need, for ranks in one process."""
+class Member:
+    """As much of a process group as a monitor needs, for ranks in one process."""
 
-    def __init__(self) -> None:
-        self.store = dist.HashStore()
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self._rank = store, rank
 
-    def get_group_store(self) -> Any:
-        return self.store
+    def rank(self) -> int:
+        return self._rank
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+
+class Monitored:
+    """A monitor on a thread of its own.
+
+    Attributes:
+        acted: set once it has called ``on_failure``.
+    """
+
+    def __init__(self, member: Any, name: str, size: int, timeout_s: float) -> None:
+        self.acted = threading.Event()
+        self.thread = WorkerThread("monitor")
+        self.monitor = PeerMonitor(member, name, range(size), timeout_s, lambda: None, self.acted.set)
+
+    def start(self) -> PeerMonitor:
+        self.monitor.run_on(self.thread)
+        return self.monitor
+
+    def leave(self) -> None:
+        """Return when the thread is idle."""
+        self.monitor.leave()
+        idle = threading.Event()
+        self.thread.submit(idle.set)
+        assert idle.wait(10)
+        self.thread.close()
 
 
 FATES = st.lists(st.sampled_from(["well", "well", "dead", "absent"]), min_size=2, max_size=8)
@@ -356,33 +389,31 @@ FATES = st.lists(st.sampled_from(["well", "well", "dead", "absent"]), min_size=2
 @pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(st.lists(FATES, min_size=1, max_size=5))
-def test_those_who_fall_silent_are_named_and_nobody_else(joins: list[list[str]]) -> None:
-    group: Any = OneStore()
+def test_ranks_that_publish_nothing_more_are_named_and_no_others(joins: list[list[str]]) -> None:
+    store = dist.HashStore()
     timeout_s = 1.2
-    alive: list[tuple[HeartbeatThread, threading.Event, tuple[int, ...]]] = []
+    alive: list[tuple[Monitored, tuple[int, ...]]] = []
     for i, fates in enumerate(joins):
         dead = tuple(rank for rank, fate in enumerate(fates) if fate == "dead")
         for rank in dead:
-            StatusStore(group.get_group_store(), f"join {i}").write(rank, RankStatus(1, {}))
+            StatusStore(store, f"join {i}").write(rank, RankStatus(1))
         for rank, fate in enumerate(fates):
             if fate == "well":
-                acted = threading.Event()
-                alive.append(
-                    (HeartbeatThread(group, f"join {i}", rank, range(len(fates)), timeout_s, acted.set), acted, dead)
-                )
+                alive.append((Monitored(Member(store, rank), f"join {i}", len(fates), timeout_s), dead))
     try:
-        for watch, _, _ in alive:
-            watch.start()
-        for _, acted, dead in alive:
-            assert not dead or acted.wait(20)
+        for each, _ in alive:
+            each.start()
+        for each, dead in alive:
+            assert not dead or each.acted.wait(20)
         deadline = time.monotonic() + 1.5 * timeout_s
-        for watch, acted, dead in alive:
-            assert acted.wait(max(0.0, deadline - time.monotonic())) == bool(dead)
-            assert watch.lost == ""
-            assert (() if watch.failure is None else watch.failure.ranks) == dead
+        for each, dead in alive:
+            assert each.acted.wait(max(0.0, deadline - time.monotonic())) == bool(dead)
+            failure = each.monitor.failure
+            assert each.monitor.lost == ""
+            assert (() if failure is None else failure.ranks) == dead
     finally:
-        for watch, _, _ in alive:
-            watch.leave(5)
+        for each, _ in alive:
+            each.leave()
 
 
 def await_true(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
@@ -391,72 +422,82 @@ def await_true(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
         assert time.monotonic() < deadline
 
 
-def test_a_ring_is_answered_at_once_and_a_rank_that_comes_meanwhile_is_no_suspect() -> None:
-    group: Any = OneStore()
-    store = StatusStore(group.get_group_store(), "join")
-    watch = HeartbeatThread(group, "join", 0, range(2), 60, lambda: None)
-    watch.start()
+def test_a_notification_is_answered_at_once_and_a_rank_that_comes_meanwhile_is_not_suspected() -> None:
+    shared = dist.HashStore()
+    store = StatusStore(shared, "join")
+    monitored = Monitored(Member(shared, 0), "join", 2, 60)
+    monitor = monitored.start()
 
     def beat() -> int:
-        word = store.read(0)
-        return 0 if word is None else word.beat
+        status = store.read(0)
+        return 0 if status is None else status.beat
 
     await_true(lambda: beat() > 0)
     start = time.monotonic()
-    for _ in range(6):  # by itself it says as many words in 12 seconds
+    for _ in range(6):  # by itself it publishes as many statuses in 12 seconds
         before = beat()
         store.notify()
         await_true(lambda before=before: beat() > before)
     assert time.monotonic() - start < 10
-    rung = store.notifications()
-    call = watch.poll_all()
-    await_true(lambda: store.notifications() > rung)
-    store.write(1, RankStatus(1, {}))
-    await_true(lambda: watch.roll.call == call)
-    assert set(watch.roll.words) == {1}
-    assert watch.failure is None
-    watch.leave(10)
+    notifications = store.notifications()
+    poll = monitor.poll_all()
+    await_true(lambda: store.notifications() > notifications)
+    store.write(1, RankStatus(1))
+    await_true(lambda: monitor.result.poll == poll)
+    assert set(monitor.result.statuses) == {1}
+    assert monitor.failure is None
+    monitored.leave()
 
 
-def test_news_reaches_64_ranks() -> None:
-    group: Any = OneStore()
-    ranks = range(64)
-    acted = [threading.Event() for _ in ranks]
-    watches = [HeartbeatThread(group, "join", rank, ranks, 60, acted[rank].set) for rank in ranks]
-    for watch in watches:
-        watch.start()
+def test_a_failure_reaches_64_ranks() -> None:
+    store = dist.HashStore()
+    all_of_them = [Monitored(Member(store, rank), "join", 64, 60) for rank in range(64)]
+    for each in all_of_them:
+        each.start()
     failure = Failure((17,), "KeyError: 'x'", "rank 17 failed: KeyError: 'x'")
-    watches[17].tell(failure, 10)
-    watches[17].leave(10)
-    assert all(event.wait(20) for rank, event in enumerate(acted) if rank != 17)
-    assert all(watch.failure == failure for watch in watches)
-    for watch in watches:
-        watch.leave(10)
-    assert not any(watch.is_alive() for watch in watches)
+    all_of_them[17].monitor.publish(failure)
+    all_of_them[17].leave()
+    assert all(each.acted.wait(20) for rank, each in enumerate(all_of_them) if rank != 17)
+    assert all(each.monitor.failure == failure for each in all_of_them)
+    for rank, each in enumerate(all_of_them):
+        if rank != 17:
+            each.leave()
 
 
-class Broken:
-    def get_group_store(self) -> Any:
+def test_no_group_is_aborted_once_a_rank_has_left() -> None:
+    store = dist.HashStore()
+    monitored = Monitored(Member(store, 0), "join", 2, 60)
+    monitored.monitor.leave()
+    monitored.monitor.publish(Failure((1,), "m", "t"), abort=True)
+    monitored.start()
+    monitored.leave()
+    assert not monitored.acted.is_set()
+
+
+class Broken(Member):
+    def get_group_store(self) -> dist.Store:
         raise RuntimeError("Connection reset by peer")
 
 
-def test_a_store_that_is_gone_ends_the_thread_and_keeps_nobody_waiting() -> None:
-    group: Any = Broken()
-    acted = threading.Event()
-    watch = HeartbeatThread(group, "join", 0, range(2), 60, acted.set)
-    watch.start()
-    watch.join(20)
-    assert watch.lost == "RuntimeError: Connection reset by peer"
-    watch.tell(Failure((0,), "m", "t"), 20)
-    assert acted.is_set()
-    watch.leave(20)
+def test_a_store_that_is_gone_ends_the_monitor_and_holds_no_rank_up() -> None:
+    monitored = Monitored(Broken(dist.HashStore(), 0), "join", 2, 60)
+    monitor = monitored.start()
+    await_true(lambda: monitor.lost == "RuntimeError: Connection reset by peer")
+    monitor.publish(Failure((0,), "m", "t"))
+    assert monitored.acted.is_set()
+    monitored.leave()
 
 
-def test_what_a_rank_says_arrives_as_it_was() -> None:
-    word = RankStatus(3, {"step": "4", "where": "exit", "epoch": "1"}, "the end", Failure((2, 3), "m", "t"))
-    assert RankStatus.unpack(word.pack().encode()) == word
-    assert location(word, "in ") == "in step 4, exit, epoch 1"
-    assert location(RankStatus(1, {}), "in ") == ""
+def test_a_status_is_read_as_it_was_written() -> None:
+    store = StatusStore(dist.HashStore(), "join")
+    status = RankStatus(3, 4, "the end", Failure((2, 3), "m", "t"))
+    assert store.read(1) is None
+    store.write(1, status)
+    assert store.read(1) == status
+    assert status.location("in ") == "in step 4"
+    assert RankStatus(1).location("in ") == ""
+    store.erase(1)
+    assert store.read(1) is None
 
 
 def test_the_error_is_what_joins_and_collectives_raise_and_survives_a_process_border() -> None:

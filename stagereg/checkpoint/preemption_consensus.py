@@ -1,4 +1,4 @@
-"""All ranks leave at the same step when any of them was told to: :class:`Leaving` agrees on it beside training.
+"""All ranks exit at the same step when any of them was signalled: :class:`PreemptionConsensus` agrees on that step.
 
 About once a second the training threads exchange whether one of them has been signalled: an all-reduce that is begun in
 one call and read in the next, so nobody waits for it while the ranks go in step. How many calls lie between two
@@ -6,7 +6,7 @@ exchanges follows from the slowest rank's time of a step, which is exchanged alo
 calls, and so hear of a signal at the same step. That is the step to save and leave at.
 
 This needs all ranks to call at the same steps. Where they do not, as in a loop that ranks leave one by one, something
-else that all ranks take part in has to carry the words (:attr:`Leaving.elsewhere`): the ``checkpoint`` joinable does.
+else that all ranks take part in has to carry the flags (``exchanged_by_join``): the ``checkpoint`` joinable does.
 Where nothing does, the first exchange that a rank is missing from ends the watch, after a bounded wait.
 
 Signals are heard by :mod:`stagereg.launch.preemption`; saving is left to the checkpointer.
@@ -29,9 +29,9 @@ import stagereg.shutdown as shutdown
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import RESUME_CODE, Preempted, Stopped
-from stagereg.launch.preemption import SIGNALS, Notice
+from stagereg.launch.preemption import SIGNALS, PreemptionHandler
 
-__all__ = ["Leaving", "newest"]
+__all__ = ["PreemptionConsensus", "describe_newest"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _PATIENCE_S = 60.0
 step."""
 
 
-class Leaving:
+class PreemptionConsensus:
     """Whether, and at which step, this process leaves; for the training thread.
 
     Args:
@@ -54,12 +54,12 @@ class Leaving:
 
     Attributes:
         agreed: the signal to leave for, on all ranks from the same step on; ``None`` until there is one.
-        elsewhere: whether something else carries the words: calls exchange nothing then. Set on all ranks alike.
+        exchanged_by_join: whether a join exchanges the flags, and calls here exchange nothing. The same on all ranks.
     """
 
-    def __init__(self, ranks: RankGroup, notice: Notice, clock: Callable[[], float] = record.now) -> None:
+    def __init__(self, ranks: RankGroup, notice: PreemptionHandler, clock: Callable[[], float] = record.now) -> None:
         self.agreed: signal.Signals | None = None
-        self.elsewhere = False
+        self.exchanged_by_join = False
         self._ranks = ranks
         self._notice = notice
         self._clock = clock
@@ -70,33 +70,33 @@ class Leaving:
         self._since = clock()
         self._pending: tuple[torch.Tensor, Any] | None = None
 
-    def words(self) -> list[float]:
+    def signal_flags(self) -> list[float]:
         """What this rank has to tell: for each of ``SIGNALS``, above 0 if it has come."""
         return [float(self._notice.received == each) for each in SIGNALS]
 
-    def hear(self, told: Sequence[float]) -> None:
+    def update(self, told: Sequence[float]) -> None:
         """Take up what all ranks have told, added up or the greatest of each; all hear the same at the same step."""
         for number, signalled in zip(SIGNALS, told, strict=True):
             if signalled > 0 and self.agreed is None:
                 self.agreed = number
-                self._notice.speaks = self._ranks.rank == 0
-                self._notice.share(number)
+                self._notice.reports = self._ranks.rank == 0
+                self._notice.start_grace(number)
 
-    def asked(self, step: int) -> bool:
+    def agreed_at(self, step: int) -> bool:
         """Whether to leave after ``step``; on all ranks, once a step. Never raises, and waits for a bounded time."""
         self._asked = step
-        if self.agreed is None and self._watching and not self.elsewhere:
+        if self.agreed is None and self._watching and not self.exchanged_by_join:
             if self._ranks.size == 1:
-                self.hear(self.words())
+                self.update(self.signal_flags())
             else:
                 self._exchange()
         return self.agreed is not None
 
-    def saves(self, step: int) -> bool:
+    def agreed_before_save(self, step: int) -> bool:
         """Likewise, of a step that is about to be saved: there are programs that never ask whether a save is due."""
-        return self.agreed is not None if step == self._asked else self.asked(step)
+        return self.agreed is not None if step == self._asked else self.agreed_at(step)
 
-    def leave(self, step: int, directory: str, failure: Exception | None) -> NoReturn:
+    def exit(self, step: int, directory: str, failure: Exception | None) -> NoReturn:
         """Leave, together with the other ranks; waits for them, and the notice's time bounds the wait.
 
         Args:
@@ -119,7 +119,7 @@ class Leaving:
             leaving: SystemExit = Preempted(step, directory, self.agreed)
         else:
             leaving = Stopped(self.agreed, reason(failure))
-        shutdown.leave_with(128 + self.agreed if failure is not None else RESUME_CODE)
+        shutdown.set_exit_code(128 + self.agreed if failure is not None else RESUME_CODE)
         if self._ranks.rank == 0:
             _log.warning("stagereg: %s", leaving)
         raise leaving from failure
@@ -147,7 +147,7 @@ class Leaving:
             if over > 0:
                 self._watching = False
                 return
-            self.hear(words)
+            self.update(words)
             self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
         if self.agreed is None and self._calls >= self._next:
             try:
@@ -163,7 +163,7 @@ class Leaving:
         self._pending = told, dist.all_reduce(told, dist.ReduceOp.MAX, self._ranks.group, async_op=True)
 
     def _told(self, over: bool = False, step_s: float = 0.0) -> torch.Tensor:
-        return torch.tensor([*self.words(), float(over), step_s], dtype=torch.float64)
+        return torch.tensor([*self.signal_flags(), float(over), step_s], dtype=torch.float64)
 
     def _read(self) -> list[float] | None:
         """What the ranks have told; ``None``, and no more exchanges, where some have not in time."""
@@ -204,7 +204,7 @@ class Leaving:
         )
 
 
-def newest(store: CheckpointStore) -> str:
+def describe_newest(store: CheckpointStore) -> str:
     """What a place has to go on from, in words."""
     found = store.latest()
     if found is None:

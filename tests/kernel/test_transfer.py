@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg
-import stagereg.kernel.vectored as vectored
-from stagereg.kernel.vectored import Pieces, read_many
+import stagereg.kernel.transfer as transfer
+from stagereg.kernel.transfer import Pieces, read_many
 
 
 @settings(max_examples=20, deadline=None)
@@ -33,13 +33,13 @@ def test_every_piece_arrives_and_nothing_else_is_touched(sizes: list[int]) -> No
 def test_small_tensors_are_copied_one_by_one_where_the_call_is_refused(
     refusal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = vectored._readv()
+    real = transfer._readv()
     answers = {
         "no such call": None,
         "not permitted": lambda *args: -1,
         "half done": lambda process, ours, count, theirs, other, flags: real(process, ours, 1, theirs, 1, flags),  # type: ignore[misc]
     }
-    monkeypatch.setattr(vectored, "_readv", lambda: answers[refusal])
+    monkeypatch.setattr(transfer, "_readv", lambda: answers[refusal])
     stager = stagereg.build("stager", "pinned_cached")
     source = {str(i): torch.randn(i) for i in range(200)}
     staged = stager.stage(source)
