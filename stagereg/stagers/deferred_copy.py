@@ -3,8 +3,8 @@
 A :class:`CopySplit` says which regions of a layout are copied at once and which later. A :class:`DeferredCopy` moves
 the latter in pieces that any thread may take: a background thread takes them one after the other, and a thread that is
 about to write calls :meth:`DeferredCopy.finish_before_write`, helps with those that are left, and goes on when all are
-copied (copy before overwrite). An accelerator's copies are queued on a side stream; a writer's stream waits for them,
-the writer does not.
+copied (copy before overwrite). What lies on an accelerator is queued on a side stream at once; a writer's stream waits
+for it, the writer does not.
 
 Writes without that call are found by ``write_detector``.
 """
@@ -17,9 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from stagereg.kernel.copier import PendingCopy
 from stagereg.kernel.layout import Layout, Region
-from stagereg.kernel.transfer import Batch, CopyEngine, CopyTask, move
+from stagereg.kernel.transfer import Batch, CopyTask, move
 from stagereg.stagers.write_detector import SamplePoints, WriteDetector
 
 __all__ = ["CopySplit", "DeferredCopy"]
@@ -61,36 +60,17 @@ class DeferredCopy:
     """The part of a copy that is made later.
 
     Args:
-        pending: the copy; what is to be copied at once is the caller's work.
-        split: what is to be copied later.
-        engine: copies from accelerators; not used by another thread meanwhile.
+        task: the moves in host memory.
+        events: by device, the ends of the copies that are queued there.
         detector: knows what the source looks like now.
-        events: by device, the ends of the copies that the caller has queued there already; the copy is not complete
-            before.
     """
 
-    def __init__(
-        self,
-        pending: PendingCopy,
-        split: CopySplit,
-        engine: CopyEngine,
-        detector: WriteDetector,
-        events: list[tuple[torch.device, torch.Event]],
-    ) -> None:
-        self._pending = pending
-        self._task = CopyTask(pending.address, split.deferred)
-        self._remote = split.deferred_remote
-        self._engine = engine
+    def __init__(self, task: CopyTask, events: list[tuple[torch.device, torch.Event]], detector: WriteDetector) -> None:
+        self._task = task
+        self._events = events
         self._detector = detector
         self._lock = threading.Lock()
-        self._queued = threading.Event()
-        self._events = events
-        devices = {pending.sources[region.source].device for region in self._remote}
-        self._after = [torch.accelerator.current_stream(device).record_event() for device in devices]
         self._written: list[int] | None = None
-        self._failure: Exception | None = None
-        if not self._remote:
-            self._queued.set()
 
     def run(self) -> list[int]:
         """Copy all that is left. Called once, on a background thread.
@@ -99,33 +79,17 @@ class DeferredCopy:
             Indices of the source tensors that were written before they were copied; the copy is of no use if there are
             any.
         """
-        self._queue()
         self._task.finish()
         for _, event in self._events:
             event.synchronize()
-        written = self._find_written()
-        if self._failure is not None:
-            raise self._failure
-        return written
+        return self._find_written()
 
     def finish_before_write(self) -> None:
         """Return when the source may be written. Called by any thread that is about to, any number of times."""
         self._task.finish()
-        self._queued.wait()
         for device, event in self._events:
             torch.accelerator.current_stream(device).wait_event(event)
         self._find_written()
-
-    def _queue(self) -> None:
-        try:
-            for device, pairs in self._pending.pairs(self._remote, []).items():
-                event = self._engine.fetch(device, pairs, self._after)
-                if event is not None:
-                    self._events.append((device, event))
-        except Exception as error:
-            self._failure = error
-        finally:
-            self._queued.set()
 
     def _find_written(self) -> list[int]:
         """Look for writes once, before the first permitted one."""

@@ -13,7 +13,7 @@ from stagereg.kernel.copier import PendingCopy
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.state_dict import path_to
-from stagereg.kernel.transfer import COPY_THREADS, CopyEngine
+from stagereg.kernel.transfer import COPY_THREADS, CopyTask
 from stagereg.registry import register
 from stagereg.stagers.async_stager import StateDict
 from stagereg.stagers.deferred_copy import CopySplit, DeferredCopy
@@ -75,7 +75,6 @@ class OverlappedStager(HostStager):
         self._copies = _Copies()
         self._guard = WriteGuard(self._copies.finish_before_write)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{COPY_THREADS}-deferred")
-        self._deferred_engine = CopyEngine(1)
         self._split: CopySplit | None = None
         self._split_of: tuple[Layout, dict[tuple[int, int], int], set[int]] | None = None
 
@@ -115,24 +114,26 @@ class OverlappedStager(HostStager):
         """
         self._copies.wait()
         self._thread.shutdown(wait=True)
-        self._deferred_engine.close()
         self._guard.close()
         super().close()
         self._copies.raise_unseen()
 
     def _begin(self, pending: PendingCopy) -> DeferredCopy:
         """Copy what cannot wait, and return the rest as work to be done."""
-        split = self._split_for(pending)
-        engine = self._copier.engine
+        split, engine = self._split_for(pending), self._copier.engine
         events: list[tuple[torch.device, torch.Event]] = []
         for device, pairs in pending.pairs(split.immediate_remote, pending.layout.packed).items():
             event = engine.fetch(device, pairs)
             if event is not None:  # whatever writes them next is queued on this stream
                 torch.accelerator.current_stream(device).wait_event(event)
                 events.append((device, event))
+        for device, pairs in pending.pairs(split.deferred_remote, []).items():
+            event = engine.fetch(device, pairs)
+            if event is not None:
+                events.append((device, event))
         engine.memmove(pending.address, split.immediate)
         detector = WriteDetector(pending.sources, split.points, pending.address, self._verify)
-        return DeferredCopy(pending, split, self._deferred_engine, detector, events)
+        return DeferredCopy(CopyTask(pending.address, split.deferred), events, detector)
 
     def _split_for(self, pending: PendingCopy) -> CopySplit:
         owned = self._guard.owned()
