@@ -18,6 +18,7 @@ __all__ = [
     "BrokenPromiseError",
     "CheckpointError",
     "ConfigError",
+    "InstallationError",
     "JoinError",
     "JoinableNotInitializedError",
     "LaunchError",
@@ -41,6 +42,10 @@ RESUME_CODE = 75
 
 class StageregError(Exception):
     """Root of all errors of the project."""
+
+
+class InstallationError(StageregError, ImportError):
+    """What is installed is incomplete, or another project lies where this one is."""
 
 
 class RegistryError(StageregError):

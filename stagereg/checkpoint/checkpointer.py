@@ -20,7 +20,7 @@ from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 
@@ -48,9 +48,7 @@ from stagereg.checkpoint.writing import SaveContext, StorageHangsError, Writing
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.launch.preemption import PreemptionHandler
 from stagereg.registry import build, register
-
-if TYPE_CHECKING:
-    from stagereg.stagers.async_stager import AsyncStager
+from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding, SharesMemory
 
 __all__ = ["CheckpointStats", "Checkpointer"]
 
@@ -167,9 +165,11 @@ class Checkpointer:
         )
         self._storage: Storage = options.component("storage", build("storage", "dcp") if storage is None else storage)
         _reserve_padding(self._stager, self._storage)
+        if isinstance(self._stager, ReleasesCopies):
+            self._stager.expect_release()
         self._hold: StoreLock | None = None
         self._ranks = RankGroup(process_group, self.timeout)
-        apart = bool(getattr(self._stager, "shares_memory", False))
+        apart = isinstance(self._stager, SharesMemory) and self._stager.shares_memory
         expect_fit(self._storage, self._store.root, self._ranks.size + apart)
         self._stalls: list[float] = []
         self._saved: int | None = None
@@ -447,6 +447,8 @@ class Checkpointer:
         try:
             captured = entries.capture(state, request.step, self._ranks.rank, self._ranks.size)
             request.began = record.now()
+            if isinstance(self._stager, ReleasesCopies):
+                request.release = self._stager.release
             request.staged = self._stager.stage(captured)
             if not self._stager.should_synchronize_after_execute:
                 _when_done(request.staged, request.complete)
@@ -512,7 +514,7 @@ def _when_done(staged: Any, act: Callable[[], None]) -> None:
 
 
 def _reserve_padding(stager: AsyncStager, storage: Storage) -> None:
-    """Have the stager leave the room that the storage can use, where both know of it."""
-    margins, reserve_padding = getattr(storage, "margins", None), getattr(stager, "reserve_padding", None)
-    if margins is not None and reserve_padding is not None:
-        reserve_padding(*margins)
+    """Have the stager reserve the padding that the storage can use, where both offer that."""
+    margins = getattr(storage, "margins", None)
+    if margins is not None and isinstance(stager, ReservesPadding):
+        stager.reserve_padding(*margins)

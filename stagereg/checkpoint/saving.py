@@ -12,7 +12,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -63,6 +63,8 @@ class Save:
         waits: whether that is waiting for other ranks.
         until: when it has to be complete, on ``time.monotonic``.
         abandoned: set when nobody waits for it any more; then it is not committed.
+        release: is given the copy when it has been written; the stager's, where it has one. A copy that could not be
+            written is dropped.
     """
 
     step: int
@@ -76,6 +78,7 @@ class Save:
     waits: bool = False
     until: float = math.inf
     abandoned: bool = False
+    release: Callable[[dict[str, Any]], None] = lambda copy: None
     _told: bool = False
 
     def now(self, at: str) -> None:
@@ -92,16 +95,15 @@ class Save:
         self.copied = self.copied or record.now()
 
     def take(self) -> dict[str, Any]:
-        """Return all that is to be written and let go of it. Raises: what kept this rank from staging."""
+        """Return the copy and let go of it. Raises: what kept this rank from staging."""
         staged, self.staged = self.staged, {}
         if self.failure is not None:
             raise CheckpointError(self.failure)
         ready = staged.result() if isinstance(staged, Future) else staged
         if isinstance(staged, Future):
             self.complete()
-        entries = {**ready, **torchfiles.skeletons(ready)}
         self.nbytes = _tensor_bytes(ready)
-        return entries
+        return ready
 
     def settle(self) -> None:
         """Wait for the training loop, whose stager may have waited for the writer. Raises as :meth:`take` does."""
@@ -151,10 +153,12 @@ def carry_out(
         CheckpointError: on all ranks, if it failed on any.
     """
     failing = f"Step {save.step} was not saved"
+    copies: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
 
     def ready() -> tuple[int, str]:
-        state.update(save.take())
+        copies.append(save.take())
+        state.update({**copies[0], **torchfiles.skeletons(copies[0])})
         failpoint("staged")
         save.now("waiting for the others to stage")
         return save.step, new_token()
@@ -171,6 +175,7 @@ def carry_out(
         with within(_TRYING * (save.until - time.monotonic())):
             torchfiles.write(state, written, writer, plans, ranks.group, failing)
             state.clear()
+            save.release(copies.pop())
             ranks.run_on_all(failing, save.settle)
             save.tell_copied()
             nbytes = _commit(failing, store, written, save, keep, storage, ranks)

@@ -29,6 +29,7 @@ import stagereg.registry as registry
 from stagereg.commands.target import CONTRACTS, KINDS, NOT_TRIED, CheckJob, bare
 from stagereg.crash_report import summarize_exception
 from stagereg.errors import ConfigError, StageregError
+from stagereg.installed import DISTRIBUTION
 from stagereg.registry import Entry
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ class _Component:
     def how_to_show(self) -> str:
         """What the author of a component without a contract has to write."""
         kind, module = self.entry.kind, self.entry.target.partition(":")[0].partition(".")[0]
-        if self.entry.distribution == "stagereg":
+        if self.entry.distribution == DISTRIBUTION:
             return "it is built in: stagereg's own tests try it"
         group = f'[project.entry-points."{CONTRACTS}"] "{kind}.{bare(self.entry.name)}" = "{module}.contract:Name"'
         where = f"announce it: {group}" if self.entry.distribution else "put it beside the plugin"

@@ -21,6 +21,7 @@ from omegaconf import MISSING, OmegaConf
 import stagereg.config.docstring as docstring
 import stagereg.config.schema as schema
 import stagereg.registry as registry
+from stagereg.config.values import factory_of
 from stagereg.registry import Entry
 
 __all__ = ["Described", "Field", "Runtime", "describe"]
@@ -117,13 +118,8 @@ def describe(entry: Entry) -> Described:
         ConfigError: it has no config.
     """
     component = entry.load()
-    config = OmegaConf.to_container(OmegaConf.structured(schema.schema(entry)), enum_to_str=True)
-    assert isinstance(config, dict)
-    fields = tuple(
-        field
-        for option in schema.options(entry).values()
-        for field in _fields(option.name, option.hint, option.type, config[option.name], option.help)
-    )
+    schema.schema(entry)  # it has a config
+    fields = tuple(field for option in schema.options(entry).values() for field in _fields(option.name, option))
     parameters, helped = inspect.signature(component).parameters, docstring.parameters(component)
     runtime = tuple(
         Runtime(name, _written(p := parameters[name]), p.default is p.empty, _marked(helped.get(name, "")))
@@ -146,19 +142,18 @@ def describe(entry: Entry) -> Described:
     )
 
 
-def _fields(key: str, hint: Any, type_: Any, default: Any, help_: str) -> Iterator[Field]:
+def _fields(key: str, option: schema.Option) -> Iterator[Field]:
     """The option itself, or the keys of the dataclass that it is."""
-    nested = _dataclass(type_)
+    default = OmegaConf.to_container(option.default) if OmegaConf.is_config(option.default) else option.default
+    nested = _dataclass(option.hint)
     if nested is None or not isinstance(default, dict):
         required = default == MISSING
         written = "" if required else _yaml(default)
-        yield Field(key, _type(key, hint), written, required, tuple(_choices(hint)), _marked(help_))
+        choices = tuple(_choices(option.hint))
+        yield Field(key, _type(key, option.hint), written, required, choices, _marked(option.help))
         return
-    # The config's own dataclass has the words; the component's, whose types may be no config's, has the types.
-    hints, held = typing.get_type_hints(_dataclass(hint) or nested), typing.get_type_hints(nested)
-    for field in dataclasses.fields(nested):
-        told = field.metadata.get("help", "")
-        yield from _fields(f"{key}.{field.name}", hints[field.name], held[field.name], default[field.name], told)
+    for name, field in schema.fields(nested).items():
+        yield from _fields(f"{key}.{name}", dataclasses.replace(field, default=default[name]))
 
 
 def _dataclass(hint: Any) -> Any:
@@ -180,6 +175,8 @@ def _type(key: str, hint: Any) -> str:
         return " | ".join(_type("", a) for a in arguments if typing.get_origin(a) is not os.PathLike)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return " | ".join(member.name for member in hint)
+    if kind := factory_of(hint):
+        return kind
     named = getattr(origin or hint, "__name__", str(hint))
     inside = ["..." if argument is Ellipsis else _type("", argument) for argument in arguments]
     return f"{named}[{', '.join(inside)}]" if inside else named

@@ -19,6 +19,7 @@ import stagereg.output as output
 import stagereg.registry as registry
 from stagereg.commands.system_checks import Finding
 from stagereg.errors import ConfigError, StageregError
+from stagereg.installed import DISTRIBUTION
 from stagereg.machine import cores
 from stagereg.registry import Entry
 
@@ -26,7 +27,6 @@ __all__ = ["add_to", "load", "load_built_in", "run"]
 
 _TORCH_LIMIT_S = 120.0
 """Seconds for PyTorch, whose first import from a network disk takes its time."""
-_OWN = "stagereg"
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,7 +78,7 @@ def load_built_in() -> dict[str, str]:
     """Load every component of stagereg; return what is wrong with those that fail. Runs in a child process."""
     failures = {}
     for entry in registry.entries():
-        if entry.distribution == _OWN:
+        if entry.distribution == DISTRIBUTION:
             try:
                 load(entry.kind, entry.name)
             except StageregError as error:
@@ -87,7 +87,7 @@ def load_built_in() -> dict[str, str]:
 
 
 def _findings(asked: argparse.Namespace) -> Iterator[Finding]:
-    others = [entry for entry in registry.entries() if entry.distribution not in ("", _OWN)]
+    others = [entry for entry in registry.entries() if entry.distribution not in ("", DISTRIBUTION)]
     output.progress(f"importing torch and {len(others)} plugins")
     # Whatever interrupts this, the children end first, and then the threads that wait for them.
     with ThreadPoolExecutor(max_workers=cores()) as several, subprocess_runner.SubprocessRunner() as children:
@@ -124,7 +124,8 @@ def _built_in(told: subprocess_runner.SubprocessResult) -> Finding:
     what = "built-in components"
     failures = {"all of them": told.failure} if told.value is None else told.value
     if not failures:
-        return Finding(what, "ok", f"{sum(e.distribution == _OWN for e in registry.entries())}, all of them load")
+        own = [entry for entry in registry.entries() if entry.distribution == DISTRIBUTION]
+        return Finding(what, "ok", f"{len(own)}, all of them load")
     do = "Install stagereg again, with the versions of torch and hydra-core that it takes."
     return Finding(what, "broken", "\n".join(f"{name}: {why}" for name, why in failures.items()), do)
 

@@ -318,7 +318,7 @@ def _write(folder: Path, job: CostModel, step_s: float | None, failing: str) -> 
     try:
         figure = loss_figure(job, step_s, f"What is lost to checkpoints and failures\n{failing}")
     except ModuleNotFoundError:
-        print("no picture: pip install 'stagereg[report]'", file=sys.stderr)
+        print("no picture: pip install 'hydra-stagereg[report]'", file=sys.stderr)
     else:
         from stagereg.sweep.render.plots import png_bytes, svg_text
 

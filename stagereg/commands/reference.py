@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import stagereg.registry as registry
 from stagereg.commands.describe import Described, Field, describe
+from stagereg.installed import DISTRIBUTION
 
 __all__ = ["page"]
 
@@ -33,7 +34,7 @@ stager.max_in_flight=3`; `null` is `None`. What the program passes is no option:
 
 def page() -> str:
     """Return the page, in Markdown."""
-    own = [entry for entry in registry.entries() if entry.distribution == "stagereg"]
+    own = [entry for entry in registry.entries() if entry.distribution == DISTRIBUTION]
     parts = [_HEAD]
     for kind in (*_KINDS, *sorted({entry.kind for entry in own} - set(_KINDS))):
         parts.append(f"\n## {_KINDS.get(kind, kind)}\n")

@@ -201,7 +201,7 @@ def _pictures(recorded: Run, window: tuple[float, float] | None) -> tuple[dict[s
         if (curves := curves_figure(recorded)) is not None:
             pictures.append(Picture("Logged", plots.svg_text(curves), words="What was logged with stagereg.log."))
     except ImportError:
-        print("no picture: pip install 'stagereg[report]'", file=sys.stderr)
+        print("no picture: pip install 'hydra-stagereg[report]'", file=sys.stderr)
     return documents, pictures
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import stagereg.machine as machine
+from stagereg.installed import DISTRIBUTION
 
 __all__ = ["Finding", "directory", "host", "limits", "torch_facts", "torch_findings", "versions"]
 
@@ -63,7 +64,7 @@ def versions() -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             if extra:
                 yield Finding(
-                    name, "missing", f"not installed; of the extra {extra!r}", f"pip install 'stagereg[{extra}]'"
+                    name, "missing", f"not installed; of the extra {extra!r}", f"pip install '{DISTRIBUTION}[{extra}]'"
                 )
             else:
                 yield Finding(name, "broken", "not installed", f"pip install '{name}{accepted}'")
@@ -78,14 +79,14 @@ def versions() -> Iterator[Finding]:
 def _requirements() -> Iterator[tuple[str, str, str]]:
     """Name, extra and accepted versions of what stagereg's metadata asks for; without metadata, the names alone."""
     try:
-        lines = importlib.metadata.requires("stagereg") or []
+        lines = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:  # a checkout that is merely on the path
         lines = ["torch", "hydra-core", "omegaconf"]
     for line in lines:
         requirement, _, marker = line.partition(";")
         extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", marker)
         found = re.match(r"\s*([A-Za-z0-9._-]+)\s*(\[[^\]]*\])?\s*\(?([^)]*)", requirement)
-        if found and found[1] != "stagereg" and not (extra and extra[1] in _FOR_DEVELOPERS):
+        if found and found[1] != DISTRIBUTION and not (extra and extra[1] in _FOR_DEVELOPERS):
             yield found[1], extra[1] if extra else "", found[3].strip()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import stagereg.registry as registry
 from stagereg.errors import ConfigError, nearest
-from stagereg.installed import normalized
+from stagereg.installed import DISTRIBUTION, normalized, unmet
 from stagereg.registry import Entry
 
 __all__ = ["CONTRACTS", "KINDS", "NOT_TRIED", "CheckJob", "CheckRow", "CheckTarget", "bare", "resolve"]
@@ -136,7 +136,7 @@ def _package(target: str) -> CheckTarget | None:
                 'Write in its pyproject.toml: [project.entry-points."stagereg.plugins"] "stager.name" = "module:Class"'
             )
         return None
-    rows = [] if _same(found.name, "stagereg") else _metadata(found, own, [point.name for point in announced])
+    rows = [] if _same(found.name, DISTRIBUTION) else _metadata(found, own, [point.name for point in announced])
     return CheckTarget([_announced(entry) for entry in own], f"{found.name} {found.version}", rows)
 
 
@@ -146,7 +146,9 @@ def _metadata(found: importlib.metadata.Distribution, own: list[Entry], announce
     strange = [name for name in announced if name not in known]
     contracts = [point.name for point in found.entry_points if point.group == CONTRACTS]
     alone = [name for name in contracts if name not in announced]
-    needs = [need for need in found.requires or [] if re.match(r"stagereg\b(?!-)", need)]
+    required = any(re.match(rf"{DISTRIBUTION}(?![\w-])", normalized(need)) for need in found.requires or [])
+    nothing = f'nothing; write in its pyproject.toml: dependencies = ["{DISTRIBUTION}>=..."]'
+    wrong = unmet(found.name) or ("" if required else nothing)
     return [
         _row(
             "announces",
@@ -159,7 +161,7 @@ def _metadata(found: importlib.metadata.Distribution, own: list[Entry], announce
         _row(
             "depends",
             "The package says which stagereg it needs.",
-            [] if needs else ['nothing; write in its pyproject.toml: dependencies = ["stagereg>=..."]'],
+            [wrong] if wrong else [],
         ),
         _row(
             "contracts",

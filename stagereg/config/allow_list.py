@@ -1,4 +1,4 @@
-"""The lock of ``stagereg.instantiate``: which targets a config may name, decided before anything is imported.
+"""The allow-list of ``stagereg.instantiate``: which targets a config may name, decided before anything is imported.
 
 A config may name the components of the registry and, for one call, what the program allows in code. A name is compared
 as text, whole: no attribute of it is followed, so another way to reach a component, or a way from a component to
@@ -25,14 +25,14 @@ import stagereg.registry as registry
 from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, nearest
 from stagereg.registry import Entry
 
-__all__ = ["Allowed", "Lock", "label"]
+__all__ = ["AllowedTarget", "TargetAllowList", "label"]
 
 _SHOWN = 200
 """Characters of a refused name that a message shows, so that it stays on one screen."""
 
 
 @dataclass(frozen=True)
-class Allowed:
+class AllowedTarget:
     """A class or function that is not registered, but that the program lets this one call's config name.
 
     Attributes:
@@ -63,7 +63,7 @@ class Allowed:
         return found
 
 
-class Lock:
+class TargetAllowList:
     """What the config of one call of ``stagereg.instantiate`` may name.
 
     Args:
@@ -82,7 +82,7 @@ class Lock:
             )
         self._allowed = [_allowed(item) for item in allow]
 
-    def find(self, target: Any, where: str) -> Entry | Allowed:
+    def find(self, target: Any, where: str) -> Entry | AllowedTarget:
         """Return what a ``_target_`` names; imports nothing.
 
         Args:
@@ -104,7 +104,7 @@ class Lock:
             "what has no kind, the program names in stagereg.instantiate(..., allow=(...))."
         )
 
-    def _find_allowed(self, target: Any, path: str) -> Allowed | None:
+    def _find_allowed(self, target: Any, path: str) -> AllowedTarget | None:
         if not self._allowed:
             return None
         there = _already_at(path) if isinstance(target, str) else target
@@ -114,17 +114,17 @@ class Lock:
         return None
 
 
-def label(found: Entry | Allowed) -> str:
+def label(found: Entry | AllowedTarget) -> str:
     """What to call a target in a message: ``"stager/pinned_cached"``, or the path of one that only is allowed."""
     return f"{found.kind}/{found.name}" if isinstance(found, Entry) else found.path
 
 
-def _allowed(item: Any) -> Allowed:
+def _allowed(item: Any) -> AllowedTarget:
     if isinstance(item, str):
         if "." in item and all(part.isidentifier() for part in item.split(".")):
-            return Allowed(_text(item))
+            return AllowedTarget(_text(item))
     elif callable(item) and hasattr(item, "__qualname__"):
-        return Allowed(_text(item), item)
+        return AllowedTarget(_text(item), item)
     raise ConfigError(
         f"allow has {item!r:.{_SHOWN}}: it takes classes, functions and dotted paths in full, "
         '"package.module.Name", and no patterns.'

@@ -145,16 +145,19 @@ class BlockRef:
     """A block in use. It comes back to its pool when nothing refers to this any more.
 
     Attributes:
-        address: of the first byte.
         nbytes: of the whole block.
     """
 
-    __slots__ = ("__weakref__", "_block", "address", "nbytes")
+    __slots__ = ("__weakref__", "_block", "nbytes")
 
     def __init__(self, block: Block) -> None:
         self._block = block
-        self.address = block.address
         self.nbytes = block.nbytes
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; for a block of shared memory, valid in a forked child once it has taken a view."""
+        return self._block.address
 
     def view(self) -> memoryview:
         """A new view of the block, which is in use while the view lives."""

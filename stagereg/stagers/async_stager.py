@@ -8,9 +8,10 @@ What torch leaves open, the contract settles: see :class:`AsyncStager`.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
-from torch.optim.optimizer import Optimizer
+if TYPE_CHECKING:
+    from torch.optim.optimizer import Optimizer
 
 __all__ = [
     "AsyncStager",

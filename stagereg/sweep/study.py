@@ -65,7 +65,7 @@ def require() -> Any:
         try:
             import optuna
         except ImportError as error:
-            raise ConfigError(f"Searching needs Optuna ({error}): pip install 'stagereg[tune]'") from None
+            raise ConfigError(f"Searching needs Optuna ({error}): pip install 'hydra-stagereg[tune]'") from None
         optuna.logging.set_verbosity(logging.ERROR)
     return optuna
 

@@ -36,7 +36,7 @@ _SUFFIX = ".stagereg"
 def check() -> None:
     """Raise ``ConfigError`` if the package tensorboard is missing."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("--tensorboard needs the package tensorboard: pip install 'stagereg[tensorboard]'")
+        raise ConfigError("--tensorboard needs the package tensorboard: pip install 'hydra-stagereg[tensorboard]'")
 
 
 def write_run(run: Run, directory: Path) -> None:

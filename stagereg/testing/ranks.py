@@ -33,6 +33,7 @@ from unittest import mock
 import stagereg.registry as registry
 from stagereg.crash_report import signal_name
 from stagereg.errors import StageregError
+from stagereg.installed import DISTRIBUTION
 from stagereg.testing.transport import pack
 from stagereg.testing.worker import Assignment, work
 
@@ -190,7 +191,7 @@ def _start(job: Assignment) -> _Rank:
 @functools.cache
 def _components() -> list[str]:
     """The modules of all that the project has itself; nobody else's code is run before a rank asks for it."""
-    return sorted({each.target.partition(":")[0] for each in registry.entries() if each.distribution == "stagereg"})
+    return sorted({each.target.partition(":")[0] for each in registry.entries() if each.distribution == DISTRIBUTION})
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:

@@ -123,7 +123,7 @@ def package(
     source: str,
     plugins: str = "",
     contracts: str = "",
-    needs: str = "Requires-Dist: stagereg\n",
+    needs: str = "Requires-Dist: hydra-stagereg\n",
 ) -> None:
     """Put an installed package into ``folder``, as pip leaves it there."""
     (folder / f"{name}.py").write_text(source)
@@ -276,7 +276,7 @@ def test_what_the_metadata_of_a_package_gets_wrong_is_told(site: Path, capsys: p
         source,
         "stager.careless = careless:Mine\nstagr.careless = careless:Mine",
         "stager.careless = careless:Contract\nstager.carelss = careless:Contract",
-        needs="Requires-Dist: stagereg-like\n",
+        needs="Requires-Dist: hydra-stagereg-like\n",
     )
     found = rows(check("careless", capsys=capsys, code=1))
     assert "'stagr.careless' is no kind and name. Did you mean 'stager.careless'?" in found["announces"][1]
@@ -286,6 +286,16 @@ def test_what_the_metadata_of_a_package_gets_wrong_is_told(site: Path, capsys: p
     assert "is no class that inherits stagereg.testing.StagerContract" in found["contract"][1]
     assert {verdict for verdict, _ in found.values()} == {"kept", "broken"}
     assert "builds" not in found
+
+
+def test_a_package_that_requires_the_unrelated_stagereg_is_reported(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package(site, "older", STAGER.format(name="older"), "stager.older = older:Mine", needs="Requires-Dist: stagereg\n")
+    found = rows(check("older", capsys=capsys, code=1))
+    assert found["depends"][0] == found["loads"][0] == "broken"
+    assert "requires 'stagereg', which is an unrelated project" in found["depends"][1]
+    assert "'hydra-stagereg'" in found["depends"][1]
 
 
 def test_a_package_that_cannot_be_imported_is_one_row_with_the_cause(

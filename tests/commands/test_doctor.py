@@ -73,7 +73,7 @@ def test_a_plugin_that_does_its_worst_is_one_row_and_the_others_are_told(
     install: Install, capsys: pytest.CaptureFixture[str], without_torch: None
 ) -> None:
     install("good_one", GOOD, {"stager.good": "Good"})
-    install("newer", "print('imported')", {"stager.newer": "X"}, requires="stagereg>=99")
+    install("newer", "print('imported')", {"stager.newer": "X"}, requires="hydra-stagereg>=99")
     install("lacking", "class X: ...", {"stager.lacking": "X"})
     install("unknown", "", {"stagr.x": "X"})
     bad = {
@@ -92,7 +92,7 @@ def test_a_plugin_that_does_its_worst_is_one_row_and_the_others_are_told(
         assert words in row["found"]
         assert name in row["do"]
     assert f"{files['crashes']}:3" in found["stager/crashes"]["found"]
-    assert "needs stagereg>=99" in found["stager/newer"]["found"]
+    assert "needs hydra-stagereg>=99" in found["stager/newer"]["found"]
     assert "method 'stage' is missing" in found["stager/lacking"]["found"]
     assert "Did you mean 'stager'?" in found["unknown 1.2"]["found"]
 
@@ -175,7 +175,8 @@ def test_versions_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert (found["torch"].verdict, found["torch"].found) == ("broken", "2.4.0, but stagereg needs >=2.11")
     assert found["torch"].do == "pip install 'torch>=2.11'"
     assert (found["omegaconf"].verdict, found["omegaconf"].do) == ("broken", "pip install 'omegaconf>=2.3'")
-    assert (found["safetensors"].verdict, found["safetensors"].do) == ("missing", "pip install 'stagereg[safetensors]'")
+    assert found["safetensors"].verdict == "missing"
+    assert found["safetensors"].do == "pip install 'hydra-stagereg[safetensors]'"
     assert (found["hydra-core"].verdict, found["rich"].verdict) == ("ok", "ok")
     assert "pytest" not in found, "what its developers need is nobody's concern"
 

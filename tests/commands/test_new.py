@@ -163,7 +163,7 @@ def test_a_package_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkey
         ("class", "cannot name a Python package"),
         ("json", "already"),
         ("torch", "already"),
-        ("overlapped", "stagereg.stagers.overlapped:OverlappedStager of stagereg"),
+        ("overlapped", "stagereg.stagers.overlapped:OverlappedStager of hydra-stagereg"),
         ("a" * 29, "28 at most"),
     ],
 )

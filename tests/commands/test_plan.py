@@ -179,7 +179,7 @@ def test_without_matplotlib_the_numbers_are_written_and_one_line_says_why_no_pic
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     assert cli.main(["plan", "--mtbf", "6h", "--state", "1GiB", *GIVEN, "--output", str(tmp_path)]) == 0
-    assert "pip install 'stagereg[report]'" in capsys.readouterr().err
+    assert "pip install 'hydra-stagereg[report]'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["plan.csv"]
 
 

@@ -191,7 +191,7 @@ def test_without_matplotlib_one_line_says_so_and_the_rest_is_there(
     (here / "run" / "timeline.svg").write_text("of a report before")
     assert cli.main(["report", "run"]) == 0
     told = capsys.readouterr()
-    assert told.err == "no picture: pip install 'stagereg[report]'\n"
+    assert told.err == "no picture: pip install 'hydra-stagereg[report]'\n"
     assert "Checkpoints" in told.out
     assert sorted(os.listdir("run")) == ["metrics.jsonl", "metrics.rank1.jsonl", "report.html"]
 
@@ -221,7 +221,7 @@ def test_without_tensorboard_one_line_says_so_before_anything_is_made(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
     told = refused(capsys, "run", "--tensorboard", "board")
-    assert told == "stagereg: --tensorboard needs the package tensorboard: pip install 'stagereg[tensorboard]'\n"
+    assert told == "stagereg: --tensorboard needs the package tensorboard: pip install 'hydra-stagereg[tensorboard]'\n"
     assert "report.html" not in os.listdir("run")
 
 

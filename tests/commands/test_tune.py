@@ -342,7 +342,7 @@ def test_without_optuna_one_line_says_what_to_install(tune, monkeypatch):
     code, _, err = tune()
     assert code == 2
     assert err.count("\n") == 1
-    assert "pip install 'stagereg[tune]'" in err
+    assert "pip install 'hydra-stagereg[tune]'" in err
 
 
 def test_a_killed_search_leaves_a_study_that_goes_on(tune, monkeypatch):

@@ -127,6 +127,10 @@ def wrong() -> Any:
     return object()
 
 
+def wrong_part() -> Any:
+    return object()
+
+
 def evil(*args: Any, **kwargs: Any) -> None:
     CALLED.append("evil")
 
@@ -142,7 +146,7 @@ REGISTERED = {
     ("join", "gathering"): gathering,
     ("joinable", "part"): part,
     ("join_hook", "part"): part_hook,
-    ("joinable", "wrong"): wrong,
+    ("joinable", "wrong"): wrong_part,
     ("stager", "wrong"): wrong,
 }
 
@@ -191,12 +195,14 @@ def test_hydra_builds_the_same_config(root: DictConfig) -> None:
         warnings.simplefilter("error")
         built = hydra.utils.instantiate(root.stager, **hydras_allow_list()).kwargs
         saved = hydra.utils.instantiate(root.checkpoint, **hydras_allow_list()).kwargs
-    assert {**built, "sizes": tuple(built["sizes"])} == stagereg.instantiate(root.stager).kwargs
+    assert {**built, "sizes": tuple(built["sizes"]), "net": Net(**built["net"])} == stagereg.instantiate(
+        root.stager
+    ).kwargs
     assert saved["stager"].kwargs["chunk_mb"] == 4
 
 
 def test_hydra_builds_every_built_in_stager_with_the_registrys_paths_as_its_allow_list() -> None:
-    for name in [name for name in registry.names("stager") if registry.find("stager", name).distribution == "stagereg"]:
+    for name in [name for kind, name in registry.REGISTRY.built_in if kind == "stager"]:
         config = node("stager", name)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*whitelist")
@@ -284,13 +290,10 @@ def test_a_node_in_a_dataclass_is_checked_and_built(case: str) -> None:
     again = stagereg.instantiate({**target, **given, "_partial_": True})
     assert again() == again() == built
     mine = Part(made())
-    assert stagereg.instantiate(target, late=mine).kwargs["late"] == Part(stagereg.instantiate(made()))
-    assert mine == Part(made())
+    assert stagereg.instantiate(target, late=mine).kwargs["late"] is mine
     bad = OmegaConf.create(str(given).replace("'", '"').replace(".stager", ".evil"))
     with pytest.raises(TargetNotAllowedError):
         stagereg.instantiate({**target, **bad})
-    with pytest.raises(TargetNotAllowedError, match=r"^part\.inner names the _target_"):
-        stagereg.instantiate(target, part=Part(EVIL))
     assert CALLED == []
 
 
@@ -298,7 +301,7 @@ def test_args_of_a_config_are_options_too() -> None:
     built = stagereg.instantiate({"_target_": f"{HERE}.stager", "_args_": ["8", None, "slow"], "sizes": [2]})
     assert built == stagereg.instantiate(made(chunk_mb=8, mode="slow", sizes=[2]))
     for args, told in {
-        ("many",): r"^chunk_mb: Value 'many'",
+        ("many",): r"^chunk_mb: 'many'",
         (1, None, "fsat"): r"^mode is 'fsat'\. Did you mean 'fast'",
         ("???",): r"needs a value for chunk_mb",
         (1,) * 9: r"stager/made takes 8 positional arguments, and _args_ has 9",
@@ -370,7 +373,7 @@ def test_a_factory_given_by_the_program_arrives_as_it_is() -> None:
         ({"a": 1}, r"^join\.parts\.model is \{'a': 1\}, where the config of a joinable is needed\."),
         ({"_target_": f"{HERE}.stager"}, r"^join\.parts\.model takes a joinable, not stager/made\."),
         ({"_target_": f"{HERE}.part", "sise": 1}, r"^joinable/part takes no 'sise'\. Did you mean 'size'\?"),
-        ({"_target_": f"{HERE}.part", "size": "x"}, r"^join\.parts\.model\.size: Value 'x'"),
+        ({"_target_": f"{HERE}.part", "size": "x"}, r"^join\.parts\.model\.size: 'x' is not"),
         ({"_target_": f"{HERE}.part", "size": "???"}, r"^joinable/part needs a value for size: add join\.parts\.model"),
         (
             {"_target_": f"{HERE}.part", "hook": made()},
@@ -386,7 +389,7 @@ def test_what_is_no_factorys_config_is_refused_before_anything_is_built(config: 
 
 
 def test_what_a_factory_builds_is_checked_when_it_is_called() -> None:
-    make = stagereg.instantiate(gathered(model={"_target_": f"{HERE}.wrong"})).kwargs["parts"]["model"]
+    make = stagereg.instantiate(gathered(model={"_target_": f"{HERE}.wrong_part"})).kwargs["parts"]["model"]
     with pytest.raises(RegistryError, match="object cannot be the joinable 'wrong'"):
         make()
 
@@ -452,15 +455,15 @@ def test_a_refused_target_is_not_imported() -> None:
 def test_a_refused_target_keeps_the_registered_ones_beside_it_from_being_imported(
     root: DictConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(registry._BUILT_IN, ("join", "lazy"), "wave:open")
+    monkeypatch.setitem(registry.REGISTRY.built_in, ("join", "lazy"), "wave:open")
     monkeypatch.delitem(sys.modules, "wave", raising=False)
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
     lazy = {"_target_": "wave.open"}
     with pytest.raises(TargetNotAllowedError):
         stagereg.instantiate({"a": lazy, "b": EVIL})
     with pytest.raises(TargetNotAllowedError):
         stagereg.instantiate(lazy, f=EVIL)
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
     assert "wave" not in sys.modules
 
 
@@ -482,15 +485,12 @@ def test_plain_yaml_gets_its_types_back() -> None:
     ("values", "told"),
     [
         ({"pim": True}, r"stager/made takes no 'pim'\. Did you mean 'pin'\? It takes: chunk_mb, pin, mode"),
-        (
-            {"chunk_mb": "many"},
-            r"^chunk_mb: Value 'many' of type 'str' could not be converted to Integer\n.*stager/made",
-        ),
-        ({"pin": "maybe"}, r"^pin: Value 'maybe' is not a valid bool"),
+        ({"chunk_mb": "many"}, r"^chunk_mb: 'many' is not a whole number\."),
+        ({"pin": "maybe"}, r"^pin: 'maybe' is not true or false\."),
         ({"mode": "fsat"}, r"^mode is 'fsat'\. Did you mean 'fast'\? It is one of: 'fast', 'slow'"),
-        ({"codec": "GZIP"}, r"^codec: Invalid value 'GZIP', expected one of \[ZSTD, NONE\]"),
+        ({"codec": "GZIP"}, r"^codec: 'GZIP' is not a Codec\. It is one of: ZSTD, NONE"),
         ({"net": {"prt": 1}}, r"^net\.prt: Net takes no 'prt'\. Did you mean 'port'\?"),
-        ({"sizes": ["x"]}, r"^sizes\[0\]: Value 'x'"),
+        ({"sizes": ["x"]}, r"^sizes\[0\]: 'x' is not"),
         ({"chunk_mb": "???"}, r"stager/made needs a value for chunk_mb: add chunk_mb=\.\.\."),
         ({"_partial_": "yes"}, r"_partial_ is 'yes'; it is true or false"),
         ({"pin": "${nowhere}"}, r"cannot be resolved: Interpolation key 'nowhere' not found"),

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import stagereg
-import stagereg.config.allow_list as lock
-import stagereg.config.instantiate as room
+import stagereg.config.allow_list as allow_list
+import stagereg.config.instantiate as instantiate
 from stagereg import registry
 from stagereg.config.instantiate import targets
 from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, UnknownNameError
@@ -82,11 +82,11 @@ def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "lock_lazy.py").write_text("def build(*args, **kwargs): return 'built'\n")
     (tmp_path / "lock_exits.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(registry._BUILT_IN, ("join", "lazy"), LAZY.replace(".", ":"))
+    monkeypatch.setitem(registry.REGISTRY.built_in, ("join", "lazy"), LAZY.replace(".", ":"))
     registry.register("join", "known")(known)
     registry.register("checkpoint", "any")(takes_any)
     registry.register("checkpoint", "staging")(takes_stager)
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
     # What is read and imported once in a process is not the attack's doing.
     registry.entries()
     OmegaConf.to_container(OmegaConf.create({"a": "${oc.create:${b}}", "b": [1]}), resolve=True)
@@ -95,7 +95,7 @@ def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
         OmegaConf.clear_resolver(name)
     for module in ("lock_trap", "lock_lazy", "lock_exits"):
         sys.modules.pop(module, None)
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ NAMES = {
     "an alias through this package": "stagereg.registry.importlib.import_module",
     "another module's name of a registered component": f"{HERE}.stagereg.stagers.pinned_cached.PinnedCachedStager",
     "the policy's own sets, GHSA-mwj6-rfh8-7qf4": "hydra._internal.target_policy.DISCOVERY_TARGETS.discard",
-    "the registry's own table": "stagereg.registry._BUILT_IN.update",
+    "the registry's own table": "stagereg.registry.REGISTRY.built_in.update",
     "registering": "stagereg.register",
     "building by name": "stagereg.build",
     "instantiate itself, with an allow-list of its own": "stagereg.config.instantiate.instantiate",
@@ -599,25 +599,25 @@ def test_targets_and_a_refusal_need_no_torch() -> None:
 # What would be wrong with the lock if one of its thoughts were missing; each must let some attack through.
 
 
-def _only_the_top(node: Any, place: Any, the_lock: lock.Lock) -> None:
+def _only_the_top(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None:
     if isinstance(node, dict) and "_target_" in node:
-        the_lock.find(node["_target_"], place.label)
+        targets_.find(node["_target_"], path.label)
 
 
-def _no_lists(node: Any, place: Any, the_lock: lock.Lock) -> None:
-    _only_the_top(node, place, the_lock)
+def _no_lists(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None:
+    _only_the_top(node, path, targets_)
     for key, value in node.items() if isinstance(node, dict) else ():
-        _no_lists(value, place.below(key), the_lock)
+        _no_lists(value, path.child(key), targets_)
 
 
-def _not_below_a_component(node: Any, place: Any, the_lock: lock.Lock) -> None:
-    _only_the_top(node, place, the_lock)
+def _not_below_a_component(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None:
+    _only_the_top(node, path, targets_)
     if isinstance(node, (dict, list)) and "_target_" not in node:
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            _not_below_a_component(value, place.below(key), the_lock)
+            _not_below_a_component(value, path.child(key), targets_)
 
 
-def _nothing_first(node: Any, place: Any, the_lock: lock.Lock) -> None: ...
+def _nothing_first(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None: ...
 
 
 def _finding(change: Callable[[str], str]) -> Callable[..., Any]:
@@ -631,17 +631,21 @@ def _by_attributes(path: str) -> Any:
 
 
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
-    "only the top is looked at": (room, "_refuse_unregistered", _only_the_top),
-    "lists are not looked into": (room, "_refuse_unregistered", _no_lists),
-    "components are not looked into": (room, "_refuse_unregistered", _not_below_a_component),
-    "imports while it is checked": (room, "_refuse_unregistered", _nothing_first),
-    "arguments are not looked at": (room, "describes", lambda value: False),
+    "only the top is looked at": (instantiate, "_refuse_unregistered", _only_the_top),
+    "lists are not looked into": (instantiate, "_refuse_unregistered", _no_lists),
+    "components are not looked into": (instantiate, "_refuse_unregistered", _not_below_a_component),
+    "imports while it is checked": (instantiate, "_refuse_unregistered", _nothing_first),
+    "arguments are not looked at": (instantiate, "describes", lambda value: False),
     "spaces do not count": (registry, "find_target", _finding(str.strip)),
     "case does not count": (registry, "find_target", _finding(str.lower)),
     "letters are made equal": (registry, "find_target", _finding(lambda path: unicodedata.normalize("NFKC", path))),
     "attributes are followed": (registry, "find_target", _by_attributes),
-    "text says what it is": (lock, "_text", str),
-    "allowed is what a config says": (lock.Lock, "_find_allowed", lambda self, target, path: lock.Allowed(path)),
+    "text says what it is": (allow_list, "_text", str),
+    "allowed is what a config says": (
+        allow_list.TargetAllowList,
+        "_find_allowed",
+        lambda self, target, path: allow_list.AllowedTarget(path),
+    ),
 }
 
 

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagereg.config.texts import duration, text_of, written
+from stagereg.config.texts import duration, value_type, written
 from stagereg.errors import ConfigError
 
 
 def read(type_: type, text: str) -> Any:
-    known = text_of(type_)
+    known = value_type(type_)
     assert known is not None
     return known.read(text)
 
@@ -136,6 +136,8 @@ def test_no_text_is_answered_by_anything_but_an_object_or_a_refusal(type_: type,
 
 
 def test_torch_is_not_imported_to_know_its_types() -> None:
-    code = "import sys; from stagereg.config import schema, texts; print(texts.text_of(int), 'torch' in sys.modules)"
+    code = (
+        "import sys; from stagereg.config import schema, texts; print(texts.value_type(list), 'torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "None False\n", done.stderr

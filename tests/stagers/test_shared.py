@@ -309,9 +309,9 @@ class TestLease:
 
         pool = Pool(max_in_flight=1, make=make)
         for step in range(5):
-            lease = pool.borrow(4096)
-            message = sent(torch.frombuffer(lease.view, dtype=torch.uint8, count=10).fill_(step))
-            del lease
+            view = pool.lease().view(pool.take(4096))
+            message = sent(torch.frombuffer(view, dtype=torch.uint8, count=10).fill_(step))
+            del view
             assert reader.do("state = ForkingPickler.loads(message); answer = state.tolist()", message) == [step] * 10
             assert pool.in_flight == 1
             reader.do("state = None")
@@ -320,6 +320,7 @@ class TestLease:
 
     def test_at_the_bound_stage_waits_for_the_other_process(self, monkeypatch, reader, caplog) -> None:
         stager = stagereg.build("stager", "shared", max_in_flight=1, wait_s=60.0)
+        stager.expect_release()
         copy = stager.stage(state(1))
         at = min(x.data_ptr() for x in copy.values())
         reader.do(RECEIVE, sent(copy))
@@ -366,13 +367,13 @@ class TestLease:
     def test_a_message_that_nobody_takes_is_revoked_and_never_shows_other_bytes(self, monkeypatch, reader) -> None:
         block = shared_block()
         pool = pool_lending(block)
-        lease = pool.borrow(4096)
-        message = sent(torch.frombuffer(lease.view, dtype=torch.uint8))
-        del lease
+        view = pool.lease().view(pool.take(4096))
+        message = sent(torch.frombuffer(view, dtype=torch.uint8))
+        del view
         assert pool.in_flight == 1
         monkeypatch.setattr(shared_memory, "_UNRECEIVED_S", -1.0)
         assert pool.in_flight == 0
-        again = pool.borrow(4096)
+        again = pool.take(4096)
         assert again.address == block.address
         assert "received too late" in reader.do("state = ForkingPickler.loads(message)", message)
 

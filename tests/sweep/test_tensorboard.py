@@ -109,6 +109,6 @@ def test_without_the_package_or_a_place_one_line_says_so(tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match="--tensorboard: cannot write in"):
         tensorboard.write_run(run, tmp_path / "file" / "board")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'stagereg\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'hydra-stagereg\[tensorboard\]'"):
         tensorboard.write_run(replace(run), tmp_path / "board")
     assert not (tmp_path / "board").exists()

@@ -10,10 +10,11 @@ import stagereg.registry as registry
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError, StageregError
+from stagereg.installed import DISTRIBUTION
 
 __all__ = ["expect_fit", "name_of", "named"]
 
-_OURS = "@stagereg"
+_OURS = f"@{DISTRIBUTION}"
 _MEMORY = "memory://"
 
 

@@ -180,5 +180,5 @@ def _expect_package() -> None:
         import safetensors  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "storage=safetensors needs a package that is not installed: pip install 'stagereg[safetensors]'"
+            "storage=safetensors needs a package that is not installed: pip install 'hydra-stagereg[safetensors]'"
         ) from error

@@ -24,7 +24,7 @@ _BLOCKS_KEPT = 3
 _PIECE_BYTES = 1 << 26
 _BEST_EFFORT_S = 10.0
 _PRECONDITION_FAILED = 412
-_EXTRAS = {"s3": "stagereg[s3]", "s3a": "stagereg[s3]"}
+_EXTRAS = {"s3": "hydra-stagereg[s3]", "s3a": "hydra-stagereg[s3]"}
 # Stores where a name needs no directory to be made first; making one would ask for rights that writing does not need.
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "tos", "memory"}
 _PATTERNS = set("*?[]")

@@ -58,7 +58,7 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
             pictures = [page.Picture(f"{comparison.ranking.name} and the rest", svg, words=_WORDS)]
         timelines = list(_timelines(comparison))
     except ImportError as error:
-        print(f"no picture ({error}): pip install 'stagereg[report]'", file=sys.stderr)
+        print(f"no picture ({error}): pip install 'hydra-stagereg[report]'", file=sys.stderr)
     documents["report.html"] = page.compare_page(comparison, pictures, timelines).encode()
     for name in FILES:
         if name in documents:

@@ -23,10 +23,10 @@ def claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[stagereg.plugins]\nstorage.dcp = theirs:Storage\n")
     monkeypatch.syspath_prepend(tmp_path)
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
     yield
     monkeypatch.undo()
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
 
 
 @pytest.mark.parametrize("name", stagereg.names("storage"))
@@ -41,7 +41,7 @@ def test_a_registered_storage_is_named_and_found_by_that_name(name: str) -> None
 
 @pytest.mark.usefixtures("claimed")
 def test_a_storage_of_the_project_keeps_its_name_when_another_package_claims_it() -> None:
-    assert "dcp@stagereg" in stagereg.names("storage")
+    assert "dcp@hydra-stagereg" in stagereg.names("storage")
     own = stagereg.build("storage", "direct")
     assert name_of(DcpStorage()) == "dcp"
     assert type(named("dcp", own)) is DcpStorage

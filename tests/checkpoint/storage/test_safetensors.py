@@ -72,7 +72,7 @@ def test_a_checkpointer_tells_of_a_tensor_it_cannot_hold(tmp_path: Path) -> None
 
 def test_without_the_package_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ConfigError, match=r"pip install 'stagereg\[safetensors\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'hydra-stagereg\[safetensors\]'"):
         stagereg.build("storage", "safetensors")
 
 

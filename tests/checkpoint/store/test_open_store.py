@@ -88,7 +88,7 @@ def test_a_missing_package_of_ours_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    with pytest.raises(ConfigError, match=r"pip install 'stagereg\[s3\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'hydra-stagereg\[s3\]'"):
         open_store("s3://bucket/x")
 
 

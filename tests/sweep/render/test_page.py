@@ -90,7 +90,7 @@ Opener = Callable[..., Opened]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of stagereg[test]")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of hydra-stagereg[test]")
     if CHROMIUM is None:
         pytest.skip("needs chromium, and there is none on the path")
     with playwright.sync_playwright() as running:
@@ -203,7 +203,7 @@ def test_what_comes_out_of_a_run_stays_text(row_of: Rows, compared: Compared, op
     evil = compared(rows, warnings=[EVIL])
     job = replace(rows[0].jobs[0], environment={EVIL: EVIL}, command=EVIL)
     evil = replace(evil, rows=(replace(rows[0], jobs=(job,), note=EVIL), rows[1]), directory=Path(EVIL))
-    pytest.importorskip("matplotlib", reason="pictures need stagereg[report]")
+    pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
     figure = plots.compare_figure(evil)
     assert figure is not None
     drawn = page.Picture(EVIL, plots.svg_text(figure), words=EVIL)

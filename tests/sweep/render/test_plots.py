@@ -16,7 +16,7 @@ import stagereg.sweep.render.plots as plots
 from stagereg.sweep.compare import Comparison, ComparisonRow
 from stagereg.sweep.metric import metric
 
-matplotlib = pytest.importorskip("matplotlib", reason="pictures need stagereg[report]")
+matplotlib = pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
 
 Rows = Callable[..., ComparisonRow]
 Compared = Callable[..., Comparison]

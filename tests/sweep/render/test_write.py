@@ -32,7 +32,7 @@ def recorded(directory: Path) -> Path:
 def test_all_five_files_are_written_and_the_page_has_a_timeline_of_each_run(
     row_of: Rows, compared: Compared, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need stagereg[report]")
+    pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
     rows = [
         row_of({"a": name}, {"stall_ms": (value,)}, directory=recorded(tmp_path / name))
         for name, value in (("slow", 3.0), ("fast", 1.0))
@@ -57,7 +57,7 @@ def test_without_matplotlib_a_line_says_so_and_the_rest_is_there(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("\n") == 1
-    assert "pip install 'stagereg[report]'" in said.err
+    assert "pip install 'hydra-stagereg[report]'" in said.err
     assert 'id="table"' in paths[-1].read_text()
 
 
