@@ -65,13 +65,6 @@ class _Group:
         return -(-self.layout.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(slots=True)
-class _Plan:
-    signature: Signature
-    treatments: list[Treatment]
-    groups: list[_Group]
-
-
 class DeltaCopier(HostCopier):
     """Copies state dicts to host memory, and shares what did not change.
 
@@ -97,7 +90,9 @@ class DeltaCopier(HostCopier):
         super().__init__(pool, threads, type_check)
         self._treat = treat
         self._verify = verify
-        self._plan_now: _Plan | None = None
+        self._signature: Signature = []
+        self._treatments: list[Treatment] = []
+        self._groups: list[_Group] = []
 
     def reserve_padding(self, before: int, after: int) -> None:
         """Leave bytes free around each tensor that is always copied, see :func:`.memory.padding_around`.
@@ -116,50 +111,45 @@ class DeltaCopier(HostCopier):
         self.check_open()
         with torch.no_grad(), naming(state):
             with no_collection():
-                spec, plan = self._take(state)
+                spec = self._take(state)
             if self._verify:  # before there is a lease, which would live as long as the error that has this frame
-                self._refuse_changed(plan, spec.tensors)
-            self._drop_changed(plan.groups, spec.tensors)
+                self._refuse_changed(spec.tensors)
+            self._drop_changed(spec.tensors)
             lease = self.pool.lease()
-            staged = self._copy_groups(plan.groups, spec.tensors, lease)
+            staged = self._copy_groups(spec.tensors, lease)
         with torch.no_grad(), no_collection():
             return lease.hand_out(spec.unflatten(staged))
 
     def forget(self) -> None:
         """Share nothing with earlier copies at the next call."""
-        self._plan_now = self._recognizer = None
+        self._signature, self._treatments, self._groups, self._recognizer = [], [], [], None
 
     def close(self) -> None:
         """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
         self.forget()
         super().close()
 
-    def _take(self, state: Any) -> tuple[TreeSpec, _Plan]:
-        spec = self._recognizer.match(state) if self._recognizer is not None else None
-        if spec is not None and self._plan_now is not None:
-            return spec, self._plan_now
+    def _take(self, state: Any) -> TreeSpec:
+        """Take ``state`` apart, and deal its tensors into groups, unless it is as it was the last time."""
+        known = self._recognizer.match(state) if self._recognizer is not None else None
+        if known is not None:
+            return known
         spec = flatten(state, self.type_check)
-        before, plan = self._plan_now, self._plan_for(spec.tensors, self._treat(state, spec.tensors))
-        if plan is not before and not self.type_check:
-            self._recognizer = Recognizer.of(state, spec.tensors)
-        return spec, plan
+        rows, treatments = signature(spec.tensors), self._treat(state, spec.tensors)
+        if (rows, treatments) != (self._signature, self._treatments):
+            groups = _deal(spec.tensors, rows, treatments, self.margins)
+            before = {group.key: group for group in self._groups}
+            for group in groups:
+                if group.key in before:
+                    group.ref, group.base = before[group.key].ref, before[group.key].base
+            self.pool.expect(sum(group.nbytes for group in groups))
+            self._signature, self._treatments, self._groups = rows, treatments, groups
+            self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
+        return spec
 
-    def _plan_for(self, tensors: Sequence[torch.Tensor], treatments: list[Treatment]) -> _Plan:
-        rows, before = signature(tensors), self._plan_now
-        if before is not None and (before.signature, before.treatments) == (rows, treatments):
-            return before
-        plan = _Plan(rows, treatments, _groups(tensors, rows, treatments, self.margins))
-        known = {group.key: group for group in before.groups} if before is not None else {}
-        for group in plan.groups:
-            if group.key in known:
-                group.ref, group.base = known[group.key].ref, known[group.key].base
-        self.pool.expect(sum(group.nbytes for group in plan.groups))
-        self._plan_now = plan
-        return plan
-
-    def _refuse_changed(self, plan: _Plan, tensors: Sequence[torch.Tensor]) -> None:
-        once = [group for group in plan.groups if group.treatment == "once"]
-        wrong = [i for i in self._differing(once, tensors) if plan.treatments[i] == "once"]
+    def _refuse_changed(self, tensors: Sequence[torch.Tensor]) -> None:
+        once = [group for group in self._groups if group.treatment == "once"]
+        wrong = [i for i in self._differing(once, tensors) if self._treatments[i] == "once"]
         if wrong:
             raise StagingError(
                 [min(wrong)],
@@ -167,8 +157,8 @@ class DeltaCopier(HostCopier):
                 "out of 'frozen', or call forget() after loading other weights on purpose",
             )
 
-    def _drop_changed(self, groups: Sequence[_Group], tensors: Sequence[torch.Tensor]) -> None:
-        compared = [group for group in groups if group.treatment == "compare"]
+    def _drop_changed(self, tensors: Sequence[torch.Tensor]) -> None:
+        compared = [group for group in self._groups if group.treatment == "compare"]
         changed = self._differing(compared, tensors)
         for group in compared:
             if not changed.isdisjoint(group.members):
@@ -194,15 +184,13 @@ class DeltaCopier(HostCopier):
                     found.add(i)
         return found | differing(pairs, self.engine)
 
-    def _copy_groups(
-        self, groups: Sequence[_Group], tensors: Sequence[torch.Tensor], lease: Lease
-    ) -> list[torch.Tensor]:
+    def _copy_groups(self, tensors: Sequence[torch.Tensor], lease: Lease) -> list[torch.Tensor]:
         """Copy the groups whose last copy is not shared; return all staged tensors."""
-        where = {id(group): (group.ref, group.base) for group in groups if group.ref is not None}
-        where.update(self._memory_for([group for group in groups if group.ref is None]))
+        where = {id(group): (group.ref, group.base) for group in self._groups if group.ref is not None}
+        where.update(self._memory_for([group for group in self._groups if group.ref is None]))
         views = {ref: lease.view(ref) for ref in {ref for ref, _ in where.values()}}
         staged: list[Any] = [None] * len(tensors)
-        for group in groups:
+        for group in self._groups:
             ref, base = where[id(group)]
             sources = [tensors[i] for i in group.members]
             pending = PendingCopy(sources, group.layout, lease, views[ref][base:], ref.address + base)
@@ -232,20 +220,20 @@ class DeltaCopier(HostCopier):
 # -- groups
 
 
-def _groups(
+def _deal(
     tensors: Sequence[torch.Tensor], rows: Signature, treatments: Sequence[Treatment], margins: tuple[int, int]
 ) -> list[_Group]:
     dealt: dict[Treatment, list[list[int]]] = {"once": [], "compare": [], "always": []}
     for members in _overlapping(tensors):
         dealt[_treatment_of(members, tensors, treatments)].append(members)
-    small = _batches(dealt["compare"], lambda members: sum(tensors[i].nbytes for i in members), _COMPARED_TOGETHER)
+    compared = _batches(dealt["compare"], lambda members: sum(tensors[i].nbytes for i in members), _COMPARED_TOGETHER)
 
     def group(members: list[int], treatment: Treatment) -> _Group:
         padding = margins if treatment == "always" else (0, 0)
         return _Group(members, treatment, _layout_of(members, tensors, rows, padding))
 
     groups = [group(members, "once") for members in dealt["once"]]
-    groups += [group(sorted(chain.from_iterable(batch)), "compare") for batch in small]
+    groups += [group(sorted(chain.from_iterable(batch)), "compare") for batch in compared]
     if dealt["always"]:
         groups.append(group(sorted(chain.from_iterable(dealt["always"])), "always"))
     return groups

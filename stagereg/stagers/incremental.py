@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagereg.errors import StagingError, nearest
 from stagereg.kernel.memory import Pool
+from stagereg.kernel.state_dict import path_to
 from stagereg.registry import register
 from stagereg.stagers.delta import DeltaCopier, Treatment
 from stagereg.stagers.host import HostStager
-from stagereg.stagers.tensor_names import names_of
 
-__all__ = ["IncrementalStager"]
+__all__ = ["IncrementalStager", "names_of"]
 
 
 @register("stager", "incremental")
@@ -71,34 +74,70 @@ class IncrementalStager(HostStager):
             raise StagingError([], f"frozen must be a list of patterns, not a single one: [{frozen!r}]")
         if detect not in ("declared", "content"):
             raise StagingError([], f"detect must be 'declared' or 'content', not {detect!r}")
-        self._frozen = tuple(frozen)
-        self._otherwise: Treatment = "compare" if detect == "content" else "always"
+        otherwise: Treatment = "compare" if detect == "content" else "always"
+        treat = functools.partial(_treatments, tuple(frozen), otherwise)
         pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads)
         super().__init__(pool, threads, type_check)
-        self._copier = self._delta = DeltaCopier(pool, self._treat, verify, threads, type_check)
+        self._copier = self._delta = DeltaCopier(pool, treat, verify, threads, type_check)
 
     def forget(self) -> None:
         """Copy everything afresh in the next ``stage``, as after loading other weights into declared tensors."""
         self._delta.forget()
 
-    def _treat(self, state: Any, tensors: Sequence[torch.Tensor]) -> list[Treatment]:
-        """How each tensor is treated. Raises: ``StagingError`` if a pattern of ``frozen`` matches none."""
-        if not self._frozen:
-            return [self._otherwise] * len(tensors)
-        names = names_of(state, tensors)
-        _refuse_unmatched(self._frozen, [name for each in names for name in each])
-        declared = (any(fnmatchcase(name, p) for name in each for p in self._frozen) for each in names)
-        return ["once" if so else self._otherwise for so in declared]
 
-
-def _refuse_unmatched(patterns: Sequence[str], names: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            folders = {name.rpartition(".")[0] + ".*" for name in names if "." in name}
+def _treatments(
+    frozen: Sequence[str], otherwise: Treatment, state: Any, tensors: Sequence[torch.Tensor]
+) -> list[Treatment]:
+    """How each tensor is treated. Raises: ``StagingError`` if a pattern of ``frozen`` matches none."""
+    if not frozen:
+        return [otherwise] * len(tensors)
+    names = names_of(state, tensors)
+    known = [name for each in names for name in each]
+    for pattern in frozen:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            folders = {name.rpartition(".")[0] + ".*" for name in known if "." in name}
             raise StagingError(
                 [],
-                f"the pattern {pattern!r} of 'frozen' matches no tensor.{nearest(pattern, [*names, *sorted(folders)])} "
-                f"The names of tensors are dotted paths, such as {names[0]!r}."
-                if names
+                f"the pattern {pattern!r} of 'frozen' matches no tensor.{nearest(pattern, [*known, *sorted(folders)])} "
+                f"The names of tensors are dotted paths, such as {known[0]!r}."
+                if known
                 else f"the pattern {pattern!r} of 'frozen' matches no tensor: the state dict has none.",
             )
+    declared = (any(fnmatchcase(name, p) for name in each for p in frozen) for each in names)
+    return ["once" if so else otherwise for so in declared]
+
+
+def names_of(state: Any, tensors: Sequence[torch.Tensor]) -> list[list[str]]:
+    """Return the dotted names of each of ``tensors``, which are what ``flatten(state)`` lists; for patterns.
+
+    A tensor inside of a DTensor or another wrapper has the wrapper's name; one that is met at several keys has a name
+    for each.
+    """
+    names: dict[int, list[str]] = {}
+    entered: set[int] = set()
+    alive: list[Any] = []  # a dict may make its values, and what is gone leaves its id to another
+
+    def visit(x: Any, path: tuple[str, ...]) -> None:
+        alive.append(x)
+        if isinstance(x, torch.Tensor):
+            for part in _parts(x):
+                alive.append(part)
+                names.setdefault(id(part), []).append(".".join(path))
+        elif isinstance(x, (dict, list, tuple)) and id(x) not in entered:
+            entered.add(id(x))
+            for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+                visit(value, (*path, str(key)))
+
+    visit(state, ())
+    return [names.get(id(x)) or [".".join(map(str, path_to(state, i)))] for i, x in enumerate(tensors)]
+
+
+def _parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that a tensor is made of."""
+    if isinstance(x, ShardedTensor):
+        yield from (shard.tensor for shard in x.local_shards())
+    elif is_traceable_wrapper_subclass(x):
+        for name in x.__tensor_flatten__()[0]:
+            yield from _parts(getattr(x, name))
+    else:
+        yield x

@@ -19,8 +19,7 @@ from stagereg import AsyncStager
 from stagereg.errors import StagingError
 from stagereg.kernel.memory import padding_around
 from stagereg.kernel.state_dict import flatten
-from stagereg.stagers.incremental import IncrementalStager
-from stagereg.stagers.tensor_names import names_of
+from stagereg.stagers.incremental import IncrementalStager, names_of
 from stagereg.testing import run_ranks
 
 
