@@ -58,8 +58,9 @@ def test_a_joinable_or_hook_of_the_wrong_object_says_what_it_needs(name: str) ->
     needs = {"ddp": "needs a DistributedDataParallel module", "zero": "needs a ZeroRedundancyOptimizer"}[name]
     with pytest.raises(JoinError, match=needs):
         stagereg.build("joinable", name, **{key: nn.Linear(1, 1)})
-    with pytest.raises(JoinError, match=needs):
-        stagereg.build("join_hook", name, **{name: nn.Linear(1, 1)})
+    serves = {"ddp": "is the hook of a DdpJoinable", "zero": "is the hook of a ZeroJoinable"}[name]
+    with pytest.raises(JoinError, match=f"{serves}, and was chosen for a StepJoinable"):
+        stagereg.build("join_hook", name, joinable=stagereg.build("joinable", "step", step=print))
 
 
 DECLARATIONS: dict[str, tuple[Any, type[Exception], str]] = {

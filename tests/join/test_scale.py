@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -81,7 +80,6 @@ def in_threads() -> Iterator[None]:
         "stagereg.join.session.control_channel": lambda group, purpose, waiting: line_of(group, purpose),
         "stagereg.join.context.discard_channels": lambda group: None,
         "stagereg.join.context.was_aborted": lambda group: False,
-        "stagereg.join.context.nesting": SimpleNamespace(enter=lambda borrow: None, leave=lambda borrow: None),
     }
     with contextlib.ExitStack() as all_of_them:
         for where, what in each.items():
@@ -191,7 +189,7 @@ class Gradients(stagereg.Joinable):
     def join_hook(self, **kwargs: Any) -> Any:
         return Shadow(self)
 
-    def counts(self, divide: bool) -> bool:
+    def needs_active_ranks(self, divide: bool) -> bool:
         return not divide
 
     @property
@@ -203,13 +201,13 @@ class Gradients(stagereg.Joinable):
         return self._group
 
     def begin(self) -> None:
-        membership = self._join_config.membership
+        membership = self.session.membership
         membership.begin(self._scenario.syncs(membership.steps - membership.expects_empty_step))
         if self._scenario.throw:
             membership.raise_if_exhausted()
 
     def reduce(self, mine: float) -> None:
-        membership = self._join_config.membership
+        membership = self.session.membership
         if membership is not self._loop:
             self._loop = membership
             self._loops += 1

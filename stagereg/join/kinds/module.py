@@ -7,70 +7,60 @@ by itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from stagereg.errors import JoinError
-from stagereg.join.hooks.module import ModuleHook
-from stagereg.join.joinable import Joinable, notify
-from stagereg.join.step_tracker import Announcer
+from stagereg.join.joinable import JoinHook, serves
+from stagereg.join.step_tracker import TrackedJoinable
 from stagereg.registry import register
 
-__all__ = ["ModuleJoinable"]
+__all__ = ["ModuleHook", "ModuleJoinable"]
 
 
 @register("joinable", "module")
-class ModuleJoinable(Joinable):
+class ModuleJoinable(TrackedJoinable):
     """Joins a module of any kind, for ``join.iterate`` only. A step begins with the module's forward.
 
     Args:
         module: the module that the loop body calls.
         process_group: the ranks that train it together; ``None``: that of an FSDP1 module, or else the default group.
         device: of the group's collectives.
+        hook: another hook in the place of ``module``: it can take part in the steps of ranks that go on.
     """
 
-    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None, device: str = "cpu") -> None:
-        self._announcer: Announcer | None = None
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        device: str = "cpu",
+        hook: Callable[..., JoinHook] | None = None,
+    ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise JoinError(f"the module joinable needs a torch.nn.Module, not a {type(module).__name__}")
         self.module = module
+        self.hook = hook
         self._group = process_group
         self._device = torch.device(device)
 
-    @property
-    def _join_config(self) -> Any:
-        return self._config
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        self._config = config
-        self.join_exit()
-        if config.enable:
-            self._announcer = Announcer(self.module, self._begin, expects=self._expects)
-
-    def join_hook(self, **kwargs: Any) -> ModuleHook:
+    def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook. Raises: ``JoinError`` if gradients are not to be divided by the world size."""
         if not kwargs.get("divide_by_initial_world_size", True):
             raise JoinError(
                 f"a {type(self.module).__name__} divides its gradients by the world size itself, so "
                 "divide_by_initial_world_size=False cannot be had; use join.mean(loss_sum, n, over='active')."
             )
-        return ModuleHook(self.module)
-
-    def join_exit(self) -> None:
-        """Stop watching."""
-        if self._announcer is not None:
-            self._announcer.remove()
-            self._announcer = None
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether a step of this rank has begun without a backward."""
-        return self._announcer is not None and self._announcer.open
+        self.detach()
+        self.watch()
+        return self.make_hook(ModuleHook)
 
     @property
     def join_device(self) -> torch.device:
@@ -80,13 +70,25 @@ class ModuleJoinable(Joinable):
     @property
     def join_process_group(self) -> Any:
         """The ranks that train the module together."""
-        if self._group is not None:
-            return self._group
-        return getattr(self.module, "process_group", None) or dist.group.WORLD
+        own = self.module.process_group if isinstance(self.module, FullyShardedDataParallel) else None
+        return self._group or own or dist.group.WORLD
 
-    def _expects(self) -> bool:
-        membership = getattr(self._join_config, "membership", None)
-        return membership is not None and bool(membership.expected)
 
-    def _begin(self) -> None:
-        notify(self)
+@register("join_hook", "module")
+class ModuleHook(JoinHook):
+    """Refuses to shadow.
+
+    Args:
+        joinable: of a module whose collectives only its own forward and backward know.
+    """
+
+    def __init__(self, joinable: ModuleJoinable) -> None:
+        self.joinable = serves(self, joinable, ModuleJoinable)
+
+    def main_hook(self) -> None:
+        """Raise ``JoinError``: this rank has left a loop that others go on with."""
+        raise JoinError(
+            "this rank has left the loop while others go on, and nothing but the loop body can take part in the steps "
+            f"of a {type(self.joinable.module).__name__}. Loop over join.iterate(loader), which runs the body on all "
+            "ranks, and leave it on all of them at the same step."
+        )

@@ -1,20 +1,19 @@
-"""``collective``: a declared list of collectives in a join, for code that talks to other ranks by itself each step."""
+"""``collective``: a declared list of collectives, for code that talks to other ranks by itself each step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stagereg.errors import ConfigError, JoinError, nearest
-from stagereg.join.hooks.collective import CollectiveHook
-from stagereg.join.joinable import Joinable, notify
-from stagereg.kernel.shadow import Collective
+from stagereg.join.joinable import Joinable, JoinHook, notify, serves
+from stagereg.kernel.shadow import Collective, shadow
 from stagereg.registry import register
 
-__all__ = ["CollectiveJoinable"]
+__all__ = ["CollectiveHook", "CollectiveJoinable"]
 
 
 @register("joinable", "collective")
@@ -30,13 +29,17 @@ class CollectiveJoinable(Joinable):
             config: ``[{op: all_reduce, shape: [2], dtype: float64, reduce: sum}]``.
         process_group: of the collectives; None is the default group.
         device: of the tensors.
+        hook: another hook in the place of ``collective``.
+
+    Attributes:
+        last_sent: by index, what this rank sent last as the root of a broadcast.
 
     Example::
 
-        tally = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "shape": [2]}])
-        with stagereg.Join([tally]):
+        total = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "shape": [2]}])
+        with stagereg.Join([total]):
             for batch in loader:
-                (total,) = tally(torch.tensor([loss_sum, len(batch)]))
+                (sums,) = total(torch.tensor([loss_sum, len(batch)]))
     """
 
     def __init__(
@@ -44,14 +47,16 @@ class CollectiveJoinable(Joinable):
         collectives: Sequence[Any],
         process_group: dist.ProcessGroup | None = None,
         device: str = "cpu",
+        hook: Callable[..., JoinHook] | None = None,
     ) -> None:
         super().__init__()
         self.collectives = [_declared(collective) for collective in collectives]
         if not self.collectives:
             raise JoinError("the collective joinable needs at least one collective to shadow")
+        self.hook = hook
+        self.last_sent: dict[int, torch.Tensor] = {}
         self._group = process_group
         self._device = torch.device(device)
-        self._last_sent: dict[int, torch.Tensor] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """Run the collectives; active ranks, once a step.
@@ -76,13 +81,13 @@ class CollectiveJoinable(Joinable):
         results = []
         for i, (collective, tensor) in enumerate(zip(self.collectives, tensors, strict=True)):
             if collective.op == "broadcast" and collective.rank == dist.get_rank():
-                self._last_sent[i] = tensor.detach().clone()
+                self.last_sent[i] = tensor.detach().clone()
             results.append(collective.issue(tensor, group))
         return tuple(results)
 
-    def join_hook(self, **kwargs: Any) -> CollectiveHook:
+    def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook; takes no keyword arguments of its own."""
-        return CollectiveHook(self.collectives, self.join_process_group, self._device, self._last_sent)
+        return self.make_hook(CollectiveHook)
 
     @property
     def join_device(self) -> torch.device:
@@ -93,6 +98,23 @@ class CollectiveJoinable(Joinable):
     def join_process_group(self) -> Any:
         """The process group of the collectives."""
         return dist.group.WORLD if self._group is None else self._group
+
+
+@register("join_hook", "collective")
+class CollectiveHook(JoinHook):
+    """Runs the declared collectives once per step of the active ranks, with values that leave their results alone.
+
+    Args:
+        joinable: declares them.
+    """
+
+    def __init__(self, joinable: CollectiveJoinable) -> None:
+        self.joinable = serves(self, joinable, CollectiveJoinable)
+
+    def main_hook(self) -> None:
+        """Take part in all of them."""
+        declared = self.joinable
+        shadow(declared.collectives, declared.join_process_group, declared.join_device, declared.last_sent)
 
 
 def _declared(collective: Any) -> Collective:

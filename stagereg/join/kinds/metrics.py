@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stagereg.errors import JoinError
-from stagereg.join.hooks.metrics import MetricsHook
-from stagereg.join.joinable import Joinable, JoinConfig
+from stagereg.join.joinable import Joinable, JoinHook, serves
 from stagereg.join.responder import GatherResponder
 from stagereg.kernel.channel import control_channel
 from stagereg.registry import register
 
-__all__ = ["MetricsJoinable"]
+__all__ = ["MetricsHook", "MetricsJoinable"]
 
 Number = float | torch.Tensor
 
@@ -35,6 +35,7 @@ class MetricsJoinable(Joinable):
 
     Args:
         process_group: the ranks to add over; ``None`` is the default group.
+        hook: another hook in the place of ``metrics``.
 
     Example::
 
@@ -48,27 +49,21 @@ class MetricsJoinable(Joinable):
         print(metrics.compute())                                 # all ranks
     """
 
-    silent = True
+    has_no_collectives = True
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, hook: Callable[..., JoinHook] | None = None
+    ) -> None:
         super().__init__()
+        self.hook = hook
         self._group = process_group
         self._totals: dict[str, tuple[Number, Number]] = {}
         self._lock = threading.Lock()
         self._responder: GatherResponder | None = None
-        self._hook: MetricsHook | None = None
-        self._config: Any = JoinConfig.construct_disabled_join_config()
+        self._in_use = False  # whether some rank may still wait at the responder of a join that has not ended
         self._number = _numbers["metrics"]
         _numbers["metrics"] += 1
         self._renewals = 0
-
-    @property
-    def _join_config(self) -> Any:
-        return self._config
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        self._config = config
 
     def add(self, **metrics: tuple[Number, Number]) -> None:
         """Add to this rank's totals; no collective.
@@ -96,20 +91,20 @@ class MetricsJoinable(Joinable):
     def totals(self, reset: bool = False) -> dict[str, tuple[float, float]]:
         """Return sum and count of every metric that some rank knows, over all ranks, sorted by name.
 
-        In a join, all ranks that still have data call it at the same place in the loop; those that have left it answer
+        In a join, all ranks that still have data call it at the same point of the loop; those that have left it answer
         by themselves, and must not call it. Before, after and in ``join.iterate``, all ranks call it. In torch's
         ``Join`` call it after the forward of a step, since ranks do not answer before they know that the step is on.
 
         Args:
-            reset: start anew afterwards, on all ranks; also on those that have left the loop, where a :meth:`reset` of
-                the others would not be heard.
+            reset: start anew afterwards, on all ranks; also on those that have left the loop, which a :meth:`reset` of
+                the others would not reach.
 
         Raises:
             JoinError: a rank without data called it, or a rank has ended the join already.
         """
-        given = self._call((reset, self._local()))
-        self._heard(given)
-        shares = [share for _, share in given]
+        answers = self._request((reset, self._local()))
+        self._reset_if_asked(answers)
+        shares = [share for _, share in answers]
         names = sorted({name for share in shares for name in share})
         columns = {name: [share.get(name, (0.0, 0.0)) for share in shares] for name in names}
         return {
@@ -122,17 +117,32 @@ class MetricsJoinable(Joinable):
         with self._lock:
             self._totals.clear()
 
-    def join_hook(self, **kwargs: Any) -> MetricsHook:
+    def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook; takes no keyword arguments of its own. Collective where it is the first time."""
-        self._hook = MetricsHook(self._open(), lambda: (False, self._local()), self._heard)
-        return self._hook
+        self._open()
+        return self.make_hook(MetricsHook)
 
-    def join_exit(self) -> None:
-        """Leave a desk behind that was not closed, as the join failed; some rank may still be sitting at it."""
-        if self._hook is not None and self._config.enable and not self._hook.closed:
+    def attach(self, session: Any) -> None:
+        """The join has been entered."""
+        super().attach(session)
+        self._in_use = True
+
+    def detach(self) -> None:
+        """Leave a responder behind that was not closed, as the join failed; some rank may still wait for it."""
+        if self._in_use:
+            self._in_use = False
             self._responder = None
             self._renewals += 1
-        self._hook = None
+        super().detach()
+
+    def answer(self) -> None:
+        """Begin to answer the other ranks from a thread, as this one has no data any more. Twice is harmless."""
+        self._open().start(lambda: (False, self._local()), self._reset_if_asked)
+
+    def end_answers(self) -> None:
+        """The join ends on all ranks, and with it the answers."""
+        self._in_use = False
+        self._open().close()
 
     @property
     def join_device(self) -> torch.device:
@@ -148,11 +158,11 @@ class MetricsJoinable(Joinable):
         with self._lock:
             return {name: (float(total), float(count)) for name, (total, count) in self._totals.items()}
 
-    def _heard(self, given: list[tuple[bool, Any]]) -> None:
-        if any(reset for reset, _ in given):
+    def _reset_if_asked(self, answers: list[tuple[bool, Any]]) -> None:
+        if any(reset for reset, _ in answers):
             self.reset()
 
-    def _call(self, payload: Any) -> list[Any]:
+    def _request(self, payload: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):
             return [payload]
         responder = self._open()
@@ -172,7 +182,32 @@ class MetricsJoinable(Joinable):
         return self._responder
 
 
+@register("join_hook", "metrics")
+class MetricsHook(JoinHook):
+    """Answers for as long as this rank is in the join without data.
+
+    Args:
+        joinable: the metrics.
+    """
+
+    def __init__(self, joinable: MetricsJoinable) -> None:
+        self.joinable = serves(self, joinable, MetricsJoinable)
+
+    def on_exhausted(self) -> None:
+        """Begin to answer."""
+        self.joinable.answer()
+
+    def main_hook(self) -> None:
+        """Begin to answer, if that has not happened yet: torch's ``Join`` calls nothing before this."""
+        self.joinable.answer()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """End, together with all ranks."""
+        self.joinable.end_answers()
+
+
 _numbers: Counter[str] = Counter()
+"""Global, as all ranks number their metrics in the order in which they construct them."""
 
 
 def _pair(name: str, given: Any) -> tuple[Number, Number]:
