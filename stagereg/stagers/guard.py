@@ -74,11 +74,6 @@ def _written_by(optimizer: Optimizer) -> list[torch.Tensor]:
     return flatten(found).tensors  # DTensors come apart into the tensors inside
 
 
-def _remove_hooks(handle: RemovableHandle) -> None:
-    handle.remove()
-    _remove_load_hook(id(handle))
-
-
 # Global, since torch has no hook that is called before any module loads a state dict: while there are guards, this
 # module's function stands in place of the method, and calls those of all guards.
 _load_hooks: dict[int, Callable[[], None]] = {}
@@ -102,8 +97,9 @@ def _add_load_hook(key: int, hook: Callable[[], None]) -> None:
         _load_hooks[key] = hook
 
 
-def _remove_load_hook(key: int) -> None:
+def _remove_hooks(handle: RemovableHandle) -> None:
+    handle.remove()
     with _lock:
-        _load_hooks.pop(key, None)
+        _load_hooks.pop(id(handle), None)
         if not _load_hooks and torch.nn.Module.load_state_dict is _load_after_hooks:
             torch.nn.Module.load_state_dict = _load_state_dict  # type: ignore[method-assign]

@@ -45,8 +45,8 @@ class OverlappedStager(HostStager):
 
     Args:
         max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work; then it takes memory
-            beyond the bound and says so once.
+        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
+            second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy what is copied at once, the caller's among them.
         pin: page-lock the memory; None means where an accelerator is available.
         reserve_gb: GiB of memory to get ready at once, in the background.
