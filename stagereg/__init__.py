@@ -50,7 +50,7 @@ def _offer_options() -> None:
     except ImportError:  # no plugin of any package is installed
         found = False
     if not found and importlib.util.find_spec("hydra") is not None:
-        importlib.import_module("stagereg.config.source").offer()
+        importlib.import_module("stagereg.hydra_plugins.stagereg_plugin").offer()
 
 
 refuse_foreign(str(Path(__file__).parents[1]))

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import stagereg.output as output
 from stagereg.errors import ConfigError
+from stagereg.sweep.answer import sentences
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Comparison
+    from stagereg.sweep.comparison import Comparison
     from stagereg.sweep.result import JobResult
 
 __all__ = ["add_to", "run"]
@@ -111,7 +112,7 @@ def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
 def _plain(comparison: Comparison) -> dict[str, Any]:
     return {
         "directory": comparison.directory,
-        "answer": comparison.answer,
+        "answer": sentences(comparison),
         "metric": comparison.ranking.name,
         "better": comparison.ranking.better,
         "repeats": comparison.repeats,

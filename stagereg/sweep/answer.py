@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Comparison, ComparisonRow
+    from stagereg.sweep.comparison import Comparison, ComparisonRow
     from stagereg.sweep.result import JobResult
 
 __all__ = ["Confidence", "confidence", "repeated", "sentences"]
@@ -110,7 +110,7 @@ def _others(ties: Sequence[ComparisonRow], rivals: Sequence[ComparisonRow]) -> s
 
 
 def _because(comparison: Comparison, best: ComparisonRow, ties: Sequence[ComparisonRow]) -> str:
-    from stagereg.sweep.compare import Tie
+    from stagereg.sweep.comparison import Tie
 
     reasons = {comparison.tie(best, row) for row in ties}
     if reasons == {Tie.EQUAL}:

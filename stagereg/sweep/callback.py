@@ -35,9 +35,10 @@ from omegaconf import DictConfig, OmegaConf
 import stagereg.machine as machine
 import stagereg.record as record
 from stagereg._version import __version__
+from stagereg.crash_report import format_error
 from stagereg.errors import ConfigError, StageregError
 from stagereg.launch.command_line import CommandLine
-from stagereg.launch.rank import format_error, is_rank
+from stagereg.launch.rank import is_rank
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.output import echo
 from stagereg.sweep.compare import compare

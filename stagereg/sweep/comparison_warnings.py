@@ -9,7 +9,7 @@ from stagereg.sweep.metric import Metric, counted
 from stagereg.sweep.result import JobResult
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import ComparisonRow
+    from stagereg.sweep.comparison import ComparisonRow
 
 __all__ = ["of", "of_row"]
 

@@ -24,7 +24,7 @@ from stagereg.sweep.steps import without_stalls
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from stagereg.sweep.compare import Comparison
+    from stagereg.sweep.comparison import Comparison
     from stagereg.sweep.result import JobResult
 
 __all__ = ["check", "write_run", "write_sweep"]

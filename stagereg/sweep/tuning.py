@@ -26,7 +26,8 @@ import stagereg.machine as machine
 from stagereg.errors import ConfigError
 from stagereg.launch.command_line import quoted
 from stagereg.record import FILES
-from stagereg.sweep.compare import Comparison, ComparisonRow, Tie, compare
+from stagereg.sweep.compare import compare
+from stagereg.sweep.comparison import Comparison, ComparisonRow, Tie
 from stagereg.sweep.figures import figures
 from stagereg.sweep.objective import Objective
 from stagereg.sweep.program import LOG, Composed, Program

@@ -27,7 +27,7 @@ import stagereg.checkpoint.preemption_consensus as preemption_consensus
 import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.local_store import LocalStore
-from stagereg.errors import Preempted
+from stagereg.errors import Preempted, Stopped
 from stagereg.launch.preemption import PreemptionHandler
 from stagereg.testing import run_ranks
 
@@ -306,7 +306,7 @@ def train(case, grace_s=0.3, every=5, **options):
             checkpointer.maybe_save(step, {"step": step})
 
 def twice():
-    preemption._SAME_S = 0.0
+    preemption.SAME_SIGNAL_S = 0.0
     with Checkpointer(os.path.join(sys.argv[1], "twice"), grace=datetime.timedelta(seconds=1000)) as checkpointer:
         me(TERM)
         while checkpointer.preemption.signal_flags() != [1.0, 0.0]:
@@ -507,25 +507,25 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_alone_knows_of_the_signal_says_why_it_ends_and_one_of_those_that_all_know(rank: int) -> None:
-    notice = PreemptionHandler(1.0, str)
-    side = preemption_consensus.PreemptionConsensus(mock.Mock(rank=rank, size=2), notice)
-    assert notice.reports
+    handler = PreemptionHandler(1.0, str)
+    side = preemption_consensus.PreemptionConsensus(mock.Mock(rank=rank, size=2), handler)
+    assert handler.reports
     side.update([1.0, 0.0])
-    assert notice.reports == (rank == 0)
+    assert handler.reports == (rank == 0)
 
 
 def test_only_the_main_thread_listens() -> None:
     heard: list[bool] = []
-    notice = PreemptionHandler(1.0, str)
-    asking = threading.Thread(target=lambda: heard.append(notice.listen()))
+    handler = PreemptionHandler(1.0, str)
+    asking = threading.Thread(target=lambda: heard.append(handler.listen()))
     asking.start()
     asking.join(LIMIT_S)
     assert heard == [False]
     assert signal.getsignal(TERM) is signal.SIG_DFL
-    assert not preemption._ears.notices
+    assert not preemption._listener.handlers
 
 
-@pytest.mark.parametrize("left", [Preempted(7, "runs/x", TERM), preemption.Stopped(USR1, "the disk is full")])
+@pytest.mark.parametrize("left", [Preempted(7, "runs/x", TERM), Stopped(USR1, "the disk is full")])
 def test_what_a_run_leaves_with_survives_a_pickle(left: SystemExit) -> None:
     import pickle
 

@@ -15,7 +15,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.compare import Cell, Comparison, ComparisonRow, compare
+from stagereg.sweep.answer import sentences
+from stagereg.sweep.compare import compare
+from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
 from stagereg.sweep.result import JobResult, results
 
 from .samples import BEGAN, ENVIRONMENT, FAILING, STALLS, UNFINISHED, VERSIONS, failed, jobs, result, sweep
@@ -169,7 +171,7 @@ class TestJobsThatDidNotComplete:
         assert verdicts(comparison) == ["", "best"]
         assert comparison.rows[0].status == "1 of 3 failed"
         assert comparison.rows[0].cells["stall_ms"].values == (1.0, 1.0)
-        assert comparison.answer.endswith("stager=a, 1 ms, is out: 1 of 3 failed.")
+        assert sentences(comparison).endswith("stager=a, 1 ms, is out: 1 of 3 failed.")
 
     def test_an_unfinished_repeat_does_not_count_but_leaves_its_combination_in(self) -> None:
         told = stalls(a=[1.0, 1.0], b=[5.0, 5.0])
@@ -293,12 +295,12 @@ class TestAnswer:
         ],
     )
     def test_it_is_a_sentence_that_claims_no_more_than_the_runs_say(self, told: list[JobResult], answer: str) -> None:
-        assert compare(told).answer == answer
+        assert sentences(compare(told)) == answer
 
     def test_no_combination_that_always_worked_is_no_answer(self) -> None:
         told = stalls(a=[1.0])
         told.append(failed(Path("sweep/9"), 9, told[0].overrides))
-        assert compare(told).answer == (
+        assert sentences(compare(told)) == (
             "No answer by stall_ms: every combination that has it failed, or lacks it, in some of its runs."
         )
 
@@ -310,7 +312,7 @@ class TestAnswer:
                 "a=3": [{"samples_per_s": 20.0}] * 3,
             }
         )
-        assert compare(told, "samples_per_s").answer.startswith(
+        assert sentences(compare(told, "samples_per_s")).startswith(
             "Best by samples_per_s: a=2, 30 samples/s, before a=3, 20 samples/s: the difference"
         )
 
@@ -338,7 +340,7 @@ class TestWarnings:
         ]
         (warning,) = comparison.warnings
         assert warning.startswith("Results of different versions are mixed (torch 2.13.0; torch 2.12.0).")
-        assert "stager=a (torch 2.13.0)" in comparison.answer
+        assert "stager=a (torch 2.13.0)" in sentences(comparison)
 
     def test_the_difference_of_an_a_a_pair_is_within_one_version(self) -> None:
         told = stalls(a=[10.0] * 5, b=[12.0] * 5, again=[10.5])
@@ -463,7 +465,7 @@ def test_a_failed_job_changes_no_other_row(told: dict[str, list[float]], values:
     more = [failed(Path(f"sweep/{90 + at}"), 90 + at, ("train.steps=40", "nproc=2", "stager=z")) for at in range(fails)]
     before, after = compare(every), compare([*every, *more])
     assert seen(after.rows[:-1]) == seen(before.rows)
-    assert after.answer == before.answer
+    assert sentences(after) == sentences(before)
     assert after.rows[-1].status == "failed"
 
 
@@ -507,7 +509,7 @@ def test_the_best_has_the_best_median_and_whoever_is_within_the_noise_of_it_ties
 @given(told=SWEEPS, again=AGAIN)
 def test_one_run_each_claims_nothing(told: dict[str, list[float]], again: list[float]) -> None:
     once = {name: values[:1] for name, values in told.items()}
-    answer = compare(of(once, again)).answer
+    answer = sentences(compare(of(once, again)))
     assert "real" not in answer or "nothing says whether the difference is real" in answer
 
 

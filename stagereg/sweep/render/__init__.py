@@ -19,7 +19,7 @@ import stagereg.sweep.render.tables as tables
 from stagereg.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Comparison
+    from stagereg.sweep.comparison import Comparison
 
 __all__ = ["FILES", "write"]
 

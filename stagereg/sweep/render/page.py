@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import stagereg.sweep.render.sheets as sheets
 import stagereg.sweep.render.tables as tables
-from stagereg.sweep.answer import Confidence, confidence, repeated
+from stagereg.sweep.answer import Confidence, confidence, repeated, sentences
 from stagereg.sweep.metric import METRICS, counted
 from stagereg.sweep.render.plots import COLOURS
 from stagereg.sweep.render.sheets import Table
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Comparison, ComparisonRow
+    from stagereg.sweep.comparison import Comparison, ComparisonRow
     from stagereg.sweep.result import JobResult
     from stagereg.sweep.run import Run
 
@@ -99,7 +99,7 @@ def compare_page(comparison: Comparison, pictures: Sequence[Picture] = (), timel
         title=f"Sweep {comparison.directory.name}",
         directory=str(comparison.directory),
         when=_when(jobs),
-        answer=comparison.answer,
+        answer=sentences(comparison),
         verdict=_CERTAINTY[confidence(comparison)][2],
         tiles=_tiles(comparison, jobs),
         command=_again(best.jobs) if best else "",

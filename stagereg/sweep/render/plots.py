@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from stagereg.sweep.compare import Cell, Comparison, ComparisonRow
+    from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
     from stagereg.sweep.metric import Metric
 
 __all__ = ["COLOURS", "compare_figure", "plain", "png_bytes", "styled", "svg_text"]

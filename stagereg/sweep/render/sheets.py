@@ -15,7 +15,7 @@ import stagereg.sweep.render.tables as tables
 from stagereg.sweep.metric import METRICS, counted, in_order, in_words
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Cell, Comparison, ComparisonRow
+    from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
     from stagereg.sweep.metric import Metric
 
 __all__ = ["Shown", "Table", "as_told", "compared", "of_figures"]

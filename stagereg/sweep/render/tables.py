@@ -21,10 +21,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import stagereg.output as output
+from stagereg.sweep.answer import sentences
 from stagereg.sweep.metric import counted, shown
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Cell, Comparison, ComparisonRow
+    from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
     from stagereg.sweep.metric import Metric
 
 __all__ = [
@@ -188,7 +189,7 @@ def terminal(comparison: Comparison) -> None:
         output.echo(f"  {line}", "red")
     for warning in comparison.warnings:
         output.echo(f"Beware: {warning}", "yellow")
-    output.echo(f"\n{comparison.answer}", "bold")
+    output.echo(f"\n{sentences(comparison)}", "bold")
 
 
 def csv_text(comparison: Comparison) -> str:
@@ -223,7 +224,7 @@ def markdown_text(comparison: Comparison) -> str:
     apart = distinct(comparison)
     heads = ["verdict", *apart, "runs", *(metric.head for metric in comparison.metrics)]
     marks = [":---"] * (1 + len(apart)) + ["---:"] * (1 + len(comparison.metrics))
-    lines = [f"**{_escaped(comparison.answer)}**", "", _markdown_row(map(_escaped, heads)), _markdown_row(marks)]
+    lines = [f"**{_escaped(sentences(comparison))}**", "", _markdown_row(map(_escaped, heads)), _markdown_row(marks)]
     for place, row in enumerate(rows):
         cells = [_escaped(verdict(row, comparison))]
         cells += [_code(values[place] or _NONE) for values in apart.values()]

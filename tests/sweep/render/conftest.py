@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stagereg.sweep.compare import Cell, Comparison, ComparisonRow
+from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
 from stagereg.sweep.metric import METRICS, metric
 from stagereg.sweep.result import JobResult
 

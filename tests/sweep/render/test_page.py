@@ -14,7 +14,8 @@ import pytest
 
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
-from stagereg.sweep.compare import Comparison, ComparisonRow
+from stagereg.sweep.answer import sentences
+from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.run import RankRecord, Run
 
 Rows = Callable[..., ComparisonRow]
@@ -131,7 +132,7 @@ def test_the_answer_is_on_the_first_screen_and_the_table_begins_there(
     opened: Opener, usual: str, comparison: Comparison
 ) -> None:
     view = opened(usual, viewport={"width": 1280, "height": 800}).view
-    assert view.locator("h1").inner_text() == comparison.answer
+    assert view.locator("h1").inner_text() == sentences(comparison)
     assert "The machine was busy." in view.locator(".warnings").inner_text()
     assert view.locator(".tile strong").all_inner_texts() == ["9.10 ±0.95", "a tie", "10 of 11 completed"]
     table = view.locator("#table").bounding_box()

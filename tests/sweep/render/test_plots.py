@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 import stagereg.sweep.render.plots as plots
-from stagereg.sweep.compare import Comparison, ComparisonRow
+from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.metric import metric
 
 matplotlib = pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.tables as tables
-from stagereg.sweep.compare import Cell, Comparison, ComparisonRow
+from stagereg.sweep.answer import sentences
+from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
 from stagereg.sweep.metric import METRICS, metric
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e12, max_value=1e12)
@@ -99,7 +100,7 @@ def test_the_terminal_shows_marks_spreads_the_first_line_of_errors_and_ends_in_t
     assert any("best of its column" in line for line in lines)
     assert "Beware: The machine was busy." in lines
     assert lines[0] == "All with train.steps=60"
-    assert lines[-1] == comparison.answer
+    assert lines[-1] == sentences(comparison)
 
 
 def test_two_parameters_and_eight_metrics_fit_a_line_of_120(

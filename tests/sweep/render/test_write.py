@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import stagereg.sweep.render as render
-from stagereg.sweep.compare import Comparison, ComparisonRow
+from stagereg.sweep.comparison import Comparison, ComparisonRow
 
 Rows = Callable[..., ComparisonRow]
 Compared = Callable[..., Comparison]
