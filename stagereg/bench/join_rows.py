@@ -1,6 +1,6 @@
 """``stagereg bench join``: what a training step costs in a join, beside torch's, on ranks that all have data.
 
-Each group is a model on a number of ranks, and its rows are ways to hold a join around the loop. What is told is the
+Each group is a model on a number of ranks, and its rows are ways to hold a join around the loop. Each row shows the
 time of a step on the slowest rank, and its ratio to that of the row without a join *in the same round*, for the machine
 changes from round to round; of these ratios the median, and the ratio of the 20th percentiles, which the busy moments
 of the machine do not reach. And how many collectives a step begins beyond those of the step without a join.
@@ -47,9 +47,9 @@ def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[d
         LaunchError: a rank died, or did not come to an end.
     """
     wanted = [BASE, *(row for row in rows if row not in (BASE, AGAIN)), AGAIN]
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said):  # what ranks say is no part of the tables
+        with contextlib.redirect_stdout(printed):  # the output of ranks is no part of the tables
             return run_ranks(measure, ranks, args=(model, wanted, rounds), timeout_s=_HOUR_S)
     except RankFailure as error:
         raise LaunchError(f"The join of {ranks} ranks could not be measured: {error}") from error
@@ -64,7 +64,7 @@ def group(model: str, ranks: int, taken: Sequence[Mapping[str, Taken]]) -> Group
 
 
 def noise(ratios: Sequence[float]) -> float:
-    """A ratio that cannot be told from 1.0, by the A/A row's ratios of all rounds.
+    """The smallest ratio that differs from 1.0, by the A/A row's ratios of all rounds.
 
     It is as far above 1.0 as the farther end of the 95 % confidence interval of their median, by order statistics,
     which asks nothing of their distribution.

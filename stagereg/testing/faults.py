@@ -33,7 +33,7 @@ import stagereg.checkpoint.failpoints as failpoints
 import stagereg.registry as registry
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.forwarding import ForwardingWriter
-from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.storage.protocol import Storage, UsesPadding, WritesUrls
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import ConfigError, nearest
 
@@ -102,9 +102,10 @@ class FaultyStorage(ForwardingWriter, Storage):
         self._folder: str = ""
         self._rank = 0
         self._count = 0
-        for name in ("margins", "remote"):  # which are looked for by name
-            if hasattr(inner, name):
-                setattr(self, name, getattr(inner, name))
+        if isinstance(inner, UsesPadding):
+            self.padding = inner.padding
+        if isinstance(inner, WritesUrls):
+            self.remote = inner.remote
 
     @property
     def wraps(self) -> Storage:

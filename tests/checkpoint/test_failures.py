@@ -233,8 +233,8 @@ def test_a_third_save_waits_for_the_first_and_writes_never_overlap(
         checkpointer.save(2, {"x": 2})
         assert entered.wait(30)
         waiting = threading.Event()
-        room = checkpointer._background.make_room
-        monkeypatch.setattr(checkpointer._background, "make_room", lambda: (waiting.set(), room()))
+        room = checkpointer._background.wait_for_slot
+        monkeypatch.setattr(checkpointer._background, "wait_for_slot", lambda: (waiting.set(), room()))
 
         def save() -> None:
             checkpointer.save(3, {"x": 3})

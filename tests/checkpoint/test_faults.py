@@ -76,7 +76,7 @@ class TestBackground:
         with pytest.raises(CheckpointError, match="too late"):
             background.raise_failure()
         assert background.hanging
-        background.make_room()
+        background.wait_for_slot()
         assert not background.drain()
         background.raise_failure()
         assert job.lates == 1

@@ -31,6 +31,7 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.process_writer import ProcessWriter
+from stagereg.checkpoint.storage.protocol import UsesPadding
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
@@ -156,8 +157,8 @@ class TestWriting:
         if kind == "safetensors":
             pytest.importorskip("safetensors")
         storage, stager = stagereg.build("storage", kind), stagereg.build("stager", "shared")
-        if hasattr(storage, "margins"):
-            stager.reserve_padding(*storage.margins)
+        if isinstance(storage, UsesPadding):
+            stager.reserve_padding(*storage.padding)
         for step in (1.0, 2.0):
             path = tmp_path / str(step)
             source = {"w": torch.arange(3000.0) * step, "v": torch.full((70, 3), step).t(), "n": step}

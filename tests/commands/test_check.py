@@ -337,7 +337,7 @@ class TestResolve:
     def test_one_component_is_meant_by_its_kind_and_name_or_by_a_name_that_one_kind_has(self, site: Path) -> None:
         for target in ("stager/pinned_cached", "pinned_cached"):
             assert [job.title for job in subject.resolve(target).jobs] == ["stager/pinned_cached"]
-        with pytest.raises(ConfigError, match="say which: join_hook/ddp or joinable/ddp"):
+        with pytest.raises(ConfigError, match="choose one: join_hook/ddp or joinable/ddp"):
             subject.resolve("ddp")
 
     def test_two_packages_of_one_name_are_told_apart(self, site: Path) -> None:

@@ -178,8 +178,8 @@ def test_what_safetensors_has_no_place_for_is_named_and_nothing_is_written(
     state = {"x": {"wide": torch.ones(2, dtype=torch.complex128)}, "y": {"__metadata__": torch.ones(2)}, "z": 3}
     root = save(tmp_path / "run", state)
     for name, words in (
-        ("x", "no place for 'wide', which is torch.complex128; write a .pt"),
-        ("y", "no place for a tensor called '__metadata__'; write a .pt"),
+        ("x", "cannot hold 'wide', which is torch.complex128; write a .pt"),
+        ("y", "cannot hold a tensor called '__metadata__'; write a .pt"),
     ):
         assert cli.main(["convert", str(root), str(tmp_path / "x.safetensors"), "--only", name]) == 2
         assert words in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_a_plugin_that_does_its_worst_is_one_row_and_the_others_are_told(
     bad = {
         "raises": ("raise ValueError('no licence')", "ValueError: no licence"),
         "leaves": ("raise SystemExit(7)", "SystemExit: 7"),
-        "exits": ("import os\nprint('last', flush=True)\nos._exit(0)", "exit code 0; its last words: last"),
+        "exits": ("import os\nprint('last', flush=True)\nos._exit(0)", "exit code 0; its last output: last"),
         "crashes": ("import os, signal\n\nos.kill(os.getpid(), signal.SIGSEGV)", "crashed with SIGSEGV in <module> ("),
     }
     files = {name: install(name, source, {f"stager.{name}": "X"}) for name, (source, _) in bad.items()}

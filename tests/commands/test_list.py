@@ -79,7 +79,7 @@ def test_a_package_that_announces_nonsense_is_told_and_costs_no_other(
     assert cli.main(["list"]) == 0
     told = capsys.readouterr().out
     assert "good" in told
-    assert "Not all can be listed of: odd 1.2. `stagereg doctor` says why." in told
+    assert "Not all can be listed of: odd 1.2. See `stagereg doctor`." in told
     cli.main(["list", "--json"])
     [unreadable] = json.loads(capsys.readouterr().out)["unreadable"]
     assert unreadable["distribution"] == "odd 1.2"

@@ -95,7 +95,7 @@ def test_json_has_the_same_figures_and_writes_no_file_unasked(here: Path, capsys
     assert (told["kind"], told["status"]) == ("run", "unfinished")
     assert told["figures"]["checkpoints"] == 3
     assert [one["state"] for one in told["checkpoints"]] == ["complete"] * 3 + ["not complete"]
-    assert told["ranks"][1]["state"] == "told no end"
+    assert told["ranks"][1]["state"] == "no end recorded"
     assert sorted(here.rglob("*")) == before
 
 
@@ -204,7 +204,7 @@ def test_where_nothing_can_be_written_the_tables_are_there_and_the_reason(
     assert cli.main(["report", "run", "--output", "file/below"]) == 2
     told = capsys.readouterr()
     assert "Checkpoints" in told.out
-    assert "Cannot write in file/below: Not a directory. `--output DIR` names another place." in told.err
+    assert "Cannot write in file/below: Not a directory. `--output DIR` names another directory." in told.err
 
 
 def test_options_of_the_other_kind_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,7 +256,7 @@ LOOKED_FOR = "a run has metrics.jsonl, result.json or .hydra/overrides.yaml in i
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (f"{RUN}/checkpoints", f"has checkpoints, which say nothing of the run that wrote them. {NAME_THE_RUN}"),
+        (f"{RUN}/checkpoints", f"has checkpoints, but no record of the run that wrote them. {NAME_THE_RUN}"),
         (f"{RUN}/checkpoints/latest", NAME_THE_RUN),
         (f"{RUN}/checkpoints/step-00000010", NAME_THE_RUN),
         (f"{RUN}/.hydra", f"has the configs of a run. {NAME_THE_RUN}"),
@@ -267,7 +267,7 @@ LOOKED_FOR = "a run has metrics.jsonl, result.json or .hydra/overrides.yaml in i
         (".", f"The newest:\n  stagereg report {SWEEP}  # a sweep\n{NEWEST_RUN}  stagereg report {RUN}  # a run\n"),
         ("empty", f"has none below: {LOOKED_FOR}; it is empty.\n"),
         ("other", f"{LOOKED_FOR}; there is: conf/.\n"),
-        ("alone", "alone has checkpoints, which say nothing of the run that wrote them"),
+        ("alone", "alone has checkpoints, but no record of the run that wrote them"),
         ("outptus", "There is no directory outptus. Did you mean 'outputs'?"),
         ("outputs/2026-11-22/x", "has: 2026-11-21.\n"),
     ],

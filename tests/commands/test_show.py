@@ -187,7 +187,7 @@ def test_every_argument_of_a_component_is_an_option_or_passed_by_the_program(kin
         ("stager/pined_cached", "No stager named 'pined_cached'. Did you mean 'pinned_cached'?"),
         ("pined_cached", "No component named 'pined_cached'. Did you mean 'pinned_cached'?"),
         ("stagr/shared", "No kind 'stagr' of component. Did you mean 'stager'?"),
-        ("ddp", "2 kinds have a 'ddp'. Say which: join_hook/ddp or joinable/ddp"),
+        ("ddp", "2 kinds have a 'ddp'. Choose one: join_hook/ddp or joinable/ddp"),
         ("stager", "'stager' is a kind. `stagereg list stager` lists its components."),
         ("zzz", "No component named 'zzz'.\n`stagereg list` lists what there is."),
         ("shared@nobody", "No stager named 'shared@nobody'."),

@@ -184,7 +184,7 @@ def test_where_nothing_can_be_measured_the_search_ends_early_and_says_why(tune):
 def test_a_run_without_a_checkpoint_says_what_to_change(tune):
     code, out, _ = tune("checkpoint.every=1000", "--only", "--over", "lr=1,2", "--trials", "1")
     assert code == 1
-    assert "it tells no stall_ms (it took no checkpoint: are there more steps than checkpoint.every?)" in out
+    assert "it has no stall_ms (it took no checkpoint: are there more steps than checkpoint.every?)" in out
 
 
 def test_the_same_command_goes_on_and_measures_nothing_twice(tune):

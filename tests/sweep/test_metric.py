@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.metric import METRICS, directed, in_order, in_words, metric, quantity, shown, usual
+from stagereg.sweep.metric import METRICS, directed, in_order, labelled, metric, quantity, shown, usual
 
 
 def test_each_metric_is_found_by_its_name_and_says_what_it_is() -> None:
@@ -75,9 +75,9 @@ def test_a_list_of_figures_begins_with_metrics_and_has_units_people_read() -> No
     names = ["zeal", "state_bytes", "returned.b", "loss", "returned.a", "steps", "stall_ms"]
     ordered = ["stall_ms", "loss", "returned.a", "returned.b", "steps", "state_bytes", "zeal"]
     assert in_order(names) == ordered
-    assert in_words("state_bytes", 3 * 2**20) == ("size of a checkpoint", 3.0, "MiB")
-    assert in_words("lost_percent", 0.5) == ("lost_percent", 0.5, "%")
-    assert in_words("zeal", 2.0) == ("zeal", 2.0, "")
+    assert labelled("state_bytes", 3 * 2**20) == ("size of a checkpoint", 3.0, "MiB")
+    assert labelled("lost_percent", 0.5) == ("lost_percent", 0.5, "%")
+    assert labelled("zeal", 2.0) == ("zeal", 2.0, "")
     assert [quantity(1.5, "%"), quantity(1.5, "ms"), quantity(1.5, "")] == ["1.5%", "1.5 ms", "1.5"]
 
 

@@ -89,7 +89,7 @@ def save(state: dict[str, Any], path: Path, writer: Any) -> None:
 
 WRITER = DirectStorage(buffer_mb=1)
 STAGER = stagereg.build("stager", "pinned_cached", pin=False)
-STAGER.reserve_padding(*WRITER.margins)
+STAGER.reserve_padding(*WRITER.padding)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
