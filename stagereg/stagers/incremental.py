@@ -77,8 +77,8 @@ class IncrementalStager(HostStager):
         otherwise: Treatment = "compare" if detect == "content" else "always"
         treat = functools.partial(_treatments, tuple(frozen), otherwise)
         pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads)
-        super().__init__(pool, threads, type_check)
-        self._copier = self._delta = DeltaCopier(pool, treat, verify, threads, type_check)
+        self._delta = DeltaCopier(pool, treat, verify, threads, type_check)
+        super().__init__(self._delta)
 
     def forget(self) -> None:
         """Copy everything afresh in the next ``stage``, as after loading other weights into declared tensors."""

@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stagereg.errors import StagingError
-from stagereg.kernel.copier import PendingCopy
+from stagereg.kernel.copier import HostCopier, PendingCopy
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.state_dict import path_to
@@ -70,7 +70,7 @@ class OverlappedStager(HostStager):
         type_check: bool = False,
     ) -> None:
         pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=int(reserve_gb * 2**30))
-        super().__init__(pool, threads, type_check)
+        super().__init__(HostCopier(pool, threads, type_check))
         self._verify = verify
         self._copies = _Copies()
         self._guard = WriteGuard(self._copies.finish_before_write)
