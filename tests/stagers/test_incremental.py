@@ -157,7 +157,7 @@ class TestDeclared:
         for step, (copy, _) in enumerate(held):
             assert copy["w"].eq(step).all()
 
-    def test_room_is_left_only_where_memory_is_not_shared(self) -> None:
+    def test_only_memory_that_is_not_shared_has_padding(self) -> None:
         stager = build("model.base.*")
         stager.reserve_padding(704, 300)
         copy = stager.stage(adapted())["model"]
