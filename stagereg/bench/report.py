@@ -20,6 +20,7 @@ _HEADS = {
     "x": f"{'step ms':>12} {'x off':>9} {'IQR':>15} {'x, p20':>9} {'+ collectives':>14} {'+ blocking':>10}",
 }
 """The columns of a table, by a figure that only its rows have."""
+_COUNTS = {"collectives": 14, "blocking": 10}
 _JOIN_TARGETS = "Targets (x of the step without a join, or collectives a step beyond its own)"
 _TARGETS = "Targets (x of the ceiling, or ms)"
 
@@ -156,7 +157,7 @@ def _cells(line: Line) -> str:
     if "x" in line.samples:
         low, high = (f"{edge:.2f}" for edge in spread(line.samples["x"]))
         row = line.figures
-        numbers = f"{row['collectives']:>14g} {row['blocking']:>10g}"
+        numbers = " ".join(f"{row.get(name, '-')!s:>{width}}" for name, width in _COUNTS.items())
         return f"{_ms(line.median('step')):>12} {line.ratio:>9.3f} {f'{low} - {high}':>15} {row['p20']:>9.3f} {numbers}"
     ratio = "-" if line.ratio is None else f"{line.ratio:.2f}"
     return f"{_ms(line.median('seconds')):>12} {_iqr(line.samples['seconds']):>21} {ratio:>11}"

@@ -81,6 +81,12 @@ TARGETS = (
         )
     ),
     *(
+        Target(
+            "join", f"{row}: enter and leave", "small/2", f"enter+leave:{row}", "enter+leave:torch:on", "0.3-0.7", 1, 1
+        )
+        for row in ("planned", "counted", "iterate:planned", "iterate:counted")
+    ),
+    *(
         Target("join", f"{row}: step", "medium/2", row, "torch:on", "1.01", Noise(), Noise())
         for row in ("planned", "counted")
     ),
