@@ -84,7 +84,7 @@ def test_every_module_has_a_level() -> None:
 
 
 def test_the_graph_is_that_of_the_source() -> None:
-    assert "stagereg.kernel.memory" in GRAPH["stagereg.stagers.host"]
+    assert "stagereg.kernel.copier" in GRAPH["stagereg.stagers.host"]
     assert "stagereg.spec" in GRAPH["stagereg.registry"]
     assert "stagereg.registry" in GRAPH["stagereg.stagers.blocking"]
 
