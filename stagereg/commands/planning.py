@@ -22,7 +22,7 @@ import stagereg.registry as registry
 from stagereg.bench.command import check_writable
 from stagereg.commands.cost_curve import CostModel, Loss, csv_text, duration_text, loss_figure
 from stagereg.commands.costs import Costs, Rates, by_rates, by_run, measured, size_text
-from stagereg.config.texts import duration, written
+from stagereg.durations import duration, write_duration
 from stagereg.errors import ConfigError, StageregError
 from stagereg.sizes import ByteSize
 from stagereg.sweep.metric import counted
@@ -217,7 +217,7 @@ def _tell(costs: Costs, job: CostModel, step_s: float | None, steps: int | None,
     heads = ("interval", *(("steps",) if step_s else ()), "lost", "checkpoints", "done twice", "restarts", "")
     output.table("", heads, [_row(job.loss(at), step_s, words) for at, words in _intervals(job, best)])
     if steps:
-        mtbf = written(datetime.timedelta(seconds=round(job.mtbf_s) or job.mtbf_s)).replace(" ", "")
+        mtbf = write_duration(datetime.timedelta(seconds=round(job.mtbf_s) or job.mtbf_s)).replace(" ", "")
         output.echo(
             f"\nSet checkpoint.every={steps}; or checkpoint.every=auto checkpoint.mtbf={mtbf}, which measures all this"
         )
