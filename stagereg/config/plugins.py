@@ -106,7 +106,8 @@ class NamedPlugins:
         # Asked anew for each config: Hydra and other packages add to the search path to the end.
         known = self._search_path.get_path() if self._search_path else ()
         paths = [element.path for element in known if element.provider != "hydra" and element.path]
-        sources: dict[str, Any] = {s.scheme(): s for s in Plugins.instance().discover(ConfigSource)}
+        classes: list[Any] = Plugins.instance().discover(ConfigSource)
+        sources = {source.scheme(): source for source in classes}
         # Hydra keeps the schemas behind what a config adds to the search path.
         for path in sorted([*paths, *self._more_paths], key="structured://".__eq__):
             scheme = path.partition("://")[0] if "://" in path else "file"
