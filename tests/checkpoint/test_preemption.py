@@ -192,7 +192,7 @@ def uneven_calls(rank: int, directory: str) -> Any:
         free = signal.getsignal(TERM) is signal.SIG_DFL
         dist.barrier()
         checkpointer.close()
-        return len(said), "could not tell each other" in "".join(said), free
+        return len(said), "could not exchange" in "".join(said), free
 
 
 def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
