@@ -226,7 +226,7 @@ def _confirmed(objective: Objective, verdict: SearchVerdict) -> list[dict[str, A
 
 
 def _seconds(text: str | None) -> float | None:
-    from stagereg.config.texts import duration
+    from stagereg.durations import duration
 
     return None if text is None else duration(text).total_seconds()
 
