@@ -64,6 +64,7 @@ _BUILT_IN = {
     ("join_hook", "module"): "stagereg.join.kinds.module:ModuleHook",
     ("join_hook", "step"): "stagereg.join.kinds.step:StepHook",
     ("join_hook", "zero"): "stagereg.join.kinds.zero:ZeroHook",
+    ("joinable", "auto"): "stagereg.join.adapt:auto",
     ("joinable", "checkpoint"): "stagereg.join.kinds.checkpoint:CheckpointJoinable",
     ("joinable", "collective"): "stagereg.join.kinds.collective:CollectiveJoinable",
     ("joinable", "ddp"): "stagereg.join.kinds.ddp:DdpJoinable",

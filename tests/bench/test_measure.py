@@ -1,4 +1,7 @@
-"""Figures come from turns: A B C ... A B C in one run, told by median, spread and a ratio to the same run's ceiling."""
+"""Figures come from turns.
+
+A B C ... A B C in one run, shown by median, spread and a ratio to the same run's ceiling.
+"""
 
 from __future__ import annotations
 
@@ -96,9 +99,7 @@ def test_the_spread_of_known_samples() -> None:
 
 
 @pytest.mark.parametrize("trim", [True, False])
-def test_freed_memory_goes_back_before_each_sample_unless_told_otherwise(
-    trim: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_freed_memory_goes_back_before_each_sample_by_default(trim: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     monkeypatch.setattr(measure, "_malloc_trim", lambda pad: log.append("trim"))
     clock = Clock()

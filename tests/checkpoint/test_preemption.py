@@ -1,4 +1,7 @@
-"""A run that is told to leave: all ranks save the same step and leave, and the next run ends as if nothing had been."""
+"""A run that is asked to leave.
+
+All ranks save the same step and leave, and the next run ends as if nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 import stagereg.checkpoint.preemption_consensus as preemption_consensus
-import stagereg.launch.preemption as preemption
+import stagereg.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import Preempted, Stopped
-from stagereg.launch.preemption import PreemptionHandler
+from stagereg.preemption import PreemptionHandler
 from stagereg.testing import run_ranks
 
 LIMIT_S = 100
@@ -123,7 +126,7 @@ def everything(rank: int, world: int, root: str, names: list[str]) -> dict[str, 
         with Checkpointer(f"{root}/{how}", every=1000) as checkpointer:
             training.run(checkpointer)
         expected[how] = training.numbers()
-    told: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
     for name, (how, signals) in cases.items():
         training = Training(rank, how)
         training.signals = signals
@@ -136,18 +139,18 @@ def everything(rank: int, world: int, root: str, names: list[str]) -> dict[str, 
         resumed = Training(rank, how)
         with Checkpointer(f"{root}/{name}", every=1000) as checkpointer:
             resumed.run(checkpointer)
-        told[name] = {
+        seen[name] = {
             "left": left and (left.step, left.code),
             "steps": training.steps,
             "restored": [signal.getsignal(number) for number in (TERM, USR1)] == [signal.SIG_DFL] * 2,
             "same": all(map(torch.equal, resumed.numbers(), expected[how])),
         }
-    told["under way"] = while_a_save_is_under_way(rank, f"{root}/under way")
-    told["uneven"] = uneven_calls(rank, f"{root}/uneven")
-    told["slow"] = steps_that_take_long(rank, f"{root}/slow")
-    told["closed"] = closed_early(rank, f"{root}/closed")
-    told["planned"] = uneven_calls_and_a_plan(rank, f"{root}/planned")
-    return told
+    seen["under way"] = while_a_save_is_under_way(rank, f"{root}/under way")
+    seen["uneven"] = uneven_calls(rank, f"{root}/uneven")
+    seen["slow"] = steps_that_take_long(rank, f"{root}/slow")
+    seen["closed"] = closed_early(rank, f"{root}/closed")
+    seen["planned"] = uneven_calls_and_a_plan(rank, f"{root}/planned")
+    return seen
 
 
 def while_a_save_is_under_way(rank: int, directory: str) -> Any:
@@ -192,7 +195,7 @@ def uneven_calls(rank: int, directory: str) -> Any:
         free = signal.getsignal(TERM) is signal.SIG_DFL
         dist.barrier()
         checkpointer.close()
-        return len(said), "could not tell each other" in "".join(said), free
+        return len(said), "could not exchange" in "".join(said), free
 
 
 def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
@@ -211,7 +214,7 @@ def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
 
 
 def steps_that_take_long(rank: int, directory: str) -> int | None:
-    """The signal comes in a step that is as long as the ranks are to be silent: the next step is the last."""
+    """The signal comes in a step that is as long as the ranks are to wait: the next step is the last."""
     try:
         with (
             mock.patch.object(preemption_consensus, "_EVERY_S", 0.0),
@@ -229,7 +232,7 @@ def steps_that_take_long(rank: int, directory: str) -> int | None:
 
 
 def closed_early(rank: int, directory: str) -> Any:
-    """One rank comes to its end before the others: they hear of it, and need not wait."""
+    """One rank comes to its end before the others: they learn of it, and need not wait."""
     with warnings_of(preemption_consensus._log) as said:
         checkpointer = Checkpointer(directory, every=1000)
         for step in range(1, 10 if rank == 1 else 30):
@@ -253,8 +256,8 @@ def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_be
         assert code == 75, name
         assert min(at for at, _ in signals.values()) <= step < STEPS, name
         assert first[name]["steps"] == second[name]["steps"] == step, name
-        assert [told[name]["restored"] for told in (first, second)] == [True, True], name
-        assert [told[name]["same"] for told in (first, second)] == [True, True], name
+        assert [seen[name]["restored"] for seen in (first, second)] == [True, True], name
+        assert [seen[name]["same"] for seen in (first, second)] == [True, True], name
     step, names = first["under way"]
     assert second["under way"] == first["under way"]
     assert names == ["step-00000005", f"step-{step:08}"]
@@ -268,7 +271,7 @@ def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_be
 SCRIPT = """
 import ctypes, datetime, faulthandler, os, signal, sys, threading, time
 import torch
-import stagereg.launch.preemption as preemption
+import stagereg.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError
@@ -459,7 +462,7 @@ for name, (child, said) in children.items():
 """
 
 
-def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: Path) -> None:
+def test_a_process_that_is_asked_to_leave_has_left_when_its_time_is_up(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)],
         capture_output=True,
@@ -467,8 +470,8 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
         timeout=LIMIT_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    told = dict(re.findall(r"^== (.*?)\n(.*?-- code -?\d+)$", ended.stdout, re.MULTILINE | re.DOTALL))
-    codes = {name: int(text.rpartition(" ")[2]) for name, text in told.items()}
+    seen = dict(re.findall(r"^== (.*?)\n(.*?-- code -?\d+)$", ended.stdout, re.MULTILINE | re.DOTALL))
+    codes = {name: int(text.rpartition(" ")[2]) for name, text in seen.items()}
     assert codes == {
         "save hangs": 143,
         "stuck": 143,
@@ -491,22 +494,22 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
         "told": 143,
     }, ended.stdout + ended.stderr
     for name in ("save hangs", "stuck"):
-        assert "stopped by SIGTERM: 0.3 s were too few to save and leave (checkpoint.grace); the newest" in told[name]
-        assert re.search(r"newest complete checkpoint in .* is step 5$", told[name], re.MULTILINE)
+        assert "stopped by SIGTERM: 0.3 s were too few to save and leave (checkpoint.grace); the newest" in seen[name]
+        assert re.search(r"newest complete checkpoint in .* is step 5$", seen[name], re.MULTILINE)
     for name in ("save fails", "save fails, warned"):
-        assert re.search("stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", told[name])
-    assert told["first save fails"].count("no complete checkpoint") == 1
-    assert "the last save has failed" not in told["save fails, warned"], "which is told already"
-    told_late = told["save hangs past its time-out"]
+        assert re.search("stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", seen[name])
+    assert seen["first save fails"].count("no complete checkpoint") == 1
+    assert "the last save has failed" not in seen["save fails, warned"], "which is told already"
+    told_late = seen["save hangs past its time-out"]
     assert "stopped by SIGTERM: Step 7 was not saved: it has taken longer than 3 s" in told_late
-    assert "stopped by SIGTERM: 0.3 s were too few" in told["too late"]
-    assert "stopped by SIGTERM: 0.3 s were too few" in told["told"]
-    assert told["dumped"].count("Current thread") == 2
-    assert "stopped by SIGTERM: it came twice, so nothing more is saved" in told["twice"]
+    assert "stopped by SIGTERM: 0.3 s were too few" in seen["too late"]
+    assert "stopped by SIGTERM: 0.3 s were too few" in seen["told"]
+    assert seen["dumped"].count("Current thread") == 2
+    assert "stopped by SIGTERM: it came twice, so nothing more is saved" in seen["twice"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_alone_knows_of_the_signal_says_why_it_ends_and_one_of_those_that_all_know(rank: int) -> None:
+def test_a_rank_that_alone_knows_of_the_signal_shows_why_it_ends_and_one_of_those_that_all_know(rank: int) -> None:
     handler = PreemptionHandler(1.0, str)
     side = preemption_consensus.PreemptionConsensus(mock.Mock(rank=rank, size=2), handler)
     assert handler.reports

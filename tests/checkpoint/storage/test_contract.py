@@ -167,7 +167,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @each
 @pytest.mark.parametrize("stager", STAGERS)
-def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(small_disk: Path, storage: str, stager: str) -> None:
+def test_a_full_disk_is_reported_and_the_checkpoints_before_it_stay(
+    small_disk: Path, storage: str, stager: str
+) -> None:
     with checkpointer(small_disk, storage, stager, keep=9) as saving:
         saving.save(1, {"x": torch.ones(400_000)})
         saving.wait()
@@ -228,7 +230,7 @@ def test_it_goes_to_another_process_and_back_with_its_marks(tmp_path: Path, stor
 
 
 @each
-def test_a_storage_without_a_directory_says_so(storage: str) -> None:
+def test_a_storage_without_a_directory_is_reported(storage: str) -> None:
     with pytest.raises(dcp.api.CheckpointException, match=r"given no directory: build it with path="):
         dcp.save({"x": 1}, storage_writer=stagereg.build("storage", storage), no_dist=True)
 
