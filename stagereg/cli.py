@@ -29,7 +29,7 @@ from stagereg.commands import (
     verifying,
 )
 from stagereg.errors import StageregError, nearest
-from stagereg.launch.libc import tunables
+from stagereg.machine import tunables
 
 __all__ = ["main"]
 

@@ -8,14 +8,12 @@ announcement means is left to the registry.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import re
-from typing import TYPE_CHECKING
+from importlib.metadata import Distribution, EntryPoint
 
 from stagereg._version import __version__
 from stagereg.errors import InstallationError, StageregError
-
-if TYPE_CHECKING:
-    from importlib.metadata import Distribution, EntryPoint
 
 __all__ = ["DISTRIBUTION", "announced", "normalized", "unmet"]
 
@@ -29,8 +27,6 @@ def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple
     Each entry point comes with its distribution's name and version, sorted by its own name. Each distribution that
     could not be read is its folder and the reason; one that does not mention the group is not looked into.
     """
-    import importlib.metadata  # not above: it costs more than the rest of `import stagereg`
-
     found: dict[str, list[tuple[str, str, EntryPoint]]] = {}
     unreadable: list[tuple[str, str]] = []
     for each in importlib.metadata.distributions():
@@ -51,8 +47,6 @@ def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple
 
 def unmet(distribution: str) -> str:
     """Return why an installed distribution does not fit this stagereg, by what it requires; empty if it fits."""
-    import importlib.metadata
-
     from packaging.requirements import Requirement
 
     try:

@@ -314,15 +314,13 @@ class Registry:
             match = _TARGET.fullmatch(point.value.strip())
             target = f"{match[1]}:{match[2]}" if match else point.value.strip()
             # A kind or name that this version does not know must not break the listing of the others.
-            if kind not in REQUIRED:
-                reason = f"and there is no kind {kind!r} here.{nearest(kind, REQUIRED)}"
-            elif not _NAME.fullmatch(name):
-                reason = f"and {name!r} is not a name: use letters, digits, '_' and '-'."
-            else:
+            if kind in REQUIRED and _NAME.fullmatch(name):
                 entry = Entry(kind, name, target, distribution, version, registry=self)
                 self._packages.setdefault((kind, name), []).append(entry)
                 continue
-            self._unreadable.append((f"{distribution} {version}", f"it announces {point.name!r}, {reason}"))
+            unknown = f"there is no kind {kind!r} here.{nearest(kind, REQUIRED)}"
+            why = f"{name!r} is not a name: use letters, digits, '_' and '-'." if kind in REQUIRED else unknown
+            self._unreadable.append((f"{distribution} {version}", f"it announces {point.name!r}, and {why}"))
         return self._packages
 
 

@@ -72,7 +72,12 @@ OPTIONAL = {
         "announces_itself: bool = True",
         "reduces_gradients: bool = True",
     ],
-    "storage": ["@property\n    def marks(self) -> Mapping[str, FileMark]"],
+    "storage": [
+        "@property\n    def marks(self) -> Mapping[str, FileMark]",
+        "@property\n    def wraps(self) -> Storage",
+        "padding: tuple[int, int] = (0, 0)",
+        "remote: bool = False",
+    ],
 }
 """The members of each kind's protocol that a component may lack."""
 

@@ -78,7 +78,7 @@ class RawWrite(Case):
 
     Args:
         fresh: gives a new empty directory, and takes the ones before away.
-        note: told once if the file system refuses O_DIRECT, and the ceiling is a buffered write.
+        note: called once with a text if the file system refuses O_DIRECT, and the ceiling is a buffered write.
     """
 
     def __init__(self, row: str, nbytes: int, fresh: Callable[[], Path], note: Callable[[str], None]) -> None:

@@ -1,9 +1,12 @@
 """What a rank of ``stagereg bench join`` runs: one DDP model, trained in turns in every way a join can be held.
 
-A block opens a join, takes one step to get going, and then the steps that are timed; entering and leaving are not. All
-ways train the same model, so that no way has luckier memory than another, and take their turns in the same order on all
-ranks, which is another one in each round. A way that fails is left out from then on. In the end the ranks must still
-have the same parameters, or nothing was worth measuring.
+A block opens a join, takes one step to get going, and then the steps that are timed. Entering and leaving are timed by
+themselves: from the construction of the join to the first batch, and from the end of the last step to the end of the
+join.
+
+All ways train the same model, so that no way has luckier memory than another. They take their turns in the same order
+on all ranks, which is another one in each round. A way that fails is left out from then on. In the end the ranks must
+still have the same parameters, or nothing was worth measuring.
 
 In the first round, which only warms up, the collectives between the first step and the last are counted: every one that
 this process begins, by the sequence numbers of its process groups, and among them those that hold up the Python code
@@ -90,12 +93,12 @@ class Way:
 
 
 def _ours(
-    mode: str | None = None, throw: bool = False, enable: bool = True
+    mode: str | None = None, throw: bool = False, enable: bool = True, iterates: bool = False
 ) -> Callable[[Any, Sequence[Batch]], contextlib.AbstractContextManager[Any]]:
     def make(ddp: Any, batches: Sequence[Batch]) -> contextlib.AbstractContextManager[Any]:
         if not enable:
             return Join([ddp], enable=False)
-        return Join([ddp], throw_on_early_termination=throw, mode=mode, loader=batches)
+        return Join([ddp], throw_on_early_termination=throw, mode=mode, loader=None if iterates else batches)
 
     return make
 
@@ -121,10 +124,10 @@ WAYS = {
     "counted+throw": Way(_ours("counted", throw=True)),
     "planned": Way(_ours("planned")),
     "planned+throw": Way(_ours("planned", throw=True)),
-    "iterate:counted": Way(_ours("counted"), iterates=True),
-    "iterate:planned": Way(_ours("planned"), iterates=True),
-    "iterate+mean:counted": Way(_ours("counted"), iterates=True, means=True),
-    "iterate+mean:planned": Way(_ours("planned"), iterates=True, means=True),
+    "iterate:counted": Way(_ours("counted", iterates=True), iterates=True),
+    "iterate:planned": Way(_ours("planned", iterates=True), iterates=True),
+    "iterate+mean:counted": Way(_ours("counted", iterates=True), iterates=True, means=True),
+    "iterate+mean:planned": Way(_ours("planned", iterates=True), iterates=True, means=True),
     "again:off": Way(_ours(enable=False)),
 }
 """By the names of their rows."""
@@ -136,6 +139,7 @@ class Taken:
 
     Attributes:
         seconds: of one step, one figure for each round in order.
+        entry_seconds: of entering and leaving the join, likewise.
         collectives: begun by one step.
         blocking: of those, how many the Python code that began them waited for in the same call.
         failure: what went wrong, on this rank or another.
@@ -144,12 +148,14 @@ class Taken:
     seconds: list[float] = field(default_factory=list)
     collectives: float = 0.0
     blocking: float = 0.0
+    entry_seconds: list[float] = field(default_factory=list)
     failure: str = ""
 
     def note(self, meter: Clock | TrafficCounter, steps: int) -> None:
         """Take down what ``meter`` has measured in so many steps."""
         if isinstance(meter, Clock):
             self.seconds.append(meter.seconds / steps)
+            self.entry_seconds.append(meter.around)
         else:
             self.collectives = meter.collectives / steps
             self.blocking = meter.blocking / steps
@@ -201,10 +207,15 @@ class TrafficCounter:
 
 
 class Clock:
-    """Times what is between ``start`` and ``stop``, in seconds."""
+    """Times what is between ``start`` and ``stop``, in seconds.
+
+    Attributes:
+        around: seconds of entering and leaving the join, as the block has measured them.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.around = 0.0
 
     def start(self) -> None:
         """Look at the clock."""
@@ -237,14 +248,22 @@ class JoinTraining:
     def block(self, way: Way, meter: Clock | TrafficCounter) -> None:
         """Train for one block in a join of its own; ``meter`` measures all steps but the first."""
         batches = [self.batch] * (self.steps + 1)
+        dist.barrier()  # no rank times how much later another one enters
+        began = time.perf_counter()
+        entered = last = began
         with way.join(self.ddp, batches) as join:
             feed: Iterable[Batch] = join.iterate(batches) if way.iterates else batches
             for number, (x, y) in enumerate(feed):
+                if number == 0:
+                    entered = time.perf_counter()
                 self.step(x, y, join if way.means else None)
                 if number == 0:
                     meter.start()
                 elif number == self.steps:
                     meter.stop()
+                    last = time.perf_counter()
+        if isinstance(meter, Clock):
+            meter.around = entered - began + time.perf_counter() - last
 
 
 def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int) -> dict[str, Taken]:

@@ -5,7 +5,7 @@ checkpoint, four steps, and waiting until the checkpoint is durable; each round 
 and one without a checkpoint. The number of torch's threads is fixed when a process starts, so each has its own.
 
 The settings come as JSON in the one argument, see :class:`StallSettings`; the series go as JSON into the file it names.
-Standard error is for what went wrong, and for what torch's save process has to say; progress goes to standard output.
+Standard error has what went wrong, and the output of torch's save process; progress goes to standard output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from stagereg.bench.ceiling import flush
 from stagereg.bench.measure import Case, NotThere, Series, Stopwatch, interleave
-from stagereg.bench.report import teller
+from stagereg.bench.report import progress
 from stagereg.errors import UnknownNameError
 from stagereg.registry import build
 
@@ -220,7 +220,7 @@ def main(argument: str) -> None:
     settings = StallSettings(**{**given, "rows": tuple(given["rows"])})
     logging.getLogger("stagereg").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    series = measure(settings, teller(f"stall, {settings.threads} torch threads", settings.rounds, sys.stdout))
+    series = measure(settings, progress(f"stall, {settings.threads} torch threads", settings.rounds, sys.stdout))
     Path(settings.result).write_text(json.dumps([dataclasses.asdict(one) for one in series]))
 
 

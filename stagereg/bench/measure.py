@@ -1,8 +1,8 @@
-"""How figures come about: cases take turns, A B C ... A B C, and each row is told by its median and its spread.
+"""How figures are measured: cases take turns, A B C ... A B C, and each row has a median and a spread.
 
-Promises: every round runs every case once, in the same order, so that a busy minute falls on all of them; the first
-round only warms up; figures are compared within one run and never across two. What is measured, and against which
-ceiling, is for the rooms with the rows to say.
+Every round runs every case once, in the same order, so that a busy minute falls on all of them. The first round only
+warms up. Figures are compared within one run and never across two. The modules with the rows define what is measured,
+and against which ceiling.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def interleave(
 ) -> list[Series]:
     """Measure ``cases`` in turns: one round to warm up, then ``rounds`` that count; then let each prove itself.
 
-    A case that fails is left out from then on, and says why; its earlier samples do not count.
+    A case that fails is left out from then on, with the reason; its earlier samples do not count.
 
     Args:
         before_round: called before each round, outside of what is timed.

@@ -28,7 +28,7 @@ CEILING = "ceiling"
 """The row that all others are a ratio to."""
 
 _BUILT_IN = ("blocking", "pinned_cached", "overlapped", "shared", "incremental", "torch_default")
-_BACKGROUND = ("overlapped",)  # stage() returns before the copy is there, so there are two times to tell
+_BACKGROUND = ("overlapped",)  # stage() returns before the copy is there, so there are two times
 _TWICE = "pinned_cached"
 
 _Make = Callable[[], Any]

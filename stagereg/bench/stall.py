@@ -27,7 +27,7 @@ BASE = "none"
 
 _STAGERS = ("blocking", "pinned_cached", "overlapped", "shared")
 _STORAGES = ("dcp", "direct")
-_LINES = 12  # of what a loop that died has said
+_LINES = 12  # of the output of a loop that died
 
 
 def row_names() -> list[str]:
@@ -52,14 +52,14 @@ def measured(rows: Sequence[str], rounds: int, threads: int, scale: float, devic
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1"}
         argument = json.dumps(dataclasses.asdict(settings))
         command = [sys.executable, "-m", "stagereg.bench.loop", argument]
-        said = Path(place, "said")
-        with said.open("wb") as errors:
+        printed = Path(place, "printed")
+        with printed.open("wb") as errors:
             ended = subprocess.run(command, env=environment, stdout=sys.__stderr__, stderr=errors)
         if ended.returncode:
-            last = "\n".join(said.read_text(errors="replace").splitlines()[-_LINES:])
+            last = "\n".join(printed.read_text(errors="replace").splitlines()[-_LINES:])
             raise LaunchError(
                 f"The training loop with {threads} torch threads ended with exit code {ended.returncode}. "
-                f"The last it said was:\n{last}"
+                f"Its last output:\n{last}"
             )
         return [Series(**one) for one in json.loads(result.read_text())]
 

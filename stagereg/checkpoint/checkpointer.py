@@ -1,10 +1,9 @@
-"""The checkpointer: stage in the training loop, write and commit behind it, restore at the start.
+"""The checkpointer: stages in the training loop, writes and commits in the background, restores at the start.
 
-``save`` copies the state (the stager's work, the only stall) and hands the copy to one background thread, which lets
-all ranks agree that everybody has staged, writes with torch's distributed checkpoint through a storage, and has rank 0
-commit. What a checkpoint consists of is described in :mod:`stagereg.checkpoint.manifest`; where it lies and how it gets
-there safely, in :mod:`stagereg.checkpoint.store`. Which bytes are in the files is the storage's business
-(:mod:`stagereg.checkpoint.storage`).
+``save`` copies the state with the stager, the only stall, and hands the copy to one background thread. There the ranks
+agree that all of them have staged, write with torch's distributed checkpoint through a storage
+(:mod:`stagereg.checkpoint.storage`), and rank 0 commits (:mod:`stagereg.checkpoint.store`). What a checkpoint consists
+of is described in :mod:`stagereg.checkpoint.manifest`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.saving import Save
 from stagereg.checkpoint.schedule import Automatic, Fixed, Schedule
 from stagereg.checkpoint.storage.lookup import expect_fit
-from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.storage.protocol import Storage, UsesPadding
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.retry import answered, within
@@ -98,8 +97,8 @@ class Checkpointer:
         every: ``maybe_save`` saves at the steps that are multiples of this, at least 1. ``"auto"`` saves as often as
             loses least time to checkpoints and failures together, from what saves turn out to cost: first after 10
             steps, then about 10 steps later, then at the interval that is best for ``mtbf``.
-        keep: how many checkpoints stay, at least 1; the newest are kept. The disk needs room for one more, since an old
-            one goes only when the new one is complete.
+        keep: how many checkpoints stay, at least 1; the newest are kept. The disk needs space for one more, since an
+            old one goes only when the new one is complete.
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
             nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory.
         stager: copies the state; the checkpointer closes it. ``None`` builds the stager registered as
@@ -169,8 +168,8 @@ class Checkpointer:
             self._stager.expect_release()
         self._hold: StoreLock | None = None
         self._ranks = RankGroup(process_group, self.timeout)
-        apart = isinstance(self._stager, SharesMemory) and self._stager.shares_memory
-        expect_fit(self._storage, self._store.root, self._ranks.size + apart)
+        shared = isinstance(self._stager, SharesMemory) and self._stager.shares_memory
+        expect_fit(self._storage, self._store.root, self._ranks.size + shared)
         self._stalls: list[float] = []
         self._saved: int | None = None
         self._closed = False
@@ -179,18 +178,18 @@ class Checkpointer:
         if self._ranks.group is None:
             torchfiles.expect_one_process()
         wanted = str(every)
-        told = self._ranks.run_on_all(
+        intervals = self._ranks.run_on_all(
             f"checkpoint.dir={dir} cannot be written to", lambda: self._open_directory(wanted)
         )
-        if len(set(told)) > 1:
+        if len(set(intervals)) > 1:
             self._let_go()
-            raise ConfigError(f"every must be the same on all ranks, which have {', '.join(told)}.")
+            raise ConfigError(f"every must be the same on all ranks, which have {', '.join(intervals)}.")
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
         # each, and those of two kinds must not meet.
         self._schedule: Schedule = (
             Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), RankGroup(process_group))
         )
-        self._process = WriterProcess() if apart else None
+        self._process = WriterProcess() if shared else None
         if self._process is not None:
             self._process.start()
         warns = self.on_error == "warn"
@@ -234,8 +233,8 @@ class Checkpointer:
             state: what to save, see the class.
 
         Raises:
-            CheckpointError: an earlier save failed, or this rank could not stage the state (the other ranks then hear
-                of it at their next call), or the checkpointer is closed. Checkpoints that were complete stay.
+            CheckpointError: an earlier save failed, or this rank could not stage the state (the other ranks then raise
+                at their next call), or the checkpointer is closed. Checkpoints that were complete stay.
             Preempted: (a ``SystemExit`` with code 75) this is the step that the ranks have agreed to leave after, since
                 one of them got SIGTERM or SIGUSR1, and it is saved and committed.
             Stopped: (a ``SystemExit`` with code 128 + signal) likewise, and it could not be saved.
@@ -247,24 +246,24 @@ class Checkpointer:
         request = Save(_a_step(step))
         self._saved = step
         self._schedule.began(step)
-        told: CheckpointError | None = None
+        failure: CheckpointError | None = None
         try:
-            self._background.make_room()
+            self._background.wait_for_slot()
             self._background.raise_failure()
             self._check_storage(request)
             self._stage(request, state)
         except BaseException as error:
             request.failure = reason(error)
-            told = self._told(error)
+            failure = self._as_warning(error)
         finally:
-            # Also when this rank gives up, so that the saves of the ranks stay paired and the others hear of it.
+            # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
             self._background.submit(Writing(self._saves, request, started))
             try:
                 self._settle(request)
             finally:
                 stall = record.now() - started
                 self._schedule.held(step, stall)
-        if told is None:
+        if failure is None:
             self._stalls.append(stall)
             record.emit("stall", step=step, start=started, seconds=stall)
 
@@ -272,7 +271,7 @@ class Checkpointer:
         """Wait until every save has ended, or has taken longer than ``timeout``.
 
         Raises:
-            CheckpointError: one failed and nobody was told yet.
+            CheckpointError: one failed, and no call has raised that yet.
         """
         self._check_open()
         self._background.drain()
@@ -283,7 +282,7 @@ class Checkpointer:
 
         Objects take their state with ``load_state_dict``; plain tensors and containers change in place, other plain
         values are replaced in ``state``. The random number generators of each rank are set as well. The files are
-        looked at first, as ``verify`` says. ``"auto"`` passes over damaged and incomplete checkpoints, says in the log
+        looked at first, as ``verify`` says. ``"auto"`` passes over damaged and incomplete checkpoints, and logs
         what is wrong with each, and how many steps are lost; nothing has got into any object by then.
 
         Args:
@@ -317,7 +316,7 @@ class Checkpointer:
         """Wait for every save, no longer than ``timeout``, end the thread and close the stager. Twice is harmless.
 
         Raises:
-            CheckpointError: a save failed and nobody was told yet; everything is closed nevertheless.
+            CheckpointError: a save failed, and no call has raised that yet; everything is closed nevertheless.
         """
         if self._closed:
             return
@@ -326,7 +325,7 @@ class Checkpointer:
         if self.preemption is not None:
             self.preemption.close()
         self._background.shut()
-        if ended:  # or else nobody may write there before this process has ended, with the thread that hangs
+        if ended:  # otherwise a thread hangs, and no other run may write there before this process has ended
             self._let_go()
         self._saves.plans.forget()
         if self._process is not None:
@@ -368,7 +367,7 @@ class Checkpointer:
 
     @property
     def saved(self) -> int | None:
-        """The step last given to :meth:`save`, or ``None``: tells whether the last step is yet to be saved."""
+        """The step last given to :meth:`save`, or ``None``: shows whether the last step is yet to be saved."""
         return self._saved
 
     @property
@@ -416,10 +415,10 @@ class Checkpointer:
         if failure is None and self._saves.newest != step:
             failure = CheckpointError(f"Step {step} was not saved.")
         if failure is not None:
-            told = str(failure)
-            if "newest" not in told and ("no complete checkpoint" not in told or self.latest is not None):
+            text = str(failure)
+            if "newest" not in text and ("no complete checkpoint" not in text or self.latest is not None):
                 failure = CheckpointError(f"{reason(failure).rstrip('.')}; {describe_newest(self._store)}.")
-            shutdown.set_last_status(self._store.root, None)  # which is told by how this ends
+            shutdown.set_last_status(self._store.root, None)  # the exception below reports it
         self.preemption.exit(step, str(self.dir), failure)
 
     def _open_directory(self, every: str) -> str:
@@ -458,15 +457,15 @@ class Checkpointer:
             raise CheckpointError(f"Step {request.step} was not saved: {reason(error)}") from error
 
     def _check_storage(self, request: Save) -> None:
-        """Have a save that begins while an earlier one hangs take no memory and wait for nobody."""
+        """Refuse a save that begins while an earlier one hangs, before it takes memory or waits."""
         if self._background.hanging:
             raise self._saves.refuse(request.step)
 
-    def _told(self, error: BaseException) -> CheckpointError:
-        """Return a failure of this rank that is no more than a warning, told as one. Raises: any other."""
+    def _as_warning(self, error: BaseException) -> CheckpointError:
+        """Log a failure of this rank that is only a warning, and return it. Raises: any other."""
         if self.on_error != "warn" or not isinstance(error, CheckpointError):
             raise error
-        if not isinstance(error, StorageHangsError):  # of which has been told
+        if not isinstance(error, StorageHangsError):  # which was logged already
             self._saves.warn(error)
         return error
 
@@ -480,7 +479,7 @@ class Checkpointer:
             request.failure = reason(error)
             failure = CheckpointError(f"Step {request.step} was not saved: {request.failure}")
             failure.__cause__ = error
-            self._told(failure)
+            self._as_warning(failure)
         finally:
             request.settled.set()
 
@@ -514,7 +513,6 @@ def _when_done(staged: Any, act: Callable[[], None]) -> None:
 
 
 def _reserve_padding(stager: AsyncStager, storage: Storage) -> None:
-    """Have the stager reserve the padding that the storage can use, where both offer that."""
-    margins = getattr(storage, "margins", None)
-    if margins is not None and isinstance(stager, ReservesPadding):
-        stager.reserve_padding(*margins)
+    """Have the stager reserve the padding that the storage uses, if both can."""
+    if isinstance(storage, UsesPadding) and isinstance(stager, ReservesPadding):
+        stager.reserve_padding(*storage.padding)

@@ -1,12 +1,12 @@
-"""Which checkpoint a run goes on from, and which of those there are can be trusted.
+"""Which checkpoint a run resumes from, and which of those in a store are undamaged.
 
-One rank lists what there is, so that all speak of the same: complete checkpoints, newest first, and what is none by its
-manifest or a size. That is all that can be known without reading. The content of a checkpoint is then compared with the
-marks in its manifest by all ranks together, each reading a share of the files.
+One rank lists the store, so that all ranks use the same list: complete checkpoints, newest first, and directories that
+are none by their manifest or a size. No content is read for that. The content of a checkpoint is then compared with the
+marks in its manifest by all ranks, each reading a share of the files.
 
-What could not be looked at (no permission, a server that does not answer) is no damage: to pass over it would give up
-steps that may be fine, so it is an error. What is done with a damaged one is :mod:`stagereg.checkpoint.restoring`'s
-business.
+A file that could not be looked at (no permission, a server that does not answer) is not damage but an error: passing
+over it would give up steps that may be fine. :mod:`stagereg.checkpoint.restoring` decides what to do about a damaged
+checkpoint.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Choice:
     latest: str | None = None
 
     def newer(self, than: Checkpoint) -> list[Condition]:
-        """Return those of ``damaged`` that were committed after a checkpoint, as far as can be told."""
+        """Return those of ``damaged`` that were committed after a checkpoint, as far as is known."""
         if than.path == self.latest:
             return []
         return [each for each in self.damaged if _is_newer(each, than)]
 
 
 def choice(store: CheckpointStore, resume: str) -> Choice:
-    """List what ``resume`` (``"auto"``, ``"latest"`` or the path of a checkpoint) stands for in ``place``. One rank.
+    """List what ``resume`` (``"auto"``, ``"latest"`` or the path of a checkpoint) stands for in ``store``. One rank.
 
     Raises:
         CheckpointError: a checkpoint that is to be there is not, or one could not be looked at.
@@ -81,9 +81,9 @@ def compared(
     """Read all files of ``chosen``, each rank a share, and return what is wrong with them. Collective.
 
     Args:
-        place: that it lies in.
+        store: that it lies in.
         chosen: the checkpoint, complete by manifest and sizes.
-        known: others of the place, whose content may have got among its files; the same on all ranks.
+        known: others of the store, whose content may have got among its files; the same on all ranks.
         ranks: who reads.
 
     Raises:

@@ -72,7 +72,7 @@ def assign(state: MutableMapping[str, Any], name: str, loaded: Any) -> None:
     """Load one entry into ``state[name]``: into the object in place, or in place of the plain value.
 
     Raises:
-        CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and says nothing. And
+        CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and raises nothing. And
             what the object raises.
     """
     value = state[name]

@@ -1,8 +1,8 @@
-"""The named moments of a save: what has just happened, for tests that end a process there.
+"""The named moments of a save, for tests that end a process there.
 
-Each room that does a step of the commit calls :func:`failpoint` right after it. Nothing listens in a run, and the call
-is one look-up. A test gives :func:`watch` an observer that kills its process, or only counts. An observer is the
-business of one process: one that is to listen where a process of its own writes has to be installed over there.
+Each module that does a step of the commit calls :func:`failpoint` right after it. A run has no observer, so the call is
+one look-up. A test gives :func:`watch` an observer that kills its process, or only counts. An observer is installed in
+one process; a writer process needs one of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ POINTS = {
     "locked": "the run holds the directory, and nothing in it has been touched",
     "swept": "what dead runs had left in the directory is gone",
     "staged": "this rank's copy is complete",
-    "agreed": "all ranks have told each other that they have staged; nothing of the save is on disk",
+    "agreed": "all ranks know from each other that they have staged; nothing of the save is on disk",
     "made": "the hidden directory of the save is there",
     "writing": "a file has been written in part",
     "flushed": "one file is on the disk, and its size and checksum are known",
@@ -38,7 +38,7 @@ _observer: Callable[[str], None] | None = None
 
 
 def failpoint(name: str) -> None:
-    """Say that the moment ``name``, one of :data:`POINTS`, has come. Any thread; what the observer raises comes out."""
+    """Report the moment ``name``, one of :data:`POINTS`, to the observer. Any thread; passes on what that raises."""
     if _observer is not None:
         _observer(name)
 

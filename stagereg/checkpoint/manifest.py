@@ -2,7 +2,7 @@
 
 ::
 
-    runs/gpt/                          the directory, or URL, given to the checkpointer: a place
+    runs/gpt/                          the directory, or URL, given to the checkpointer: a checkpoint store
         step-00000100/                 one complete checkpoint, readable by ``torch.distributed.checkpoint.load``
             .metadata  __0_0.distcp …  what the storage wrote, here one of torch's own format
             manifest.json              size and CRC-32 of each of those files, step, world size, serial, storage, time
@@ -10,8 +10,8 @@
 
 A directory without a readable manifest, or with a file missing or of another size, is not a checkpoint. Serials count
 commits, so "newest" means committed last, also after a run was resumed from an older step. A manifest has a CRC-32 of
-itself, and nothing in it is believed that could lead out of its directory. This room touches no disk: how a checkpoint
-is found, read and committed is told in :mod:`stagereg.checkpoint.store`.
+itself, and nothing in it is believed that could lead out of its directory. This module touches no disk: how a
+checkpoint is found, read and committed is described in :mod:`stagereg.checkpoint.store`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FileMark:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint says about itself.
+    """The manifest of a complete checkpoint.
 
     Attributes:
         step: the training step.
@@ -90,7 +90,8 @@ class Manifest:
         """Read the text of ``manifest.json``, of this format or of format 1.
 
         Raises:
-            ValueError: it is none, or damaged, or has a name that is no plain name of a file; the message says which.
+            ValueError: it is none, or damaged, or has a name that is no plain name of a file; the message has the
+                reason.
         """
         try:
             data = _checked(json.loads(text))
@@ -107,7 +108,7 @@ class Manifest:
             storage=storage,
             time=_whole(data, "time", most=_LATEST_TIME) if data.get("time") is not None else None,
         )
-        # The checksum is of what the text means; a cut or change of the space between words shows here.
+        # The checksum is of what the text means; a change of the space between values shows here.
         if data["format"] == _FORMAT and (text.decode() if isinstance(text, bytes) else text) != manifest.dumps():
             raise ValueError("it is not what was written, though it means the same")
         return manifest
@@ -115,7 +116,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: where it is, a path or a URL, and what its manifest says."""
+    """A complete checkpoint: where it is, a path or a URL, and its manifest."""
 
     path: str
     manifest: Manifest

@@ -37,7 +37,7 @@ __all__ = ["ProcessWriter", "answer"]
 _log = logging.getLogger(__name__)
 
 
-# -- what is said
+# -- the messages
 
 
 @dataclass
@@ -84,7 +84,7 @@ class ProcessWriter(ForwardingWriter):
 
     The writer inside is pickled for each write, and takes over the state it had there afterwards. What cannot go
     across (a writer whose class the process cannot import, a tensor that is no plain one on the CPU) is written here,
-    and one log line says why. Tensors that do not lie in shared memory are copied there first.
+    and the reason is logged. Tensors that do not lie in shared memory are copied there first.
 
     Args:
         inner: the writer; a storage of this project or any of torch's.
@@ -114,14 +114,14 @@ class ProcessWriter(ForwardingWriter):
                 question = sending.question(self.inner, plan, planner)
             except _NotPortableError as error:
                 return self._write_here(str(error), plan, planner)
-            told = pickle.loads(self.process.ask(question, self._until))
-        if isinstance(told, _Unreadable):
-            return self._write_here(told.why, plan, planner)
-        if isinstance(told, _Failed):
-            raise told.again()
-        vars(self.inner).update(vars(told.writer))
+            reply = pickle.loads(self.process.ask(question, self._until))
+        if isinstance(reply, _Unreadable):
+            return self._write_here(reply.why, plan, planner)
+        if isinstance(reply, _Failed):
+            raise reply.again()
+        vars(self.inner).update(vars(reply.writer))
         done: Future[list[WriteResult]] = Future()
-        done.set_result(told.results)
+        done.set_result(reply.results)
         return done
 
     def _write_here(self, why: str, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -184,7 +184,7 @@ class _Sending:
 
 
 def answer(question: bytes) -> bytes:
-    """Do one write and tell what came of it, be it an error. Called in the process that writes."""
+    """Do one write and return its result, which may be an error. Called in the process that writes."""
     try:
         asked: _Question = pickle.loads(question)
         tensors = unpack(asked.bundle)

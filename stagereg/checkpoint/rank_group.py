@@ -1,12 +1,12 @@
-"""How the ranks of a run keep each other informed while they save and restore.
+"""The ranks that save and restore together, and the exchanges between them.
 
 Every action that can fail on one rank alone is followed by an exchange, so that all ranks raise together, with the rank
 and the reason, and none waits for another that has given up. The exchanges go over a gloo group of their own: they
 never mix with the collectives of training, and one thread at a time uses the group.
 
-A rank whose storage hangs keeps the others waiting, and when it comes back, they go on together. So the group itself is
-patient, since gloo gives up a group for good when one operation takes too long; how long to wait is for those to say
-who wait. A rank that dies is noticed at once, by the end of its connections.
+A rank whose storage hangs keeps the others waiting; when it comes back, they go on together. Gloo gives up a group for
+good when one operation takes too long, so the group itself has a time-out of days, and each caller sets its own limit.
+A rank that dies is noticed at once, by the end of its connections.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["RankGroup", "portable", "reason", "reasons"]
 T = TypeVar("T")
 
 _LONGEST = 1000
-"""Characters of what one error says; there are some that print what they could not handle."""
+"""Characters of the text of one error; some print what they could not handle."""
 _PATIENCE = datetime.timedelta(days=30)
 """Longer than any storage is waited for."""
 _USUAL = datetime.timedelta(minutes=30)
 """What torch's own groups have."""
 _SHOWN = 4
-"""Ranks whose errors a message tells."""
+"""Ranks whose errors a message has."""
 
 
 def reason(error: BaseException) -> str:
@@ -43,7 +43,7 @@ def reason(error: BaseException) -> str:
     try:
         text = " ".join(str(error).split("\n")).strip()
     except Exception:
-        text = "(it cannot say what)"
+        text = "(its message cannot be made)"
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]} ... ({len(text)} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -51,13 +51,13 @@ def reason(error: BaseException) -> str:
 
 def reasons(errors: Mapping[int, BaseException], alone: bool) -> str:
     """Return one line on the errors of some ranks, of many for the first ones; names them unless one is ``alone``."""
-    told = [reason(error) if alone else f"rank {rank}: {reason(error)}" for rank, error in errors.items()]
-    more = len(told) - _SHOWN
-    return "; ".join(told if more <= 0 else [*told[:_SHOWN], f"and {more} more rank{'s' if more > 1 else ''}"])
+    shown = [reason(error) if alone else f"rank {rank}: {reason(error)}" for rank, error in errors.items()]
+    more = len(shown) - _SHOWN
+    return "; ".join(shown if more <= 0 else [*shown[:_SHOWN], f"and {more} more rank{'s' if more > 1 else ''}"])
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return an error as another rank or process can be told of it: itself, or a ``RuntimeError`` of its text."""
+    """Return an error as it can be sent to another rank or process: itself, or a ``RuntimeError`` of its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -100,7 +100,7 @@ class RankGroup:
 
     @property
     def without_timeout(self) -> RankGroup:
-        """The same ranks, waited for without end: for a thread that nobody waits for without a limit."""
+        """The same ranks, waited for without a limit: for a thread that every other thread waits for with one."""
         without_timeout = copy.copy(self)
         without_timeout._limit = None
         return without_timeout
@@ -114,11 +114,11 @@ class RankGroup:
         """Raise ``CheckpointError`` if ``torch.distributed`` has ended: torch then takes each rank for one alone.
 
         Args:
-            failing: how the message begins, if somebody else does not see to that.
+            failing: how the message begins; empty if the caller adds that.
         """
         if self.group is not None and not dist.is_initialized():
-            words = "the process group is gone; close() the Checkpointer before destroy_process_group()"
-            raise CheckpointError(f"{failing}: {words}" if failing else words)
+            text = "the process group is gone; close() the Checkpointer before destroy_process_group()"
+            raise CheckpointError(f"{failing}: {text}" if failing else text)
 
     def exchange(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order. Collective; values are pickled.
@@ -128,25 +128,25 @@ class RankGroup:
         """
         if self.group is None:
             return [value]
-        told = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._await(dist.all_gather(sizes, torch.tensor([len(told)]), self.group, async_op=True))
+        self._await(dist.all_gather(sizes, torch.tensor([len(data)]), self.group, async_op=True))
         longest = max(int(size) for size in sizes)
         padded = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         own = torch.zeros(longest, dtype=torch.uint8)
-        own[: len(told)] = told
+        own[: len(data)] = data
         self._await(dist.all_gather(padded, own, self.group, async_op=True))
         return [pickle.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(padded, sizes, strict=True)]
 
     def max_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin to find the greatest of each value among all ranks; waits for nobody. Collective.
+        """Begin to find the greatest of each value among all ranks; does not wait. Collective.
 
         Returns:
             A function that waits for the values, which are the same on all ranks, and raises ``CheckpointError`` if the
             ranks could not exchange them.
         """
-        told = torch.tensor(values, dtype=torch.float64)
-        work = None if self.group is None else dist.all_reduce(told, dist.ReduceOp.MAX, self.group, async_op=True)
+        greatest = torch.tensor(values, dtype=torch.float64)
+        work = None if self.group is None else dist.all_reduce(greatest, dist.ReduceOp.MAX, self.group, async_op=True)
 
         def wait() -> list[float]:
             try:
@@ -154,7 +154,7 @@ class RankGroup:
                     work.wait(self._limit or _USUAL)
             except RuntimeError as error:
                 raise CheckpointError(f"The ranks could not agree when to save: {reason(error)}") from error
-            found: list[float] = told.tolist()
+            found: list[float] = greatest.tolist()
             return found
 
         return wait
@@ -183,7 +183,7 @@ class RankGroup:
         Raises:
             CheckpointError: on every rank, naming the ranks that failed, chained to the error of this rank if it is one
                 of them, else to the first one's.
-            BaseException: on the rank that ``act`` has ended with one that is no ``Exception``; the others are told.
+            BaseException: on the rank where ``act`` raised one that is no ``Exception``; the others raise for it.
         """
         value: T | None = None
         failure: BaseException | None = None

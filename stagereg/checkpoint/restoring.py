@@ -1,8 +1,8 @@
-"""Choosing a checkpoint to go on from, and loading it into the objects of a run.
+"""Chooses a checkpoint to resume from, and loads it into the objects of a run.
 
-Rank 0 lists what there is, so that all ranks speak of the same one; the content of its files is checked against the
-manifest, each rank taking a share; then every rank reads what it needs. The ranks agree after each part, and nothing
-gets into any object before all of them have read all they need.
+Rank 0 lists the store, so that all ranks use the same list. The content of the files is checked against the manifest,
+each rank taking a share. Then every rank reads what it needs. The ranks agree after each part, and no object changes
+before all ranks have read all they need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import stagereg.checkpoint.rng as rng
 import stagereg.checkpoint.sources as sources
 import stagereg.record as record
 from stagereg.checkpoint.choosing import Choice, choice, compared, newest_good
-from stagereg.checkpoint.damage import Condition, told
+from stagereg.checkpoint.damage import Condition, damage_lines
 from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
 from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.storage.lookup import named
@@ -41,10 +41,10 @@ def restore(
 
     A checkpoint is read through the storage that wrote it: ``own``, the checkpointer's, if it is that one. Of one that
     turns out to be damaged while it is read, nothing has got into any object. ``"auto"`` then goes on to the one
-    before, and says so in the log.
+    before, and logs that.
 
     Args:
-        place: the directory of checkpoints.
+        store: the directory of checkpoints.
         resume: ``"auto"``, ``"latest"`` or the path of a checkpoint.
         verify: ``"full"`` looks at the content of every file first, ``"fast"`` at manifest and sizes.
         state: as given to ``Checkpointer.restore``.
@@ -74,7 +74,7 @@ def restore(
             if assign is not None:
                 ranks.run_on_all(f"{candidate.path} could not be restored", assign)
                 passed = [each for each in damaged if each not in listed.damaged]
-                _tell_fallback(candidate, [*passed, *listed.newer(candidate)], ranks)
+                _log_fallback(candidate, [*passed, *listed.newer(candidate)], ranks)
                 return candidate
         where.distrusted.add(candidate.path)
         damaged.append(condition)
@@ -109,7 +109,7 @@ def _read(
     except Exception as error:
         failure = error
     good = Condition(chosen.path, chosen.manifest)
-    # What was just found to be good need not be read again for an error that speaks of what is, or is not, in it.
+    # What was just found to be good need not be read again for an error about what is, or is not, in it.
     in_it = isinstance(failure, CheckpointError) and failure.__cause__ is None
     failed = ranks.exchange(None if failure is None else not in_it)
     if all(each is None for each in failed):
@@ -139,8 +139,8 @@ def _load(
             try:
                 entries.assign(state, name, loaded[name])
             except Exception as error:
-                told = f"{name!r} does not take what was saved under its name: {_short(error)}"
-                raise CheckpointError(told) from error
+                damage_lines = f"{name!r} does not take what was saved under its name: {_short(error)}"
+                raise CheckpointError(damage_lines) from error
         if saved_size == size:
             rng.restore(loaded[entries.rng_name(rank)])
         elif rank == 0:
@@ -150,20 +150,20 @@ def _load(
 
 
 def _warn(damaged: Sequence[Condition], ranks: RankGroup) -> None:
-    """Tell of each, on one rank for all."""
+    """Log each, on one rank for all."""
     for each in damaged if ranks.rank == 0 else ():
         _log.warning("%s is damaged and passed over:\n%s", each.path, _indented(each))
 
 
-def _tell_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGroup) -> None:
-    """Say what is lost by going on from ``chosen`` although others are newer."""
+def _log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGroup) -> None:
+    """Log what is lost by resuming from ``chosen`` although others are newer."""
     if not passed or ranks.rank != 0:
         return
     step = chosen.manifest.step
     newest = max(passed, key=lambda each: -1 if each.step is None else each.step)
     lost = max(0, (newest.step or 0) - step)
-    words = f": {lost} step{'' if lost == 1 else 's'} {'is' if lost == 1 else 'are'} lost" if lost else ""
-    _log.warning("Resumed from step %d, NOT from step %s, which is damaged%s.", step, newest.step, words)
+    text = f": {lost} step{'' if lost == 1 else 's'} {'is' if lost == 1 else 'are'} lost" if lost else ""
+    _log.warning("Resumed from step %d, NOT from step %s, which is damaged%s.", step, newest.step, text)
     record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
 
 
@@ -188,11 +188,11 @@ def _not_that_one(resume: str, damaged: Condition, good: Checkpoint | None) -> s
 
 
 def _short(error: Exception) -> str:
-    """What an object says to what it was given, which may name every tensor of a model."""
+    """The start of an object's error about its state, which may name every tensor of a model."""
     lines = [line[:_LONGEST] + " ..." * (len(line) > _LONGEST) for line in str(error).splitlines()]
     more = len(lines) - _SHOWN
     return "\n".join(lines if more <= 0 else [*lines[:_SHOWN], f"and {more} more lines"])
 
 
 def _indented(condition: Condition) -> str:
-    return "\n".join(f"  {line}" for line in told(condition.damages))
+    return "\n".join(f"  {line}" for line in damage_lines(condition.damages))

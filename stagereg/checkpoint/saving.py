@@ -1,9 +1,9 @@
 """One save, from the staged copy to the committed checkpoint: what the background thread does, on all ranks at once.
 
-The ranks first tell each other whether they have staged, so a rank that could not leaves nobody waiting. Then the
-storage writes the files, each rank tells the marks of its own (the storage has taken them while it wrote, or the files
-are read once more), and rank 0 commits. Whatever fails, on whichever rank, fails the save on all of them, and the
-hidden directory goes away. The copy is let go of as soon as it is written.
+The ranks first exchange whether they have staged, so that no rank waits for one that could not. Then the storage writes
+the files, each rank sends the marks of its own (the storage has computed them while it wrote, or the files are read
+once more), and rank 0 commits. A failure on any rank fails the save on all of them and deletes the hidden directory.
+The copy is dropped as soon as it is written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stagereg.checkpoint.process_writer import ProcessWriter
 from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.storage.forwarding import ForwardingWriter
 from stagereg.checkpoint.storage.lookup import name_of
-from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.storage.protocol import MarksFiles, Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
 from stagereg.checkpoint.structure import leaves
@@ -43,7 +43,7 @@ __all__ = ["Save", "SaveResult", "carry_out"]
 T = TypeVar("T")
 
 _RANK_FILE = re.compile(r"__(\d+)_")
-_TRYING = 0.5  # of the time-out; then it is time to clear away, and to tell why
+_TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Save:
     Attributes:
         step: the training step.
         staged: the copy, or the promise of one.
-        failure: why there is no good copy, if this rank could not stage; its training loop has been told already. Text,
+        failure: why there is no good copy, if this rank could not stage; its training loop has raised it already. Text,
             since the training loop is still busy with the error itself.
         settled: set when the training loop has done its part, and ``failure`` is as it will be.
         began: when the stager was asked to copy (``record.now``).
@@ -62,8 +62,8 @@ class Save:
         at: what this rank is doing for it, for messages.
         waits: whether that is waiting for other ranks.
         until: when it has to be complete, on ``time.monotonic``.
-        abandoned: set when nobody waits for it any more; then it is not committed.
-        release: is given the copy when it has been written; the stager's, where it has one. A copy that could not be
+        abandoned: set when the save has been given up; then it is not committed.
+        release: called with the copy when it has been written; the stager's, if it has one. A copy that could not be
             written is dropped.
     """
 
@@ -79,7 +79,7 @@ class Save:
     until: float = math.inf
     abandoned: bool = False
     release: Callable[[dict[str, Any]], None] = lambda copy: None
-    _told: bool = False
+    _recorded: bool = False
 
     def now(self, at: str) -> None:
         """Note what this rank is doing from now on, which is ``waiting for the others`` or its own work."""
@@ -111,10 +111,10 @@ class Save:
         if self.failure is not None:
             raise CheckpointError(self.failure)
 
-    def tell_copied(self) -> None:
+    def record_copied(self) -> None:
         """Record the copy, once, if there is a complete one."""
-        if self.copied and self.nbytes is not None and not self._told:
-            self._told = True
+        if self.copied and self.nbytes is not None and not self._recorded:
+            self._recorded = True
             seconds = self.copied - self.began
             record.emit("stage", step=self.step, start=self.began, seconds=seconds, bytes=self.nbytes)
 
@@ -145,7 +145,7 @@ def carry_out(
     ranks: RankGroup,
     process: WriterProcess | None = None,
 ) -> SaveResult:
-    """Write one save through ``storage`` and commit it in ``place``, keeping the ``keep`` newest. Collective.
+    """Write one save through ``storage`` and commit it in ``store``, keeping the ``keep`` newest. Collective.
 
     The storage writes in ``process``, if there is one.
 
@@ -177,7 +177,7 @@ def carry_out(
             state.clear()
             save.release(copies.pop())
             ranks.run_on_all(failing, save.settle)
-            save.tell_copied()
+            save.record_copied()
             nbytes = _commit(failing, store, written, save, keep, storage, ranks)
     except BaseException:
         if ranks.rank == 0:
@@ -223,7 +223,7 @@ def _commit(
     def go_on() -> None:
         failpoint("marked")
         if save.abandoned:
-            raise CheckpointError("it took too long, and nobody waits for it any more")
+            raise CheckpointError("it took too long and was given up")
 
     marks = ranks.run_on_all(failing, look)
     files: dict[str, FileMark] = {name: mark for share in marks for name, mark in share.items()}
@@ -246,7 +246,7 @@ def _marks(store: CheckpointStore, written: str, storage: Storage, rank: int) ->
     A file that the storage has not marked is flushed and read, by the rank that torch has named it after. What is left,
     such as metadata, is rank 0's.
     """
-    known: Mapping[str, FileMark] = getattr(storage, "marks", {})
+    known: Mapping[str, FileMark] = storage.marks if isinstance(storage, MarksFiles) else {}
     there = store.files(written)
     lost = sorted(known.keys() - there)
     if lost:

@@ -64,8 +64,8 @@ def read(
         for entry in found:
             live |= entries.sharded(entry, state[name])
     values = torchfiles.read(storage, path, wanted, live)
-    told = {name: _joined(state[name], name, {e: values[e] for e in found}) for name, found in taken.items()}
-    return {**told, **{entry: values[entry] for entry in own}}
+    joined = {name: _joined(state[name], name, {e: values[e] for e in found}) for name, found in taken.items()}
+    return {**joined, **{entry: values[entry] for entry in own}}
 
 
 def parts(storage: Storage, path: str, saved_size: int) -> dict[str, dict[str, Any]]:
@@ -100,7 +100,7 @@ def read_part(storage: Storage, path: str, name: str, found: Mapping[str, Any]) 
 def listed(names: Sequence[str]) -> str:
     """Return the names of a checkpoint's entries for a message, of many the first: there may be some of each rank."""
     more = len(names) - _SHOWN
-    # Somebody else may have given them: no longer than a line, and nothing that a terminal would take for a command.
+    # The names may come from elsewhere: no longer than a line, and no control sequence of a terminal.
     shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:_SHOWN]]
     shown += [f"and {more} more"] if more > 0 else []
     return ", ".join(shown) or "an empty state"

@@ -1,7 +1,7 @@
-"""The saves of one checkpointer as tasks of its background thread, and what came of them.
+"""The saves of one checkpointer as tasks of its background thread, and their results.
 
-:mod:`stagereg.checkpoint.saving` does one save, with all ranks. Here is what is around it on this rank: telling the
-recording and the schedule, what to do about an error, the time-out, and who is told of a failure in which words.
+:mod:`stagereg.checkpoint.saving` does one save, with all ranks. This module adds what this rank does around it: it
+records events, informs the schedule, checks the time-out, and logs or raises failures, with a hint what to do.
 """
 
 from __future__ import annotations
@@ -33,23 +33,29 @@ class StorageHangsError(CheckpointError):
     """A save was not begun, since an earlier one has taken too long and not ended."""
 
 
+class SaveTimeoutError(CheckpointError):
+    """A save has taken longer than the time-out; ``everywhere`` if this rank only waits for others that report it."""
+
+    everywhere = False
+
+
 @dataclass
 class SaveContext:
     """What the saves of one checkpointer have in common.
 
     Attributes:
-        place: where they go.
+        store: where they go.
         keep: how many stay.
         storage: writes the files.
         ranks: that save together.
         timeout: of one save.
         process: where the storage writes; ``None`` for here.
-        schedule: is told how each has ended.
-        told_at_end: whether the end of the job tells if the last save has failed.
+        schedule: gets the end of each.
+        warns: whether failures are only logged; then the exit status is 1 if the last save has failed.
         plans: of the writes.
         outcomes: of the saves that were committed, in their order.
         newest: the step of the newest checkpoint that this run knows to be good.
-        refused: steps that were not staged since the save before them hangs, and nobody was told yet.
+        refused: steps that were not staged since the save before them hangs, until that is logged.
     """
 
     store: CheckpointStore
@@ -59,20 +65,21 @@ class SaveContext:
     timeout: datetime.timedelta
     process: WriterProcess | None
     schedule: Schedule
-    told_at_end: bool
+    warns: bool
     plans: torchfiles.Plans = field(default_factory=torchfiles.Plans)
     outcomes: list[SaveResult] = field(default_factory=list)
     newest: int | None = None
     refused: list[int] = field(default_factory=list)
 
     def warn(self, failure: CheckpointError) -> None:
-        """Tell of a failed save in the log, while training goes on. What all ranks know, one of them says."""
-        say = _log.info if getattr(failure, "everywhere", True) and self.ranks.rank > 0 else _log.warning
-        say("stagereg: %s Training goes on.", failure)
+        """Log a failed save while training goes on. A failure that all ranks know is a warning on one of them only."""
+        everywhere = not isinstance(failure, SaveTimeoutError) or failure.everywhere
+        log = _log.info if everywhere and self.ranks.rank > 0 else _log.warning
+        log("stagereg: %s Training goes on.", failure)
 
     def failed(self, step: int) -> None:
-        """Note that the save that is now the last one has failed, of which the reason is told elsewhere."""
-        if self.told_at_end:
+        """Note that the last save has failed; the reason is reported elsewhere."""
+        if self.warns:
             text = f"the last save has failed, of step {step}, so the exit status is 1."
             shutdown.set_last_status(self.store.root, CheckpointError(f"{text} {self.there()}"))
 
@@ -83,7 +90,7 @@ class SaveContext:
         return StorageHangsError(f"Step {step} was not saved: an earlier save hangs. {self.there()}")
 
     def described(self, text: str, hint: str = "") -> str:
-        """Return what to tell of a failed save: what happened, what to do, what there is."""
+        """Return the message on a failed save: what happened, what to do, what there is."""
         parts = (text if text.endswith(".") else f"{text}.", hint, self.there())
         return " ".join(part for part in parts if part)
 
@@ -118,7 +125,7 @@ class Writing:
                 save, saves.store, saves.keep, saves.storage, saves.plans, saves.ranks.without_timeout, saves.process
             )
         except BaseException as error:
-            save.tell_copied()
+            save.record_copied()
             record.emit("lost", step=save.step, error=reason(error))
             saves.schedule.ended(None)
             known = save.failure is not None and isinstance(error, CheckpointError)
@@ -139,29 +146,29 @@ class Writing:
         save, saves = self.save, self.saves
         alone = saves.ranks.group is None
         where = f"{'it' if alone else f'rank {saves.ranks.rank}'} is at: {save.at}"
-        failure = CheckpointError(
+        failure = SaveTimeoutError(
             saves.described(
                 f"Step {save.step} was not saved: it has taken longer than {_duration(saves.timeout)} ({where})",
                 "Does the storage hang? Until this ends, no other save begins.",
             )
         )
-        failure.everywhere = save.waits  # type: ignore[attr-defined]
+        failure.everywhere = save.waits
         saves.failed(save.step)
         return failure
 
     def back(self, error: BaseException | None) -> None:
-        """Say that the storage is back, and what has become of the save."""
+        """Log that the storage responds again, and what has become of the save."""
         saves = self.saves
-        if error is None:  # which may have been told to be late in the very moment in which it was complete
+        if error is None:  # which may have been reported late in the very moment in which it was complete
             shutdown.set_last_status(saves.store.root, None)
         what = "is saved after all" if error is None else f"was not saved ({reason(error)})"
         steps = ", ".join(map(str, saves.refused))
         also = f" In the meantime these steps were not saved: {steps}." if steps else ""
         saves.refused.clear()
-        say = _log.info if saves.ranks.rank > 0 else _log.warning
+        log = _log.info if saves.ranks.rank > 0 else _log.warning
         seconds = record.now() - self.called
-        say(
-            "stagereg: what hung has ended, so saves begin again: step %d %s, after %.0f s.%s",
+        log(
+            "stagereg: storage is responding again; checkpoints resume: step %d %s, after %.0f s.%s",
             self.save.step,
             what,
             seconds,
@@ -173,7 +180,7 @@ class Writing:
         self.save.abandoned = True
 
     def _look_at_directory(self) -> None:
-        """Say so if somebody has deleted all that was saved; what else is wrong there, the save will tell."""
+        """Log it if all that was saved has been deleted; the save itself will report what else is wrong there."""
         store = self.saves.store
         if self.saves.ranks.rank > 0 or store.remote or os.path.isdir(store.root):
             return
@@ -181,7 +188,7 @@ class Writing:
             os.lstat(store.root)
         except FileNotFoundError:
             _log.warning(
-                "stagereg: %s was deleted by somebody, with all checkpoints in it. It is made again for step %d.",
+                "stagereg: %s was deleted, with all checkpoints in it. It is made again for step %d.",
                 store.root,
                 self.save.step,
             )

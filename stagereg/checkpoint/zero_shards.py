@@ -5,7 +5,7 @@ from 0. A shard as it is saved has the numbers that the whole optimizer's parame
 
     {"state": {3: {"exp_avg": ...}, 7: {}}, "param_groups": [{"lr": ..., "params": [3, 7]}], "group_sizes": [12]}
 
-Every parameter of the rank is in ``state``, one without state as an empty dict, so the keys say whose a parameter is.
+Every parameter of the rank is in ``state``, one without state as an empty dict, so its keys are the rank's parameters.
 The whole of some shards, and a part of it, are the state dict of the optimizer class inside: what a run without ZeRO
 saves and restores.
 
@@ -45,7 +45,7 @@ def shard(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
     """
     local = _inner(optimizer).state_dict()
     own = numbers(optimizer)
-    # A scheduler writes into the outer groups, and the local optimizer hears of it at its next step only.
+    # A scheduler writes into the outer groups, and the local optimizer gets it at its next step only.
     groups = [
         {**part, **_hyperparameters(group), _PARAMS: [own[index] for index in part[_PARAMS]]}
         for part, group in zip(local[_GROUPS], optimizer.param_groups, strict=True)

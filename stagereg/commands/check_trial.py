@@ -1,9 +1,8 @@
 """The process in which ``stagereg check`` imports plugins and tries their promises, so that only it can crash or hang.
 
-It is told what to try and what was tried already, and tells each thing before it begins and once it is known: who
-listens knows what was in progress when nothing more is heard. A line of JSON each, through a pipe of its own, since a
-plugin may print. What a line means is told in :class:`Reporter`; starting, watching and ending the process is left to
-``attempt``.
+It gets what to try and what was tried already. It sends a message before it tries a promise and one with the result, so
+its parent knows what was in progress when it died. Each message is a line of JSON, through a pipe of its own, since a
+plugin may print. :class:`Reporter` defines the messages; ``attempt`` starts, watches and ends the process.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ __all__ = ["main"]
 
 
 class Unfit(Exception):
-    """Something that everything after it needs is broken; what was seen has been told."""
+    """Something that everything after it needs is broken; that was reported."""
 
 
 class Reporter:
-    """Tells how the trial goes, and passes over what an earlier process has tried.
+    """Reports how the trial goes, and skips what an earlier process has tried.
 
     Args:
         pipe: a file descriptor.
@@ -60,7 +59,7 @@ class Reporter:
     def section(self, title: str, origin: str) -> None:
         """Begin a section: a component, or a contract on its own."""
         self._section = title
-        self._tell(say="section", section=title, origin=origin)
+        self._send(event="section", section=title, origin=origin)
 
     def attempt(self, name: str, promise: str, attempt: Callable[[], str], needed: bool = False) -> None:
         """Try one thing, unless it was tried: ``attempt`` returns what was seen of a kept promise, or raises.
@@ -83,11 +82,11 @@ class Reporter:
             raise Unfit
 
     def outcome(self, name: str, promise: str, verdict: str, seen: str = "") -> None:
-        """Tell how something fared."""
+        """Report a result."""
         if (self._section, name) not in self._tried:
             self._tried[self._section, name] = verdict != "broken"
-            self._tell(
-                say="outcome", section=self._section, name=name, promise=promise, verdict=verdict, seen=seen.strip()
+            self._send(
+                event="outcome", section=self._section, name=name, promise=promise, verdict=verdict, seen=seen.strip()
             )
 
     def promises(self, contract: type[Contract]) -> None:
@@ -108,13 +107,13 @@ class Reporter:
                 self.outcome(name, promise, verdict, found.seen)
 
     def refuse(self, why: str) -> NoReturn:
-        """Tell that what was asked for cannot be, and end the process."""
-        self._tell(say="refused", why=why)
+        """Report that what was asked for cannot be tried, and end the process."""
+        self._send(event="refused", why=why)
         sys.exit(2)
 
     def end(self) -> None:
-        """Tell that everything has been tried."""
-        self._tell(say="end")
+        """Report that everything has been tried."""
+        self._send(event="end")
 
     def _verdict(self, name: str, promise: str, attempt: Callable[[], str]) -> tuple[str, str]:
         self._trying(name, promise)
@@ -128,9 +127,9 @@ class Reporter:
     def _trying(self, name: str, promise: str) -> None:
         # What was printed from here on is what this attempt has printed.
         printed = os.fstat(sys.__stdout__.fileno()).st_size if sys.__stdout__ else 0
-        self._tell(say="trying", section=self._section, name=name, promise=promise, printed=str(printed))
+        self._send(event="trying", section=self._section, name=name, promise=promise, printed=str(printed))
 
-    def _tell(self, **what: str) -> None:
+    def _send(self, **what: str) -> None:
         os.write(self._pipe, (json.dumps(what) + "\n").encode())
 
 
@@ -139,7 +138,7 @@ def main(arguments: Sequence[str]) -> None:
 
     Args:
         arguments: file descriptors of the pipe, of the file for stacks, and of a pipe that is open for as long as
-            somebody listens; and as JSON the job, the options, what was tried, and of which sections enough is known.
+            the parent runs; and as JSON the job, the options, what was tried, and of which sections enough is known.
     """
     pipe, stacks, leash = map(int, arguments[:3])
     job, options, tried, given_up = map(json.loads, arguments[3:])
@@ -150,7 +149,7 @@ def main(arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=True)
     reporter = Reporter(pipe, [(section, name, good) for section, name, good in tried], given_up)
-    logging.getLogger().addHandler(logging.NullHandler())  # hints for users would be taken for last words
+    logging.getLogger().addHandler(logging.NullHandler())  # hints for users would be taken for last output
     import torch  # not the plugin's time
 
     torch.set_num_threads(1)
@@ -241,15 +240,13 @@ class _Component:
         asked = [n for n, o in schema.options(self.entry).items() if o.default == MISSING and n not in self.options]
         parameters = inspect.signature(self.entry.load()).parameters
         passed = [n for n in schema.runtime(self.entry) if parameters[n].default is inspect.Parameter.empty]
-        told = []
+        missing = []
         if asked:
-            told.append(f"it has no default for {', '.join(asked)}: add {' '.join(f'--set {n}=...' for n in asked)}")
+            missing.append(f"it has no default for {', '.join(asked)}: add {' '.join(f'--set {n}=...' for n in asked)}")
         if passed:
-            told.append(f"the program has to pass {', '.join(passed)}")
-        contract = (
-            "Its author can say how to build it: a class that inherits stagereg.testing.StagerContract, with make()."
-        )
-        return f"{'; '.join(told)}\n{contract}" if told else ""
+            missing.append(f"the program has to pass {', '.join(passed)}")
+        contract = "A class of its author that inherits stagereg.testing.StagerContract, with make(), can build it."
+        return f"{'; '.join(missing)}\n{contract}" if missing else ""
 
     def how_to_show(self) -> str:
         """What the author of a component without a contract has to write."""
@@ -259,7 +256,7 @@ class _Component:
         group = f'[project.entry-points."{CONTRACTS}"] "{kind}.{bare(self.entry.name)}" = "{module}.contract:Name"'
         where = f"announce it: {group}" if self.entry.distribution else "put it beside the plugin"
         return (
-            "only its author can say what one step of it is: write a class that inherits "
+            "only its author knows what one step of it is: write a class that inherits "
             f"stagereg.testing.{KINDS[kind]}, and {where}"
         )
 

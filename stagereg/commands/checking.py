@@ -1,8 +1,8 @@
 """``stagereg check``: try every promise of a plugin's contract, and print a table of what was kept and what broken.
 
 A plugin is imported and tried in processes of their own, so one that crashes, leaves or hangs costs a row and no more.
-What is to be tried is found in ``target``, how is in ``check_trial`` and ``attempt``; what the promises are is said by
-the contracts in ``stagereg.testing``.
+``target`` finds what is to be tried, ``check_trial`` and ``attempt`` try it; the promises are those of the
+contracts in ``stagereg.testing``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LINES = 12
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``check`` to the commands of ``stagereg``."""
-    words = "try what a plugin promises: a table of the promises it keeps and breaks"
-    parser = commands.add_parser("check", help=words, description=words[0].upper() + words[1:] + ".")
+    help_ = "try what a plugin promises: a table of the promises it keeps and breaks"
+    parser = commands.add_parser("check", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.add_argument(
         "target",
         help="an installed package or its folder, a module, a file (plugin.py), or kind/name (stager/pinned_cached)",
@@ -75,13 +75,13 @@ def run(asked: argparse.Namespace) -> int:
         title, heads = f"{section.title}  {section.origin}".strip(), ("verdict", "promise", "seen")
         output.table(title, heads, list(_rows(section)), verdict="verdict")
         output.echo()
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS if counts[verdict])
-    output.echo(f"{asked.target}: {told}", "bold red" if bad else "bold green")
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS if counts[verdict])
+    output.echo(f"{asked.target}: {summary}", "bold red" if bad else "bold green")
     return int(bad > 0)
 
 
 def _rows(section: Section) -> Iterator[list[str]]:
-    """The rows of a table for people: what was seen again is not said again, and nothing is longer than a screen."""
+    """The rows of a table for people: nothing is repeated, and nothing is longer than a screen."""
     before, width = "", (output.line_width() - _BESIDE) // 2
     tried = [row for row in section.rows if row.seen != NOT_TRIED]
     for row in tried:

@@ -1,6 +1,6 @@
 """The curve of ``stagereg plan``: what is lost at each interval, and to what, as points, CSV and a picture.
 
-The parts are those of :func:`stagereg.checkpoint.interval.lost_fraction`, which says what the model is. Only the
+The parts are those of :func:`stagereg.checkpoint.interval.lost_fraction`, which describes the model. Only the
 picture needs matplotlib; it has the style of the other pictures.
 """
 

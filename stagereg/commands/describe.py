@@ -1,4 +1,4 @@
-"""What there is to tell about one component, read from its signature, its docstring and its package.
+"""The description of one component, read from its signature, its docstring and its package.
 
 ``stagereg show`` prints it for one component and ``reference`` for all of them. Describing a component imports it.
 """
@@ -53,7 +53,7 @@ class Field:
         default: as YAML shows it in the config; empty where a value must be given.
         required: a value must be given.
         choices: the values it is one of, where it has a list of them.
-        help: what its docstring says, in one line.
+        help: from its docstring, in one line.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Runtime:
         name: of the parameter.
         type: its annotation as it is written; empty without one.
         required: the program has to pass it.
-        help: what its docstring says, in one line.
+        help: from its docstring, in one line.
     """
 
     name: str
@@ -199,8 +199,8 @@ def _plain(value: Any) -> str:
 
 def _yaml(value: Any) -> str:
     """A value as a config shows it, on one line."""
-    told = yaml.safe_dump(_simple(value), default_flow_style=True, width=10**6, sort_keys=False)
-    return told.removesuffix("\n").removesuffix("...").strip()
+    text = yaml.safe_dump(_simple(value), default_flow_style=True, width=10**6, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("...").strip()
 
 
 def _simple(value: Any) -> Any:
@@ -248,7 +248,7 @@ def _place(component: Callable[..., Any]) -> str:
 
 
 def _without_arguments(doc: str) -> str:
-    """A docstring without its section ``Args:``, which the table of options tells."""
+    """A docstring without its section ``Args:``, which becomes the table of options."""
     return re.sub(r"^(Args|Arguments|Parameters):\n(?:(?:[ \t]+.*)?(?:\n|\Z))*", "", doc, flags=re.MULTILINE).strip()
 
 

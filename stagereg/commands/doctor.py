@@ -31,8 +31,8 @@ _TORCH_LIMIT_S = 120.0
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``doctor`` to the commands of ``stagereg``."""
-    words = "look at versions, limits, disks and plugins, and say what is broken"
-    parser = commands.add_parser("doctor", help=words, description=words[0].upper() + words[1:] + ".")
+    help_ = "look at versions, limits, disks and plugins, and report what is broken"
+    parser = commands.add_parser("doctor", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.add_argument("--dir", default="", help="a directory that checkpoints go to; the current one if not given")
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="for importing each plugin, %(default)g"
@@ -120,9 +120,9 @@ def _hydra() -> Finding:
     return Finding("Hydra options", "warn", "only in apps that import stagereg", do)
 
 
-def _built_in(told: subprocess_runner.SubprocessResult) -> Finding:
+def _built_in(result: subprocess_runner.SubprocessResult) -> Finding:
     what = "built-in components"
-    failures = {"all of them": told.failure} if told.value is None else told.value
+    failures = {"all of them": result.failure} if result.value is None else result.value
     if not failures:
         own = [entry for entry in registry.entries() if entry.distribution == DISTRIBUTION]
         return Finding(what, "ok", f"{len(own)}, all of them load")
@@ -130,17 +130,19 @@ def _built_in(told: subprocess_runner.SubprocessResult) -> Finding:
     return Finding(what, "broken", "\n".join(f"{name}: {why}" for name, why in failures.items()), do)
 
 
-def _plugin(entry: Entry, told: subprocess_runner.SubprocessResult) -> Finding:
+def _plugin(entry: Entry, result: subprocess_runner.SubprocessResult) -> Finding:
     what = f"{entry.kind}/{entry.name}"
     who = f"{entry.distribution} {entry.version}"
     value = {"distribution": entry.distribution, "version": entry.version, "target": entry.target}
-    if told.failure:
+    if result.failure:
         do = f"Repair, update or uninstall {entry.distribution}. Until then only runs that choose {what} fail."
-        return Finding(what, "broken", f"{who}: {told.failure}", do, value)
-    return Finding(what, "ok", f"{who}, {told.value} options", value=value)
+        return Finding(what, "broken", f"{who}: {result.failure}", do, value)
+    return Finding(what, "ok", f"{who}, {result.value} options", value=value)
 
 
 def _unreadable() -> Iterator[Finding]:
     for package, reason in registry.unreadable():
-        do = "Install it again, update it, or tell its author. Its other plugins are there, where they can be read."
+        do = (
+            "Install it again, update it, or report it to its author. Its other plugins are there, if they can be read."
+        )
         yield Finding(package, "broken", reason, do)

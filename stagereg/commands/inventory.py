@@ -1,6 +1,6 @@
 """``stagereg ls``: what checkpoints there are, when each was saved, how large it is, and who writes there now.
 
-Reads manifests and sizes, no content; the state of a checkpoint is as far as these tell (``stagereg verify`` reads).
+Reads manifests and sizes, no content; so is the state of a checkpoint (``stagereg verify`` reads the content).
 Also while a run writes there, which is not disturbed.
 """
 
@@ -22,8 +22,8 @@ __all__ = ["add_to", "run"]
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``ls`` to the commands of ``stagereg``."""
-    words = "list the checkpoints of a directory, and who writes there"
-    parser = commands.add_parser("ls", help=words, description=words[0].upper() + words[1:] + ".")
+    help_ = "list the checkpoints of a directory, and who writes there"
+    parser = commands.add_parser("ls", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.add_argument("directory", help="of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL")
     output.add_output_options(parser)
     parser.set_defaults(run=run)
@@ -34,7 +34,7 @@ def run(asked: argparse.Namespace) -> int:
 
     Raises:
         CheckpointError: there is no checkpoint, and nothing of one.
-        ConfigError: the URL is of a kind that nobody can read here.
+        ConfigError: the URL is of a kind that cannot be read here.
     """
     from stagereg.commands.located import located, readable
 

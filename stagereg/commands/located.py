@@ -28,7 +28,7 @@ class Located:
     """What was asked for.
 
     Attributes:
-        place: the directory of checkpoints.
+        store: the directory of checkpoints.
         conditions: what is wrong with each by manifest and sizes, the highest step first; at least one.
         latest: path of the one that ``latest`` points to, if that is complete.
         one: whether a single checkpoint was asked for.
@@ -49,7 +49,7 @@ def located(target: str, empty: bool = False) -> Located:
 
     Raises:
         CheckpointError: there is nothing, or it cannot be looked at.
-        ConfigError: it is a URL that nobody can read here.
+        ConfigError: it is a URL that cannot be read here.
     """
     try:
         return _located(target, empty)
@@ -75,7 +75,7 @@ def _located(target: str, empty: bool) -> Located:
 
 
 def size(condition: Condition) -> int | None:
-    """Bytes of a checkpoint's files by its manifest; ``None`` where nobody can say."""
+    """Bytes of a checkpoint's files by its manifest; ``None`` if unknown."""
     files = None if condition.manifest is None else condition.manifest.files
     return None if files is None else sum(mark.bytes for mark in files.values())
 
@@ -93,7 +93,7 @@ def readable(nbytes: int | None) -> str:
 
 
 def state(condition: Condition, good: str) -> str:
-    """One word on a checkpoint, ``good`` if nothing is wrong; what could not be looked at is not called damaged."""
+    """The state of a checkpoint, ``good`` if nothing is wrong; what could not be looked at is not called damaged."""
     if not condition.damages:
         return good
     return "damaged" if any(damage.certain for damage in condition.damages) else "unclear"

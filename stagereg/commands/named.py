@@ -16,8 +16,8 @@ __all__ = ["add_plugins_option", "import_plugins"]
 
 def add_plugins_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--plugins`` to a command."""
-    words = "modules to import first, with commas, as `plugins: [MODULE]` in a config does; also from this directory"
-    parser.add_argument("--plugins", default="", metavar="MODULE", help=words)
+    help_ = "modules to import first, with commas, as `plugins: [MODULE]` in a config does; also from this directory"
+    parser.add_argument("--plugins", default="", metavar="MODULE", help=help_)
 
 
 def import_plugins(asked: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
 """``stagereg plan``: how often to save, from how often the job fails and what a checkpoint takes.
 
 The formulas, and where they are from, are those of :mod:`stagereg.checkpoint.interval`, with which
-``checkpoint.every=auto`` plans too; what a checkpoint takes is found out by :mod:`stagereg.commands.costs`. This room
-has the command line and the words.
+``checkpoint.every=auto`` plans too; :mod:`stagereg.commands.costs` finds out what a checkpoint takes. This module
+has the command line and the texts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import stagereg.registry as registry
 from stagereg.bench.command import check_writable
 from stagereg.commands.cost_curve import CostModel, Loss, csv_text, duration_text, loss_figure
 from stagereg.commands.costs import Costs, Rates, by_rates, by_run, measured, size_text
-from stagereg.config.texts import duration, written
 from stagereg.errors import ConfigError, StageregError
 from stagereg.sizes import ByteSize
 from stagereg.sweep.metric import counted
@@ -31,11 +30,11 @@ __all__ = ["add_to", "run"]
 
 _GIB = 2**30
 _HARDLY = 0.5
-"""Lost from so much of the time on, training is said to get nowhere."""
+"""From this part of lost time on, training is reported to get nowhere."""
 _FLAT = 0.01
 """Of the time: what an interval may lose more than the best one and still be called as good."""
 _RESTART = "5m"
-_ASSUMED = "The restart is assumed (--restart says otherwise): it changes what is lost, and not which interval is best."
+_ASSUMED = "The restart is assumed (set --restart): it changes what is lost, and not which interval is best."
 _SOURCES = (
     "J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.",
     "J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006.",
@@ -49,19 +48,19 @@ _MODEL = (
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``plan`` to the commands of ``stagereg``."""
-    words = "compute how often to save: what checkpoints cost against what failures undo"
-    parser = commands.add_parser("plan", help=words, description=words[0].upper() + words[1:] + ".")
+    help_ = "compute how often to save: what checkpoints cost against what failures undo"
+    parser = commands.add_parser("plan", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.set_defaults(run=run, as_a_rank=True)
     job = parser.add_argument_group("the job")
     job.add_argument("--mtbf", metavar="TIME", help="mean time between failures of the whole job, as in 6h or 1h30m")
-    job.add_argument("--mtbf-per-node", metavar="TIME", help="in its place, of one machine, as in 50000h; with --nodes")
+    job.add_argument("--mtbf-per-node", metavar="TIME", help="instead, of one machine, as in 50000h; with --nodes")
     job.add_argument("--nodes", metavar="N", help="machines of the job; any that fails stops it")
     job.add_argument("--ranks", metavar="N", help="that share the state, 1 or those of --run")
     job.add_argument("--state", metavar="SIZE", help="of a checkpoint, all ranks together, as in 1TiB")
     job.add_argument(
         "--restart", metavar="TIME", help=f"from a failure until training goes on, {_RESTART} if not given"
     )
-    job.add_argument("--step", metavar="TIME", help="of a training step, to tell the interval in steps too")
+    job.add_argument("--step", metavar="TIME", help="of a training step, to show the interval in steps too")
     costs = parser.add_argument_group("what a checkpoint takes", "What is not given is measured here, in seconds.")
     costs.add_argument("--run", metavar="DIR", dest="recorded", help="take everything from a recorded run")
     costs.add_argument("--stage-gib-s", metavar="X", help="GiB/s at which one rank copies its share, the loop waiting")
@@ -84,7 +83,7 @@ def run(asked: argparse.Namespace) -> int:
     folder = _folder(asked.output)
     costs = _costs(asked)
     if asked.restart is None:
-        costs = dataclasses.replace(costs, told=(*costs.told, _ASSUMED))
+        costs = dataclasses.replace(costs, sources=(*costs.sources, _ASSUMED))
     step_s = given_step or costs.step_s
     job = CostModel(costs.cost_s, costs.write_s, restart_s, mtbf_s)
     steps = interval.in_steps(job.best_s, step_s, job.least_s) if step_s else None
@@ -93,7 +92,7 @@ def run(asked: argparse.Namespace) -> int:
     if asked.json:
         output.as_json(_plain(asked, costs, job, step_s, steps, best, files))
     else:
-        _tell(costs, job, step_s, steps, best, failing)
+        _print(costs, job, step_s, steps, best, failing)
         for path in files:
             output.echo(f"wrote {path}")
     return 0
@@ -113,15 +112,15 @@ def _mtbf(asked: argparse.Namespace) -> tuple[float, str]:
         return mtbf_s, f"A failure every {duration_text(mtbf_s)} on average, of the whole job."
     if not asked.mtbf_per_node:
         raise ConfigError(
-            "How often does the job fail? --mtbf 6h says that of the whole job, all its machines together;\n"
+            "How often does the job fail? --mtbf 6h gives that of the whole job, all its machines together;\n"
             "--mtbf-per-node 50000h --nodes 128 that of each machine."
         )
     if not asked.nodes:
         raise ConfigError("--mtbf-per-node needs --nodes, how many machines the job has.")
     nodes = _count("--nodes", asked.nodes)
     mtbf_s = _seconds("--mtbf-per-node", asked.mtbf_per_node) / nodes
-    told = f"A failure every {duration_text(mtbf_s)} on average: {nodes} machines, any of which stops the job."
-    return mtbf_s, told
+    text = f"A failure every {duration_text(mtbf_s)} on average: {nodes} machines, any of which stops the job."
+    return mtbf_s, text
 
 
 def _costs(asked: argparse.Namespace) -> Costs:
@@ -132,19 +131,19 @@ def _costs(asked: argparse.Namespace) -> Costs:
     given = {name: _rate(f"--{name}-gib-s", getattr(asked, f"{name}_gib_s")) for name in ("stage", "write")}
     if asked.recorded:
         if any(given.values()):
-            raise ConfigError("--run tells how fast checkpoints are: leave --stage-gib-s and --write-gib-s out.")
+            raise ConfigError("--run has how fast checkpoints are: leave --stage-gib-s and --write-gib-s out.")
         from stagereg.sweep.run import Run
 
         return by_run(Run.read(asked.recorded), nbytes, ranks)
     if nbytes is None:
         raise ConfigError("How large is a checkpoint? Give --state, as in --state 1TiB, or --run DIR.")
     ranks = ranks or 1
-    told = tuple(
+    sources = tuple(
         f"{'Copying' if name == 'stage' else 'Writing'} is given: {rate / _GIB:g} GiB/s a rank."
         for name, rate in given.items()
         if rate
     )
-    rates = Rates(given["stage"], given["stage"], given["write"], told)
+    rates = Rates(given["stage"], given["stage"], given["write"], sources)
     if rates.stage is None or rates.write is None:
         registry.find("stager", asked.stager)
         check_writable("--dir", Path(asked.dir))
@@ -154,6 +153,8 @@ def _costs(asked: argparse.Namespace) -> Costs:
 
 
 def _seconds(option: str, text: str, least: float | None = None) -> float:
+    from stagereg.config.texts import duration
+
     seconds: float = _read(option, text, duration).total_seconds()
     if seconds < 0 or (least is None and seconds == 0):
         raise ConfigError(f"{option} is a time {'above 0' if least is None else 'from 0 on'}, not {text!r}.")
@@ -197,10 +198,10 @@ def _folder(name: str) -> Path | None:
     return folder
 
 
-# -- what is told
+# -- the output
 
 
-def _tell(costs: Costs, job: CostModel, step_s: float | None, steps: int | None, best: Loss, failing: str) -> None:
+def _print(costs: Costs, job: CostModel, step_s: float | None, steps: int | None, best: Loss, failing: str) -> None:
     output.echo(f"A checkpoint of {size_text(costs.nbytes)} on {counted(costs.ranks, 'rank')}")
     rows = [
         ("cost", duration_text(job.cost_s), "that training loses: the loop is held, and steps beside it are slower"),
@@ -215,8 +216,10 @@ def _tell(costs: Costs, job: CostModel, step_s: float | None, steps: int | None,
         output.echo(line)
     output.echo()
     heads = ("interval", *(("steps",) if step_s else ()), "lost", "checkpoints", "done twice", "restarts", "")
-    output.table("", heads, [_row(job.loss(at), step_s, words) for at, words in _intervals(job, best)])
+    output.table("", heads, [_row(job.loss(at), step_s, label) for at, label in _intervals(job, best)])
     if steps:
+        from stagereg.config.texts import written
+
         mtbf = written(datetime.timedelta(seconds=round(job.mtbf_s) or job.mtbf_s)).replace(" ", "")
         output.echo(
             f"\nSet checkpoint.every={steps}; or checkpoint.every=auto checkpoint.mtbf={mtbf}, which measures all this"
@@ -225,7 +228,7 @@ def _tell(costs: Costs, job: CostModel, step_s: float | None, steps: int | None,
     else:
         output.echo("\nGive --step for the interval in steps; checkpoint.every=auto finds it out by itself.")
     output.echo()
-    lines = (*costs.told, *_MODEL, *_SOURCES)
+    lines = (*costs.sources, *_MODEL, *_SOURCES)
     output.table("Where that comes from", (), [("-", line) for line in lines])
 
 
@@ -258,17 +261,17 @@ def _intervals(job: CostModel, best: Loss) -> list[tuple[float, str]]:
         ("Daly 2006", interval.daly(job.cost_s, job.mtbf_s)),
     ]
     rows: dict[str, tuple[float, str]] = {}
-    for words, at in named:
+    for label, at in named:
         if at > 0:
             kept, before = rows.get(duration_text(at), (at, ""))
-            rows[duration_text(at)] = (kept, f"{before}, {words}" if before else words)
+            rows[duration_text(at)] = (kept, f"{before}, {label}" if before else label)
     return sorted(rows.values())
 
 
-def _row(loss: Loss, step_s: float | None, words: str) -> tuple[str, ...]:
+def _row(loss: Loss, step_s: float | None, label: str) -> tuple[str, ...]:
     steps = (f"{interval.in_steps(loss.interval_s, step_s):,}",) if step_s else ()
     parts = (_percent(part) for part in (loss.total, loss.checkpoints, loss.twice, loss.restarts))
-    return (duration_text(loss.interval_s), *steps, *parts, words)
+    return (duration_text(loss.interval_s), *steps, *parts, label)
 
 
 def _percent(part: float) -> str:
@@ -306,8 +309,8 @@ def _plain(
         "lost": best.total,
         "hardly": best.total >= _HARDLY,
         "as_good_s": [low, high],
-        "intervals": [dataclasses.asdict(job.loss(at)) | {"name": words} for at, words in _intervals(job, best)],
-        "assumptions": [*costs.told, *_MODEL],
+        "intervals": [dataclasses.asdict(job.loss(at)) | {"name": label} for at, label in _intervals(job, best)],
+        "assumptions": [*costs.sources, *_MODEL],
         "sources": list(_SOURCES),
         "files": [str(path) for path in files],
     }

@@ -30,8 +30,8 @@ __all__ = ["add_to", "run"]
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``report`` to the commands of ``stagereg``."""
-    words = "show a run or a sweep again: tables, pictures, an HTML page"
-    parser = commands.add_parser("report", help=words, description=words[0].upper() + words[1:] + ".")
+    help_ = "show a run or a sweep again: tables, pictures, an HTML page"
+    parser = commands.add_parser("report", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.add_argument("directory", help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir)")
     parser.add_argument("--metric", default="", help="what a sweep is ranked by; what it was run with if not given")
     parser.add_argument("--direction", choices=("minimize", "maximize"), help="which way is better, if not the usual")
@@ -96,13 +96,13 @@ def _sweep(asked: argparse.Namespace, directory: Path) -> None:
 
 
 def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
-    """What the sweep was ranked by when it ran, by the config of the first job that says so, else what makes sense."""
+    """What the sweep was ranked by when it ran, by the config of the first job that has it, else what makes sense."""
     from omegaconf import OmegaConf
 
     from stagereg.sweep.metric import usual
 
     for job in jobs:
-        with contextlib.suppress(Exception):  # whatever YAML and OmegaConf have to say of a torn file
+        with contextlib.suppress(Exception):  # whatever YAML and OmegaConf raise for a torn file
             config = OmegaConf.load(job.directory / ".hydra" / "config.yaml")
             if metric := OmegaConf.select(config, "sweep.metric"):
                 return str(metric), OmegaConf.select(config, "sweep.direction")
@@ -205,7 +205,7 @@ def _written(
         return write(target), None
     except OSError as error:
         why = error.strerror or error
-        return [], ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another place.")
+        return [], ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another directory.")
 
 
 def _say_where(files: Sequence[Path], asked: argparse.Namespace, trouble: ConfigError | None) -> None:

@@ -1,8 +1,8 @@
-"""Questions put to child processes, so that what crashes, exits or hangs there costs the one who asks an answer only.
+"""Runs functions in child processes, so that what crashes, exits or hangs there costs the parent only a result.
 
 A child runs one function of an importable module, has the module path of this process, and writes what the function
-returns as JSON into a file; what it prints is kept away from the output of this process. It is the leader of a session
-of its own, and whatever it started ends with it.
+returns as JSON into a file; what it prints is kept out of the output of this process. It is the leader of a session of
+its own, and whatever it started ends with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stagereg.errors import StageregError
 __all__ = ["SubprocessResult", "SubprocessRunner", "answer"]
 
 _GRACE_S = 2.0
-"""Seconds that a process that hung gets to say where."""
+"""Seconds that a process that hung gets to dump its stack."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,18 @@ class SubprocessRunner:
             limit_s: seconds that the child may take, its start included.
         """
         with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
-            told, noise = Path(folder, "told.json"), Path(folder, "noise")
+            file, noise = Path(folder, "result.json"), Path(folder, "noise")
             with noise.open("wb") as printed:
-                child = self._start([str(told), question, *arguments], printed)
+                child = self._start([str(file), question, *arguments], printed)
                 if child is None:
                     return SubprocessResult(failure="was not asked any more")
                 try:
                     ended = _wait(child, limit_s)
                 finally:
                     self._finish(child)
-            if told.exists():
+            if file.exists():
                 with contextlib.suppress(ValueError):  # it was ended while it wrote
-                    return SubprocessResult(**json.loads(told.read_text()))
+                    return SubprocessResult(**json.loads(file.read_text()))
             return SubprocessResult(failure=_ending(ended, limit_s, noise.read_text(errors="replace")))
 
     def _start(self, arguments: Sequence[str], printed: IO[bytes]) -> subprocess.Popen[bytes] | None:
@@ -132,7 +132,7 @@ def _end(pid: int) -> None:
 
 
 def _wait(child: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """The exit code, or ``None`` for a child that took too long and was made to say where it is."""
+    """The exit code, or ``None`` for a child that took too long and was made to dump its stack."""
     try:
         return child.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -149,4 +149,4 @@ def _ending(code: int | None, limit_s: float, noise: str) -> str:
     if code < 0:
         return f"crashed with {signal_name(-code)}{place}"
     last = next((line for line in reversed(noise.splitlines()) if line.strip()), "")
-    return f"ended the process with exit code {code}" + (f"; its last words: {last.strip()}" if last else "")
+    return f"ended the process with exit code {code}" + (f"; its last output: {last.strip()}" if last else "")

@@ -37,7 +37,7 @@ class Finding:
     Attributes:
         what: it is.
         verdict: ``"ok"``, ``"warn"``, ``"missing"`` (it is optional) or ``"broken"``.
-        found: in words.
+        found: a text for people.
         do: what to do about it; empty where nothing has to be done.
         value: what was found, for programs; sizes are bytes.
     """
@@ -102,33 +102,33 @@ def _takes(accepted: str, version: str) -> bool:
 
 
 def torch_facts() -> dict[str, Any]:
-    """What PyTorch tells of itself and the machine; imports it, touches the accelerator and page-locks some memory."""
+    """What PyTorch knows of itself and the machine; imports it, touches the accelerator and page-locks some memory."""
     import torch
     import torch.distributed as dist
 
-    told: dict[str, Any] = {"version": torch.__version__, "accelerator": "", "devices": [], "backends": []}
+    facts: dict[str, Any] = {"version": torch.__version__, "accelerator": "", "devices": [], "backends": []}
     if dist.is_available():
         there = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
-        told["backends"] = [name for name, available in there.items() if available()]
+        facts["backends"] = [name for name, available in there.items() if available()]
     if not torch.accelerator.is_available():
-        return told
+        return facts
     kind = torch.accelerator.current_accelerator()
-    told["accelerator"] = kind.type if kind else ""
+    facts["accelerator"] = kind.type if kind else ""
     count = torch.accelerator.device_count()
-    if told["accelerator"] == "cuda":
+    if facts["accelerator"] == "cuda":
         every = [torch.cuda.get_device_properties(i) for i in range(count)]
-        told["devices"] = [{"name": one.name, "bytes": one.total_memory} for one in every]
-        told["cuda"] = torch.version.cuda
+        facts["devices"] = [{"name": one.name, "bytes": one.total_memory} for one in every]
+        facts["cuda"] = torch.version.cuda
     else:
-        told["devices"] = [{"name": told["accelerator"], "bytes": 0}] * count
+        facts["devices"] = [{"name": facts["accelerator"], "bytes": 0}] * count
     # Beyond the limit of `ulimit -l`, where there is one: some drivers count against it, and some do not.
     nbytes = min(_locked_limit() or 0, 2**28) + 2**20
     try:
         torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        told["page_locked"] = nbytes
+        facts["page_locked"] = nbytes
     except RuntimeError as error:
-        told["not_page_locked"] = str(error).splitlines()[0]
-    return told
+        facts["not_page_locked"] = str(error).splitlines()[0]
+    return facts
 
 
 def torch_findings(facts: Mapping[str, Any] | None, failure: str) -> Iterator[Finding]:
@@ -168,8 +168,8 @@ def torch_findings(facts: Mapping[str, Any] | None, failure: str) -> Iterator[Fi
 
 def host() -> Iterator[Finding]:
     """Processor and memory."""
-    told = f"{machine.cores()} of {os.cpu_count()} for this process, load {os.getloadavg()[0]:.1f}"
-    yield Finding("cores", "ok", told, value=machine.cores())
+    text = f"{machine.cores()} of {os.cpu_count()} for this process, load {os.getloadavg()[0]:.1f}"
+    yield Finding("cores", "ok", text, value=machine.cores())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     bound = _container_bound()
     if bound is not None and bound < memory:
@@ -210,7 +210,7 @@ def directory(where: Path, chosen: bool) -> Iterator[Finding]:
 
     Args:
         where: a directory; one that does not exist yet stands for the nearest parent that does.
-        chosen: somebody named it, so that it being of no use is no chance.
+        chosen: the user named it, so a directory of no use is an error.
     """
     folder = next(path for path in (where.absolute(), *where.absolute().parents) if path.is_dir())
     kind = machine.file_system(folder)

@@ -1,4 +1,4 @@
-"""What ``stagereg check`` was pointed at: which components, which contracts, and what a package's metadata says.
+"""The target of ``stagereg check``: which components, which contracts, and what a package's metadata declares.
 
 Nothing is imported here. A component or contract is found by what installed packages announce, in the groups
 ``stagereg.plugins`` and ``stagereg.contracts``; what a file or a module registers is seen only by importing it, which
@@ -35,7 +35,7 @@ class CheckRow:
     Attributes:
         name: of the method or check that tried it.
         promise: what was promised, one line.
-        verdict: ``"kept"``, ``"broken"``, ``"skipped"`` (cannot be tried here) or ``"not shown"`` (nobody tries it).
+        verdict: ``"kept"``, ``"broken"``, ``"skipped"`` (cannot be tried here) or ``"not shown"`` (has no contract).
         seen: what was seen.
     """
 
@@ -65,7 +65,7 @@ class CheckJob:
 
     @property
     def title(self) -> str:
-        """What is tried, in a few words."""
+        """A title for what is tried."""
         return f"{self.kind}/{self.name}" if self.kind else self.file or self.module
 
 
@@ -76,7 +76,7 @@ class CheckTarget:
     Attributes:
         jobs: one process each.
         package: name and version of the installed package; empty for a file, a module or one component.
-        rows: what its metadata says.
+        rows: what its metadata declares.
     """
 
     jobs: list[CheckJob]
@@ -88,7 +88,7 @@ def resolve(target: str) -> CheckTarget:
     """Find what ``target`` means: a file, a folder with a ``pyproject.toml``, ``kind/name``, a package, a module.
 
     Raises:
-        ConfigError: it is none of these, or there is nothing in it to check; the message says what to give.
+        ConfigError: it is none of these, or there is nothing in it to check; the message has what to give.
         UnknownNameError: there is no such component.
     """
     path = Path(target)
@@ -110,11 +110,11 @@ def _project(folder: Path) -> CheckTarget:
     try:
         name = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"]
     except (KeyError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{folder / 'pyproject.toml'} does not say which package it is: {error!r}.") from error
+        raise ConfigError(f"{folder / 'pyproject.toml'} does not name its package: {error!r}.") from error
     found = _package(str(name))
     if found is None:
         raise ConfigError(
-            f"{folder} is the package {name}, which is not installed, so nobody can choose what is in it.\n"
+            f"{folder} is the package {name}, which is not installed, so nothing in it can be chosen.\n"
             f"Run: python -m pip install --editable {folder}"
         )
     return found
@@ -132,7 +132,7 @@ def _package(target: str) -> CheckTarget | None:
         if not _importable(target):
             raise ConfigError(
                 f"The package {found.name} {found.version} announces nothing under {registry.ENTRY_POINTS!r}, so "
-                "nobody can choose what is in it.\n"
+                "nothing in it can be chosen.\n"
                 'Write in its pyproject.toml: [project.entry-points."stagereg.plugins"] "stager.name" = "module:Class"'
             )
         return None
@@ -141,7 +141,7 @@ def _package(target: str) -> CheckTarget | None:
 
 
 def _metadata(found: importlib.metadata.Distribution, own: list[Entry], announced: list[str]) -> list[CheckRow]:
-    """What the metadata of a package has to say, for its plugins to be found and to be refused in time."""
+    """What the metadata of a package declares, for its plugins to be found and to be refused in time."""
     known = {f"{entry.kind}.{bare(entry.name)}" for entry in own}
     strange = [name for name in announced if name not in known]
     contracts = [point.name for point in found.entry_points if point.group == CONTRACTS]
@@ -160,7 +160,7 @@ def _metadata(found: importlib.metadata.Distribution, own: list[Entry], announce
         ),
         _row(
             "depends",
-            "The package says which stagereg it needs.",
+            "The package declares which stagereg it needs.",
             [wrong] if wrong else [],
         ),
         _row(
@@ -181,7 +181,7 @@ def _component(name: str) -> CheckTarget | None:
     kinds = sorted({entry.kind for entry in plain})
     if len(kinds) > 1:
         choices = " or ".join(f"{kind}/{name}" for kind in kinds)
-        raise ConfigError(f"There is more than one {name!r}; say which: {choices}")
+        raise ConfigError(f"There is more than one {name!r}; choose one: {choices}")
     return CheckTarget([_announced(plain[0])]) if plain else None
 
 
@@ -221,7 +221,7 @@ def _announced(entry: Entry) -> CheckJob:
 
 
 def _contract(entry: Entry) -> str:
-    """Where the contract of an announced component is, as its own package says."""
+    """Where the contract of an announced component is, as its own package declares."""
     name = f"{entry.kind}.{bare(entry.name)}"
     for point in importlib.metadata.entry_points(group=CONTRACTS, name=name):
         if point.dist is not None and _same(point.dist.name, entry.distribution):

@@ -1,8 +1,8 @@
 """``stagereg tune``: search for the stager, the options and the interval with which a program loses least.
 
-Its command line, and how it ends; what it tells is ``tuned``'s, the search :mod:`stagereg.sweep.tuning`'s. Everything
-that was asked for is checked before anything is run. What has been tried is kept, so the same command goes on where it
-was stopped.
+This module has the command line and how it ends, ``tune_session`` the output, :mod:`stagereg.sweep.tuning` the search.
+All that was asked for is checked before anything is run. What has been tried is kept, so the same command goes on where
+it was stopped.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from stagereg.errors import ConfigError
 __all__ = ["add_to", "run"]
 
 _FLAGS = ("--config-path", "--config-name", "--config-dir")
-"""Hydra's own options that a program may need to be told."""
+"""Hydra's own options that a program may need."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``tune`` to the commands of ``stagereg``."""
-    words = "search for the stager, its options and the checkpoint interval that hold training up least"
+    help_ = "search for the stager, its options and the checkpoint interval that hold training up least"
     parser = commands.add_parser(
         "tune",
-        help=words,
-        description=words[0].upper() + words[1:] + ". Each trial is a run of its own: give the program a short one "
+        help=help_,
+        description=help_[0].upper() + help_[1:] + ". Each trial is a run of its own: give the program a short one "
         "(train.steps=200). The same command again goes on where it was stopped.",
     )
     parser.add_argument("script", help="the program, as after `python`: train.py")
@@ -96,7 +96,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _take_overrides_anywhere(parser: argparse.ArgumentParser) -> None:
-    """Let overrides stand behind options, too: argparse takes them from one place only."""
+    """Let overrides stand behind options, too: argparse takes them only before or after all options."""
     parse = parser.parse_known_args
 
     def parse_known_args(*arguments: Any) -> Any:

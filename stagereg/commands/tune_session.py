@@ -1,4 +1,4 @@
-"""One ``stagereg tune`` as it is told: what is varied, each trial as it ends, all of them, and the answer.
+"""The output of one ``stagereg tune``: what is varied, each trial as it ends, all of them, and the answer.
 
 With ``--json`` the progress goes to stderr, and one document has the rest.
 """
@@ -31,7 +31,7 @@ class Session:
     """One search.
 
     Args:
-        asked: what the command line says, checked.
+        asked: the command line, checked.
         program: what to run.
         directory: where all is kept; it is this process's alone.
     """
@@ -132,9 +132,9 @@ class Session:
             if isinstance(came, SearchVerdict):
                 return came
             value = came.figures.get(objective.metric.name)
-            told = f"failed: {came.error}" if came.status != "completed" or value is None else objective.text(value)
+            text = f"failed: {came.error}" if came.status != "completed" or value is None else objective.text(value)
             side = came.directory.name.partition("-")[0]
-            self._say(f"confirming {number}/{runs}  {told}  {side}")
+            self._say(f"confirming {number}/{runs}  {text}  {side}")
             self._running("confirming, run", number, runs)
         raise AssertionError("a search that ends has a verdict")
 
@@ -177,9 +177,9 @@ class Session:
         rows = []
         for tried in sorted(study.tried(), key=lambda one: (one.value is None, sign * (one.value or 0.0), one.number)):
             what = " ".join(tried.overrides) or "the defaults"
-            told = "failed" if tried.value is None else objective.text(tried.value)
+            text = "failed" if tried.value is None else objective.text(tried.value)
             why = "" if tried.value is not None else f"\n{tried.error}\n{search.log(tried)}"
-            rows.append((search.log(tried).parent.name, told, f"{what}{why}"))
+            rows.append((search.log(tried).parent.name, text, f"{what}{why}"))
         output.table("", ("in trials/", objective.metric.head, "with"), rows)
 
     def _say(self, text: str, style: str = "") -> None:

@@ -22,8 +22,8 @@ __all__ = ["add_to", "run"]
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``verify`` to the commands of ``stagereg``."""
-    words = "check whether checkpoints are what was written"
-    parser = commands.add_parser("verify", help=words, description=words[0].upper() + words[1:] + ".")
+    help_ = "check whether checkpoints are what was written"
+    parser = commands.add_parser("verify", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.add_argument("directory", help="of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL")
     parser.add_argument("--fast", action="store_true", help="manifests and sizes only; the content is not read")
     output.add_output_options(parser)
@@ -35,7 +35,7 @@ def run(asked: argparse.Namespace) -> int:
 
     Raises:
         CheckpointError: there is no checkpoint, or a run has deleted all of them while they were read.
-        ConfigError: the URL is of a kind that nobody can read here.
+        ConfigError: the URL is of a kind that cannot be read here.
     """
     from stagereg.commands.located import located
 
@@ -116,5 +116,5 @@ def _show(
         return
     output.echo(f"{how} {count}, {len(bad)} not good.", "bold red")
     if not found.one:
-        words = "None is good." if good is None else f"The newest good one is {good.path}"
-        output.echo(words)
+        text = "None is good." if good is None else f"The newest good one is {good.path}"
+        output.echo(text)

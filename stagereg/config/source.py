@@ -54,7 +54,8 @@ class RegistrySource(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        return config_path == "" or (config_path in registry.kinds() and bool(registry.names(config_path)))
+        kind = _kind(config_path)
+        return config_path == "" or (kind in registry.kinds() and bool(registry.names(kind)))
 
     def is_config(self, config_path: str) -> bool:
         kind, name = _split(config_path)
@@ -77,8 +78,8 @@ class RegistrySource(ConfigSource):
             return []
         with contextlib.suppress(PluginError):  # told when an option is chosen: a listing goes on without
             self._plugins.load()
-        self._explain_refusal(config_path)
-        return registry.names(config_path)
+        self._explain_refusal(_kind(config_path))
+        return registry.names(_kind(config_path))
 
     def load_config(self, config_path: str) -> ConfigResult:
         kind, name = _split(config_path)
@@ -130,3 +131,8 @@ class RegistrySearchPath(SearchPathPlugin):
 def _split(config_path: str) -> tuple[str, str]:
     kind, _, name = config_path.removesuffix(".yaml").strip("/").rpartition("/")
     return kind, name
+
+
+def _kind(config_path: str) -> str:
+    """The kind of a group; TAB completion asks for one with its package, ``joinable@join.joinables.model``."""
+    return config_path.partition("@")[0]

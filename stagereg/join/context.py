@@ -385,7 +385,7 @@ class Join:
         for hook in hooks:
             hook.post_hook(steps == 0 and had_data)
         if session.plain is not None:
-            session.end_answers()
+            session.end_answers(session.plain)
         return objection
 
     def _wait_for_next_step(self, session: JoinSession) -> bool:

@@ -480,15 +480,17 @@ class PeerMonitor:
         try:
             self._store = StatusStore(self._group.get_group_store(), self._name)
             last = time.monotonic()
+            self._write()
             while not self._leaving and not thread.closing:
+                self._wake.wait(self._look_s)
+                self._wake.clear()
                 now = time.monotonic()
                 self._now += min(now - last, _SLEPT_S)
                 last = now
-                self._turn()
-                self._wake.wait(self._look_s)
-                self._wake.clear()
+                if not self._leaving:
+                    self._turn()
             self._publish()
-            if self._to_publish is None and self._beat:
+            if self._to_publish is None:
                 self._store.erase(self._rank)
         except Exception as error:
             self.lost = " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -110,7 +110,7 @@ class Loop:
         """The loop is over on all ranks; twice is harmless."""
         if not self._closed:
             self._closed = True
-            self._session.end_answers()
+            self._session.end_answers(self.membership)
 
     def _publish(self, batch: Any, empty: Any) -> None:
         """Give an empty batch to ranks that have none of their own."""

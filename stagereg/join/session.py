@@ -155,9 +155,13 @@ class JoinSession:
         if self.responder is not None:
             self.responder.start()
 
-    def end_answers(self) -> None:
-        """The loop has ended; returns when it has on all ranks."""
-        if self.responder is not None:
+    def end_answers(self, loop: Membership | None = None) -> None:
+        """The loop has ended; returns when it has on all ranks.
+
+        Args:
+            loop: the loop, if it is over. Where all ranks took all of its steps, none answers, and nothing is to end.
+        """
+        if self.responder is not None and not (loop is not None and loop.all_took_every_step):
             self.responder.close()
 
     def _membership_of_plain_loop(self, loader: Any) -> Membership | None:
@@ -196,7 +200,7 @@ class JoinSession:
         if not unknown:
             store: Any = HashStore() if self.store is None else PrefixStore(f"loop/{self.loops}", self.store)
             known = [length for length in lengths if length is not None]
-            return StoreMembership(self._group.rank(), known, store, self._throw, self.detector.wait)
+            return StoreMembership(channel, known, store, self._throw, self.detector.wait)
         if self._mode == "planned":
             raise JoinError(
                 f"join.mode=planned needs the length of every rank's loader, and that of rank {', '.join(unknown)} has "

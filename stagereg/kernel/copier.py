@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from stagereg.errors import StagerClosedError, StagingError
+from stagereg.errors import StagingError
 from stagereg.kernel.layout import Layout, Region, plan_layout, region_bytes, signature, tensors_over
 from stagereg.kernel.memory import Lease, Pool, register_padding
 from stagereg.kernel.state_dict import Recognizer, TreeSpec, flatten, path_to
@@ -98,7 +98,6 @@ class HostCopier:
         self.margins = (0, 0)
         self._layout: Layout | None = None
         self._recognizer: Recognizer | None = None
-        self._closed = False
 
     def reserve_padding(self, before: int, after: int) -> None:
         """Leave bytes free around each tensor from the next copy on, see :func:`.memory.padding_around`."""
@@ -123,7 +122,10 @@ class HostCopier:
             StagingError: one cannot be staged; ``path`` is its index. Or memory ran out.
             StagerClosedError: after :meth:`close`.
         """
-        pending = self.prepare_tensors(tensors)
+        self.check_open()
+        with torch.no_grad(), no_collection():
+            layout = self._plan(tensors)
+        pending = self.lease(tensors, layout)
         self.fill(pending)
         return pending.staged
 
@@ -131,13 +133,6 @@ class HostCopier:
         """Do all of :meth:`copy` but the copying. Raises as that does."""
         spec, layout = self.plan(state)
         return self.lease(spec.tensors, layout, spec)
-
-    def prepare_tensors(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
-        """Do all of :meth:`copy_tensors` but the copying. Raises as that does."""
-        self.check_open()
-        with torch.no_grad(), no_collection():
-            layout = self._plan(tensors)
-        return self.lease(tensors, layout)
 
     def plan(self, state: Any) -> tuple[TreeSpec, Layout]:
         """Take ``state`` apart and plan where it goes; the short way if it is as it was the last time."""
@@ -180,12 +175,10 @@ class HostCopier:
 
     def check_open(self) -> None:
         """Raise ``StagerClosedError`` after :meth:`close`."""
-        if self._closed:
-            raise StagerClosedError
+        self.pool.check_open()
 
     def close(self) -> None:
         """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
-        self._closed = True
         self._layout = self._recognizer = None
         self.pool.close()
         self.engine.close()

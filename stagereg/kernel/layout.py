@@ -50,7 +50,6 @@ class Region:
 
     Attributes:
         source: index of a tensor whose storage has the bytes.
-        begin: first byte, counted from the start of that storage.
         address: where it starts in the source device's memory.
         nbytes: its length in bytes.
         offset: where its copy starts in host memory.
@@ -58,7 +57,6 @@ class Region:
     """
 
     source: int
-    begin: int
     address: int
     nbytes: int
     offset: int = 0
@@ -188,7 +186,7 @@ def _merge(runs: list[_Run], rows: Signature) -> list[Region]:
             regions[-1].members.append(i)
             continue
         aligned = base + (begin - base) // 16 * 16  # so that a view of a wider dtype starts on its own grid
-        regions.append(Region(i, aligned - base, aligned, end - aligned, members=[i]))
+        regions.append(Region(i, aligned, end - aligned, members=[i]))
         last = (device, base)
     return regions
 
@@ -285,5 +283,6 @@ def tensors_over(
 
 def region_bytes(region: Region, owner: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a region where they lie; ``owner`` is the tensor ``region.source``."""
+    storage = owner.untyped_storage()
     source = torch.empty(0, dtype=torch.uint8, device=owner.device)
-    return source.set_(owner.untyped_storage(), region.begin, (region.nbytes,), (1,))
+    return source.set_(storage, region.address - storage.data_ptr(), (region.nbytes,), (1,))

@@ -232,7 +232,13 @@ class Pool:
         self.max_in_flight = math.inf if max_in_flight is None else max_in_flight
         self.wait_s = wait_s
         self._keep = keep
-        self._pin = _can_pin(pin, keep)
+        there = torch.accelerator.is_available()
+        first = os.environ.get("LOCAL_RANK", "0") == "0"  # of the ranks on this machine, which would all log the same
+        if keep and pin is not False and not there and first:
+            log.warning(
+                "stagereg: no accelerator here, so copies are staged in pre-faulted pageable memory, not page-locked"
+            )
+        self._pin = there and pin is not False
         self._threads = threads
         self._reserve = reserve
         self._make = make
@@ -352,12 +358,9 @@ class Pool:
             return
         if not self._overdrawn:
             self._overdrawn = True
-            log.warning(
-                "stagereg: %d staged copies are still held after %.1f s, so fresh memory is taken; "
-                "drop copies that are no longer needed, or raise max_in_flight",
-                self.in_flight,
-                limit,
-            )
+            text = "stagereg: %d staged copies are still held after %.1f s, so fresh memory is taken; "
+            text += "drop copies that are no longer needed, or raise max_in_flight"
+            log.warning(text, self.in_flight, limit)
 
     def _collect(self) -> None:
         """Take note of the leases that have ended and the blocks that have come back."""
@@ -394,16 +397,6 @@ def _give_back(pool: weakref.ref[Pool], block: Block) -> None:
         owner._returned.put(block)
 
 
-def _can_pin(pin: bool | None, keep: bool) -> bool:
-    there = torch.accelerator.is_available()
-    first = os.environ.get("LOCAL_RANK", "0") == "0"  # of the ranks on this machine, which would all log the same
-    if not there and pin is not False and keep and first:
-        log.warning(
-            "stagereg: no accelerator here, so copies are staged in pre-faulted pageable memory, not page-locked"
-        )
-    return there and pin is not False
-
-
 @dataclass(frozen=True, slots=True)
 class Padding:
     """The free bytes around a staged tensor, for a storage that writes a file's image in place.
@@ -420,15 +413,9 @@ class Padding:
     after: int
 
 
-@dataclass(frozen=True, slots=True)
-class _PaddedBlock:
-    address: int
-    nbytes: int
-    margins: tuple[int, int]
-    spans: dict[int, int]
-
-
-_padded: dict[int, _PaddedBlock] = {}  # global, since a storage has nothing but the tensor to find its padding by
+# Global, since a storage has nothing but the tensor to find its padding by. The padding of the tensors in a block, and
+# offset and bytes of each.
+_padded: dict[int, tuple[Padding, dict[int, int]]] = {}
 
 
 def register_padding(view: memoryview, margins: tuple[int, int], spans: dict[int, int]) -> None:
@@ -440,7 +427,7 @@ def register_padding(view: memoryview, margins: tuple[int, int], spans: dict[int
         spans: offset in the block and bytes of each tensor that has such margins to itself.
     """
     address = torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
-    _padded[id(view)] = _PaddedBlock(address, view.nbytes, margins, spans)
+    _padded[id(view)] = Padding(address, view.nbytes, *margins), spans
     weakref.finalize(view, _padded.pop, id(view), None).atexit = False
 
 
@@ -449,9 +436,7 @@ def padding_around(x: torch.Tensor) -> Padding | None:
     if x.device.type != "cpu" or x.layout is not torch.strided or not x.is_contiguous():
         return None
     address = x.data_ptr()
-    for block in tuple(_padded.values()):
-        if block.address <= address < block.address + block.nbytes:
-            if block.spans.get(address - block.address) != x.nbytes:
-                return None
-            return Padding(block.address, block.nbytes, *block.margins)
+    for padding, spans in tuple(_padded.values()):
+        if padding.address <= address < padding.address + padding.nbytes:
+            return padding if spans.get(address - padding.address) == x.nbytes else None
     return None

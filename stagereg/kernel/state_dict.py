@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import io
 import types
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -51,8 +51,6 @@ ATOMS = frozenset(
 _CHECKED = (bool, int, float, str, bytes, io.BytesIO, type(None))
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-_STRIDED = torch.strided
 
 
 class _Slot:
@@ -143,7 +141,8 @@ class _Walker:
     def visit(self, x: Any) -> Any:
         kind = type(x)
         if kind in ATOMS:
-            return self._checked(x) if self._type_check else x
+            self._check(x)
+            return x
         known = self._memo.get(id(x), self)
         if known is not self:
             return known
@@ -159,39 +158,32 @@ class _Walker:
         elif issubclass(kind, torch.Tensor):
             made = self._tensor(x)
         else:
-            made = self._opaque(x)
+            self._check(x)
+            made = _attempt(copy.deepcopy, x)
         self._memo[id(x)] = made
         return made
 
     # -- containers
 
     def _dict(self, x: dict[Any, Any]) -> dict[Any, Any]:
-        kind = type(x)
-        new: dict[Any, Any]
-        if kind is dict:
-            new = {}
-        elif kind is OrderedDict:
-            new = OrderedDict()
-        elif kind is defaultdict:
-            new = defaultdict(x.default_factory)  # type: ignore[attr-defined]
-        else:
-            new = _attempt(copy.copy, x)  # keeps what the subclass is; its values are replaced below
+        # A copy keeps what a subclass is, such as a defaultdict's factory; its values are replaced below.
+        new: dict[Any, Any] = {} if type(x) is dict else _attempt(copy.copy, x)
         self._memo[id(x)] = new
-        self._items(x.items(), new, new)
+        self._items(x.items(), new)
         self._attributes(x, new)
         return new
 
     def _list(self, x: list[Any]) -> list[Any]:
         new = [None] * len(x) if type(x) is list else _attempt(copy.copy, x)
         self._memo[id(x)] = new
-        self._items(enumerate(x), new, new)
+        self._items(enumerate(x), new)
         self._attributes(x, new)
         return new
 
     def _tuple(self, x: tuple[Any, ...]) -> Any:
         parts: list[Any] = [None] * len(x)
         before = len(self.spec._holes)
-        self._items(enumerate(x), parts, parts)
+        self._items(enumerate(x), parts)
         if id(x) in self._memo:  # a cycle through this tuple has already made it
             return self._memo[id(x)]
         if len(self.spec._holes) == before and all(a is b for a, b in zip(parts, x, strict=True)):
@@ -201,7 +193,7 @@ class _Walker:
             return _Slot(lambda staged: make(parts))
         return make(parts)
 
-    def _items(self, items: Any, new: Any, holder: Any) -> None:
+    def _items(self, items: Any, new: Any) -> None:
         key: Any = None
         holes = self.spec._holes
         visit = self.visit
@@ -210,29 +202,23 @@ class _Walker:
                 made = visit(value)
                 if type(made) in _SLOTS:
                     new[key] = None  # keeps the order of the keys
-                    holes.append((holder, key, made))
+                    holes.append((new, key, made))
                 else:
                     new[key] = made
         except StagingError as error:
-            raise _under(error, key) from error.__cause__
+            raise type(error)([key, *error.path], error.reason) from error.__cause__
 
     def _attributes(self, x: Any, new: Any) -> None:
         """Copy Python attributes, such as ``_metadata`` of a module's state dict."""
         attributes = getattr(x, "__dict__", None)
         if attributes:
-            self._items(attributes.items(), new.__dict__, new.__dict__)
+            self._items(attributes.items(), new.__dict__)
 
     # -- leaves
 
-    def _checked(self, x: Any) -> Any:
-        if not isinstance(x, _CHECKED):
+    def _check(self, x: Any) -> None:
+        if self._type_check and not isinstance(x, _CHECKED):
             raise UnstageableTypeError([], f"Unexpected value type {type(x)}")
-        return x
-
-    def _opaque(self, x: Any) -> Any:
-        if self._type_check:
-            self._checked(x)
-        return _attempt(copy.deepcopy, x)
 
     def _tensor(self, x: Any) -> _Slot | _Index:
         if hasattr(x, "trigger_wait"):  # an asynchronous collective's result: its value is there after the wait
@@ -247,8 +233,8 @@ class _Walker:
         return self._plain(x)
 
     def _plain(self, x: torch.Tensor) -> _Slot | _Index:
-        if x.layout is not _STRIDED or x.is_quantized or x.is_nested:
-            loose = _attempt(_clone, x)  # no single strided block to plan for
+        if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+            loose = _attempt(_to_host, x)  # no single strided block to plan for
             return self._dressed(x, lambda staged: loose)
         slot: _Slot | _Index = _Index(len(self.spec.tensors))
         if slot == self._stop_at:
@@ -285,7 +271,7 @@ class _Walker:
         if attributes:
             self._memo[id(x)] = slot  # an attribute may lead back here
             copied: dict[str, Any] = {}
-            self._items(list(attributes.items()), copied, copied)
+            self._items(list(attributes.items()), copied)
             self.spec._dresses.append((slot, copied))
 
     def _wrapper(self, x: Any) -> _Slot:
@@ -294,7 +280,7 @@ class _Walker:
         size, stride, kind = x.size(), x.stride(), type(x)
         parts = {name: getattr(x, name) for name in names}
         inner: dict[str, Any] = {}
-        self._items(parts.items(), inner, inner)
+        self._items(parts.items(), inner)
 
         def make(staged: Sequence[torch.Tensor]) -> Any:
             return kind.__tensor_unflatten__(inner, context, size, stride)
@@ -307,15 +293,21 @@ class _Walker:
 
     def _sharded(self, x: ShardedTensor) -> _Slot:
         """A ShardedTensor over staged shards; its metadata says where they lie now: on the CPU."""
-        shards = [shard.tensor for shard in x.local_shards()]
+        shards = x.local_shards()
         parts: list[Any] = [None] * len(shards)
-        self._items(enumerate(shards), parts, parts)
+        self._items(enumerate(shard.tensor for shard in shards), parts)
 
-        return _Slot(lambda staged: _sharded_over(parts, x))
+        def make(staged: Sequence[torch.Tensor]) -> ShardedTensor:
+            metadata = copy.deepcopy(x.metadata())
+            local = [Shard(part, copy.deepcopy(old.metadata)) for part, old in zip(parts, shards, strict=True)]
+            for meta in [*metadata.shards_metadata, *(shard.metadata for shard in local)]:
+                if meta.placement is not None:
+                    meta.placement._device = torch.device("cpu")
+            return ShardedTensor._init_from_local_shards_and_global_metadata(
+                local, metadata, process_group=x._process_group, init_rrefs=x._init_rrefs
+            )
 
-
-def _under(error: StagingError, key: Any) -> StagingError:
-    return type(error)([key, *error.path], error.reason)
+        return _Slot(make)
 
 
 # -- single values
@@ -345,8 +337,7 @@ def why_without_data(x: torch.Tensor) -> str | None:
     return f"a {type(x).__name__} has no data to stage: {what}" if what else None
 
 
-def _clone(x: torch.Tensor) -> torch.Tensor:
-    """An independent copy in host memory, by torch alone; for layouts that are no single strided block."""
+def _to_host(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone() if x.device.type == "cpu" else x.detach().to("cpu")
 
 
@@ -366,19 +357,6 @@ def _tuple_maker(kind: type[tuple[Any, ...]]) -> Callable[[list[Any]], Any]:
     return lambda items: tuple.__new__(kind, items)
 
 
-def _sharded_over(shards: Sequence[torch.Tensor], like: ShardedTensor) -> ShardedTensor:
-    """A ShardedTensor over staged local shards; its metadata says where they lie now: on the CPU."""
-    metadata = copy.deepcopy(like.metadata())
-    before = [shard.metadata for shard in like.local_shards()]
-    local = [Shard(shard, copy.deepcopy(meta)) for shard, meta in zip(shards, before, strict=True)]
-    for meta in [*metadata.shards_metadata, *(shard.metadata for shard in local)]:
-        if meta.placement is not None:
-            meta.placement._device = torch.device("cpu")
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        local, metadata, process_group=like._process_group, init_rrefs=like._init_rrefs
-    )
-
-
 # -- the same state dict once more
 
 _CHUNK = 512  # tensors that are looked at several times in a row, while the cache has them
@@ -386,6 +364,10 @@ _CHUNK = 512  # tensors that are looked at several times in a row, while the cac
 _CONTAINERS = (dict, list, OrderedDict)
 
 _attributes: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
+
+
+class _NotPlainError(Exception):
+    """The state dict is none that a :class:`Recognizer` takes."""
 
 
 class Recognizer:
@@ -424,10 +406,6 @@ class Recognizer:
             if not guards.check(*chunk) or list(map(address, chunk)) != addresses:
                 return None
         return spec
-
-
-class _NotPlainError(Exception):
-    pass
 
 
 class _PlainSpec(TreeSpec):

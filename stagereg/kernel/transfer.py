@@ -49,7 +49,7 @@ class CopyEngine:
         if threads < 1:
             raise StagingError([], f"threads must be at least 1, not {threads}")
         self._threads = threads
-        self._workers: ThreadPoolExecutor | None = None
+        self._workers = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix=COPY_THREADS)  # started when needed
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def memmove(self, base: int, batch: Batch) -> None:
@@ -58,11 +58,11 @@ class CopyEngine:
 
     def start(self, base: int, batch: Batch) -> CopyTask:
         """Begin what :meth:`memmove` does, on the other threads, where there is enough for them."""
-        job = CopyTask(base, batch.pieces(self._threads))
+        task = CopyTask(base, batch.pieces(self._threads))
         if batch.worth_sharing:
             for _ in range(self._threads - 1):
-                self._crew().submit(job.work)
-        return job
+                self._workers.submit(task.work)
+        return task
 
     def fetch(
         self,
@@ -96,14 +96,7 @@ class CopyEngine:
     def close(self) -> None:
         """End the threads. Closing twice is harmless."""
         self._streams.clear()
-        if self._workers is not None:
-            self._workers.shutdown(wait=True)
-            self._workers = None
-
-    def _crew(self) -> ThreadPoolExecutor:
-        if self._workers is None:
-            self._workers = ThreadPoolExecutor(self._threads - 1, thread_name_prefix=COPY_THREADS)
-        return self._workers
+        self._workers.shutdown(wait=True)
 
 
 class CopyTask:
@@ -157,9 +150,7 @@ class Batch:
 
     def __init__(self, moves: Sequence[Move]) -> None:
         small = [move for move in moves if move[2] < _SMALL_BYTES]
-        self._few = small if len(small) < _MANY else []
-        many = [] if self._few else small
-        self._many = [_Small(many[at : at + _AT_ONCE]) for at in range(0, len(many), _AT_ONCE)]
+        self._small = [_Small(small[at : at + _AT_ONCE]) for at in range(0, len(small), _AT_ONCE)]
         self._large = [move for move in moves if move[2] >= _SMALL_BYTES]
         large = sum(nbytes for _, _, nbytes in self._large) >= _SPLIT_BYTES
         self.worth_sharing = large or len(small) >= _SPLIT_COUNT
@@ -170,32 +161,23 @@ class Batch:
         made = self._pieces.get(threads)
         if made is None:
             shares = split(self._large, threads if self.worth_sharing else 1) if self._large else []
-            plain = [functools.partial(move, moves=moves) for moves in (*shares, self._few) if moves]
-            made = self._pieces[threads] = [*plain, *self._many]
+            made = self._pieces[threads] = [*(functools.partial(move, moves=moves) for moves in shares), *self._small]
         return made
 
 
 class _Small:
-    """Small moves, made by one system call."""
+    """Small moves, made by one system call where that is worth it."""
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self._moves = moves
-        self._sizes = [nbytes for _, _, nbytes in moves]
-        self._sources = Pieces([source for _, source, _ in moves], self._sizes)
-        self._targets: dict[int, Pieces] = {}
+        sizes = [nbytes for _, _, nbytes in moves]
+        self._sources = Pieces([source for _, source, _ in moves], sizes)
+        # Blocks of memory are used in turns, so the last few are remembered.
+        self._targets = functools.lru_cache(_BLOCKS)(lambda base: Pieces([base + to for to, _, _ in moves], sizes))
 
     def __call__(self, base: int) -> None:
-        if not read_many(self._at(base), self._sources):
+        if len(self._moves) < _MANY or not read_many(self._targets(base), self._sources):
             move(base, self._moves)
-
-    def _at(self, base: int) -> Pieces:
-        """Where they go; blocks of memory are used in turns, so the last few are remembered."""
-        pieces = self._targets.get(base)
-        if pieces is None:
-            if len(self._targets) >= _BLOCKS:
-                self._targets.clear()
-            pieces = self._targets[base] = Pieces([base + to for to, _, _ in self._moves], self._sizes)
-        return pieces
 
 
 def move(base: int, moves: Sequence[Move]) -> None:

@@ -1,21 +1,28 @@
 """The command line of this program, and the one of its ranks that is made from it.
 
-Ranks run the same script in the same interpreter with the overrides of one job. What belongs to the parent alone, such
-as the launcher, the sweeper and the callbacks, is left out; the run directory is the parent's.
+Ranks run the same script in the same interpreter with the overrides of one job. What only the launcher uses, such as
+Hydra's launcher, sweeper and callbacks, is left out; the run directory is the launcher's.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["CommandLine", "overrides", "quoted", "wants_no_job", "wants_sweep", "without_callbacks", "without_logging"]
 
-_PARENTS_OWN = ("hydra.run", "hydra.sweep", "hydra.mode", "hydra.output_subdir", "hydra.launcher", "hydra.sweeper")
+_LAUNCHER_ONLY = (
+    "hydra.run.",
+    "hydra.sweep.",
+    "hydra.mode.",
+    "hydra.output_subdir.",
+    "hydra.launcher.",
+    "hydra.sweeper.",
+)
 _LOGGING = ("hydra.job_logging", "hydra.hydra_logging", "hydra/job_logging", "hydra/hydra_logging")
-_PARENTS_OWN_GROUPS = ("hydra/launcher", "hydra/sweeper")
 
 
 @dataclass(frozen=True)
@@ -40,14 +47,14 @@ class CommandLine:
             "--config-name": known.config_name,
             "--config-dir": known.config_dir,
         }
-        flags = [word for flag, value in given.items() if value is not None for word in (flag, value)]
+        flags = [argument for flag, value in given.items() if value is not None for argument in (flag, value)]
         return cls(tuple(start), tuple(flags))
 
     def for_ranks(self, hydra: Any) -> list[str]:
         """The command of the ranks of one job; ``hydra`` is the ``hydra`` node of its composed config."""
         from omegaconf import OmegaConf
 
-        hydras = [override for override in hydra.overrides.hydra if not _is_parents_own(override)]
+        hydras = [override for override in hydra.overrides.hydra if not _is_launchers(override)]
         run = [f"hydra.run.dir={quoted(hydra.runtime.output_dir)}", "hydra.mode=RUN"]
         job = [
             f"hydra.job.{key}={quoted(hydra.job[key]) if key == 'id' else hydra.job[key]}"
@@ -83,7 +90,7 @@ def without_callbacks(hydra: Any) -> list[str]:
 
 def without_logging(arguments: list[str]) -> list[str]:
     """The arguments without overrides of Hydra's logging: rank 0 alone logs, the others have none to override."""
-    return [word for word in arguments if not word.lstrip("+~").startswith(_LOGGING)]
+    return [argument for argument in arguments if not argument.lstrip("+~").startswith(_LOGGING)]
 
 
 def quoted(value: str) -> str:
@@ -92,12 +99,13 @@ def quoted(value: str) -> str:
 
 
 def _parsed(arguments: list[str]) -> Any:
+    # Hydra offers its parser nowhere else, and one of ours would miss the flags of its other releases.
     from hydra._internal.utils import get_args_parser
 
     known, _ = get_args_parser().parse_known_args(arguments)
     return known
 
 
-def _is_parents_own(override: str) -> bool:
-    key = override.lstrip("+~").partition("=")[0].partition("@")[0]
-    return any(key == own or key.startswith((f"{own}.", f"{own}/")) for own in (*_PARENTS_OWN, *_PARENTS_OWN_GROUPS))
+def _is_launchers(override: str) -> bool:
+    key = re.split("[=@]", override.lstrip("+~"))[0].replace("/", ".")
+    return f"{key}.".startswith(_LAUNCHER_ONLY)

@@ -13,18 +13,18 @@ ranks save and leave instead, with 75: the same command goes on (:mod:`stagereg.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import stagereg.shutdown as shutdown
+from stagereg.crash_report import format_error
 from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
 from stagereg.launch.command_line import CommandLine, overrides, wants_no_job, wants_sweep, without_logging
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
-from stagereg.launch.preempted_exit import say
-from stagereg.launch.rank import Rank, alone, environment, format_error, is_rank, leave
+from stagereg.launch.rank import Rank, alone, is_rank
+from stagereg.launch.resume_hint import print_exit
 from stagereg.launch.scheduler_task import SchedulerTask
 
 __all__ = ["main"]
@@ -60,8 +60,8 @@ def main(
         @functools.wraps(task)
         def start(cfg: Any = None) -> Any:
             if cfg is not None:
-                return alone(_Work(task), cfg)
-            return _start(task, {"config_path": config_path, "config_name": config_name, **_base(version_base)})
+                return _with_plugins(functools.partial(alone, task), cfg)
+            return _start(task, {"config_path": config_path, "config_name": config_name, "version_base": version_base})
 
         return start
 
@@ -79,13 +79,13 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
         _run_hydra(job, arguments)
     except KeyboardInterrupt:
         if is_rank():
-            leave(130)
+            shutdown.exit_now(130)
         print("stopped by SIGINT", file=sys.stderr)
         sys.exit(130)
     except StageregError as error:
         if rank is not None:
             rank.fail(error)
-        _say(error)
+        _print(error)
         sys.exit(1)
 
 
@@ -96,7 +96,7 @@ def _import_plugins() -> None:
     try:
         plugins.from_overrides(overrides(sys.argv[1:]))
     except plugins.PluginError:
-        if "COMP_LINE" not in os.environ:  # a word that is still being typed
+        if "COMP_LINE" not in os.environ:  # a name that is still being typed
             raise
 
 
@@ -106,7 +106,7 @@ def _follow(rank: Rank) -> None:
         raise LaunchError(_how_to_sweep(rank))
     if wants_no_job(sys.argv[1:]):
         if rank.rank > 0:
-            leave(0)
+            shutdown.exit_now(0)
         return
     given = sys.argv if rank.rank == 0 else without_logging(sys.argv)
     sys.argv = [*given, *rank.overrides()]
@@ -116,7 +116,7 @@ def _how_to_sweep(rank: Rank) -> str:
     """What to run in place of ``torchrun ... train.py -m``."""
     plain = f"python {sys.argv[0]} -m nproc={rank.local_world_size}"
     why = "a sweep needs fresh ranks for each job, torchrun starts them only once"
-    if not rank.far:
+    if not rank.spans_machines:
         return f"{why}: run `{plain} ...`"
     nodes = rank.world_size // rank.local_world_size
     slurm = f"hydra/launcher=submitit_slurm hydra.launcher.nodes={nodes}"
@@ -126,37 +126,36 @@ def _how_to_sweep(rank: Rank) -> str:
 def _run_hydra(job: _Job, arguments: dict[str, Any]) -> None:
     """Run the job as ``hydra.main`` does; errors of the project are raised, all others printed by Hydra."""
     import hydra
+
+    # Hydra prints its errors without its own frames nowhere else; rewriting that would take a hundred lines.
     from hydra._internal.utils import run_and_report
+    from hydra.core.utils import env_override
 
     from stagereg.config.suggestions import explain
 
+    if arguments["version_base"] == "1.3" and not hydra.__version__.startswith("1.3."):
+        del arguments["version_base"]  # the default, which later releases warn of where it is named
     try:
-        with environment({_FULL_ERROR: "1"}):
+        with env_override({_FULL_ERROR: "1"}):
             hydra.main(**arguments)(job)()
     except StageregError:
         raise
     except Exception as error:
-        if told := explain(error):
-            raise ConfigError(told) from error
-        raised = error
-
-        def again() -> None:
-            raise raised
-
-        run_and_report(again)
+        if explanation := explain(error):
+            raise ConfigError(explanation) from error
+        run_and_report(functools.partial(_raise, error))
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The task, once the plugins that its config names are there, also where no option has asked for them."""
+def _raise(error: Exception) -> None:
+    raise error
 
-    task: Callable[[Any], Any]
 
-    def __call__(self, cfg: Any) -> Any:
-        from stagereg.config.plugins import from_config
+def _with_plugins(task: Callable[[Any], Any], cfg: Any) -> Any:
+    """Run the task once the plugins that its config names are imported, also where no option has asked for them."""
+    from stagereg.config.plugins import from_config
 
-        from_config(cfg)
-        return self.task(cfg)
+    from_config(cfg)
+    return task(cfg)
 
 
 class _Job:
@@ -165,51 +164,44 @@ class _Job:
     def __init__(self, task: Callable[[Any], Any], command: CommandLine, rank: Rank | None) -> None:
         # Hydra finds the script, and with it the config folder, through the function it unwraps from this.
         functools.update_wrapper(self, task)
-        self._task = _Work(task)
+        self._task = functools.partial(_with_plugins, task)
         self._command = command
         self._rank = rank
-        self._full_error = os.environ.get(_FULL_ERROR)
+        self._full_error = os.environ.get(_FULL_ERROR, "0")
 
     def __call__(self, cfg: Any) -> Any:
         from hydra.core.hydra_config import HydraConfig
+        from hydra.core.utils import env_override
         from hydra.types import RunMode
 
-        with environment({_FULL_ERROR: self._full_error}):
+        hydra = HydraConfig.get()
+        with env_override({_FULL_ERROR: self._full_error}):
             if self._rank is not None:
                 return self._rank.run(self._task, cfg)
             try:
-                return self._run(cfg)
+                return self._run(cfg, hydra, hydra.mode == RunMode.MULTIRUN)
             except StageregError as error:
-                if HydraConfig.get().mode == RunMode.MULTIRUN:
+                if hydra.mode == RunMode.MULTIRUN:
                     raise
-                _say(error)
+                _print(error)
                 # Hydra adds its own lines to any exception of a job, but not to this one.
                 raise SystemExit(1) from None
 
-    def _run(self, cfg: Any) -> Any:
-        from hydra.core.hydra_config import HydraConfig
-        from hydra.types import RunMode
+    def _run(self, cfg: Any, hydra: Any, one_of_several: bool) -> Any:
         from omegaconf import OmegaConf
 
         nproc = checked_nproc(OmegaConf.select(cfg, "nproc", default=1))
-        one_of_several = HydraConfig.get().mode == RunMode.MULTIRUN
         if nproc > 1 or one_of_several or SchedulerTask.current() is not None:
-            return launch(self._command, HydraConfig.get(), nproc)
+            return launch(self._command, hydra, nproc)
         try:
             return alone(self._task, cfg, recorded=True)
-        except (Preempted, Stopped) as left:
-            say(left, HydraConfig.get())
+        except (Preempted, Stopped) as error:
+            print_exit(error, hydra)
             raise
         except Exception as error:
             raise RanksFailedError(f"rank 0: {format_error(error)}") from error
 
 
-def _say(error: StageregError) -> None:
-    """Print an error; what ranks told begins with the rank instead of the program."""
+def _print(error: StageregError) -> None:
+    """Print an error; one of ranks begins with the rank instead of the program."""
     print(error if isinstance(error, RanksFailedError) else f"stagereg: {error}", file=sys.stderr, flush=True)
-
-
-def _base(version_base: str | None) -> dict[str, Any]:
-    """``version_base`` for the installed Hydra: from 1.4 on, naming the default only draws a warning."""
-    installed = tuple(int(part) for part in importlib.metadata.version("hydra-core").split(".")[:2])
-    return {} if version_base == "1.3" and installed >= (1, 4) else {"version_base": version_base}

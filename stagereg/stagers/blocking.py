@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.registry import register
+from stagereg.stagers.bounded import copier_within
 from stagereg.stagers.host import HostStager
 
 __all__ = ["BlockingAsyncStager", "BlockingStager"]
@@ -34,7 +36,7 @@ class BlockingStager(HostStager):
         type_check: bool = False,
     ) -> None:
         pool = Pool(max_in_flight, wait_s, keep=False, pin=False, threads=threads)
-        super().__init__(pool, threads, type_check, host_memory_gb)
+        super().__init__(copier_within(host_memory_gb, pool, threads, type_check))
 
 
 class BlockingAsyncStager(HostStager):
@@ -53,4 +55,4 @@ class BlockingAsyncStager(HostStager):
         self.cache_staged_state_dict = cache_staged_state_dict
         self.type_check = type_check
         pool = Pool() if cache_staged_state_dict else Pool(max_in_flight=None, keep=False, pin=False)
-        super().__init__(pool, type_check=type_check)
+        super().__init__(HostCopier(pool, type_check=type_check))

@@ -29,9 +29,16 @@ from stagereg.kernel.copier import HostCopier, no_collection
 from stagereg.kernel.layout import Layout, Region, plan_layout, region_bytes, signature
 from stagereg.kernel.memory import Pool
 
-__all__ = ["BoundedCopier"]
+__all__ = ["BoundedCopier", "copier_within"]
 
 _log = logging.getLogger("stagereg")
+
+
+def copier_within(host_memory_gb: float | None, pool: Pool, threads: int, type_check: bool) -> HostCopier:
+    """Return a copier over ``pool`` whose copies in flight take at most ``host_memory_gb`` GiB together; None: any."""
+    if host_memory_gb is None:
+        return HostCopier(pool, threads, type_check)
+    return BoundedCopier(pool, host_memory_gb, threads, type_check)
 
 
 class BoundedCopier(HostCopier):

@@ -412,5 +412,5 @@ def _tensor_over(
 def _region_pair(view: memoryview, base: int, region: Region, owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A region as bytes: where it goes, and where it lies on its device."""
     source = torch.empty(0, dtype=torch.uint8, device=owner.device)
-    source.set_(owner.untyped_storage(), region.begin, (region.nbytes,), (1,))
+    source.set_(owner.untyped_storage(), region.address - owner.untyped_storage().data_ptr(), (region.nbytes,), (1,))
     return torch.frombuffer(view, dtype=torch.uint8, count=region.nbytes, offset=base + region.offset), source

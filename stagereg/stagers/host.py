@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from stagereg.kernel.copier import HostCopier
-from stagereg.kernel.memory import Pool
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.stagers.bounded import BoundedCopier
 
@@ -13,30 +12,14 @@ __all__ = ["HostStager"]
 
 
 class HostStager(AsyncStager):
-    """Base of the stagers that copy at once; a subclass chooses the memory by choosing the pool.
+    """Base of the stagers that copy at once; a subclass chooses the memory by choosing the copier.
 
     Not for use from several threads at once.
-
-    Args:
-        pool: where the memory comes from.
-        threads: threads that copy from host memory, the caller's among them.
-        type_check: refuse leaves of types that torch's checkpoint does not name.
-        host_memory_gb: GiB of host memory for all copies in flight together; None for no bound.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        threads: int = 2,
-        type_check: bool = False,
-        host_memory_gb: float | None = None,
-    ) -> None:
-        self._copier: HostCopier = (
-            HostCopier(pool, threads, type_check)
-            if host_memory_gb is None
-            else BoundedCopier(pool, host_memory_gb, threads, type_check)
-        )
-        self._synchronize_after_execute = host_memory_gb is not None
+    def __init__(self, copier: HostCopier) -> None:
+        self._copier = copier
+        self._synchronize_after_execute = isinstance(copier, BoundedCopier)
 
     def stage(self, state_dict: StateDict) -> StateDict:
         """Return a complete copy of ``state_dict`` in host memory; blocks until the bytes are there.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stagereg.kernel.memory import Pool
 from stagereg.registry import register
+from stagereg.stagers.bounded import copier_within
 from stagereg.stagers.host import HostStager
 
 __all__ = ["PinnedCachedStager"]
@@ -43,4 +44,4 @@ class PinnedCachedStager(HostStager):
     ) -> None:
         reserve = int(reserve_gb * 2**30)
         pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=reserve)
-        super().__init__(pool, threads, type_check, host_memory_gb)
+        super().__init__(copier_within(host_memory_gb, pool, threads, type_check))

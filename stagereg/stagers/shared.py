@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.registry import register
 from stagereg.stagers.host import HostStager
@@ -55,4 +56,4 @@ class SharedStager(HostStager):
         register_reducers()
         reserve = int(reserve_gb * 2**30)
         pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=reserve, make=SharedBlock)
-        super().__init__(pool, threads, type_check)
+        super().__init__(HostCopier(pool, threads, type_check))

@@ -15,11 +15,11 @@ __all__ = ["Confidence", "confidence", "repeated", "sentences"]
 _NAMED = 3
 """Rows that are named before the rest is counted."""
 _FEW = 3
-"""Runs of a combination from which on a difference beyond their spread is worth saying without reserve."""
+"""Runs of a combination from which on a difference beyond their spread is called real."""
 
 
 class Confidence(Enum):
-    """What can be said of the difference between the best and the next."""
+    """What is known of the difference between the best and the next."""
 
     NO_BEST = "no best"
     ALONE = "alone"
@@ -83,7 +83,7 @@ def _ended(jobs: Sequence[JobResult]) -> str:
 def _about(comparison: Comparison, best: ComparisonRow) -> Iterator[str]:
     ranking, ties = comparison.ranking, comparison.ties
     rivals = [row for row in comparison.candidates if row is not best]
-    head = f"Best by {ranking.name}: {_told(comparison, best)}"
+    head = f"Best by {ranking.name}: {_first_of(comparison, best)}"
     if not rivals:
         others = any(row is not best and not row.again for row in comparison.rows)
         why = "no other combination completed all its runs with that figure"
@@ -95,7 +95,7 @@ def _about(comparison: Comparison, best: ComparisonRow) -> Iterator[str]:
     yield from _unreliable(comparison, best)
 
 
-def _told(comparison: Comparison, row: ComparisonRow) -> str:
+def _first_of(comparison: Comparison, row: ComparisonRow) -> str:
     return f"{row.label}, {comparison.ranking.text(row.cells[comparison.ranking.name].median)}"
 
 
@@ -132,16 +132,16 @@ def _apart(comparison: Comparison, head: str, best: ComparisonRow) -> str:
     trusted = confidence(comparison)
     if trusted is Confidence.ONCE:
         once = "one run each" if counts == [1] else "one of the two has a single run"
-        words = f"{once}, so nothing says whether the difference is real; {repeated(comparison, _FEW)} would"
+        text = f"{once}, so it is unknown whether the difference is real; {repeated(comparison, _FEW)} would show"
     else:
         each = f"{counts[0]} runs each" if len(counts) == 1 else "their runs"
-        words = f"the difference is larger than the spread of {each}, "
-        words += (
+        text = f"the difference is larger than the spread of {each}, "
+        text += (
             "so it is most likely real"
             if trusted is Confidence.REAL
             else f"but so few prove little; {repeated(comparison, 5)} would help"
         )
-    return f"{head}, before {_told(comparison, following)}: {words}."
+    return f"{head}, before {_first_of(comparison, following)}: {text}."
 
 
 def _following(comparison: Comparison, best: ComparisonRow) -> ComparisonRow | None:
@@ -160,4 +160,4 @@ def _unreliable(comparison: Comparison, best: ComparisonRow) -> Iterator[str]:
     better = [row for row in failing if sign * row.cells[name].median < sign * best.cells[name].median]
     if better:
         row = min(better, key=lambda row: sign * row.cells[name].median)
-        yield f"{_told(comparison, row)}, is out: {row.status}."
+        yield f"{_first_of(comparison, row)}, is out: {row.status}."

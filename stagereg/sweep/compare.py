@@ -1,12 +1,12 @@
-"""Jobs side by side: one row for each combination of what was swept, and what can honestly be said about the best.
+"""Jobs side by side: one row for each combination of what was swept, and how sure the best is.
 
-Repeats of a combination are told by their median and the range between their quartiles. A row ties with the best where
+Repeats of a combination become their median and the range between their quartiles. A row ties with the best where
 their medians differ by no more than either's spread, or in proportion by no more than one combination differs from
 itself (the A/A row), or where few runs overlap. Only completed jobs count; a combination that failed in any of its
 runs, or has the figure in only some, is never best. The order in which results are given makes no difference.
 
-Which figures there are is told in :mod:`stagereg.sweep.metric`; the sentence is made in :mod:`stagereg.sweep.answer`,
-warnings in ``caveats``.
+The figures are defined in :mod:`stagereg.sweep.metric`; the sentence is made in :mod:`stagereg.sweep.answer`,
+warnings in ``comparison_warnings``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def compare(results: Sequence[JobResult], metric: str = "stall_ms", direction: s
     taken = [_by_key(job.overrides) for job in jobs]
     parameters = _swept(jobs, taken)
     groups = _groups(jobs, taken)
-    versions = _told_versions(groups)
+    versions = _known_versions(groups)
     rows = [_row(group, parameters, of, ranking) for group, of in zip(groups, versions, strict=True)]
     columns = _columns(rows, ranking)
     return Comparison(
@@ -88,7 +88,7 @@ def _groups(jobs: Sequence[JobResult], taken: Sequence[Mapping[str, str]]) -> li
     for job, keys in zip(jobs, taken, strict=True):
         combination = frozenset(keys.items())
         own = _versions(job)
-        # A job that was killed before it could tell its versions has those of the others.
+        # A job that was killed before it could record its versions has those of the others.
         groups[combination, own if any(own) else versions.get((job.again, combination), own), job.again].append(job)
     order = {key: at for at, key in enumerate(groups)}
     twins = {key: (*key[:2], False) for key in groups}
@@ -99,7 +99,7 @@ def _versions(job: JobResult) -> tuple[str, str]:
     return job.versions.get("stagereg", ""), job.versions.get("torch", "")
 
 
-def _told_versions(groups: Sequence[Sequence[JobResult]]) -> list[str]:
+def _known_versions(groups: Sequence[Sequence[JobResult]]) -> list[str]:
     """Of each group, the versions in which groups differ."""
     each = [next((_versions(job) for job in group if any(_versions(job))), ("", "")) for group in groups]
     differ = [len({versions[at] for versions in each if any(versions)}) > 1 for at in (0, 1)]
@@ -122,7 +122,7 @@ def _row(jobs: Sequence[JobResult], parameters: Sequence[str], versions: str, ra
         jobs=tuple(jobs),
         cells={name: Cell.of(several) for name, several in values.items() if several},
         again=jobs[0].again,
-        error=broken[0].error or "it has not said why" if broken else "",
+        error=broken[0].error or "no error recorded" if broken else "",
         note="; ".join(comparison_warnings.of_row(completed, ranking)),
         versions=versions,
     )

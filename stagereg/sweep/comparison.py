@@ -1,4 +1,4 @@
-"""What a comparison of jobs holds: cells, rows, verdicts; and when the difference of two cells says nothing.
+"""What a comparison of jobs holds: cells, rows, verdicts; and when the difference of two cells means nothing.
 
 Made by :mod:`stagereg.sweep.compare`; the sentence about it is made in :mod:`stagereg.sweep.answer`.
 """
@@ -20,7 +20,7 @@ from stagereg.sweep.result import JobResult
 __all__ = ["Cell", "Comparison", "ComparisonRow", "Tie", "noise", "tie"]
 
 _ENOUGH = 5
-"""Values from which on quartiles alone tell a difference from chance; of fewer, all of one row must be better."""
+"""Values from which on quartiles alone prove a difference; of fewer, all of one row must be better."""
 
 _ROUNDING = 1e-6
 """Relative difference of figures that may come from the order in which numbers were added."""
@@ -53,7 +53,7 @@ class Cell:
 
 
 class Tie(Enum):
-    """Why a difference between two combinations says nothing."""
+    """Why a difference between two combinations means nothing."""
 
     EQUAL = "equal"
     SPREAD = "spread"
@@ -143,9 +143,9 @@ class Comparison:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the sweeper that chose the jobs takes ``sweep.repeats``, as far as they tell."""
-        told = {job.job.get("sweeper") for row in self.rows for job in row.jobs}
-        return told <= {None, InterleavedSweeper.__name__}
+        """Whether the sweeper that chose the jobs takes ``sweep.repeats``, as far as is known."""
+        sweepers = {job.job.get("sweeper") for row in self.rows for job in row.jobs}
+        return sweepers <= {None, InterleavedSweeper.__name__}
 
     @property
     def candidates(self) -> tuple[ComparisonRow, ...]:

@@ -76,8 +76,8 @@ def _counts_only_stalls(jobs: Sequence[JobResult]) -> bool:
 
 
 def _machine(job: JobResult) -> str:
-    told = {name: str(job.environment[name]) for name in _MACHINE if job.environment.get(name)}
-    return ", ".join(f"{value} cores" if name == "cores" else value for name, value in told.items())
+    known = {name: str(job.environment[name]) for name in _MACHINE if job.environment.get(name)}
+    return ", ".join(f"{value} cores" if name == "cores" else value for name, value in known.items())
 
 
 def _older(jobs: Sequence[JobResult]) -> int:

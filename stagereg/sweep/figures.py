@@ -1,6 +1,6 @@
 """The figures of one run, from what its ranks have recorded.
 
-Each figure is there if it is known, and finite; what the metrics among them mean is told beside their names, in
+Each figure is there if it is known, and finite; the metrics among them are defined with their names, in
 :mod:`stagereg.sweep.metric`. A checkpoint takes as long as its slowest rank. Times of different ranks are compared
 only where they are of one machine, and so of one clock.
 """
@@ -23,7 +23,7 @@ __all__ = ["figures", "number"]
 
 _GIB = 2**30
 _LEAST_UNDISTURBED = 3
-"""Undisturbed steps from which on their median says how long a step takes."""
+"""Undisturbed steps whose median is taken as the time of a step, at least."""
 _TOUCHED_S = 1e-4
 """Seconds of work in the background that a step may have beside it and still counts as undisturbed."""
 
@@ -68,9 +68,9 @@ def _returned(returned: Any) -> Iterator[tuple[str, float]]:
 
 def _loss(run: Run | None, returned: Any) -> float | None:
     """The loss by the task's own account, which may be that there is none (NaN), or by what rank 0 has logged last."""
-    told = returned.get("loss") if isinstance(returned, Mapping) else returned
-    if _is_real(told):
-        return number(told)
+    own = returned.get("loss") if isinstance(returned, Mapping) else returned
+    if _is_real(own):
+        return number(own)
     logged = [
         values["loss"]
         for record in (run.ranks if run is not None else ())

@@ -1,4 +1,4 @@
-"""The figures that rows of a comparison are told by: what they are called, what they mean and which way is better.
+"""The figures that rows of a comparison have: what they are called, what they mean and which way is better.
 
 Computing them is for :mod:`stagereg.sweep.figures`.
 """
@@ -19,7 +19,7 @@ __all__ = [
     "counted",
     "directed",
     "in_order",
-    "in_words",
+    "labelled",
     "metric",
     "quantity",
     "shown",
@@ -71,7 +71,7 @@ METRICS = (
         "lost %",
         "Training time lost to checkpoints, of the time from the first step to the last: all stalls, and what the "
         "steps that staging or writing overlapped took longer, in sum, than as many undisturbed ones, by their "
-        "median. Of the slowest rank; never below 0. Where fewer than three steps were undisturbed, nothing says what "
+        "median. Of the slowest rank; never below 0. Where fewer than three steps were undisturbed, it is unknown what "
         "a step takes, and only the stalls count.",
     ),
     Metric(
@@ -166,7 +166,7 @@ def directed(name: str, direction: str | None = None) -> Metric:
     if direction is None:
         if not found.better:
             raise ConfigError(
-                f"Neither few nor many {name} are better by themselves: say which is wanted, with the direction "
+                f"Neither few nor many {name} are better by themselves: choose which is wanted, with the direction "
                 "minimize or maximize (sweep.direction=minimize)."
             )
         return found
@@ -178,19 +178,19 @@ def directed(name: str, direction: str | None = None) -> Metric:
 
 
 def usual(known: Collection[str]) -> str:
-    """Return the name of what to rank by where nobody says: the stall of a checkpoint, or of what has none the loss."""
+    """Return the name of what to rank by if none is given: the stall of a checkpoint, or of what has none the loss."""
     return "loss" if "stall_ms" not in known and "loss" in known else "stall_ms"
 
 
 def in_order(names: Iterable[str]) -> list[str]:
     """Return the names of figures as a list of them has them: metrics, what tasks returned, and then the rest."""
-    told = sorted(names)
-    order = [*_NAMES, *(name for name in told if name.startswith(RETURNED)), *_FACTS]
-    return sorted(told, key=lambda name: order.index(name) if name in order else len(order))
+    every = sorted(names)
+    order = [*_NAMES, *(name for name in every if name.startswith(RETURNED)), *_FACTS]
+    return sorted(every, key=lambda name: order.index(name) if name in order else len(order))
 
 
-def in_words(name: str, value: float) -> tuple[str, float, str]:
-    """Return what people read of a figure: its name in words if it has one, its number and its unit."""
+def labelled(name: str, value: float) -> tuple[str, float, str]:
+    """Return what people read of a figure: its heading if it has one, its number and its unit."""
     head, unit = _FACTS.get(name, (name, next((one.unit for one in METRICS if one.name == name), "")))
     return head, value / _MIB if unit == "MiB" else value, unit
 

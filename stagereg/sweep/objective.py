@@ -1,6 +1,6 @@
-"""What a search is after: one figure of a run, or, where failures are reckoned with, the time a run would lose.
+"""The objective of a search: one figure of a run, or, with a mean time between failures, the time a run would lose.
 
-The stall of a checkpoint says nothing of how often it is paid. So with a mean time between failures the goal is the
+The stall of a checkpoint does not show how often it is paid. So with a mean time between failures the objective is the
 part of its time that a long run would lose in expectation (:func:`stagereg.checkpoint.interval.lost_fraction`), at the
 interval of the trial and with what the trial has measured: what a checkpoint takes from training, how long it is on its
 way, and how long a step takes. A trial with ``checkpoint.every=auto`` is too short to come to the interval that a long
@@ -92,7 +92,7 @@ class Objective:
             chosen: what it was run with, by key.
 
         Raises:
-            ConfigError: the run does not tell; the message says what is missing.
+            ConfigError: the run has not recorded it; the message has what is missing.
         """
         if self.mtbf_s is not None:
             return self._expected(self.mtbf_s, figures, chosen)
@@ -100,7 +100,7 @@ class Objective:
             return figures[self.metric.name]
         known = ", ".join(figures) or "nothing"
         hint = _NO_CHECKPOINT if not figures.get("checkpoints") else ""
-        raise ConfigError(f"it tells no {self.metric.name}{hint}, only {known}")
+        raise ConfigError(f"it has no {self.metric.name}{hint}, only {known}")
 
     def _expected(self, mtbf_s: float, figures: Mapping[str, float], chosen: Mapping[str, str]) -> float:
         import stagereg.checkpoint.interval as interval
@@ -109,9 +109,9 @@ class Objective:
         if every != "auto" and not every.isdecimal():
             raise ConfigError(f"--mtbf needs a number of steps or auto in {_INTERVAL}, not {every}")
         if not figures.get("checkpoints") or "lost_s" not in figures:
-            raise ConfigError(f"it tells no cost of a checkpoint{_NO_CHECKPOINT}")
+            raise ConfigError(f"it has no cost of a checkpoint{_NO_CHECKPOINT}")
         if not figures.get("step_s"):
-            raise ConfigError(f"it tells no time of a step{_NO_STEP}")
+            raise ConfigError(f"it has no time of a step{_NO_STEP}")
         rate = figures.get("staged_gib_per_s", 0.0)
         staging_s = figures.get("state_bytes", 0.0) / _GIB / rate if rate else 0.0
         cost_s, write_s = figures["lost_s"] / figures["checkpoints"], staging_s + figures.get("write_s", 0.0)
@@ -125,7 +125,7 @@ class Objective:
 
 
 def _planned_for_s(text: str, otherwise: float) -> float:
-    """Seconds between the failures that a run plans for; those that are asked about where nobody can tell."""
+    """Seconds between the failures that a run plans for, else those of ``--mtbf``."""
     try:
         return duration(text.strip("'\"")).total_seconds() or otherwise
     except ConfigError:

@@ -32,10 +32,10 @@ _LOOKED_FOR = f"a run has {_MARKS[0]}, {_MARKS[1]} or {_MARKS[2]} in it, a sweep
 
 
 def kind_of(directory: Path) -> Literal["run", "sweep"]:
-    """Say which of the two ``directory`` is.
+    """Return which of the two ``directory`` is.
 
     Raises:
-        ConfigError: it is neither; the message says what was looked for, what there is, and what was probably meant.
+        ConfigError: it is neither; the message has what was looked for, what there is, and what was probably meant.
     """
     if is_run(directory):
         return "run"
@@ -52,7 +52,7 @@ def is_run(directory: Path) -> bool:
 
 
 def is_sweep(directory: Path) -> bool:
-    """Whether the jobs of one sweep lie below: Hydra says so, or they are numbered as a sweep's are."""
+    """Whether the jobs of one sweep lie below: by Hydra's file, or they are numbered as a sweep's are."""
     if (directory / "multirun.yaml").is_file():
         return True
     below = [child for child in _folders(directory) if child.name.isdecimal()]
@@ -62,7 +62,7 @@ def is_sweep(directory: Path) -> bool:
 
 
 def _neither(directory: Path) -> str:
-    """What to say of a directory that is no run and no sweep."""
+    """The error message for a directory that is no run and no sweep."""
     if not directory.exists():
         return _absent(directory)
     given = next((parent for parent in directory.absolute().parents if is_run(parent) or _is_sweep_near(parent)), None)
@@ -71,14 +71,14 @@ def _neither(directory: Path) -> str:
     elif directory.name == ".hydra":
         what = f"{directory} has the configs of a run"
     elif _has_checkpoints(directory):
-        what = f"{directory} has checkpoints, which say nothing of the run that wrote them"
+        what = f"{directory} has checkpoints, but no record of the run that wrote them"
     else:
         what = ""
     if what and given is not None:
         return f"{what}. Name the {'run' if is_run(given) else 'sweep'}:\n  {_command(given)}"
     if directory.is_file():
         return f"{what}; name the directory of a run or of a sweep."
-    found = sorted(_places(directory), key=_age, reverse=True)
+    found = sorted(_directories(directory), key=_age, reverse=True)
     if found:
         more = f" of {len(found)}" if len(found) > _NAMED else ""
         lines = [f"  {_command(one)}  # a {'run' if is_run(one) else 'sweep'}" for one in found[:_NAMED]]
@@ -110,7 +110,7 @@ def _has_checkpoints(directory: Path) -> bool:
     return any(_STEP.match(child.name) for child in _folders(directory))
 
 
-def _places(directory: Path) -> Iterator[Path]:
+def _directories(directory: Path) -> Iterator[Path]:
     """The runs and sweeps below, without the jobs of sweeps."""
     inside: set[Path] = set()
     for path in _below(directory, _DEPTH):

@@ -17,7 +17,7 @@ __all__ = ["Choices", "Floats", "Ints", "SearchSpace", "Values", "refuse_sweeps"
 
 _WORD = re.compile(r"[A-Za-z_][\w./@-]*", re.ASCII)
 _NO_WORDS = ("null", "true", "false", "nan", "inf")
-"""What Hydra reads as something else than a word."""
+"""What Hydra reads as something else than a text."""
 _HOW = "Write its values as in KEY=a,b  KEY=choice(1,2,4)  KEY=range(1,9,2)  KEY=int(interval(1,64))."
 
 
@@ -109,12 +109,12 @@ class SearchSpace:
     """One ``--over``.
 
     Attributes:
-        word: as the user wrote it.
+        given: as the user wrote it.
         key: what stands before the equals sign.
         values: what the key may be.
     """
 
-    word: str
+    given: str
     key: str
     values: Values
 
@@ -124,8 +124,8 @@ class SearchSpace:
         return self.key.lstrip("+")
 
 
-def search_space(word: str, default: Any = None) -> SearchSpace:
-    """Read one ``--over``; ``default`` is what the program has there, which tells whether an interval is of integers.
+def search_space(given: str, default: Any = None) -> SearchSpace:
+    """Read one ``--over``; ``default`` is what the program has there, which decides whether an interval is of integers.
 
     Raises:
         ConfigError: it cannot be read, or names fewer than two values.
@@ -134,16 +134,16 @@ def search_space(word: str, default: Any = None) -> SearchSpace:
     from hydra.errors import HydraException
 
     try:
-        parsed = OverridesParser.create().parse_override(word)
+        parsed = OverridesParser.create().parse_override(given)
     except HydraException as error:
-        raise ConfigError(f"--over {word} cannot be read: {str(error).splitlines()[0]}. {_HOW}") from error
-    if parsed.is_delete() or "=" not in word:
-        raise ConfigError(f"--over {word} names no values. {_HOW}")
-    key = word.partition("=")[0]
+        raise ConfigError(f"--over {given} cannot be read: {str(error).splitlines()[0]}. {_HOW}") from error
+    if parsed.is_delete() or "=" not in given:
+        raise ConfigError(f"--over {given} names no values. {_HOW}")
+    key = given.partition("=")[0]
     if not parsed.is_sweep_override():
-        raise ConfigError(f"--over {word} is one value: give it as an override, without --over. {_HOW}")
-    values = _interval(word, parsed.value(), default) if parsed.is_interval_sweep() else _discrete(word, parsed)
-    return SearchSpace(word, key, values)
+        raise ConfigError(f"--over {given} is one value: give it as an override, without --over. {_HOW}")
+    values = _interval(given, parsed.value(), default) if parsed.is_interval_sweep() else _discrete(given, parsed)
+    return SearchSpace(given, key, values)
 
 
 def refuse_sweeps(overrides: Iterable[str]) -> None:
@@ -155,13 +155,13 @@ def refuse_sweeps(overrides: Iterable[str]) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    for word in overrides:
+    for given in overrides:
         try:
-            parsed = OverridesParser.create().parse_override(word)
+            parsed = OverridesParser.create().parse_override(given)
         except HydraException as error:
-            raise ConfigError(f"{word} is no override: {str(error).splitlines()[0]}.") from error
+            raise ConfigError(f"{given} is no override: {str(error).splitlines()[0]}.") from error
         if parsed.is_sweep_override():
-            raise ConfigError(f"{word} has several values: to search among them, write --over {word}")
+            raise ConfigError(f"{given} has several values: to search among them, write --over {given}")
 
 
 def text(value: Any) -> str:
@@ -182,17 +182,19 @@ def text(value: Any) -> str:
     return value if plain else str(QuotedString(value, Quote.single).with_quotes())
 
 
-def _interval(word: str, sweep: Any, default: Any) -> Values:
+def _interval(given: str, sweep: Any, default: Any) -> Values:
     low, high, log = sweep.start, sweep.end, "log" in sweep.tags
     if not low < high or not math.isfinite(high - low) or (log and low <= 0):
-        raise ConfigError(f"--over {word}: an interval goes from a smaller number to a greater one{', above 0' * log}.")
+        raise ConfigError(
+            f"--over {given}: an interval goes from a smaller number to a greater one{', above 0' * log}."
+        )
     whole = isinstance(default, int) and not isinstance(default, bool)
     if isinstance(low, int) or whole:
         return Ints(math.ceil(low), math.floor(high), log=log)
     return Floats(float(low), float(high), log)
 
 
-def _discrete(word: str, parsed: Any) -> Values:
+def _discrete(given: str, parsed: Any) -> Values:
     from hydra.core.override_parser.types import Glob
 
     value = parsed.value()
@@ -202,5 +204,5 @@ def _discrete(word: str, parsed: Any) -> Values:
         return Ints(steps[0], steps[-1], steps.step, "log" in value.tags and steps.step == 1 and steps[0] > 0)
     found = Choices.of(parsed.sweep_iterator(text))
     if len(found.values) < 2:
-        raise ConfigError(f"--over {word} names fewer than two values. {_HOW}")
+        raise ConfigError(f"--over {given} names fewer than two values. {_HOW}")
     return found

@@ -1,10 +1,10 @@
 """The search itself: Optuna chooses what to try next, and keeps what came of it in a database.
 
-One study, one process at a time. Trials are asked for and told one by one, so the one under way when a search is ended
-is all that is lost of it; the next search on the same database goes on from there. A study belongs to one space and
-one goal: what was measured for another is refused, not mixed in.
+One study, one process at a time. Trials are asked for and finished one by one, so the one under way when a search is
+ended is all that is lost of it; the next search on the same database goes on from there. A study belongs to one space
+and one goal: what was measured for another is refused, not mixed in.
 
-This is the only room that knows Optuna, any from 2.10 on.
+This is the only module that imports Optuna, any version from 2.10 on.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Trial:
 
 
 def require() -> Any:
-    """Return the module ``optuna``, told to be quiet.
+    """Return the module ``optuna``, with its log silenced.
 
     Raises:
         ConfigError: it is not installed.
@@ -177,8 +177,8 @@ class Study:
 
     def _kept(self) -> list[Trial]:
         """What searches before this one have tried."""
-        told = [trial.user_attrs.get(_NAME) for trial in self._study.get_trials(deepcopy=False)]
-        every = [Trial(**{**one, "overrides": tuple(one["overrides"])}) for one in told if one]
+        kept = [trial.user_attrs.get(_NAME) for trial in self._study.get_trials(deepcopy=False)]
+        every = [Trial(**{**one, "overrides": tuple(one["overrides"])}) for one in kept if one]
         return [one for one in every if one.status in _FINISHED]
 
     def _drawn(self) -> Trial:
@@ -187,7 +187,7 @@ class Study:
         return self._begun(trial, self._space.choose(lambda parameter: _suggested(trial, parameter)))
 
     def _given(self, chosen: Mapping[str, str]) -> Trial:
-        """A trial of values that are chosen already; Optuna is not told those that it could not have chosen."""
+        """A trial of values that are chosen already; Optuna gets only those that it could have chosen."""
         known = [p for p in self._space.applying(chosen) if p.values.has(chosen[p.key])]
         self._study.enqueue_trial({p.name: _number(p, chosen[p.key]) for p in known})
         trial = self._study.ask()

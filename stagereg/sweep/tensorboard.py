@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["check", "write_run", "write_sweep"]
 
 _SUFFIX = ".stagereg"
-"""The end of the names of the files written here, so that they can be told from others in the same directory."""
+"""The end of the names of the files written here, which distinguishes them from others in the same directory."""
 
 
 def check() -> None:
@@ -42,7 +42,7 @@ def check() -> None:
 def write_run(run: Run, directory: Path) -> None:
     """Write the scalars of a run into ``directory``: steps, checkpoints and what it logged.
 
-    ``train/step_ms`` (without stalls; the first step is left out, since nobody knows when it began),
+    ``train/step_ms`` (without stalls; the first step is left out, since it is unknown when it began),
     ``checkpoint/stall_ms``, ``checkpoint/stage_ms`` and ``checkpoint/write_ms`` are those of the slowest rank.
     ``train/loss`` and ``log/KEY`` are what rank 0 logged, ``log/KEY/rank3`` what rank 3 did; NaN stays NaN.
 

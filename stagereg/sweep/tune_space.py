@@ -1,7 +1,7 @@
 """What a search may vary: keys of a program's config, the values each can take, and when it is asked for.
 
 Every value is held as the text that stands in an override, so what is compared, stored and run is the same thing. What
-the keys and values are is for :mod:`stagereg.sweep.candidates` to say; searching is for ``study``.
+:mod:`stagereg.sweep.candidates` chooses the keys and values; searching is for ``study``.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Space:
         return chosen.get(group, self.program.choices.get(group, ""))
 
     def _is_default(self, parameter: Parameter, chosen: Mapping[str, str]) -> bool:
-        # The config of the program tells nothing of the options of another component than its own.
+        # The config of the program has only the options of the component that it chooses.
         group = parameter.group
         if group and self._choice(group, chosen) != self.program.choices.get(group):
             return False

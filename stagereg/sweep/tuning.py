@@ -8,7 +8,7 @@ best and the program's defaults are run again, in turns, and compared as the job
 Checkpoints of trials are deleted when the trial has ended. Where the program names a directory for them that all runs
 would share, each trial gets one of its own below it, so that none goes on from where another one has stopped.
 
-What may be varied is told by :mod:`stagereg.sweep.candidates`, what is wanted by ``goal``; ``study`` chooses.
+:mod:`stagereg.sweep.candidates` chooses what may be varied, ``objective`` what is wanted; ``study`` chooses trials.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from stagereg.sweep.study import Study, Trial
 __all__ = ["Search", "SearchVerdict"]
 
 _HOPELESS = 5
-"""Trials in a row, from the first one on, after whose failure nobody believes in the next one."""
+"""Trials in a row, from the first one on, after whose failure the search gives up."""
 _CHECKPOINTS = "checkpoint.dir"
 _TIES = {Tie.EQUAL: "the figures are equal", Tie.OVERLAP: "their runs overlap"}
 
@@ -101,7 +101,7 @@ class Search:
 
     def log(self, tried: Trial) -> Path:
         """Where the output of a trial is."""
-        return self._place(tried) / LOG
+        return self._directory_of(tried) / LOG
 
     def judge(self, times: int) -> Iterator[JobResult | SearchVerdict]:
         """Run the best and the defaults ``times`` times each, in turns; yield every run and then the verdict.
@@ -113,7 +113,7 @@ class Search:
         """
         best = self._study.best()
         if best is None:
-            raise ConfigError("None of the trials could be measured: there is nothing to say.")
+            raise ConfigError("None of the trials could be measured: there is no answer.")
         defaults = next((tried for tried in self._study.tried() if not tried.overrides), None)
         if not best.overrides:
             yield SearchVerdict(f"Nothing that was tried is better than the defaults, {self._text(best)}.", ())
@@ -121,7 +121,7 @@ class Search:
             against = f", {self._text(defaults)} by default" if defaults and defaults.value is not None else ""
             yield SearchVerdict(
                 f"Best of {len(self._study.tried())} trials: {' '.join(best.overrides)}, {self._text(best)}{against}. "
-                "One run each: nothing says whether the difference is real; --confirm 3 would.",
+                "One run each: it is unknown whether the difference is real; --confirm 3 would show.",
                 best.overrides,
             )
         else:
@@ -129,7 +129,7 @@ class Search:
 
     def _try(self, asked: Trial) -> Trial:
         try:
-            result = self._run(self._place(asked), asked.overrides, asked.chosen, {"num": asked.number})
+            result = self._run(self._directory_of(asked), asked.overrides, asked.chosen, {"num": asked.number})
         except BaseException:
             with contextlib.suppress(Exception):
                 self._study.tell(asked)
@@ -176,23 +176,23 @@ class Search:
                 )
         figures = [f"{self._objective.text(row.cells[name].median)}{self._spread(row)}" for row in (tuned, usual)]
         turns = f"{times} runs each in turns" if times > 1 else "one more run each"
-        told = f"{' '.join(best.overrides)}: {figures[0]}, {figures[1]} by default; {turns}."
+        text = f"{' '.join(best.overrides)}: {figures[0]}, {figures[1]} by default; {turns}."
         # What is chosen without a reason to is what the program has already.
         lead = () if comparison.best is usual else best.overrides
         if times == 1:
             return SearchVerdict(
-                f"{told} Nothing says whether the difference is real; --confirm 3 would.", lead, None, comparison
+                f"{text} It is unknown whether the difference is real; --confirm 3 would show.", lead, None, comparison
             )
         if (tie := comparison.tie(tuned, usual)) is not None:
             why = _TIES.get(tie, "the difference is smaller than the spread")
             end = "may be as good" if lead else "will do"
-            return SearchVerdict(f"{told} A tie: {why}, so the defaults {end}.", lead, False, comparison)
+            return SearchVerdict(f"{text} A tie: {why}, so the defaults {end}.", lead, False, comparison)
         if not lead:
             return SearchVerdict(
-                f"{told} The defaults are better: what the search has found was chance.", (), False, comparison
+                f"{text} The defaults are better: what the search has found was chance.", (), False, comparison
             )
         return SearchVerdict(
-            f"{told} The gain is real: it is greater than the spread.", best.overrides, True, comparison
+            f"{text} The gain is real: it is greater than the spread.", best.overrides, True, comparison
         )
 
     def _spread(self, row: ComparisonRow) -> str:
@@ -202,7 +202,7 @@ class Search:
     def _text(self, tried: Trial) -> str:
         return "not measured" if tried.value is None else self._objective.text(tried.value)
 
-    def _place(self, tried: Trial) -> Path:
+    def _directory_of(self, tried: Trial) -> Path:
         return self._directory / "trials" / str(tried.number)
 
     def _run(

@@ -1,4 +1,4 @@
-"""What a copy is to be like, noted before anybody can write to the source, and how a copy differs from that, in words.
+"""Snapshots of what a copy has to be, taken before the source can change, and how a copy differs from one.
 
 Compared are types, the order of keys, dtypes, shapes, strides, ``requires_grad`` and every bit of every tensor, so NaN
 is equal to itself and minus zero is not zero. Values that are no tensors are compared with ``==``.
@@ -19,7 +19,7 @@ __all__ = ["TensorSnapshot", "bits", "difference", "note"]
 
 @dataclass(frozen=True)
 class TensorSnapshot:
-    """What the copy of one tensor is to be like; ``values`` is contiguous and nobody else's."""
+    """What the copy of one tensor has to be; ``values`` is contiguous and shared with nothing."""
 
     kind: type[Tensor]
     values: Tensor
@@ -52,7 +52,7 @@ def note(value: Any, expected: Callable[[Tensor], Tensor]) -> Any:
 
 
 def difference(copied: Any, noted: Any, where: str = "copy") -> str | None:
-    """Return the first difference between a copy and what was noted, with its place; ``None`` if there is none."""
+    """Return the first difference between a copy and a snapshot, with its path; ``None`` if there is none."""
     if isinstance(noted, TensorSnapshot):
         return _tensor_difference(copied, noted, where)
     if type(copied) is not type(noted):
@@ -79,7 +79,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def _first(copied: Any, noted: Any, keys: Sequence[Any], where: str) -> str | None:
-    return next((told for key in keys if (told := difference(copied[key], noted[key], f"{where}[{key!r}]"))), None)
+    return next((found for key in keys if (found := difference(copied[key], noted[key], f"{where}[{key!r}]"))), None)
 
 
 def _tensor_difference(copied: Any, noted: TensorSnapshot, where: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The contract of a stager, as tests to inherit: what ``stagers.protocol.AsyncStager`` promises, tried one by one.
+"""The contract of a stager, as tests to inherit: what ``stagers.async_stager.AsyncStager`` promises, tried one by one.
 
 The author of a stager writes one method, and pytest does the rest::
 
@@ -14,6 +14,7 @@ own (``ranks``). This room knows no stager of the project, and makes no claim ab
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import tempfile
@@ -28,8 +29,16 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from stagereg.errors import RegistryError, StageregError
+from stagereg.kernel.memory import padding_around
 from stagereg.spec import check
-from stagereg.stagers.async_stager import AsyncStager, StateDict
+from stagereg.stagers.async_stager import (
+    AsyncStager,
+    ReleasesCopies,
+    ReservesPadding,
+    SharesMemory,
+    StateDict,
+    WatchesOptimizers,
+)
 from stagereg.testing.fidelity import Fidelity
 from stagereg.testing.snapshot import difference, note
 from stagereg.testing.stager_trial import promise, promise_on_a_rank
@@ -60,6 +69,8 @@ class StagerContract(Fidelity):
             self.broken(str(error))
         if not isinstance(stager.should_synchronize_after_execute, bool):
             self.broken(f"should_synchronize_after_execute is {stager.should_synchronize_after_execute!r}, not a bool")
+        if isinstance(stager, SharesMemory) and not isinstance(stager.shares_memory, bool):
+            self.broken(f"shares_memory is {stager.shares_memory!r}, not a bool")
 
     # Isolation
 
@@ -107,6 +118,8 @@ class StagerContract(Fidelity):
         model.to(self.device)
         optimizer = torch.optim.AdamW(model.parameters())
         stager = self.opened()
+        if isinstance(stager, WatchesOptimizers):
+            stager.watch(optimizer)
 
         def train() -> None:
             optimizer.zero_grad()
@@ -207,6 +220,40 @@ class StagerContract(Fidelity):
         self.settled(other, source)
         other.close()
         self.agree(copied, noted, "after another stager was used and closed")
+
+    @promise
+    def test_released_copies_end_and_what_is_held_of_them_stays(self) -> None:
+        """If it has release(): a released copy is empty and not waited for; its tensors stay while they are held."""
+        stager, source, held = self.opened(), {"x": self.ones(1000)}, []
+        if not isinstance(stager, ReleasesCopies):
+            return
+        stager.expect_release()
+        for step in range(3):
+            source["x"].fill_(step)
+            noted = self.noted(source)
+            copied = self.settled(stager, source)
+            held.append((noted, dict(copied)))
+            stager.release(copied)
+            if copied:
+                self.broken(f"after release(), the copy still has the entries {list(copied)}")
+        for noted, tensors in held:
+            self.agree(tensors, noted, "after its release, with its tensors held and other copies made")
+
+    @promise
+    def test_reserved_padding_belongs_to_no_other_tensor(self) -> None:
+        """If it has reserve_padding(): what is written into the padding of a tensor shows in no tensor."""
+        stager, source = self.opened(), {str(n): self.counted(n) for n in (100, 7, 1000)}
+        if not isinstance(stager, ReservesPadding):
+            return
+        stager.reserve_padding(64, 32)
+        noted = self.noted(source)
+        copied = self.settled(stager, source)
+        for x in copied.values():
+            padding = padding_around(x)
+            if padding is not None:
+                ctypes.memset(x.data_ptr() - padding.before, 255, padding.before)
+                ctypes.memset(x.data_ptr() + x.nbytes, 255, padding.after)
+        self.agree(copied, noted, "after the padding of its tensors was written")
 
     @promise
     def test_dropped_copies_are_given_back(self) -> None:

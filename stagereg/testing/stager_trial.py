@@ -93,9 +93,9 @@ class StagerTrial(Contract):
             noted: by :meth:`noted`.
             when: begins the message, such as "after a later write".
         """
-        told = difference(copied, noted)
-        if told:
-            self.broken(f"{when}, {told}")
+        wrong = difference(copied, noted)
+        if wrong:
+            self.broken(f"{when}, {wrong}")
 
     def ones(self, *shape: int) -> Tensor:
         """Return ones of a shape, on the contract's device."""
@@ -140,12 +140,12 @@ def promise_on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
     def attempt(self: S) -> None:
         limit_s = self.timeout_s + _STARTING_S
         try:
-            (told,) = run_ranks(_try_on_rank, 1, args=(type(self), method.__name__), timeout_s=limit_s)
+            (wrong,) = run_ranks(_try_on_rank, 1, args=(type(self), method.__name__), timeout_s=limit_s)
         except RankFailure as failure:
-            told = summarize(failure.failed[0]) if failure.failed else f"it hung for {limit_s:g} s"
-            self.broken(f"tried in a process of its own, {told}")
-        if told:
-            self.broken(told)
+            wrong = summarize(failure.failed[0]) if failure.failed else f"it hung for {limit_s:g} s"
+            self.broken(f"tried in a process of its own, {wrong}")
+        if wrong:
+            self.broken(wrong)
 
     return attempt
 

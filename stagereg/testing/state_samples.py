@@ -56,7 +56,7 @@ def odd_values(dtype: torch.dtype) -> Tensor:
 
 
 class GatedWriter(FileSystemWriter):
-    """torch's writer, which waits for a gate and says when it has written.
+    """torch's writer, which waits for a gate and sets an event when it has written.
 
     Args:
         path: of the checkpoint.

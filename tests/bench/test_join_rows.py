@@ -38,23 +38,25 @@ COLLECTIVES = {  # of a step beyond those of one without a join: all of them, an
 
 
 @pytest.mark.slow
-def test_every_row_begins_as_many_collectives_as_its_protocol_says(tmp_path: Path) -> None:
+def test_every_row_begins_as_many_collectives_as_its_protocol_shows(tmp_path: Path) -> None:
     file = tmp_path / "join.json"
     arguments = ["--models", "small", "--ranks", "2", "--rounds", "2", "--json", str(file)]
     assert cli.main(["bench", "join", *arguments]) == 0
-    told = json.loads(file.read_text())
-    (group,) = told["groups"]
+    seen = json.loads(file.read_text())
+    (group,) = seen["groups"]
     found = {row["row"]: row for row in group["rows"]}
-    assert set(found) == set(WAYS)
+    assert set(found) == set(join.row_names())
+    entries = {row for row in found if row.startswith(join.ENTRY)}
+    assert found.keys() - entries == set(WAYS)
     assert {row: (found[row]["collectives"], found[row]["blocking"]) for row in COLLECTIVES} == COLLECTIVES
-    for row in found.values():
+    for row in found.values():  # of a step, or of entering and leaving, both held against the step
         by_round = [a / b for a, b in zip(row["step"]["samples"], found["off"]["step"]["samples"], strict=True)]
         assert row["x"]["samples"] == pytest.approx(by_round)
         assert row["ratio"] == pytest.approx(statistics.median(by_round))
         assert all(0 < seconds < 10 for seconds in row["step"]["samples"])
-    marks = {(target["row"], target["unit"]): target["mark"] for target in told["targets"]}
+    marks = {(target["row"], target["unit"]): target["mark"] for target in seen["targets"]}
     assert marks["counted+throw", "collectives"] == marks["planned+throw", "collectives"] == "aim reached"
-    assert not [target for target in told["targets"] if target["group"] != "small/2"]
+    assert not [target for target in seen["targets"] if target["group"] != "small/2"]
 
 
 def test_the_rows_without_a_join_are_always_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +86,14 @@ def test_a_ratio_is_that_of_one_round_on_the_slowest_rank() -> None:
     assert line.ratio == pytest.approx(1.2)
     assert line.figures == {"p20": pytest.approx(1.2), "collectives": 2, "blocking": 1}
     assert group.name == "small/2"
+
+
+def test_entering_and_leaving_is_held_against_the_step_of_its_round() -> None:
+    first = {"off": Taken([1.0, 10.0]), "planned": Taken([1.1, 11.0], entry_seconds=[0.5, 4.0])}
+    second = {"off": Taken([0.5, 5.0]), "planned": Taken([1.2, 12.0], entry_seconds=[0.25, 6.0])}
+    lines = {line.row: line for line in join.group("small", 2, [first, second]).lines}
+    assert list(lines) == ["off", "planned", "enter+leave:planned"]
+    assert lines["enter+leave:planned"].samples == {"x": [0.5, 0.6], "step": [0.5, 6.0]}
 
 
 def test_a_row_that_failed_has_no_figures() -> None:
@@ -116,7 +126,7 @@ def test_turns_are_the_same_on_all_ranks_and_change_from_round_to_round() -> Non
     assert orders == [turns(rows, number) for number in range(20)]
 
 
-def test_models_are_of_the_sizes_that_targets_speak_of() -> None:
+def test_models_are_of_the_sizes_that_targets_name() -> None:
     for name, parameters in (("small", 26_000), ("medium", 2_100_000)):
         made = sum(param.numel() for param in MODELS[name].make().parameters())
         assert made == MODELS[name].parameters == pytest.approx(parameters, rel=0.01)

@@ -96,9 +96,7 @@ def test_the_spread_of_known_samples() -> None:
 
 
 @pytest.mark.parametrize("trim", [True, False])
-def test_freed_memory_goes_back_before_each_sample_unless_told_otherwise(
-    trim: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_freed_memory_goes_back_before_each_sample_by_default(trim: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     monkeypatch.setattr(measure, "_malloc_trim", lambda pad: log.append("trim"))
     clock = Clock()

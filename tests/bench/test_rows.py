@@ -73,7 +73,7 @@ def test_a_stager_that_does_not_copy_has_no_figures(stager: type[Aliasing], word
     assert series.samples == []
 
 
-def test_a_background_copy_is_told_by_the_time_in_the_call_and_the_time_until_it_is_there() -> None:
+def test_a_background_copy_has_the_time_in_the_call_and_the_time_until_it_is_there() -> None:
     now = [0.0]
 
     def tick(seconds: float) -> None:
@@ -154,7 +154,7 @@ def test_a_storage_that_writes_too_little_has_no_figures(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("refused", [True, False])
-def test_the_ceiling_of_a_disk_falls_back_to_buffered_writes_and_says_so(
+def test_the_ceiling_of_a_disk_falls_back_to_buffered_writes_and_that_is_reported(
     refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, flags = os.open, []
@@ -202,14 +202,14 @@ def test_lost_is_a_segment_less_the_same_rounds_segment_without_a_checkpoint() -
 
 
 @pytest.mark.slow
-def test_a_loop_that_dies_tells_its_last_words(tmp_path: Path) -> None:
+def test_a_loop_that_dies_reports_its_last_output(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"(?s)1 torch threads.*nowhere"):
         stall.measured(["none"], 1, 1, 0.001, "nowhere", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("load", "cores", "noisy"), [(1.01, 2, True), (1.0, 2, False), (8.0, 64, False)])
-def test_a_load_above_half_of_the_cores_is_said_to_be_noisy(load: float, cores: int, noisy: bool) -> None:
+def test_a_load_above_half_of_the_cores_is_called_noisy(load: float, cores: int, noisy: bool) -> None:
     assert bool(machine.noise_warning(load, cores)) is noisy
 
 

@@ -71,7 +71,7 @@ def test_a_failed_write_surfaces_at_the_next_call_with_its_cause(tmp_path: Path,
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
 
 
-def test_training_may_go_on_and_save_after_a_failure_was_told(tmp_path: Path, fail_writing: Any) -> None:
+def test_training_may_go_on_and_save_after_a_failure_was_reported(tmp_path: Path, fail_writing: Any) -> None:
     with Checkpointer(str(tmp_path)) as checkpointer:
         fail_writing(FULL)
         checkpointer.save(1, {"x": 1})
@@ -233,8 +233,8 @@ def test_a_third_save_waits_for_the_first_and_writes_never_overlap(
         checkpointer.save(2, {"x": 2})
         assert entered.wait(30)
         waiting = threading.Event()
-        room = checkpointer._background.make_room
-        monkeypatch.setattr(checkpointer._background, "make_room", lambda: (waiting.set(), room()))
+        room = checkpointer._background.wait_for_slot
+        monkeypatch.setattr(checkpointer._background, "wait_for_slot", lambda: (waiting.set(), room()))
 
         def save() -> None:
             checkpointer.save(3, {"x": 3})
@@ -275,7 +275,7 @@ print("the loop is done")
 
 
 @pytest.mark.parametrize(("how", "status"), [("fails", 1), ("works", 0), ("is_interrupted", 1)])
-def test_an_outcome_nobody_asked_for_reaches_the_exit_status(tmp_path: Path, how: str, status: int) -> None:
+def test_a_failure_that_was_not_raised_reaches_the_exit_status(tmp_path: Path, how: str, status: int) -> None:
     command = [sys.executable, "-c", NOBODY_ASKS, str(tmp_path), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == status, done.stderr
@@ -300,7 +300,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(root)], check=True)
 
 
-def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(small_disk: Path) -> None:
+def test_a_full_disk_is_reported_and_the_checkpoints_before_it_stay(small_disk: Path) -> None:
     with Checkpointer(str(small_disk), keep=9) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(100_000)})
         checkpointer.wait()

@@ -153,7 +153,7 @@ def test_two_checkpointers_of_one_process_are_refused_until_the_first_is_closed(
     Checkpointer(str(tmp_path / "run")).close()
 
 
-def test_a_checkpointer_that_nobody_has_any_more_holds_nothing(tmp_path: Path) -> None:
+def test_a_checkpointer_that_no_one_has_any_more_holds_nothing(tmp_path: Path) -> None:
     forgotten = Checkpointer(str(tmp_path))
     forgotten.itself = forgotten  # type: ignore[attr-defined]
     gc.disable()
@@ -190,7 +190,9 @@ def test_a_lock_that_this_process_lost_by_closing_the_file_is_taken_again(tmp_pa
         assert f"process {os.getpid()}" in refused.stderr
 
 
-def test_a_directory_that_was_deleted_is_held_again_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_was_deleted_is_held_again_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with DirectoryLock(tmp_path) as held:
         (tmp_path / lock.LOCK).unlink()
         with caplog.at_level(logging.WARNING):
@@ -225,7 +227,7 @@ def test_who_has_let_go_may_not_commit(tmp_path: Path) -> None:
         held.check()
 
 
-def test_anybody_is_told_who_holds_a_directory(tmp_path: Path, other: Other) -> None:
+def test_any_process_can_ask_who_holds_a_directory(tmp_path: Path, other: Other) -> None:
     owner = holder(tmp_path)
     assert isinstance(owner, Owner)
     assert (owner.pid, owner.command) == (other.pid, f"-c {tmp_path}")
@@ -251,7 +253,9 @@ def test_an_owner_that_cannot_be_read_is_another_process(tmp_path: Path, content
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_what_lies_where_the_owner_is_told_is_neither_written_through_nor_waited_for(tmp_path: Path, kind: str) -> None:
+def test_what_lies_where_the_owner_is_written_is_neither_written_through_nor_waited_for(
+    tmp_path: Path, kind: str
+) -> None:
     root, notes = tmp_path / "run", tmp_path / "notes"
     root.mkdir()
     notes.write_text("mine")
@@ -273,7 +277,7 @@ def test_what_lies_where_the_owner_is_told_is_neither_written_through_nor_waited
     assert notes.read_text() == "mine"
 
 
-def test_what_an_owner_says_of_itself_is_fit_to_be_printed(tmp_path: Path) -> None:
+def test_what_an_owner_has_written_is_fit_to_be_printed(tmp_path: Path) -> None:
     with DirectoryLock(tmp_path):
         said = {"pid": 1, "host": "a\x1b[2Jb", "since": 0, "command": "c\nd"}
         (tmp_path / ".lock.owner").write_text(json.dumps(said))
@@ -298,20 +302,20 @@ def test_a_file_system_without_locks_is_warned_of_once_and_used(
                 checkpointer.save(1, state())
                 with pytest.raises(CheckpointError, match="this process"):
                     Checkpointer(str(tmp_path))
-    told = [record.getMessage() for record in caplog.records if "no locks" in record.getMessage()]
-    assert len(told) == 1
-    assert str(tmp_path) in told[0]
+    seen = [record.getMessage() for record in caplog.records if "no locks" in record.getMessage()]
+    assert len(seen) == 1
+    assert str(tmp_path) in seen[0]
 
 
 def test_of_many_that_try_at_once_one_is_inside_at_a_time(tmp_path: Path) -> None:
     contest = [sys.executable, "-c", CONTEST, str(tmp_path), "30"]
     contestants = [subprocess.Popen(contest, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     try:
-        told = [each.communicate(timeout=BOUND_S)[1] for each in contestants]
+        seen = [each.communicate(timeout=BOUND_S)[1] for each in contestants]
     finally:
         for each in contestants:
             each.kill()
-    assert [each.returncode for each in contestants] == [0, 0, 0], told
+    assert [each.returncode for each in contestants] == [0, 0, 0], seen
     assert os.listdir(tmp_path) == []
 
 

@@ -27,7 +27,7 @@ import stagereg.checkpoint.preemption_consensus as preemption_consensus
 import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.local_store import LocalStore
-from stagereg.errors import Preempted
+from stagereg.errors import Preempted, Stopped
 from stagereg.launch.preemption import PreemptionHandler
 from stagereg.testing import run_ranks
 
@@ -123,7 +123,7 @@ def everything(rank: int, world: int, root: str, names: list[str]) -> dict[str, 
         with Checkpointer(f"{root}/{how}", every=1000) as checkpointer:
             training.run(checkpointer)
         expected[how] = training.numbers()
-    told: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
     for name, (how, signals) in cases.items():
         training = Training(rank, how)
         training.signals = signals
@@ -136,18 +136,18 @@ def everything(rank: int, world: int, root: str, names: list[str]) -> dict[str, 
         resumed = Training(rank, how)
         with Checkpointer(f"{root}/{name}", every=1000) as checkpointer:
             resumed.run(checkpointer)
-        told[name] = {
+        seen[name] = {
             "left": left and (left.step, left.code),
             "steps": training.steps,
             "restored": [signal.getsignal(number) for number in (TERM, USR1)] == [signal.SIG_DFL] * 2,
             "same": all(map(torch.equal, resumed.numbers(), expected[how])),
         }
-    told["under way"] = while_a_save_is_under_way(rank, f"{root}/under way")
-    told["uneven"] = uneven_calls(rank, f"{root}/uneven")
-    told["slow"] = steps_that_take_long(rank, f"{root}/slow")
-    told["closed"] = closed_early(rank, f"{root}/closed")
-    told["planned"] = uneven_calls_and_a_plan(rank, f"{root}/planned")
-    return told
+    seen["under way"] = while_a_save_is_under_way(rank, f"{root}/under way")
+    seen["uneven"] = uneven_calls(rank, f"{root}/uneven")
+    seen["slow"] = steps_that_take_long(rank, f"{root}/slow")
+    seen["closed"] = closed_early(rank, f"{root}/closed")
+    seen["planned"] = uneven_calls_and_a_plan(rank, f"{root}/planned")
+    return seen
 
 
 def while_a_save_is_under_way(rank: int, directory: str) -> Any:
@@ -253,8 +253,8 @@ def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_be
         assert code == 75, name
         assert min(at for at, _ in signals.values()) <= step < STEPS, name
         assert first[name]["steps"] == second[name]["steps"] == step, name
-        assert [told[name]["restored"] for told in (first, second)] == [True, True], name
-        assert [told[name]["same"] for told in (first, second)] == [True, True], name
+        assert [seen[name]["restored"] for seen in (first, second)] == [True, True], name
+        assert [seen[name]["same"] for seen in (first, second)] == [True, True], name
     step, names = first["under way"]
     assert second["under way"] == first["under way"]
     assert names == ["step-00000005", f"step-{step:08}"]
@@ -306,7 +306,7 @@ def train(case, grace_s=0.3, every=5, **options):
             checkpointer.maybe_save(step, {"step": step})
 
 def twice():
-    preemption._SAME_S = 0.0
+    preemption.SAME_SIGNAL_S = 0.0
     with Checkpointer(os.path.join(sys.argv[1], "twice"), grace=datetime.timedelta(seconds=1000)) as checkpointer:
         me(TERM)
         while checkpointer.preemption.signal_flags() != [1.0, 0.0]:
@@ -459,7 +459,7 @@ for name, (child, said) in children.items():
 """
 
 
-def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: Path) -> None:
+def test_a_process_that_is_asked_to_leave_has_left_when_its_time_is_up(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)],
         capture_output=True,
@@ -467,8 +467,8 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
         timeout=LIMIT_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    told = dict(re.findall(r"^== (.*?)\n(.*?-- code -?\d+)$", ended.stdout, re.MULTILINE | re.DOTALL))
-    codes = {name: int(text.rpartition(" ")[2]) for name, text in told.items()}
+    seen = dict(re.findall(r"^== (.*?)\n(.*?-- code -?\d+)$", ended.stdout, re.MULTILINE | re.DOTALL))
+    codes = {name: int(text.rpartition(" ")[2]) for name, text in seen.items()}
     assert codes == {
         "save hangs": 143,
         "stuck": 143,
@@ -491,41 +491,41 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
         "told": 143,
     }, ended.stdout + ended.stderr
     for name in ("save hangs", "stuck"):
-        assert "stopped by SIGTERM: 0.3 s were too few to save and leave (checkpoint.grace); the newest" in told[name]
-        assert re.search(r"newest complete checkpoint in .* is step 5$", told[name], re.MULTILINE)
+        assert "stopped by SIGTERM: 0.3 s were too few to save and leave (checkpoint.grace); the newest" in seen[name]
+        assert re.search(r"newest complete checkpoint in .* is step 5$", seen[name], re.MULTILINE)
     for name in ("save fails", "save fails, warned"):
-        assert re.search("stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", told[name])
-    assert told["first save fails"].count("no complete checkpoint") == 1
-    assert "the last save has failed" not in told["save fails, warned"], "which is told already"
-    told_late = told["save hangs past its time-out"]
+        assert re.search("stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", seen[name])
+    assert seen["first save fails"].count("no complete checkpoint") == 1
+    assert "the last save has failed" not in seen["save fails, warned"], "which is told already"
+    told_late = seen["save hangs past its time-out"]
     assert "stopped by SIGTERM: Step 7 was not saved: it has taken longer than 3 s" in told_late
-    assert "stopped by SIGTERM: 0.3 s were too few" in told["too late"]
-    assert "stopped by SIGTERM: 0.3 s were too few" in told["told"]
-    assert told["dumped"].count("Current thread") == 2
-    assert "stopped by SIGTERM: it came twice, so nothing more is saved" in told["twice"]
+    assert "stopped by SIGTERM: 0.3 s were too few" in seen["too late"]
+    assert "stopped by SIGTERM: 0.3 s were too few" in seen["told"]
+    assert seen["dumped"].count("Current thread") == 2
+    assert "stopped by SIGTERM: it came twice, so nothing more is saved" in seen["twice"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_alone_knows_of_the_signal_says_why_it_ends_and_one_of_those_that_all_know(rank: int) -> None:
-    notice = PreemptionHandler(1.0, str)
-    side = preemption_consensus.PreemptionConsensus(mock.Mock(rank=rank, size=2), notice)
-    assert notice.reports
+def test_a_rank_that_alone_knows_of_the_signal_shows_why_it_ends_and_one_of_those_that_all_know(rank: int) -> None:
+    handler = PreemptionHandler(1.0, str)
+    side = preemption_consensus.PreemptionConsensus(mock.Mock(rank=rank, size=2), handler)
+    assert handler.reports
     side.update([1.0, 0.0])
-    assert notice.reports == (rank == 0)
+    assert handler.reports == (rank == 0)
 
 
 def test_only_the_main_thread_listens() -> None:
     heard: list[bool] = []
-    notice = PreemptionHandler(1.0, str)
-    asking = threading.Thread(target=lambda: heard.append(notice.listen()))
+    handler = PreemptionHandler(1.0, str)
+    asking = threading.Thread(target=lambda: heard.append(handler.listen()))
     asking.start()
     asking.join(LIMIT_S)
     assert heard == [False]
     assert signal.getsignal(TERM) is signal.SIG_DFL
-    assert not preemption._ears.notices
+    assert not preemption._listener.handlers
 
 
-@pytest.mark.parametrize("left", [Preempted(7, "runs/x", TERM), preemption.Stopped(USR1, "the disk is full")])
+@pytest.mark.parametrize("left", [Preempted(7, "runs/x", TERM), Stopped(USR1, "the disk is full")])
 def test_what_a_run_leaves_with_survives_a_pickle(left: SystemExit) -> None:
     import pickle
 

@@ -50,7 +50,7 @@ def test_what_a_rank_owns_now_is_put_together_from_any_shards(deal: Any, data: s
 
 @settings(max_examples=40)
 @given(deals(), st.data())
-def test_what_no_shard_has_is_told(deal: Any, data: st.DataObject) -> None:
+def test_what_no_shard_has_is_reported(deal: Any, data: st.DataObject) -> None:
     _, state, shards = deal
     lost = data.draw(st.sampled_from(sorted(shards)))
     left = {name: shard for name, shard in shards.items() if name != lost}

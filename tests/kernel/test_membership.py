@@ -96,13 +96,13 @@ class Rank:
     def enter(self) -> Membership:
         simulation, scenario = self.simulation, self.scenario
         self.gradients = simulation.channel(self.rank, "gradients")
+        channel = simulation.channel(self.rank, "membership")
         if scenario.mode == "counted":
-            channel = simulation.channel(self.rank, "membership")
             script = scenario.scripts[self.rank]
             length = None if script.announced is None else script.length
             return AllReduceMembership(channel, scenario.throw, simulation.waiting, length)
         lengths = [script.length for script in scenario.scripts]
-        return StoreMembership(self.rank, lengths, simulation.store, scenario.throw, simulation.waiting)
+        return StoreMembership(channel, lengths, simulation.store, scenario.throw, simulation.waiting)
 
     def follow(self) -> None:
         script = self.scenario.scripts[self.rank]

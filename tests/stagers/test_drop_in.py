@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import stagereg
 from stagereg import AsyncStager, BlockingAsyncStager
+from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.stagers.host import HostStager
 from stagereg.testing import run_ranks
@@ -154,7 +155,7 @@ def save_in_a_process(rank: int, world_size: int, folder: str) -> None:
     pools = [Pool(), Pool(max_in_flight=None, keep=False)]
     w, tied = torch.ones(1000), torch.arange(6.0)
     for i, pool in enumerate(pools):
-        stager = HostStager(pool)
+        stager = HostStager(HostCopier(pool))
         for step in range(2):
             w.fill_(step)
             response = dcp.async_save(

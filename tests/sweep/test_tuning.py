@@ -101,7 +101,7 @@ def test_only_leaves_nothing_but_what_is_given():
         ("nope=1,2", "+nope"),
     ],
 )
-def test_what_cannot_be_varied_is_said_with_what_would_be_right(given, said):
+def test_what_cannot_be_varied_is_reported_with_what_would_be_right(given, said):
     with pytest.raises(StageregError) as caught:
         space(composed(), [], [given])
     assert given in str(caught.value)
@@ -172,7 +172,7 @@ def test_expected_lost_time_is_least_at_a_shorter_interval_where_failures_are_mo
     assert best(1000.0) == pytest.approx(100 * (2 * 0.1 * 1000) ** 0.5, rel=0.05)
 
 
-def test_a_goal_that_a_run_does_not_tell_says_what_is_missing():
+def test_an_objective_that_a_run_does_not_record_names_what_is_missing():
     stall = Objective.of(composed(), None, None, None)
     with pytest.raises(ConfigError, match="it took no checkpoint"):
         stall.value({"loss": 1.0}, {})

@@ -23,7 +23,7 @@ def nobody_listens() -> Iterator[None]:
 
 @pytest.mark.parametrize("storage", ["dcp", "direct", "safetensors"])
 @pytest.mark.parametrize("at", ["writing", "flushed", "held", "described"])
-def test_a_save_fails_where_and_when_it_was_told_to(tmp_path: Path, storage: str, at: str) -> None:
+def test_a_save_fails_where_and_when_it_was_asked_to(tmp_path: Path, storage: str, at: str) -> None:
     if storage == "safetensors":
         pytest.importorskip("safetensors")
     faulty = FaultyStorage(storage, "EDQUOT", at, saves=[2])

@@ -38,8 +38,8 @@ class Bf16Stager(AsyncStager):
             dots. What matches none is copied as it is.
         exclude: patterns likewise; what matches one is copied as it is, such as ``"*.norm.*"``.
         max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work; then it takes memory
-            beyond the bound and says so once.
+        wait_s: seconds, one at most, that ``stage`` waits for that; then it takes memory beyond the bound, which is
+            logged once.
 
     Not for use from several threads at once.
     """

@@ -70,7 +70,7 @@ class AlignedFile:
         refused: whether it has.
 
     Raises:
-        OSError: from any method, with the path: what the operating system said of this write or an earlier one.
+        OSError: from any method, with the path: the operating system's error for this write or an earlier one.
     """
 
     def __init__(self, path: Path, buffers: list[Bounce]) -> None:
@@ -106,17 +106,17 @@ class AlignedFile:
         rest = memoryview(data).cast("B")
         size = len(rest)
         while rest:
-            room = self._room(len(rest))
-            self._buffers[0][0].view[self._filled : self._filled + room] = rest[:room]
-            self._filled += room
-            rest = rest[room:]
+            free = self._free(len(rest))
+            self._buffers[0][0].view[self._filled : self._filled + free] = rest[:free]
+            self._filled += free
+            rest = rest[free:]
         return size
 
     def write_tensor(self, data: torch.Tensor) -> None:
         """Write a contiguous one-dimensional tensor of ``uint8`` on any device.
 
         It comes over in pieces of a buffer. Large ones in host memory need no buffer but at their ends, if their
-        address is as far from a page boundary as their place in the file (:meth:`meet`); they must stay as they are
+        address is as far from a page boundary as their offset in the file (:meth:`meet`); they must stay as they are
         until :meth:`finish`.
         """
         before = -data.data_ptr() % PAGE
@@ -175,7 +175,7 @@ class AlignedFile:
         self.refused = True
         return os.open(self._path, flags, 0o666)
 
-    def _room(self, wanted: int) -> int:
+    def _free(self, wanted: int) -> int:
         """Return how much of ``wanted`` bytes goes into the first buffer now."""
         if self._filled == len(self._buffers[0][0].view):
             self._submit_buffer()
@@ -186,14 +186,14 @@ class AlignedFile:
     def _copy(self, data: torch.Tensor) -> None:
         at, size = 0, data.numel()
         while at < size:
-            room = self._room(size - at)
+            free = self._free(size - at)
             buffer, _ = self._buffers[0]
             if data.device.type == "cpu":  # not Tensor.copy_, which has threads of its own and is slower
-                ctypes.memmove(buffer.address + self._filled, data.data_ptr() + at, room)
+                ctypes.memmove(buffer.address + self._filled, data.data_ptr() + at, free)
             else:
-                buffer.tensor[self._filled : self._filled + room].copy_(data[at : at + room])
-            self._filled += room
-            at += room
+                buffer.tensor[self._filled : self._filled + free].copy_(data[at : at + free])
+            self._filled += free
+            at += free
 
     def _submit_buffer(self) -> None:
         if self._filled == 0:

@@ -62,7 +62,7 @@ def envelope(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> 
 
 
 def _hollow(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], nbytes: int) -> torch.Tensor:
-    """Return a tensor of that kind over memory that is only promised: nobody reads it, and it may be huge."""
+    """Return a tensor of that kind over memory that is only reserved: it may be huge and is never read."""
     if not sys.platform.startswith("linux"):
         return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)

@@ -1,7 +1,7 @@
 """Files in torch's format, marked on their way: what the storages have in common.
 
 Torch's ``FileSystemWriter`` asks a file system object for its streams. :class:`MarkedFiles` is one whose streams take
-the CRC-32 of what passes through and flush it to the disk, so that nobody has to read a file again to know its mark.
+the CRC-32 of what passes through and flush it to the disk, so that no file is read again for its mark.
 Where the directory is a URL, :class:`.MarkedObjects` takes its place, and a write that the network has lost is made
 again as a whole: what is to be written is still there.
 """
@@ -33,7 +33,7 @@ from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.retry import retrying, until, within
 from stagereg.errors import CheckpointError
 
-__all__ = ["FileStorage", "MarkedFiles", "StrPath", "telling_the_truth"]
+__all__ = ["FileStorage", "MarkedFiles", "StrPath", "raising_os_errors"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 T = TypeVar("T")
@@ -81,11 +81,11 @@ class MarkedFiles(FileSystem):
 
 
 class _Marking(io.FileIO):
-    """A file written from its beginning to its end, which tells its mark when it is on the disk."""
+    """A file written from its beginning to its end, which reports its mark when it is on the disk."""
 
     def __init__(self, path: StrPath, tell: Callable[[FileMark], None]) -> None:
         super().__init__(path, "w")
-        self._tell_mark = tell
+        self._report_mark = tell
         self._bytes = self._crc32 = 0
         self.whole = True
 
@@ -109,18 +109,18 @@ class _Marking(io.FileIO):
         try:
             if self.whole:
                 os.fsync(self.fileno())
-                self._tell_mark(FileMark(self._bytes, self._crc32))
+                self._report_mark(FileMark(self._bytes, self._crc32))
                 failpoint("flushed")
         finally:
             super().close()
 
 
 @contextmanager
-def telling_the_truth() -> Generator[None, None, None]:
+def raising_os_errors() -> Generator[None, None, None]:
     """Raise the operating system's error where torch would raise another one on top of it.
 
     When the disk refuses a write, torch's archive writer fails once more while it unwinds and raises about positions in
-    the archive. Other ranks are told of the error that is raised, not of those behind it.
+    the archive. Other ranks get the error that is raised, not those behind it.
     """
     try:
         yield
@@ -178,7 +178,7 @@ class FileStorage(FileSystemWriter, Storage):
         return prepared
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files. Raises: ``OSError``, with what the operating system or the store said."""
+        """Write this rank's files. Raises: ``OSError``, with the error of the operating system or the store."""
 
         def write() -> Future[list[WriteResult]]:
             self.files.marks.clear()
@@ -192,7 +192,7 @@ class FileStorage(FileSystemWriter, Storage):
         """Raise what a stream has failed with meanwhile: torch loses the errors of its own threads."""
         self.files.error = None  # that is left of an earlier checkpoint
         try:
-            with telling_the_truth():
+            with raising_os_errors():
                 yield
             if self.files.error is not None:
                 raise self.files.error

@@ -72,7 +72,7 @@ class MarkedObjects(FileSystemBase):
 
     def mkdir(self, path: StrPath) -> None:
         """Make a directory, where the store has any."""
-        self._store(os.fspath(path)).make_room(os.fspath(path))
+        self._store(os.fspath(path)).make_directory(os.fspath(path))
 
     def rename(self, path: StrPath, new_path: StrPath) -> None:
         """Store what was waiting for its name."""

@@ -1,7 +1,7 @@
-"""What a place is: a directory of checkpoints, wherever it lies.
+"""The protocol of a checkpoint store: a directory of checkpoints, local or remote.
 
 Two kinds of calls. *Reading*: any process, any rank, at any time, and no lock is needed; what another process writes
-meanwhile is either seen complete or not at all. *Writing*: the run that holds the place, and of that rank 0 alone,
+meanwhile is either seen complete or not at all. *Writing*: the run that holds the lock, and of that rank 0 alone,
 except for :meth:`CheckpointStore.files` and :meth:`CheckpointStore.mark`, with which each rank looks after its own
 files.
 
@@ -10,7 +10,7 @@ The order of calls of one run: :meth:`CheckpointStore.probe` and :meth:`Checkpoi
 :meth:`CheckpointStore.mark`, and then :meth:`CheckpointStore.publish`, or :meth:`CheckpointStore.discard` where
 something has failed.
 
-Paths are full paths, or URLs, as text. Errors of the file system are ``OSError`` wherever nothing else is said.
+Paths are full paths, or URLs, as text. Errors of the file system are ``OSError`` unless said otherwise.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CheckpointStore(ABC):
     def checkpoints(self) -> tuple[list[Checkpoint], dict[str, str]]:
         """Return the complete checkpoints, newest first, and why each other step directory is none, by its full path.
 
-        Complete by manifest and sizes; no content is read. A place that is not there has none.
+        Complete by manifest and sizes; no content is read. A store that does not exist has none.
         """
 
     @abstractmethod
@@ -56,14 +56,14 @@ class CheckpointStore(ABC):
         """Return what is wrong with one checkpoint by its manifest and the sizes; no content is read.
 
         Args:
-            path: of a checkpoint's directory, or of a ``latest`` that points to one; need not lie in this place.
+            path: of a checkpoint's directory, or of a ``latest`` that points to one; need not lie in this store.
         """
 
     @abstractmethod
     def contents(self, path: str, names: Iterable[str]) -> dict[str, Found]:
         """Read files of the checkpoint in the directory ``path`` to their ends, and return what they are, by name.
 
-        What has not the marks of the manifest is for :func:`.damage.differences` to say. Any rank.
+        :func:`.damage.differences` compares them with the manifest. Any rank.
         """
 
     def open(self, path: str) -> Checkpoint | str:
@@ -99,7 +99,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def holder(self) -> Owner | None:
-        """Return who writes here at this moment, or ``None`` if nobody does; waits for nobody and takes nothing."""
+        """Return who writes here at this moment, or ``None``; neither waits nor locks."""
 
     @abstractmethod
     def leftovers(self) -> list[str]:
@@ -109,11 +109,11 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def probe(self) -> None:
-        """Create the place if it is not there and prove that files can be created in it."""
+        """Create the directory if it does not exist and prove that files can be created in it."""
 
     @abstractmethod
     def lock(self) -> StoreLock:
-        """Hold the place until the hold is released, so that no other run writes there; before :meth:`sweep`.
+        """Lock the store until the lock is released, so that no other run writes there; before :meth:`sweep`.
 
         From then on :meth:`publish` makes sure that it is still held.
 
@@ -131,7 +131,7 @@ class CheckpointStore(ABC):
 
         Args:
             step: the training step.
-            token: what tells this save from all others (:func:`.layout.new_token`); the same on all ranks.
+            token: distinguishes this save from all others (:func:`.manifest.new_token`); the same on all ranks.
         """
 
     @abstractmethod
@@ -160,9 +160,9 @@ class CheckpointStore(ABC):
             The full path of the checkpoint.
 
         Raises:
-            CheckpointError: a file is not what the marks say.
+            CheckpointError: a file does not have its mark.
         """
 
     @abstractmethod
     def discard(self, path: str) -> None:
-        """Delete a directory or file of the place; what cannot be deleted stays, since it is in nobody's way."""
+        """Delete a directory or file of the store; what cannot be deleted stays and does no harm."""

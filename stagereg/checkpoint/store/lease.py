@@ -1,14 +1,14 @@
 """The lock of an object store: an object that its owner renews, and that others may replace once it does not.
 
-A store has no locks that die with a process. The object ``.lock`` says who writes there, and when it was last said. It
+A store has no locks that die with a process. The object ``.lock`` names its writer and the time of its last renewal. It
 is made by a conditional write, which one of several that try it at once wins, and renewed every twenty seconds by a
-thread; one that was not renewed for a minute is nobody's. So after a machine was lost, another one waits up to a
-minute; on the same machine, an owner that has ended is found out at once.
+thread; one that was not renewed for a minute is free. So after a machine was lost, another one waits up to a minute; on
+the same machine, an owner that has ended is found out at once.
 
 This is weaker than a lock. A run that is stopped for more than a minute and wakes up again may believe for one request
 that it still holds what another one has taken over; it looks before each commit. Where a store has no conditional
-write, and where an old object is replaced, who comes second of two at the same moment wins, and the first finds out by
-reading again. Clocks of machines that differ by more than a minute defeat it.
+write, and where an old object is replaced, the second of two writers at the same moment wins, and the first finds out
+by reading again. Clocks of machines that differ by more than a minute defeat it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StoreLease(StoreLock):
         settle: seconds after which an object that two wrote at the same moment is as it will stay.
 
     Raises:
-        CheckpointError: somebody else holds it; the message says who. ``OSError``: the store cannot be reached.
+        CheckpointError: another run holds it; the message names it. ``OSError``: the store cannot be reached.
     """
 
     def __init__(self, objects: ObjectStore, root: str, seconds: float = LEASE_S, settle: float = 1.0) -> None:
@@ -78,14 +78,14 @@ class StoreLease(StoreLock):
 
 
 def leaseholder(objects: ObjectStore, root: str, seconds: float = LEASE_S) -> Owner | None:
-    """Return who holds a prefix at this moment, or None if nobody does; waits for nobody and takes nothing."""
+    """Return who holds a prefix at this moment, or None; neither waits nor locks."""
     note = _read(objects, f"{root}/{LOCK}")
     return None if note is None or note.is_over(seconds) else note.owner
 
 
 @dataclass(frozen=True)
 class _Note:
-    """What the object says: who, which one of its holds, on which machine, and when that was last said."""
+    """The content of the object: the owner, which of its locks, on which machine, and when it was last renewed."""
 
     owner: Owner
     token: str
@@ -97,12 +97,12 @@ class _Note:
 
     @classmethod
     def loads(cls, data: bytes) -> _Note:
-        told = json.loads(data)
-        owner = Owner.told(told["owner"])
-        renewed = float(told["renewed"])
+        read = json.loads(data)
+        owner = Owner.parse(read["owner"])
+        renewed = float(read["renewed"])
         if not math.isfinite(renewed):
             raise ValueError("renewed at no time")
-        return cls(owner, str(told["token"]), str(told["machine"]), renewed)
+        return cls(owner, str(read["token"]), str(read["machine"]), renewed)
 
     def is_over(self, seconds: float) -> bool:
         if self.is_near() and self.owner.pid == os.getpid():
@@ -136,7 +136,7 @@ class _LeaseRecord:
         return f"{self.root}/{LOCK}"
 
     def take(self) -> None:
-        """Get hold of it. Raises: ``CheckpointError`` if somebody else keeps it."""
+        """Take it. Raises: ``CheckpointError`` if another process keeps it."""
         first: _Note | None = None
         began = time.monotonic()
         while True:
@@ -168,7 +168,7 @@ class _LeaseRecord:
                 self.ended.wait(_LOOK_S)
 
     def check(self) -> None:
-        """Make sure that it is still ours. Raises: ``CheckpointError`` if somebody else has it."""
+        """Make sure that it is still ours. Raises: ``CheckpointError`` if another process has it."""
         with self.busy:
             there = _read(self.objects, self.url)
             if there is None and self._write_new():
@@ -184,7 +184,7 @@ class _LeaseRecord:
         )
 
     def renew(self) -> None:
-        """Say again that it is ours; if it is not, :meth:`check` will tell."""
+        """Renew it if it is ours; if not, :meth:`check` will raise."""
         with self.busy, within(min(_REQUEST_S, self.seconds / 3)):
             there = _read(self.objects, self.url)
             if there is not None and there.token == self.note.token and not self.ended.is_set():
@@ -230,7 +230,7 @@ def _note() -> _Note:
 
 
 def _read(objects: ObjectStore, url: str) -> _Note | None:
-    """Return what the object says; None if there is none."""
+    """Return the content of the object; None if there is none."""
     try:
         data = objects.get(url)
     except FileNotFoundError:
@@ -253,7 +253,7 @@ def _give_back(held: _LeaseRecord, process: int) -> None:
     if os.getpid() != process:  # a forked child has the object too, and holds nothing
         return
     held.ended.set()
-    with contextlib.suppress(Exception):  # it is nobody's in a minute
+    with contextlib.suppress(Exception):  # it is free in a minute
         held.delete()
 
 
@@ -268,7 +268,7 @@ def _machine() -> str:
 
 def _lives(pid: int) -> bool:
     with contextlib.suppress(OSError, IndexError):
-        # A zombie has ended, though nobody has asked yet how.
+        # A zombie has ended, though its exit status was not read yet.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     try:
         os.kill(pid, 0)

@@ -135,7 +135,7 @@ class LocalStore(CheckpointStore):
     def sweep(self) -> None:
         """See :class:`.CheckpointStore`.
 
-        What was set aside goes back if its place is empty; ``latest`` is brought up to date.
+        What was set aside goes back if its name is free; ``latest`` is brought up to date.
         """
         for entry in list(self._root.iterdir()):
             leftover = _LEFTOVER.fullmatch(entry.name)
@@ -207,7 +207,7 @@ class LocalStore(CheckpointStore):
             finally:  # or a file system without links would fill up
                 self._retain(keep)
             failpoint("retained")
-        except OSError as error:  # the checkpoint is complete, so nobody must be told that it was not saved
+        except OSError as error:  # the checkpoint is complete, so the save must not fail
             _log.warning(
                 "stagereg: step %d is saved in %s, but not all that follows is done (moving `latest`, deleting old "
                 "checkpoints); the next save makes up for it: %s",
@@ -225,7 +225,7 @@ class LocalStore(CheckpointStore):
         try:
             with os.scandir(self._root) as entries:  # which knows what a directory is without another look
                 found = [entry.path for entry in entries if step_of(entry.name) is not None and entry.is_dir()]
-        except (FileNotFoundError, NotADirectoryError):  # anything else must not look like a place without checkpoints
+        except (FileNotFoundError, NotADirectoryError):  # anything else must not look like an empty store
             return
         yield from map(Path, found)
 

@@ -1,8 +1,8 @@
 """An object store through fsspec, asked for little and asked again where the network fails.
 
 Objects are named by their URLs. A store has no directories of its own here: what lies below a URL is what has a name
-that begins with it. Nothing is taken from a cache of listings, as other processes write too. What :mod:`.retry` says
-about trials and errors holds for every call.
+that begins with it. Nothing is taken from a cache of listings, as other processes write too. The rules of :mod:`.retry`
+about trials and errors hold for every call.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class ObjectStore:
     def create(self, url: str, data: bytes) -> bool:
         """Write an object unless there is one; return whether it was written.
 
-        One try: where the answer to one is lost, the next one finds the object, which only its content tells from that
-        of somebody else.
+        One try: where the answer to one is lost, the next one finds the object, which only its content distinguishes
+        from another writer's.
 
         Raises:
             NotImplementedError: this store, or its package, cannot do that in one request.
@@ -117,7 +117,7 @@ class ObjectStore:
         except FileExistsError:
             return False
         except (TypeError, OSError) as error:
-            if answer_of(error)[1] == _PRECONDITION_FAILED:  # which some stores say in fewer words than s3fs expects
+            if answer_of(error)[1] == _PRECONDITION_FAILED:  # some stores send a shorter answer than s3fs expects
                 return False
             if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
@@ -125,7 +125,7 @@ class ObjectStore:
         return True
 
     def open(self, url: str) -> io.BufferedReader:
-        """Open an object for reading, at any place."""
+        """Open an object for reading, at any offset."""
         return io.BufferedReader(_Reader(self, url), _READ_BYTES)
 
     def exists(self, url: str) -> bool:
@@ -162,7 +162,7 @@ class ObjectStore:
 
         retrying("deleting", url, act)
 
-    def make_room(self, url: str) -> None:
+    def make_directory(self, url: str) -> None:
         """Make a directory, where the store has any."""
         if self.protocol not in _FLAT:
             retrying("making", url, lambda: self.fs.makedirs(self.path(url), exist_ok=True))

@@ -1,4 +1,4 @@
-"""Which place a path or URL is."""
+"""The checkpoint store of a path or URL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def open_store(dir: str | os.PathLike[str]) -> CheckpointStore:
 
     Raises:
         ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed; a path begins
-            with ``~`` and the name of nobody.
+            with ``~`` and the name of an unknown user.
     """
     if isinstance(dir, str) and is_url(dir):
         from stagereg.checkpoint.store.remote_store import RemoteStore
@@ -37,7 +37,7 @@ def open_store(dir: str | os.PathLike[str]) -> CheckpointStore:
 
 
 def open_parent_store(checkpoint: str | os.PathLike[str]) -> CheckpointStore:
-    """Return the place that the directory of one checkpoint, or a ``latest``, lies in. Raises as :func:`open_store`."""
+    """Return the store that the directory of one checkpoint, or a ``latest``, lies in. Raises as :func:`open_store`."""
     if isinstance(checkpoint, str) and is_url(checkpoint):
         above = checkpoint.rstrip("/").rpartition("/")[0]
         return open_store(above if above.partition("://")[2].strip("/") else checkpoint)
@@ -50,7 +50,7 @@ def store_path(checkpoint: str) -> str:
 
 
 def path_or_url(path: str) -> Path | str:
-    """Return what users are handed for a path of a place: a ``Path``, or a URL as it is."""
+    """Return a path of a store as users get it: a ``Path``, or a URL as it is."""
     return path if is_url(path) else Path(path)
 
 

@@ -115,7 +115,7 @@ class RemoteStore(CheckpointStore):
 
     def probe(self) -> None:
         """See :class:`.CheckpointStore`. The bucket has to be there."""
-        self.objects.make_room(self.root)
+        self.objects.make_directory(self.root)
         trial = f"{self.root}/.probe.{new_token()}"
         self.objects.put(trial, b"")
         self.objects.delete(trial)
@@ -234,7 +234,7 @@ class RemoteStore(CheckpointStore):
         return steps
 
     def _unfinished(self, steps: dict[str, dict[str, int]]) -> Iterator[str]:
-        """Yield what is no checkpoint yet; a name without a token was given by somebody else, who may want it."""
+        """Yield what is no checkpoint yet; a name without a token is not ours, and its owner may want it."""
         for name, sizes in steps.items():
             named = _NAME.fullmatch(name)
             if MANIFEST not in sizes and named is not None and named["token"]:

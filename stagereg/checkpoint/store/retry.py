@@ -1,10 +1,10 @@
-"""How often something is tried that a network may lose, and what is not worth another try.
+"""How often a request is tried that a network may lose, and which errors are not worth another try.
 
 A trial that fails for a reason that may pass (no connection, a time-out, a store that is busy or in trouble: statuses
 408, 425, 429, 5xx but for 501) is made again, after waits that double from half a second to a minute, each shortened
 at random by up to half so that the ranks do not come back all at once ("equal jitter", M. Brooker, AWS Architecture
 Blog, 2015).
-What cannot get better by waiting (no permission, no such bucket, bad credentials, a bad argument) is told at once. A
+What cannot get better by waiting (no permission, no such bucket, bad credentials, a bad argument) is raised at once. A
 series ends with its last trial, or when the time is up that :func:`within` gave the thread; it warns once, at its first
 failure. A call that does not come back at all is for :func:`answered`.
 """
@@ -38,7 +38,7 @@ LONGEST_S = 60.0
 
 _PASSING_STATUS = (408, 425, 429)
 _NOT_IMPLEMENTED = 501
-# S3's names of what has a status that would not say so: content lost on its way, an upload that was cleared away,
+# S3's names of errors whose status does not show it: content lost on its way, an upload that was cleared away,
 # another write of the same object at the same moment.
 _PASSING_CODES = (
     "BadDigest",
@@ -96,7 +96,7 @@ def until() -> float:
 
 
 def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
-    """Return what ``act`` returns, and wait no longer than ``seconds`` for it: a server may take a call and be silent.
+    """Return what ``act`` returns, waiting at most ``seconds``: a server may take a call and never answer.
 
     It runs on a thread of its own, which is left alone when the time is up; ``give_back`` gets what it returns then.
 
@@ -164,7 +164,7 @@ def may_pass(error: BaseException) -> bool:
         return False
     if isinstance(error, OSError):
         return error.errno not in _FINAL_ERRNO
-    # What is left are errors of the packages that speak with stores, which have no common base.
+    # What is left are errors of the clients of object stores, which have no common base.
     kinds = type(error).__mro__
     known = kinds[0].__module__.partition(".")[0] in _PROGRAMS
     return not known and not any(word in kind.__name__ for word in _FINAL_WORDS for kind in kinds)
@@ -189,7 +189,7 @@ def _text(error: BaseException) -> str:
 
 
 def _named(error: Exception, doing: str, url: str, trials: int) -> Exception:
-    """Return an ``OSError`` that says what was done to what; a mistake in a program stays what it is."""
+    """Return an ``OSError`` with what was done to what; a mistake in a program stays what it is."""
     if isinstance(error, StageregError) or (isinstance(error, _FINAL) and not isinstance(error, OSError)):
         return error
     often = f", tried {trials} times" if trials > 1 else ""
@@ -205,7 +205,7 @@ def _errno(error: Exception) -> int:
     ):
         if isinstance(error, kind):
             return number
-    told = getattr(error, "errno", None)
-    if isinstance(told, int) and told in errno.errorcode:
-        return told
+    own = getattr(error, "errno", None)
+    if isinstance(own, int) and own in errno.errorcode:
+        return own
     return errno.EACCES if any("Credential" in kind.__name__ for kind in type(error).__mro__) else errno.EIO

@@ -65,9 +65,9 @@ def test_the_file_is_what_was_written_in_order_and_the_mark_is_the_files(
             expected += data
         expected += bytes(-len(expected) % PAGE) + MEMORY[:last]
         file.place(ADDRESS, -(-last // PAGE) * PAGE, last)
-        told = file.finish()
+        seen = file.finish()
     assert path.read_bytes() == expected
-    assert told == mark_file(path) == FileMark(len(expected), zlib.crc32(expected))
+    assert seen == mark_file(path) == FileMark(len(expected), zlib.crc32(expected))
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_an_error_leaves_neither_thread_nor_descriptor(tmp_path: Path) -> None:
     assert threading.active_count() == before[1]
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_reported(tmp_path: Path) -> None:
     made: Callable[[], Any] = lambda: AlignedFile(tmp_path / "no" / "file", BUFFERS)  # noqa: E731
     with pytest.raises(FileNotFoundError):
         made()

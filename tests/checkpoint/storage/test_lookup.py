@@ -47,7 +47,7 @@ def test_a_storage_of_the_project_keeps_its_name_when_another_package_claims_it(
     assert type(named("dcp", own)) is DcpStorage
 
 
-def test_an_unknown_storage_is_told_with_those_there_are() -> None:
+def test_an_unknown_storage_is_reported_with_those_there_are() -> None:
     with pytest.raises(CheckpointError, match=r"storage 'gone', which is not registered here\. There is: dcp, direct"):
         named("gone", DcpStorage())
 

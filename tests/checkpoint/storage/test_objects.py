@@ -104,7 +104,7 @@ def test_a_write_that_fails_for_once_is_made_again(
     assert caplog.text.count("Trying again") == 1
 
 
-def test_the_error_of_the_store_is_told_and_not_what_torch_makes_of_it(
+def test_the_error_of_the_store_is_reported_and_not_what_torch_makes_of_it(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Fails(monkeypatch, PermissionError(errno.EACCES, "Access Denied"), times=10**9, skip=5)

@@ -62,13 +62,13 @@ class Store(ObjectStore):
 
 def note(**changes: Any) -> bytes:
     owner = {"pid": 4242, "host": "far", "since": time.time(), "command": "python train.py"}
-    told = {"owner": owner, "token": "theirs", "machine": "far", "renewed": time.time()}
-    return json.dumps({**told, **changes}).encode()
+    seen = {"owner": owner, "token": "theirs", "machine": "far", "renewed": time.time()}
+    return json.dumps({**seen, **changes}).encode()
 
 
 def content(store: ObjectStore, root: str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(store.get(f"{root}/.lock"))
-    return told
+    seen: dict[str, Any] = json.loads(store.get(f"{root}/.lock"))
+    return seen
 
 
 def held(store: ObjectStore, root: str) -> StoreLease:
@@ -104,7 +104,7 @@ def test_an_owner_that_renews_is_not_disturbed_and_named(root: str, monkeypatch:
     assert content(store, root)["token"] == "theirs"
 
 
-def test_what_a_closed_checkpointer_could_not_give_back_keeps_nobody_of_its_process_out(
+def test_what_a_closed_checkpointer_could_not_give_back_keeps_no_one_of_its_process_out(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(self: ObjectStore, url: str) -> None:
@@ -191,7 +191,7 @@ def test_a_store_that_fails_once_is_asked_again(root: str, monkeypatch: pytest.M
     assert failed == [lost]
 
 
-def test_a_lock_that_can_neither_be_made_nor_read_is_told(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_can_neither_be_made_nor_read_is_reported(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_LOOK_S", 0.0)
     store = Store(root)
     store.create = lambda url, data: False  # type: ignore[method-assign]
@@ -222,7 +222,7 @@ def test_it_is_renewed_while_it_is_held_and_no_longer(root: str) -> None:
         hold.check()
 
 
-def test_one_that_was_deleted_is_made_again_and_said(root: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_was_deleted_is_made_again_and_reported(root: str, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(root)
     with held(store, root) as hold:
         store.delete(f"{root}/.lock")

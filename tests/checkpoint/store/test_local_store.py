@@ -41,7 +41,7 @@ def test_a_link_to_a_file_with_the_right_bytes_is_no_file_of_a_checkpoint(root: 
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
-def test_a_pipe_is_refused_and_nobody_waits_for_its_other_end(root: Path, name: str) -> None:
+def test_a_pipe_is_refused_and_no_one_waits_for_its_other_end(root: Path, name: str) -> None:
     (root / "step-00000002" / name).unlink()
     os.mkfifo(root / "step-00000002" / name)
     assert f"{name}: no regular file" in refused(root)
@@ -80,7 +80,7 @@ def test_what_is_half_written_is_listed_and_swept(root: Path) -> None:
     assert len(store.checkpoints()[0]) == 2
 
 
-def test_a_place_that_is_not_there_has_nothing(tmp_path: Path) -> None:
+def test_a_store_that_does_not_exist_has_nothing(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "nowhere")
     assert (store.checkpoints(), store.leftovers(), store.latest()) == (([], {}), [], None)
 
@@ -125,7 +125,7 @@ def test_what_was_set_aside_stays_while_the_other_one_cannot_be_looked_at(
     assert (new / "manifest.json").exists()
 
 
-def test_a_directory_that_may_be_listed_and_not_entered_is_told_and_ends(
+def test_a_directory_that_may_be_listed_and_not_entered_is_reported_and_ends(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbidden(name: str) -> Callable[..., os.stat_result]:

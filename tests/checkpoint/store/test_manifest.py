@@ -118,6 +118,6 @@ def test_what_is_no_manifest_is_refused(text: str | bytes) -> None:
 
 
 @given(st.integers(0, 10**12))
-def test_names_of_steps_say_which(step: int) -> None:
+def test_names_of_steps_show_which(step: int) -> None:
     assert step_of(step_name(step)) == step
     assert step_of(f".{step_name(step)}.ab.tmp") is None

@@ -34,7 +34,7 @@ def test_paths_are_local_and_absolute(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("find", [open_store, open_parent_store])
-def test_the_home_of_nobody_is_no_place(find: Callable[[str], CheckpointStore]) -> None:
+def test_the_home_of_an_unknown_user_is_no_store(find: Callable[[str], CheckpointStore]) -> None:
     with pytest.raises(ConfigError, match=r"home of a user who is not known here; \./~nobody-here"):
         find("~nobody-here/runs/step-00000001")
 
@@ -62,12 +62,12 @@ def test_urls_are_remote_and_stay_what_they_are() -> None:
         ("://x", r"fsspec knows no ://"),
     ],
 )
-def test_a_url_that_cannot_be_a_place_is_refused(url: str, message: str) -> None:
+def test_a_url_that_cannot_be_a_store_is_refused(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Checkpointer(url)
 
 
-def test_a_password_in_a_url_is_refused_and_not_said_again() -> None:
+def test_a_password_in_a_url_is_refused_and_not_printed() -> None:
     with pytest.raises(ConfigError, match=r"ftp://\*\*\*@host/x has a password.*FSSPEC_FTP_PASSWORD") as refused:
         Checkpointer("ftp://user:secret@host/x")
     assert "secret" not in str(refused.value)

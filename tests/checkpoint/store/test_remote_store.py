@@ -176,7 +176,7 @@ def test_an_object_is_created_once(url: str) -> None:
     assert store.get(f"{url}/x") == b"1"
 
 
-def test_reading_goes_to_any_place(url: str) -> None:
+def test_reading_goes_to_any_offset(url: str) -> None:
     store = ObjectStore(url)
     data = bytes(range(256)) * 1000
     store.put(f"{url}/x", data)
@@ -327,7 +327,7 @@ def test_a_url_that_looks_like_a_pattern_is_none(url: str) -> None:
     assert names(theirs) == ["latest", "step-00000001.aa/__0_0.distcp", "step-00000001.aa/manifest.json"]
 
 
-def test_a_store_that_is_gone_is_told_with_the_url_and_the_time_is_kept(
+def test_a_store_that_is_gone_is_reported_with_the_url_and_the_time_is_kept(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(RemoteStore(url), 1, "aa")
@@ -355,7 +355,7 @@ def test_what_was_committed_stays_though_the_save_fails_afterwards(url: str, mon
     assert complete(RemoteStore(url)) == [2]
 
 
-def test_a_size_that_a_listing_does_not_tell_is_asked_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_that_a_listing_does_not_report_is_asked_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = publish(RemoteStore(url), 1, "aa")
     find = ObjectStore._find
     monkeypatch.setattr(
@@ -374,7 +374,7 @@ def refused(number: int, code: str, status: int) -> OSError:
     return error
 
 
-def test_a_store_tells_in_its_own_words_that_an_object_is_there_or_that_it_cannot_look(
+def test_a_store_answers_that_an_object_is_there_or_that_it_cannot_look(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = [refused(errno.EINVAL, "PreconditionFailed", 412), refused(errno.ENOSYS, "NotImplemented", 501)]
@@ -405,7 +405,7 @@ def test_a_store_that_cannot_be_reached_is_asked_no_longer_than_the_timeout(
     assert len(tried) == 1
 
 
-def test_a_store_that_cannot_be_looked_at_is_told_by_the_commands(
+def test_a_store_that_cannot_be_looked_at_is_reported_by_the_commands(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(RemoteStore(url), 1, "aa")
@@ -436,7 +436,7 @@ def test_what_hangs_before_the_first_file_is_called_by_its_name(url: str, monkey
     assert at[0] == "preparing its files"
 
 
-def test_a_start_waits_no_longer_for_a_silent_store_than_its_time_and_then_holds_nothing(
+def test_a_start_waits_no_longer_for_an_unresponsive_store_than_its_time_and_then_holds_nothing(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speak, released = threading.Event(), threading.Event()

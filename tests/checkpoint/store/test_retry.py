@@ -101,7 +101,7 @@ def test_what_may_pass_is_tried_again(error: Exception, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("error", FINAL, ids=repr)
-def test_what_cannot_pass_is_told_at_once(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_pass_is_reported_at_once(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     trials = Trials(error)
     with pytest.raises(Exception, match=r".+") as caught:
         retrying("writing", "s3://a/b", trials)
@@ -110,7 +110,7 @@ def test_what_cannot_pass_is_told_at_once(error: Exception, caplog: pytest.LogCa
     assert caplog.records == []
 
 
-def test_an_error_of_the_store_says_what_was_done_to_what_and_how_often() -> None:
+def test_an_error_of_the_store_shows_what_was_done_to_what_and_how_often() -> None:
     with pytest.raises(OSError, match=r"Could not connect.*\(reading, tried 10 times\): 's3://a/b'") as caught:
         retrying("reading", "s3://a/b", Trials(*[boto.EndpointConnectionError(endpoint_url="http://x")] * 10))
     assert isinstance(caught.value.__cause__, boto.EndpointConnectionError)
@@ -169,7 +169,7 @@ def test_waits_double_up_to_a_minute_and_differ(waits: list[float], caplog: pyte
         assert len(set(of_trial)) == 5
 
 
-def test_who_is_silent_is_not_waited_for_and_a_late_answer_is_given_back() -> None:
+def test_an_unresponsive_store_is_not_waited_for_and_a_late_answer_is_given_back() -> None:
     speak, heard, given = threading.Event(), threading.Event(), list[str]()
 
     def give_back(answer: str) -> None:

@@ -54,7 +54,7 @@ def test_rows_are_in_the_order_of_the_metric_that_ranks_and_failed_ones_last(com
     assert tuple(most_first[-1].parameters.values()) == last
 
 
-def test_rows_of_two_versions_are_told_apart_in_every_table(
+def test_rows_of_two_versions_are_distinguished_in_every_table(
     row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
@@ -125,7 +125,7 @@ def test_the_number_of_runs_is_a_column_where_rows_differ_in_it(
     assert any({"runs", "verdict"} <= set(line.split()) for line in printed(compared(rows, "loss"), capsys))
 
 
-def test_what_does_not_fit_is_left_out_from_the_right_said_and_never_what_ranks(
+def test_what_does_not_fit_is_left_out_from_the_right_named_and_never_what_ranks(
     row_of: Callable[..., ComparisonRow],
     compared: Callable[..., Comparison],
     capsys: pytest.CaptureFixture[str],
@@ -196,18 +196,18 @@ def test_markdown_marks_the_best_and_begins_with_the_answer(comparison: Comparis
 @example(0.0012345)
 @example(999_999.5)
 @example(1e-7)
-def test_a_number_is_told_to_three_digits(value: float) -> None:
+def test_a_number_has_three_digits(value: float) -> None:
     text = tables.number(value)
     assert float(text.replace(",", "")) == pytest.approx(value, rel=6e-3, abs=1e-300)
     assert len(text) <= 14
 
 
 @given(NUMBERS, st.floats(1e-9, 1e9))
-def test_a_median_and_its_spread_have_as_many_places_behind_the_point(median: float, spread: float) -> None:
+def test_a_median_and_its_spread_have_as_many_digits_behind_the_point(median: float, spread: float) -> None:
     cell = Cell(median, spread, (median, median))
-    shown, told = tables.median_text(cell), tables.spread_text(cell)
-    if "e" not in shown + told and median:
-        assert len(shown.partition(".")[2]) == len(told.partition(".")[2])
+    shown, seen = tables.median_text(cell), tables.spread_text(cell)
+    if "e" not in shown + seen and median:
+        assert len(shown.partition(".")[2]) == len(seen.partition(".")[2])
     assert float(shown.replace(",", "")) == pytest.approx(median, rel=6e-3, abs=1e-300)
 
 

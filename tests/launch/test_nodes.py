@@ -19,14 +19,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
-import stagereg.launch.heartbeat as pulse
 import stagereg.launch.rank as rank
-import stagereg.launch.restart as attempt
+import stagereg.launch.run_store as run_store
+import stagereg.shutdown as shutdown
 from stagereg.errors import LaunchError
 from stagereg.launch.main import _how_to_sweep
 from stagereg.launch.rank import Rank
+from stagereg.launch.run_store import RunStore
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 110
@@ -325,48 +326,58 @@ def test_the_ranks_of_an_attempt_agree_on_a_name_that_no_earlier_attempt_had(wor
         for number in dead:
             for _ in range(number):
                 store.add("drawn", 1)
-            asked = [pool.submit(attempt.named, store, each, world) for each in reversed(range(world))]
+            asked = [pool.submit(run_store.name_attempt, store, each, world) for each in reversed(range(world))]
             (name,) = {future.result(timeout=LIMIT_S) for future in asked}
             names.append(name)
     assert len(set(names)) == len(names)
 
 
-def test_only_who_says_nothing_new_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "_BEAT_S", 0.02)
+def test_a_rank_without_a_new_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_store, "_BEAT_S", 0.02)
     store = HashStore()
-    with pulse.Heartbeat(store, 0), pulse.Heartbeat(store, 1):
+    first, second, _ = ranks = [RunStore(store, number, 3, monitored=True) for number in range(3)]
+    with first.heartbeat(), second.heartbeat():
         pass
-    with pulse.Heartbeat(store, 1):
-        assert pulse.silent(store, [0, 1, 2], 2.0) == [0, 2]
-    assert str(os.getpid()) in pulse.place(store, 0)
-    assert pulse.place(store, 2) == "nothing is known of it"
+    with second.heartbeat():
+        lost = rf"lost rank 0 \(process {os.getpid()} on .*\), rank 2 \(it has not started\): no heartbeat .*"
+        assert re.fullmatch(lost, second.lost(2.0))
+    for each in ranks:
+        each.set_ended()
+    assert second.lost(2.0) == ""
 
 
-def test_a_pulse_ends_with_its_block_and_with_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "_BEAT_S", 0.02)
+def test_a_heartbeat_ends_with_its_block_and_with_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_store, "_BEAT_S", 0.02)
+
+    def beating() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "stagereg-heartbeat"]
 
     class Gone(HashStore):
         def set(self, *given: object) -> None:
             raise RuntimeError("Connection reset by peer")
 
-    beating = pulse.Heartbeat(PrefixStore("run", HashStore()), 0)
-    with beating:
-        beating._store = Gone()
-        beating._thread.join(LIMIT_S)
-        assert not beating._thread.is_alive()
-    assert "stagereg-pulse" not in {thread.name for thread in threading.enumerate()}
+    mine = RunStore(HashStore(), 0, 1, monitored=True)
+    with mine.heartbeat():
+        pass
+    assert beating() == []
+    with mine.heartbeat():
+        (thread,) = beating()
+        mine._store = Gone()
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    assert beating() == []
 
 
 def test_ranks_of_two_machines_tell_a_cause_once_and_end_with_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rank, "leave", sys.exit)
+    monkeypatch.setattr(shutdown, "exit_now", sys.exit)
     monkeypatch.setattr(rank, "_LINGER_S", LIMIT_S)  # nobody waits that long: the other one comes
     store = HashStore()
 
     def ends(number: int, error: Exception) -> object:
         with pytest.raises(SystemExit) as left:
-            Rank(number, 2, 0, 1, None, store).fail(error)
+            Rank(number, 2, 0, 1, None, RunStore(store, number, 2, monitored=True)).fail(error)
         return left.value.code
 
     with ThreadPoolExecutor(1) as pool:
@@ -378,15 +389,15 @@ def test_ranks_of_two_machines_tell_a_cause_once_and_end_with_an_error(
     assert "peer" not in told
 
 
-def test_who_waits_for_the_others_to_end_hears_of_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "_PATIENCE_S", 0.3)
+def test_a_rank_that_waits_for_the_others_to_end_finds_those_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_store, "_LOST_WAITING_S", 0.3)
     store = HashStore()
-    with pulse.Heartbeat(store, 1):
+    waiting, other = (RunStore(store, number, 3, monitored=True) for number in range(2))
+    with other.heartbeat():
         pass
-    waiting = Rank(0, 3, 0, 1, None, store)
-    waiting._say_ended()
-    with pytest.raises(LaunchError, match=r"^lost rank 1 \(process \d+ on .*\), rank 2 \(nothing is known of it\): "):
-        waiting._await_others(LIMIT_S)
+    waiting.set_ended()
+    with pytest.raises(LaunchError, match=r"^lost rank 1 \(process \d+ on .*\), rank 2 \(it has not started\): "):
+        waiting.await_ended(LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -400,6 +411,6 @@ def test_a_sweep_below_torchrun_is_told_the_command_that_does_it(
     monkeypatch: pytest.MonkeyPatch, world: int, local: int, command: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "-m"])
-    said = _how_to_sweep(Rank(0, world, 0, local, None, None))
+    said = _how_to_sweep(Rank(0, world, 0, local, None, RunStore(HashStore(), 0, world)))
     assert f"`{command}`" in said
     assert "\n" not in said

@@ -20,11 +20,10 @@ from torch.distributed import HashStore
 from stagereg import record
 from stagereg.errors import LaunchError
 from stagereg.launch.command_line import CommandLine
-from stagereg.launch.launch import _told
-from stagereg.launch.launcher_channel import LauncherChannel
-from stagereg.launch.libc import tunables
+from stagereg.launch.launch import _message
 from stagereg.launch.main import _follow
 from stagereg.launch.rank import Rank
+from stagereg.machine import tunables
 
 LIMIT_S = 100
 PROMPTLY_S = 20
@@ -346,9 +345,9 @@ def test_the_cause_is_one_line(app, what, line):
         ({0: -15}, "rank 0: died of SIGTERM"),
     ],
 )
-def test_of_ranks_that_told_nothing_those_are_named_that_nobody_ended(tmp_path, codes, line):
+def test_of_ranks_that_told_nothing_those_are_named_that_nobody_ended(codes, line):
     failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
-    assert _told(LauncherChannel(1, tmp_path, 0.0), failures) == line
+    assert _message({}, failures) == line
 
 
 @pytest.mark.slow
@@ -462,7 +461,7 @@ STARTER = """
 import json, os, subprocess, sys
 
 if sys.argv[1] == "stagereg":
-    os.environ["STAGEREG_HANDOVER"] = json.dumps({"pid": os.getpid(), "folder": ".", "started_at": 0.0})
+    os.environ["STAGEREG_LAUNCHER"] = json.dumps({"pid": os.getpid(), "folder": ".", "started_at": 0.0})
 else:
     os.environ["TORCHELASTIC_RUN_ID"] = "run"
 subprocess.run([sys.executable, "rank.py"])

@@ -8,14 +8,15 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-import stagereg.launch.preempted_exit as leaving
 from stagereg.errors import Preempted, Stopped
+from stagereg.launch.launcher_channel import LauncherChannel
+from stagereg.launch.resume_hint import print_exit
+from stagereg.launch.signal_forwarder import SignalForwarder
 from stagereg.sweep.result import JobResult
 
 LIMIT_S = 110
@@ -242,13 +243,13 @@ HYDRA = OmegaConf.create(
     ],
 )
 def test_it_is_told_how_to_go_on(
-    capsys: pytest.CaptureFixture[str], error: leaving.Left, run: str | None, said: str
+    capsys: pytest.CaptureFixture[str], error: Preempted | Stopped, run: str | None, said: str
 ) -> None:
     from hydra.types import RunMode
 
     hydra = OmegaConf.merge(HYDRA, {"run": {"dir": run}} if run else {})
     hydra.mode = RunMode.RUN
-    leaving.say(error, hydra)
+    print_exit(error, hydra)
     told = capsys.readouterr().err
     assert told.endswith(f"{said}\n")
     assert told.count("\n") == 1
@@ -270,34 +271,53 @@ def test_a_sweep_goes_on_where_each_of_its_jobs_finds_its_own_checkpoints(
     setup_globals()
     hydra = OmegaConf.merge(HYDRA, {"sweep": {"dir": folder}})
     hydra.mode = RunMode.MULTIRUN
-    leaving.say(Preempted(7, "/out/run/c", signal.SIGTERM), hydra)
+    print_exit(Preempted(7, "/out/run/c", signal.SIGTERM), hydra)
     assert capsys.readouterr().err == f"preempted by SIGTERM: {said}\n"
 
 
-def test_a_signal_is_handed_on_once_and_ctrl_c_is_left_to_do_what_it_does(tmp_path: Path) -> None:
-    heard = tmp_path / "heard"
-    rank = subprocess.Popen(["sh", "-c", f"trap 'echo heard >> {heard}' TERM; echo there; read _"], **PIPES)
+def test_a_signal_is_forwarded_once_and_ctrl_c_does_what_it_does(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    rank = subprocess.Popen(["sh", "-c", f"trap 'echo received >> {log}' TERM; echo ready; read _"], **PIPES)
     assert rank.stdout is not None
-    assert rank.stdout.readline() == "there\n"
-    listening, given_up = tmp_path / "0.listening", threading.Event()
-    hand_on = leaving.SignalForwarder([listening], given_up.set)
-    assert not hand_on.take(signal.SIGTERM), "nobody listens yet"
-    listening.write_text(json.dumps({"pid": rank.pid, "grace_s": 1000.0}))
-    assert not hand_on.take(signal.SIGINT)
-    assert hand_on.take(signal.SIGTERM)
-    assert hand_on.take(signal.SIGTERM), "from somebody else who hands it on"
-    assert hand_on.take(signal.SIGUSR1)
-    assert not hand_on.take(signal.SIGINT)
-    hand_on.close()
+    assert rank.stdout.readline() == "ready\n"
+    channel = LauncherChannel(os.getpid(), tmp_path, 0.0)
+    forwarder = SignalForwarder(channel, range(1))
+    assert not forwarder.forward(signal.SIGTERM), "no rank handles signals yet"
+    channel.report(0, pid=rank.pid, grace_s=1000.0)
+    assert not forwarder.forward(signal.SIGINT)
+    assert forwarder.forward(signal.SIGTERM)
+    assert forwarder.forward(signal.SIGTERM), "from another sender that forwards it"
+    assert forwarder.forward(signal.SIGUSR1)
+    assert not forwarder.forward(signal.SIGINT)
+    forwarder.__exit__(None, None, None)
     rank.communicate("\n", LIMIT_S)
-    assert heard.read_text() == "heard\n"
-    assert not given_up.is_set()
+    assert log.read_text() == "received\n"
+    assert forwarder.received is None
 
 
-def test_what_a_rank_leaves_with_reaches_the_parent(tmp_path: Path) -> None:
-    files = [tmp_path / "0.left", tmp_path / "1.left"]
-    assert leaving.left(files) is None
+def test_a_rank_that_no_longer_handles_signals_gets_none(tmp_path: Path) -> None:
+    channel = LauncherChannel(os.getpid(), tmp_path, 0.0)
+    channel.report_grace(0, 1000.0)
+    channel.report_grace(0, None)
+    assert not SignalForwarder(channel, range(1)).forward(signal.SIGTERM)
+
+
+def test_what_a_rank_exits_with_reaches_the_launcher(tmp_path: Path) -> None:
+    channel = LauncherChannel(os.getpid(), tmp_path, 0.0)
+    assert channel.exit_of(range(2)) is None
     for error in (Preempted(7, "/kept", signal.SIGTERM), Stopped(signal.SIGUSR1, "the disk is full")):
-        leaving.note(files[1], error)
-        found = leaving.left(files)
+        channel = LauncherChannel(os.getpid(), tmp_path / str(int(error.received)), 0.0)
+        channel.folder.mkdir()
+        channel.report_exit(1, error)
+        found = channel.exit_of(range(2))
         assert (type(found), str(found)) == (type(error), str(error))
+
+
+def test_a_later_report_of_a_rank_keeps_the_earlier_ones(tmp_path: Path) -> None:
+    channel = LauncherChannel(os.getpid(), tmp_path, 0.0)
+    channel.report(1, in_job=True)
+    channel.report(1, error="no cheese")
+    channel.report(0, result=[1, None])
+    assert channel.status(1) == {"in_job": True, "error": "no cheese"}
+    assert (channel.status(0), channel.status(2)) == ({"result": [1, None]}, {})
+    assert channel.errors() == {1: "no cheese"}

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from stagereg.launch.libc import TUNABLES, tunables
+from stagereg.machine import TUNABLES, tunables
 
 pytestmark = pytest.mark.skipif(
     (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="the threshold is one of glibc on x86-64"
