@@ -52,11 +52,12 @@ _COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments``, by default those of the process, and return its exit code.
 
-    0 is good, 2 is for what was asked for and cannot be, 130 is for an interruption, 141 for a reader who left, and 1
-    is the sub-command's to explain.
+    0 is good, 2 is for a request that cannot be met, 130 is for an interruption, 141 for a reader that ended, and 1
+    depends on the sub-command.
     """
     parser = argparse.ArgumentParser("stagereg", description="Checkpoint stagers, joins and checkpoints for PyTorch.")
     parser.add_argument("--version", action="version", version=f"stagereg {__version__}")
+    parser.set_defaults(as_a_rank=False)
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in _COMMANDS:
         command.add_to(commands)
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(commands.choices)
         parser.error(f"no command {given[0]!r}.{nearest(given[0], commands.choices)} There is: {known}")
     asked = parser.parse_args(given)
-    if arguments is None and getattr(asked, "as_a_rank", False):
+    if arguments is None and asked.as_a_rank:
         _become_a_rank()
     try:
         code: int = asked.run(asked)
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output has had enough, as `head` does
+    except BrokenPipeError:  # the reader has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code

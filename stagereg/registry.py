@@ -41,6 +41,7 @@ _BUILT_IN = {
     ("stager", "pinned_cached"): "stagereg.stagers.pinned_cached:PinnedCachedStager",
     ("stager", "shared"): "stagereg.stagers.shared:SharedStager",
     ("stager", "torch_default"): "stagereg.stagers.torch_default:TorchDefaultStager",
+    ("joinable", "auto"): "stagereg.join.adapt:auto",
     ("storage", "dcp"): "stagereg.checkpoint.storage.dcp:DcpStorage",
     ("storage", "direct"): "stagereg.checkpoint.storage.direct:DirectStorage",
     ("storage", "safetensors"): "stagereg.checkpoint.storage.safetensors:SafetensorsStorage",

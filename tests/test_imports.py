@@ -15,7 +15,19 @@ PACKAGE = Path(__file__).parents[1] / "stagereg"
 # From the ground up. What stands in one line may import what stands above that line, and its neighbours.
 LAYERS = [
     {"_version", "errors"},
-    {"sizes", "record", "shutdown", "output", "machine", "crash_report", "installed", "spec", "registry"},
+    {
+        "sizes",
+        "durations",
+        "record",
+        "shutdown",
+        "preemption",
+        "output",
+        "machine",
+        "crash_report",
+        "installed",
+        "spec",
+        "registry",
+    },
     {"kernel"},
     {"stagers", "join"},
     {"config"},

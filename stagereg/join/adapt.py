@@ -7,7 +7,7 @@ torch's joinable methods is taken as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import Joinable, JoinConfig, is_native
+from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, is_native
 from stagereg.join.kinds.ddp import DdpJoinable
 from stagereg.join.kinds.fsdp2 import Fsdp2Joinable
 from stagereg.join.kinds.module import ModuleJoinable
 from stagereg.join.kinds.step import StepJoinable
 from stagereg.join.kinds.zero import ZeroJoinable
+from stagereg.registry import register
 
-__all__ = ["ForeignJoinable", "adapt", "adapted", "announces_through_torch", "common_group", "type_name"]
+__all__ = ["ForeignJoinable", "adapt", "adapted", "announces_through_torch", "auto", "common_group", "type_name"]
 
 _METHODS = ("join_hook", "join_device", "join_process_group")
 
@@ -55,8 +56,8 @@ class ForeignJoinable(Joinable):
         self.joinable._join_config = config
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Return the object's own hook."""
-        return self.joinable.join_hook(**kwargs)
+        """Return the object's own hook, or another one that was chosen in its place."""
+        return self.joinable.join_hook(**kwargs) if self.hook is None else self.hook(self.joinable)
 
     @property
     def join_device(self) -> torch.device:
@@ -113,6 +114,20 @@ def adapted(thing: Any) -> Joinable:
         "join_process_group), optimizer, scheduler or function. Wrap a module in DistributedDataParallel first; one "
         "that runs its collectives itself is stagereg.build('joinable', 'module', module=...), for join.iterate."
     )
+
+
+@register("joinable", "auto")
+def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
+    """Make the joinable that ``Join`` makes of a bare object, such as ``ddp`` of a DDP module.
+
+    Args:
+        thing: a module, an optimizer, a scheduler, a function, or a joinable.
+        hook: another hook in the place of that joinable's own.
+    """
+    joinable = adapted(thing)
+    if hook is not None:
+        joinable.hook = hook
+    return joinable
 
 
 def common_group(joinables: Sequence[Joinable], given: dist.ProcessGroup | None) -> Any:

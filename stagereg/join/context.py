@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import stagereg.record as record
 from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
-from stagereg.join.adapt import ForeignJoinable, adapt, announces_through_torch, common_group, type_name
+from stagereg.join.adapt import ForeignJoinable, adapt, adapted, announces_through_torch, common_group, type_name
 from stagereg.join.failure import discard_channels, was_aborted
 from stagereg.join.iterate import Loop
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
@@ -492,7 +492,7 @@ def configured(
         **runtime: the program's objects by name.
 
     Raises:
-        JoinError: a joinable has no object and needs one, or an object's name is none of a joinable's but close to it.
+        JoinError: a joinable has no object and needs one, or an object has no joinable and needs one.
     """
     if objects is not None and not isinstance(objects, Iterable):
         raise JoinError(f"joinables must be a list, as in [model, optimizer], not a {type(objects).__name__}")
@@ -511,29 +511,36 @@ def configured(
 
 def _bound(factories: dict[str, Callable[..., Joinable]], given: dict[str, Any]) -> dict[str, Any]:
     """Return the objects, each made a joinable by the factory of its name, and what the other factories make alone."""
-    for name, factory in factories.items():
-        if factory is None:
-            raise JoinError(
-                f"join.joinables.{name} is null. Choose a joinable, as in joinable@join.joinables.{name}=ddp, or leave "
-                f"it out: ~joinable@join.joinables.{name}"
-            )
-    options = [*factories, *inspect.signature(configured).parameters]
-    for name in given:
-        if name not in factories and (close := nearest(name, options)):
-            raise JoinError(f"the join has no {name!r}.{close} Its joinables are: {', '.join(factories) or 'none'}")
-    bound = {name: _make(name, factories[name], given) if name in factories else each for name, each in given.items()}
+    for name in (name for name, factory in factories.items() if factory is None):
+        raise JoinError(
+            f"join.joinables.{name} is null. Choose a joinable, as in joinable@join.joinables.{name}=ddp, or leave it "
+            f"out: ~joinable@join.joinables.{name}"
+        )
+    bound = {name: _joinable(name, thing, factories, given) for name, thing in given.items()}
     return bound | {name: _make(name, factory, given) for name, factory in factories.items() if name not in given}
 
 
-def _make(name: str, factory: Callable[..., Joinable], given: dict[str, Any]) -> Any:
+def _joinable(name: str, thing: Any, factories: Mapping[str, Callable[..., Joinable]], given: Mapping[str, Any]) -> Any:
+    """Return the joinable of one object: of the factory of its name, or else as in a list of bare objects."""
+    if name in factories:
+        return _make(name, factories[name], given)
+    try:
+        return adapted(thing)
+    except JoinError as error:
+        close = nearest(name, [*factories, *inspect.signature(configured).parameters])
+        what = f"the join has no joinable {name!r}.{close} There is: {', '.join(factories) or 'none'}. "
+        raise JoinError((what if close or factories else "") + str(error)) from None
+
+
+def _make(name: str, factory: Callable[..., Joinable], given: Mapping[str, Any]) -> Joinable:
     thing = given.get(name)
-    args, kwargs = ((), thing) if isinstance(thing, Mapping) else ((thing,), {}) if name in given else ((), {})
+    args, kwargs = ((), thing) if isinstance(thing, Mapping) else ((thing,) if name in given else (), {})
     try:
         inspect.signature(factory).bind(*args, **kwargs)
     except TypeError as error:
-        takes = ", ".join(inspect.signature(factory).parameters)
+        close = nearest(name, given) if name not in given else ""
         raise JoinError(
-            f"join.joinables.{name} cannot be made: {error}. It takes: {takes}. Give it its object by name, as in "
-            f"stagereg.instantiate(cfg.join, {name}=...); given are: {', '.join(given) or 'none'}"
+            f"join.joinables.{name} cannot be made: {error}. Give it by name, as in stagereg.instantiate(cfg.join, "
+            f"{name}=...).{close} Given: {', '.join(given) or 'nothing'}"
         ) from None
     return factory(*args, **kwargs)

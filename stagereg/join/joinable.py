@@ -182,7 +182,7 @@ def serves(hook: JoinHook, joinable: object, kind: type[J]) -> J:
     if not isinstance(joinable, kind):
         raise JoinError(
             f"a {type(hook).__name__} is the hook of a {kind.__name__}, and was chosen for a {type(joinable).__name__}."
-            " Choose a join_hook of that joinable's kind, or none: join_hook@join.joinables.NAME.hook=null"
+            f" Choose a join_hook for a {type(joinable).__name__}, or none: ~join_hook@join.joinables.NAME.hook"
         )
     return joinable
 

@@ -31,6 +31,7 @@ __all__ = [
     "plan_layout",
     "region_bytes",
     "signature",
+    "span_of",
     "tensors_over",
 ]
 
@@ -134,6 +135,11 @@ def signature(tensors: Sequence[torch.Tensor]) -> Signature:
     return rows
 
 
+def span_of(x: torch.Tensor) -> int:
+    """Return the elements from the first of ``x`` in memory to its last, both included; 0 for an empty tensor."""
+    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
 def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple[int, int] = (0, 0)) -> Layout:
     """Plan host memory for plain strided tensors.
 
@@ -150,7 +156,7 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple
     holed: list[_Run] = []
     for i, (x, (address, _, shape, stride, base, available, _)) in enumerate(zip(tensors, rows, strict=True)):
         size = x.element_size()
-        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if x.numel() else 0
+        span = span_of(x)
         pieces.append(Piece(tuple(shape), tuple(stride), span))
         if not span:
             continue

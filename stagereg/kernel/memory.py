@@ -51,6 +51,7 @@ __all__ = [
     "Pool",
     "padding_around",
     "register_padding",
+    "view_of",
 ]
 
 log = logging.getLogger("stagereg")
@@ -78,18 +79,21 @@ class Block:
 
     Attributes:
         nbytes: bytes there are, a multiple of 4096.
-        address: of the first byte, a multiple of 4096.
         pinned: whether it is page-locked.
     """
 
     def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
         self.nbytes = _whole_pages(nbytes)
-        self.pinned = False
-        self._owner: object = None
-        if pin:
-            self._pin()
-        if not self.pinned:
-            self._map(threads)
+        locked = self._lock() if pin else None
+        self.pinned = locked is not None
+        self._memory = self._map() if locked is None else locked
+        if not self.pinned and self.nbytes >= _WORTH_TOUCHING and sys.platform.startswith("linux"):
+            self._touch(threads)
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte, a multiple of 4096."""
+        return self._memory.data_ptr()
 
     @property
     def idle(self) -> bool:
@@ -98,28 +102,22 @@ class Block:
 
     def view(self) -> memoryview:
         """A new view of the whole block. The block lives while any view does."""
-        block = (ctypes.c_char * self.nbytes).from_address(self.address)
-        block._owner = self._owner  # type: ignore[attr-defined]
-        return memoryview(block).cast("B")
+        return view_of(self._memory)
 
-    def _pin(self) -> None:
+    def _lock(self) -> torch.Tensor | None:
         try:
-            block = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             log.warning("stagereg: %d bytes could not be page-locked (%s); using pageable memory", self.nbytes, error)
-            return
-        self._owner, self.address, self.pinned = block, block.data_ptr(), True
+            return None
 
-    def _map(self, threads: int) -> None:
+    def _map(self) -> torch.Tensor:
         # Private pages: the shared ones that mmap makes by default are slower to get and cannot be huge.
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
         try:
-            block = mmap.mmap(-1, self.nbytes, **private)
+            return torch.frombuffer(mmap.mmap(-1, self.nbytes, **private), dtype=torch.uint8)
         except (OSError, MemoryError, ValueError) as error:
             raise StagingError([], f"no {self.nbytes / 2**30:.2f} GiB of host memory to be had ({error})") from error
-        self._owner, self.address = block, ctypes.addressof(ctypes.c_char.from_buffer(block))
-        if self.nbytes >= _WORTH_TOUCHING and sys.platform.startswith("linux"):
-            self._touch(threads)
 
     def _touch(self, threads: int) -> None:
         """Have the kernel back the pages now, on several threads, instead of one fault at a time during the copy.
@@ -139,6 +137,13 @@ class Block:
         advise(*calls[0])
         for worker in workers:
             worker.join()
+
+
+def view_of(memory: torch.Tensor) -> memoryview:
+    """Return a new view of a tensor of bytes, which lives while the view does."""
+    block = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
+    block._owner = memory  # type: ignore[attr-defined]
+    return memoryview(block).cast("B")
 
 
 class BlockRef:
@@ -344,7 +349,7 @@ class Pool:
         self._free.clear()
 
     def _wait(self) -> None:
-        gc.collect()  # a copy in a dead reference cycle is nobody's copy
+        gc.collect()  # a copy in a dead reference cycle is held by no reader
         limit = self.wait_s if self.readers_release else min(self.wait_s, WAIT_WITHOUT_RELEASE_S)
         until = time.monotonic() + (0.0 if self._overdrawn and not self.readers_release else limit)
         while self.in_flight >= self.max_in_flight:

@@ -48,7 +48,7 @@ class CopyEngine:
     def __init__(self, threads: int) -> None:
         if threads < 1:
             raise StagingError([], f"threads must be at least 1, not {threads}")
-        self._threads = threads
+        self.threads = threads
         self._workers = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix=COPY_THREADS)  # started when needed
         self._streams: dict[torch.device, torch.Stream] = {}
 
@@ -58,9 +58,12 @@ class CopyEngine:
 
     def start(self, base: int, batch: Batch) -> CopyTask:
         """Begin what :meth:`memmove` does, on the other threads, where there is enough for them."""
-        task = CopyTask(base, batch.pieces(self._threads))
-        if batch.worth_sharing:
-            for _ in range(self._threads - 1):
+        return self.run(CopyTask(base, batch.pieces(self.threads)), batch.worth_sharing)
+
+    def run(self, task: CopyTask, shared: bool) -> CopyTask:
+        """Have the other threads work on ``task`` too, if ``shared``; the caller has to finish it."""
+        if shared:
+            for _ in range(self.threads - 1):
                 self._workers.submit(task.work)
         return task
 
@@ -76,7 +79,7 @@ class CopyEngine:
         none, behind what the caller has queued so far; the caller's stream is not made to wait.
 
         Returns:
-            The event that tells when they are done; None from host memory, where they are.
+            The event of their end; None from host memory, where they are.
         """
         if device.type == "cpu":
             for to, source in pairs:

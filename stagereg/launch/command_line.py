@@ -14,14 +14,8 @@ from typing import Any
 
 __all__ = ["CommandLine", "overrides", "quoted", "wants_no_job", "wants_sweep", "without_callbacks", "without_logging"]
 
-_LAUNCHER_ONLY = (
-    "hydra.run.",
-    "hydra.sweep.",
-    "hydra.mode.",
-    "hydra.output_subdir.",
-    "hydra.launcher.",
-    "hydra.sweeper.",
-)
+_LAUNCHER_ONLY = {"run", "sweep", "mode", "output_subdir", "launcher", "sweeper"}
+"""Keys and groups below ``hydra`` that ranks do not get."""
 _LOGGING = ("hydra.job_logging", "hydra.hydra_logging", "hydra/job_logging", "hydra/hydra_logging")
 
 
@@ -54,7 +48,7 @@ class CommandLine:
         """The command of the ranks of one job; ``hydra`` is the ``hydra`` node of its composed config."""
         from omegaconf import OmegaConf
 
-        hydras = [override for override in hydra.overrides.hydra if not _is_launchers(override)]
+        hydras = [each for each in hydra.overrides.hydra if re.split("[./=@]", each)[1] not in _LAUNCHER_ONLY]
         run = [f"hydra.run.dir={quoted(hydra.runtime.output_dir)}", "hydra.mode=RUN"]
         job = [
             f"hydra.job.{key}={quoted(hydra.job[key]) if key == 'id' else hydra.job[key]}"
@@ -79,8 +73,7 @@ def wants_no_job(arguments: list[str]) -> bool:
 def overrides(arguments: list[str]) -> list[str]:
     """The overrides among these arguments; those on the line that is being completed, where that is what they ask."""
     known = _parsed(arguments)
-    given: list[str] = known.overrides
-    return os.environ.get("COMP_LINE", "").split() if known.shell_completion else given
+    return os.environ.get("COMP_LINE", "").split() if known.shell_completion else list(known.overrides)
 
 
 def without_callbacks(hydra: Any) -> list[str]:
@@ -104,8 +97,3 @@ def _parsed(arguments: list[str]) -> Any:
 
     known, _ = get_args_parser().parse_known_args(arguments)
     return known
-
-
-def _is_launchers(override: str) -> bool:
-    key = re.split("[=@]", override.lstrip("+~"))[0].replace("/", ".")
-    return f"{key}.".startswith(_LAUNCHER_ONLY)

@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.command_line import CommandLine
 from stagereg.launch.launcher_channel import LauncherChannel
 from stagereg.launch.resume_hint import print_exit
+from stagereg.launch.run_store import GATHER_S
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.launch.signal_forwarder import SignalForwarder
 from stagereg.machine import tunables
@@ -32,10 +33,7 @@ __all__ = ["RanksFailedError", "checked_nproc", "launch"]
 
 _GRACE_S = 3
 """Seconds ranks have to end after a signal, before they are killed."""
-_GATHER_S = 600
-"""Seconds in which the tasks of a scheduler's job may start one after another."""
 _RANKS_PER_CORE = 4
-_ELASTIC = "torch.distributed.elastic"
 
 
 class RanksFailedError(LaunchError):
@@ -154,8 +152,7 @@ def _elastic_config(nproc: int, task: SchedulerTask | None, folder: Path) -> Any
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    # Settings that older releases of torch do not know.
-    recent: dict[str, Any] = {"shutdown_timeout": _GRACE_S, "signals_to_handle": ""}
+    recent: dict[str, Any] = {"shutdown_timeout": _GRACE_S, "signals_to_handle": ""}  # older torch lacks them
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     rendezvous: dict[str, Any] = {
         "run_id": folder.name,
@@ -169,7 +166,7 @@ def _elastic_config(nproc: int, task: SchedulerTask | None, folder: Path) -> Any
             "run_id": task.job,
             "rdzv_backend": "static",
             "rdzv_endpoint": task.endpoint,
-            "rdzv_configs": {"rank": task.index, "timeout": _GATHER_S},
+            "rdzv_configs": {"rank": task.index, "timeout": GATHER_S},
         }
     nodes = 1 if task is None else task.count
     return LaunchConfig(
@@ -194,15 +191,12 @@ def _rank_variables(channel: LauncherChannel, one_machine: bool) -> dict[str, st
     return chosen | tunables(os.environ) | elastics | channel.variables()
 
 
-@contextlib.contextmanager
-def _quiet_elastic() -> Iterator[None]:
-    """Disable elastic's loggers: they report in forty lines what :func:`_message` says in one."""
-    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith(_ELASTIC)]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
+def _quiet_elastic() -> contextlib.ExitStack:
+    """Disable elastic's loggers for a ``with`` block: they report in forty lines what :func:`_message` says in one."""
+    restore = contextlib.ExitStack()
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logger = logging.getLogger(name)
+            restore.callback(setattr, logger, "disabled", logger.disabled)
+            logger.disabled = True
+    return restore

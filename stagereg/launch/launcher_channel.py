@@ -1,13 +1,9 @@
-"""What goes between ``stagereg.main`` and the ranks it starts: an environment variable, and one file a rank.
-
-The variable carries this object to a rank. In a folder of the run each rank keeps one JSON object, its *status*, which
-the launcher reads when it needs it. The object has these keys, as far as they are known:
+"""What ``stagereg.main`` and its ranks exchange: an environment variable, and a JSON file a rank, its *status*.
 
 * ``in_job``: true once the rank runs the job; from then on an interrupt may find something to clean up.
-* ``pid`` and ``grace_s``: the rank's process, and the seconds it takes to save and exit after a signal; ``grace_s`` is
-  null while the rank does not handle such signals.
+* ``pid``, ``grace_s``: the process, and the seconds it takes to save and exit after a signal; null if it does not.
 * ``exit``: the fields of the ``Preempted`` or ``Stopped`` that the rank has ended with.
-* ``error``: the message of the rank's failure, where it is a cause and no consequence of another rank's.
+* ``error``: the message of the rank's failure, where it is a cause.
 * ``result``: rank 0's return value.
 """
 
@@ -68,10 +64,9 @@ class LauncherChannel:
     def status(self, rank: int) -> dict[str, Any]:
         """What the rank has reported; empty where it has not."""
         try:
-            found: dict[str, Any] = json.loads((self.folder / f"{rank}.json").read_text())
+            return dict(json.loads((self.folder / f"{rank}.json").read_text()))
         except FileNotFoundError:
             return {}
-        return found
 
     def exit_of(self, ranks: Iterable[int]) -> Preempted | Stopped | None:
         """What the first of these ranks has ended with because the run was signalled, if one has."""

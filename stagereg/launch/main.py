@@ -1,13 +1,13 @@
 """``stagereg.main``: Hydra's entry point for a training function, which also starts the ranks.
 
-One function, three ways to start it, the same code path inside a rank: plain ``python train.py nproc=2`` composes the
-config here and runs the job on local ranks (``launch``); ``torchrun`` has made this process a rank already (``rank``);
-``nproc=1``, or no ``nproc`` at all, runs the job right here as the only rank. Jobs of a sweep get fresh ranks each:
-in one process, a job would have the memory and the warm caches of those before it.
+Plain ``python train.py nproc=2`` composes the config in this process and runs the job on local ranks (``launch``).
+Under ``torchrun`` this process is a rank already (``rank``). With ``nproc=1``, or no ``nproc`` at all, the job runs in
+this process as the only rank. Each job of a sweep gets fresh ranks: in one process, a job would have the memory and the
+warm caches of those before it.
 
 Promises: an error of the project is one short message, any other one traceback, with the rank that failed, and exit
-code 1; Ctrl-C ends everything with 130, SIGTERM with 143. While a checkpointer listens, SIGTERM and SIGUSR1 have the
-ranks save and leave instead, with 75: the same command goes on (:mod:`stagereg.launch.preemption`).
+code 1; Ctrl-C ends everything with 130, SIGTERM with 143. While a checkpointer handles them, SIGTERM and SIGUSR1
+have the ranks save and exit with 75 instead, and the same command goes on (:mod:`stagereg.preemption`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(
     start; under ``torchrun`` the ranks given are used. Modules named by ``plugins``, in a config or on the command
     line, are imported before options are chosen (:mod:`stagereg.config.plugins`). What rank 0 returns is the job's
     return value, for sweepers and callbacks; from several ranks it comes as JSON. Meanwhile each rank records what
-    checkpointers, joins and :func:`stagereg.log` tell in the job's output directory. ``train(cfg)`` runs the function
+    checkpointers, joins and :func:`stagereg.log` emit, in the job's output directory. ``train(cfg)`` runs the function
     in this process, with no command line and no recording, and returns its value.
 
     Args:
@@ -53,7 +53,7 @@ def main(
 
     Raises:
         SystemExit: with code 1 after an error, which is on stderr by then; 130 after SIGINT and 143 after SIGTERM; 75
-            where the run has saved and left because it was signalled to.
+            where the run has saved and exited because it was signalled.
     """
 
     def decorate(task: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -116,9 +116,9 @@ def _how_to_sweep(rank: Rank) -> str:
     """What to run in place of ``torchrun ... train.py -m``."""
     plain = f"python {sys.argv[0]} -m nproc={rank.local_world_size}"
     why = "a sweep needs fresh ranks for each job, torchrun starts them only once"
-    if not rank.spans_machines:
-        return f"{why}: run `{plain} ...`"
     nodes = rank.world_size // rank.local_world_size
+    if nodes == 1:
+        return f"{why}: run `{plain} ...`"
     slurm = f"hydra/launcher=submitit_slurm hydra.launcher.nodes={nodes}"
     return f"{why}: over {nodes} machines each job has to be a scheduler's own: run `{plain} {slurm} ...`, once"
 
@@ -175,13 +175,14 @@ class _Job:
         from hydra.types import RunMode
 
         hydra = HydraConfig.get()
+        one_of_several = hydra.mode == RunMode.MULTIRUN
         with env_override({_FULL_ERROR: self._full_error}):
             if self._rank is not None:
                 return self._rank.run(self._task, cfg)
             try:
-                return self._run(cfg, hydra, hydra.mode == RunMode.MULTIRUN)
+                return self._run(cfg, hydra, one_of_several)
             except StageregError as error:
-                if hydra.mode == RunMode.MULTIRUN:
+                if one_of_several:
                     raise
                 _print(error)
                 # Hydra adds its own lines to any exception of a job, but not to this one.

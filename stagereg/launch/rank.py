@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-import stagereg.launch.preemption as preemption
+import stagereg.preemption as preemption
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
@@ -101,26 +101,16 @@ class Rank:
         run_store = RunStore(store, rank, world_size, local_world_size < world_size, attempt)
         return cls(rank, world_size, local_rank, local_world_size, channel, run_store)
 
-    @property
-    def leads(self) -> bool:
-        """Whether this process writes the run's directory, ``.hydra`` and log, and runs the callbacks."""
-        return self.rank == 0 and self.channel is None
-
-    @property
-    def spans_machines(self) -> bool:
-        """Whether some of the ranks are on other machines, or below other agents at least."""
-        return self.local_world_size < self.world_size
-
     def overrides(self) -> list[str]:
         """Hydra overrides that make this rank follow its run; waits for rank 0 where that decides the directory."""
         follow: list[str] = []
+        if self.channel is not None or self.rank > 0:  # else this process writes .hydra
+            follow.append("hydra.output_subdir=null")
         if self.channel is None and self.rank > 0:
             run = self.store.run()
             follow += [f"hydra.run.dir={quoted(run['dir'])}", *run["without_callbacks"]]
-        if self.leads and (begun := self.store.begun()):
+        elif self.channel is None and (begun := self.store.begun()):
             follow.append(f"hydra.run.dir={quoted(begun['dir'])}")
-        if not self.leads:
-            follow.append("hydra.output_subdir=null")
         if self.rank > 0:
             follow += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
         return follow
@@ -133,7 +123,7 @@ class Rank:
                 if self.channel is not None:
                     self.channel.report(self.rank, in_job=True)
                 try:
-                    with self._grace_reported(), _recorded(self.rank, self.world_size):
+                    with preemption.observed(self._report_grace), _recorded(self.rank, self.world_size):
                         value = task(cfg)
                         shutdown.finish()
                 except (Preempted, Stopped) as error:
@@ -164,17 +154,17 @@ class Rank:
             self.store.await_ended(_TOGETHER_S if isinstance(error, UnevenInputsError) else _LINGER_S)
             if cause := self.store.cause():
                 rank, text = cause
-                if self.channel is not None and self.spans_machines:  # whose launcher sees only its own ranks
+                if self.channel is not None and self.store.multi_node:  # whose launcher sees only its own ranks
                     self.channel.report(rank, error=text)
             else:
                 lost = self.store.lost(_LOST_S)  # on all ranks, since the first to exit has the others ended
                 if self.store.is_first("a consequence"):
                     self._report_error(error, lost and f"{lost} Seen here:\n")
         except Exception:  # of the store; others may have reported a cause before it went
-            if self.spans_machines and _is_consequence(error):
+            if self.store.multi_node and _is_consequence(error):
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 gone = f"lost rank 0's torchrun or machine: the store of this run, on {host}, is gone."
-                self._report_error(error, f"{gone} If a rank there told a cause, that is it. Seen here:\n")
+                self._report_error(error, f"{gone} If a rank there reported a cause, that is it. Seen here:\n")
         shutdown.exit_now(1)
 
     def _exit(self, error: Preempted | Stopped) -> NoReturn:
@@ -210,15 +200,9 @@ class Rank:
         register = short if "use_cache" in inspect.signature(short).parameters else OmegaConf.register_new_resolver
         register("now", lambda pattern: started.strftime(pattern), use_cache=True, replace=True)
 
-    @contextlib.contextmanager
-    def _grace_reported(self) -> Iterator[None]:
-        """Have the launcher know, for the time of a ``with`` block, whether this rank handles signals."""
-        channel = self.channel
-        if channel is None:
-            yield
-            return
-        with preemption.observed(lambda grace_s: channel.report_grace(self.rank, grace_s)):
-            yield
+    def _report_grace(self, grace_s: float | None) -> None:
+        if self.channel is not None:
+            self.channel.report_grace(self.rank, grace_s)
 
     def _report_cause(self, error: Exception) -> None:
         """Report an error that is no consequence, unless another rank has reported the same."""

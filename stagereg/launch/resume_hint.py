@@ -28,8 +28,9 @@ def _with_hint(error: Preempted, hydra: Any) -> str:
     inside = Path(error.directory).is_relative_to(Path(hydra.runtime.output_dir))
     if not inside or not _has_a_time(hydra.run if single else hydra.sweep):
         return f"{error}; the same command goes on from there"
-    sweep = Path(hydra.runtime.cwd, hydra.sweep.dir) if not single else None
-    override = f"checkpoint.dir={error.directory}" if sweep is None else f"hydra.sweep.dir={sweep}"
+    override = f"checkpoint.dir={error.directory}"
+    if not single:
+        override = f"hydra.sweep.dir={Path(hydra.runtime.cwd, hydra.sweep.dir)}"
     saved = f"preempted by {error.received.name}: step {error.step} is saved"
     return f"{saved}; the same command with {override} goes on from there"
 

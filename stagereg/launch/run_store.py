@@ -12,22 +12,21 @@ them; where the store itself is gone, the thread ends, and the program notices b
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 from stagereg.errors import LaunchError
 
-__all__ = ["RunStore", "name_attempt"]
+__all__ = ["GATHER_S", "RunStore", "name_attempt"]
 
-_GATHER = timedelta(minutes=10)
-"""How long the ranks of a run may start one after another."""
+GATHER_S = 600
+"""Seconds in which the ranks of a run may start one after another."""
 _BEAT_S = 1.0
 """Seconds between two heartbeats of a rank."""
 _LOST_WAITING_S = 60.0
@@ -43,14 +42,14 @@ class RunStore:
         store: torch's; nothing else uses it.
         rank: this process.
         world_size: number of ranks.
-        monitored: whether the ranks write heartbeats.
+        multi_node: whether ranks are on other machines, or below other agents at least; they write heartbeats.
         attempt: name of this attempt.
 
     Attributes:
         group: the store for the process group.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, monitored: bool = False, attempt: str = "0") -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, multi_node: bool = False, attempt: str = "0") -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self._all_attempts = store
@@ -58,13 +57,12 @@ class RunStore:
         self.group = PrefixStore("group", self._store)
         self._rank = rank
         self._world_size = world_size
-        self._monitored = monitored
+        self.multi_node = multi_node
 
     def begun(self) -> dict[str, Any] | None:
         """What the run's first attempt has published; ``None`` before."""
         store = self._all_attempts
-        found: dict[str, Any] | None = json.loads(store.get("begun")) if store.check(["begun"]) else None
-        return found
+        return dict(json.loads(store.get("begun"))) if store.check(["begun"]) else None
 
     def publish(self, run: dict[str, Any], **of_this_attempt: Any) -> None:
         """Have :meth:`run` return these on all ranks; ``run`` stays that of the first attempt. On rank 0."""
@@ -75,8 +73,7 @@ class RunStore:
     def run(self) -> dict[str, Any]:
         """What rank 0 has published; waits for it."""
         _await_key(self._store, "run", "rank 0 did not begin")
-        published: dict[str, Any] = json.loads(self._store.get("run"))
-        return published
+        return dict(json.loads(self._store.get("run")))
 
     def set_cause(self, text: str) -> None:
         """Record that this rank's error is the cause of the run's failure."""
@@ -91,8 +88,7 @@ class RunStore:
 
     def is_first(self, text: str) -> bool:
         """Whether no rank has asked this for the same text before."""
-        first: bool = self._store.add(f"reported/{text}", 1) == 1
-        return first
+        return bool(self._store.add(f"reported/{text}", 1) == 1)
 
     def set_ended(self) -> None:
         """Record that this rank has come to the end of its job."""
@@ -113,19 +109,17 @@ class RunStore:
     @contextlib.contextmanager
     def heartbeat(self) -> Iterator[None]:
         """Write this rank's heartbeat for the time of a ``with`` block."""
-        if not self._monitored:
+        if not self.multi_node:
             yield
             return
         over = threading.Event()
 
         def beat() -> None:
             with contextlib.suppress(Exception):
-                for count in itertools.count(1):
-                    if over.wait(_BEAT_S):
-                        return
-                    self._beat(count)
+                while not over.wait(_BEAT_S):
+                    self._beat()
 
-        self._beat(0)
+        self._beat()
         thread = threading.Thread(target=beat, name="stagereg-heartbeat", daemon=True)
         thread.start()
         try:
@@ -139,31 +133,30 @@ class RunStore:
 
         It waits as long only where there may be one.
         """
-        if not self._monitored:
+        if not self.multi_node:
             return ""  # the launcher sees how its ranks end
         last = {rank: self._last(rank) for rank in range(self._world_size) if not self._store.check([f"ended/{rank}"])}
         deadline = time.monotonic() + for_s
         while last and time.monotonic() < deadline:
             time.sleep(_BEAT_S / 10)
             last = {rank: beat for rank, beat in last.items() if self._last(rank) == beat}
-        return self._describe(sorted(last)) if last else ""
+        if not last:
+            return ""
+        named = ", ".join(f"rank {rank} ({_process(last[rank])})" for rank in sorted(last)[:_NAMED])
+        more = f" and {len(last) - _NAMED} more" if len(last) > _NAMED else ""
+        return f"lost {named}{more}: no heartbeat for seconds; killed, or the machine is gone."
 
-    def _describe(self, lost: Sequence[int]) -> str:
-        processes = {rank: self._last(rank) for rank in lost[:_NAMED]}
-        named = [
-            f"rank {rank} ({json.loads(beat)[1] if beat is not None else 'it has not started'})"
-            for rank, beat in processes.items()
-        ]
-        more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
-        return f"lost {', '.join(named)}{more}: no heartbeat for seconds; killed, or the machine is gone."
-
-    def _beat(self, count: int) -> None:
+    def _beat(self) -> None:
         process = f"process {os.getpid()} on {socket.gethostname()}"
-        self._store.set(f"heartbeat/{self._rank}", json.dumps([count, process]))
+        self._store.set(f"heartbeat/{self._rank}", json.dumps([time.monotonic(), process]))
 
     def _last(self, rank: int) -> bytes | None:
         key = f"heartbeat/{rank}"
         return self._store.get(key) if self._store.check([key]) else None
+
+
+def _process(heartbeat: bytes | None) -> str:
+    return "it has not started" if heartbeat is None else str(json.loads(heartbeat)[1])
 
 
 def name_attempt(store: Any, rank: int, world_size: int) -> str:
@@ -181,20 +174,20 @@ def name_attempt(store: Any, rank: int, world_size: int) -> str:
         name: str = store.get(f"answer/{mine}").decode()
         store.add(f"received/{name}", 1)
         return name
-    answered, deadline = 0, time.monotonic() + _GATHER.total_seconds()
+    answered, deadline = 0, time.monotonic() + GATHER_S
     while (received := store.add(f"received/{mine}", 0)) < world_size - 1:
         drawn = store.add("drawn", 0)
         for number in range(answered + 1, drawn + 1):
             store.set(f"answer/{number}", str(mine))
         answered = drawn
         if time.monotonic() > deadline:
-            raise LaunchError(f"{received + 1} of {world_size} ranks have started within {_GATHER}: look at the others")
+            raise LaunchError(f"{received + 1} of {world_size} ranks have started in {GATHER_S} s: look at the others")
         time.sleep(0.01)
     return str(mine)
 
 
 def _await_key(store: Any, key: str, failure: str) -> None:
     try:
-        store.wait([key], _GATHER)
+        store.wait([key], timedelta(seconds=GATHER_S))
     except RuntimeError as error:
-        raise LaunchError(f"{failure} within {_GATHER}, or its machine is lost: {error}") from error
+        raise LaunchError(f"{failure} in {GATHER_S} s, or its machine is lost: {error}") from error

@@ -1,8 +1,4 @@
-"""The launcher's signals: forwarded to ranks that save and exit by themselves, or raised to end the ranks.
-
-A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print a traceback
-from the middle of an import, so it is terminated instead.
-"""
+"""The launcher's signals: forwarded to ranks that save and exit by themselves, or raised to end the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from stagereg.launch.launcher_channel import LauncherChannel
-from stagereg.launch.preemption import SAME_SIGNAL_S, SIGNALS
+from stagereg.preemption import SAME_SIGNAL_S, SIGNALS
 
 __all__ = ["SignalForwarder"]
 
@@ -109,5 +105,7 @@ class SignalForwarder:
     def _stop(self, received: signal.Signals) -> None:
         from torch.distributed.elastic.multiprocessing import SignalException
 
+        # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print a
+        # traceback from the middle of an import, so it is terminated instead.
         in_job = all(self._channel.status(rank).get("in_job") for rank in self._ranks)
         raise SignalException(received.name, received if in_job else signal.SIGTERM)

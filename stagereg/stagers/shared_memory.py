@@ -19,12 +19,10 @@ Memory that another process reads is never written:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import itertools
 import logging
 import os
-import sys
 import tempfile
 import time
 import weakref
@@ -35,7 +33,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_storage, reduce_tensor
 
 from stagereg.errors import StagingError
-from stagereg.kernel.memory import Block
+from stagereg.kernel.memory import Block, view_of
 from stagereg.kernel.state_dict import flip
 
 __all__ = ["SharedBlock", "SharedMemoryHandle", "handle_of", "is_plain", "register_reducers"]
@@ -43,7 +41,6 @@ __all__ = ["SharedBlock", "SharedMemoryHandle", "handle_of", "is_plain", "regist
 _log = logging.getLogger("stagereg")
 
 _PAGE = 4096
-_WORTH_TOUCHING = 2**22  # bytes
 _TOKEN_BYTES = 16  # at the start of the last page; each byte after them is a slot for one message
 _SLOTS = _PAGE - _TOKEN_BYTES
 _SENT, _RECEIVED = b"\0", b"\1"
@@ -79,7 +76,7 @@ class SharedMemoryHandle(NamedTuple):
                 fcntl.flock(fd, fcntl.LOCK_SH)  # the owner holds the exclusive lock for microseconds only
                 if os.pread(fd, _TOKEN_BYTES, self.nbytes) != self.token:
                     raise StagingError([], "a staged copy was received too late: its sender has revoked it")
-                view = _view_of(self._mapping(fd))
+                view = view_of(self._mapping(fd))
                 if self.slot is not None:
                     os.pwrite(fd, _RECEIVED, self.nbytes + _TOKEN_BYTES + self.slot)
             except (OSError, RuntimeError) as error:
@@ -125,12 +122,6 @@ def _map(path: str, nbytes: int) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
-def _view_of(memory: torch.Tensor) -> memoryview:
-    block = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
-    block._owner = memory  # type: ignore[attr-defined]
-    return memoryview(block).cast("B")
-
-
 class SharedBlock(Block):
     """A block that other processes of this user on this machine can read, see the module.
 
@@ -150,22 +141,19 @@ class SharedBlock(Block):
     def view(self) -> memoryview:
         """As of any block; in a forked child, to which the block of its parent does not belong, of fresh memory."""
         if not self._file.is_own:
-            self._map(threads=1)
+            self._memory = self._map()
         return super().view()
 
-    def _map(self, threads: int) -> None:
+    def _map(self) -> torch.Tensor:
         for file in [file for file in _files if not file.address]:
             file.free()
         try:
             if self.nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
                 raise MemoryError("more than the machine has")
             self._file = _SharedFile(self.nbytes)
-            self._owner = self._memory = self._file.map()
+            return self._file.map()
         except (OSError, RuntimeError, MemoryError) as error:
             raise StagingError([], f"no {self.nbytes / 2**30:.2f} GiB of shared memory to be had ({error})") from error
-        self.address = self._file.address
-        if self.nbytes >= _WORTH_TOUCHING and sys.platform.startswith("linux"):
-            self._touch(threads)
 
 
 def _lock_pages(memory: torch.Tensor) -> bool:
@@ -338,27 +326,22 @@ def _storage_over(view: memoryview, offset: int, nbytes: int) -> torch.UntypedSt
 
 def _reduce_tensor(x: torch.Tensor) -> Any:
     """As torch's reducer; of tensors in a block also conjugation, negation and attributes, which torch's drops."""
-    is_shared = not x.numel() or _file_of(x.untyped_storage().data_ptr()) is not None
-    if not (is_shared and is_plain(x) and x.is_leaf):
+    negative, conjugate = x.is_neg(), x.is_conj()
+    is_copy = is_plain(x) and (not x.numel() or _file_of(x.untyped_storage().data_ptr()) is not None)
+    if not is_copy or not (negative or conjugate or vars(x)):
         return reduce_tensor(x)
-    elements = (x.untyped_storage(), x.dtype, x.storage_offset(), tuple(x.shape), x.stride())
-    return _rebuild_tensor, (*elements, x.is_neg(), x.is_conj(), type(x), x.requires_grad, vars(x))
+    return _restore, (flip(x.detach(), negative, conjugate), negative, conjugate, type(x), x.requires_grad, vars(x))
 
 
-def _rebuild_tensor(
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
+def _restore(
+    bare: torch.Tensor,
     negative: bool,
     conjugate: bool,
     kind: type[torch.Tensor],
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> torch.Tensor:
-    made = flip(torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride), negative, conjugate)
-    if kind is torch.nn.Parameter:
-        made = torch.nn.Parameter(made, requires_grad)
+    made = flip(bare, negative, conjugate)
+    made = torch.nn.Parameter(made, requires_grad) if kind is torch.nn.Parameter else made.requires_grad_(requires_grad)
     vars(made).update(attributes)
-    return made.requires_grad_(requires_grad)
+    return made

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from stagereg.kernel.layout import span_of
 from stagereg.kernel.memory import padding_around, register_padding
 from stagereg.kernel.state_dict import flip
 from stagereg.stagers.shared_memory import SharedMemoryHandle, handle_of
@@ -25,30 +26,19 @@ _Row = tuple[int, int, int, torch.dtype, tuple[int, ...], tuple[int, ...], bool,
 
 
 @dataclass
-class _Block:
-    """A block as it is sent.
-
-    Attributes:
-        handle: how to open it.
-        margins: bytes of padding before and after tensors.
-        spans: offset -> bytes of the tensors that have this padding.
-    """
-
-    handle: SharedMemoryHandle
-    margins: tuple[int, int] = (0, 0)
-    spans: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass
 class TensorBundle:
     """What is sent.
 
     Attributes:
-        blocks: those that the tensors lie in.
+        handles: on the blocks that the tensors lie in.
+        margins, spans: of each block, the bytes of padding before and after tensors, and offset and bytes of the
+            tensors that have it.
         rows: one for each tensor.
     """
 
-    blocks: list[_Block] = field(default_factory=list)
+    handles: list[SharedMemoryHandle] = field(default_factory=list)
+    margins: list[tuple[int, int]] = field(default_factory=list)
+    spans: list[dict[int, int]] = field(default_factory=list)
     rows: list[_Row] = field(default_factory=list)
 
 
@@ -62,28 +52,31 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[TensorBundle, list[int]]:
     begins: list[int] = []
     outside: list[int] = []
     for i, x in enumerate(tensors):
-        span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-        at = _block_of(x.data_ptr(), bundle.blocks, begins) if span else _NO_BLOCK
-        if span and at == _NO_BLOCK:
+        elements = span_of(x)
+        at = _block_of(x.data_ptr(), bundle, begins) if elements else _NO_BLOCK
+        if elements and at == _NO_BLOCK:
             outside.append(i)
         offset = x.data_ptr() - begins[at] if at != _NO_BLOCK else 0
-        bundle.rows.append((at, offset, span, x.dtype, tuple(x.shape), x.stride(), x.is_neg(), x.is_conj()))
+        bundle.rows.append((at, offset, elements, x.dtype, tuple(x.shape), x.stride(), x.is_neg(), x.is_conj()))
         padding = padding_around(x) if at != _NO_BLOCK else None
         if padding is not None:
-            bundle.blocks[at].margins = (padding.before, padding.after)
-            bundle.blocks[at].spans[offset] = x.nbytes
+            bundle.margins[at] = (padding.before, padding.after)
+            bundle.spans[at][offset] = x.nbytes
     return bundle, outside
 
 
-def _block_of(address: int, blocks: list[_Block], begins: list[int]) -> int:
-    for at, (block, begin) in enumerate(zip(blocks, begins, strict=True)):
-        if begin <= address < begin + block.handle.nbytes:
+def _block_of(address: int, bundle: TensorBundle, begins: list[int]) -> int:
+    for at, (handle, begin) in enumerate(zip(bundle.handles, begins, strict=True)):
+        if begin <= address < begin + handle.nbytes:
             return at
     found = handle_of(address)
     if found is None:
         return _NO_BLOCK
-    blocks.append(_Block(found[0]))
-    begins.append(found[1])
+    handle, begin = found
+    begins.append(begin)
+    bundle.handles.append(handle)
+    bundle.margins.append((0, 0))
+    bundle.spans.append({})
     return len(begins) - 1
 
 
@@ -92,15 +85,15 @@ def unpack(bundle: TensorBundle) -> list[torch.Tensor]:
 
     Raises: ``StagingError`` if the sender's memory cannot be opened.
     """
-    views = [block.handle.attach() for block in bundle.blocks]
-    for view, block in zip(views, bundle.blocks, strict=True):
-        if block.spans:
-            register_padding(view, block.margins, block.spans)
+    views = [handle.attach() for handle in bundle.handles]
+    for view, margins, spans in zip(views, bundle.margins, bundle.spans, strict=True):
+        if spans:
+            register_padding(view, margins, spans)
     made: list[torch.Tensor] = []
-    for at, offset, span, dtype, shape, stride, negative, conjugate in bundle.rows:
+    for at, offset, elements, dtype, shape, stride, negative, conjugate in bundle.rows:
         if at == _NO_BLOCK:
             x = torch.empty_strided(shape, stride, dtype=dtype)
         else:
-            x = torch.frombuffer(views[at], dtype=dtype, count=span, offset=offset).as_strided(shape, stride)
+            x = torch.frombuffer(views[at], dtype=dtype, count=elements, offset=offset).as_strided(shape, stride)
         made.append(flip(x, negative, conjugate))
     return made

@@ -134,15 +134,15 @@ def test_a_source_that_was_written_under_the_copy_fails_the_save_and_the_next_on
 ) -> None:
     import threading
 
-    from stagereg.stagers.deferred_copy import LateCopy
+    from stagereg.stagers.deferred_copy import DeferredCopy
 
-    may_copy, run = threading.Event(), LateCopy.run
+    may_copy, run = threading.Event(), DeferredCopy.run
 
-    def held(late: LateCopy) -> list[int]:
+    def held(late: DeferredCopy) -> list[int]:
         assert may_copy.wait(30)
         return run(late)
 
-    monkeypatch.setattr(LateCopy, "run", held)
+    monkeypatch.setattr(DeferredCopy, "run", held)
     state = things()
     with Checkpointer(str(tmp_path), stager=stagereg.build("stager", "overlapped")) as checkpointer:
         train(state)

@@ -335,7 +335,7 @@ def test_the_ranks_of_an_attempt_agree_on_a_name_that_no_earlier_attempt_had(wor
 def test_a_rank_without_a_new_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_store, "_BEAT_S", 0.02)
     store = HashStore()
-    first, second, _ = ranks = [RunStore(store, number, 3, monitored=True) for number in range(3)]
+    first, second, _ = ranks = [RunStore(store, number, 3, multi_node=True) for number in range(3)]
     with first.heartbeat(), second.heartbeat():
         pass
     with second.heartbeat():
@@ -356,7 +356,7 @@ def test_a_heartbeat_ends_with_its_block_and_with_its_store(monkeypatch: pytest.
         def set(self, *given: object) -> None:
             raise RuntimeError("Connection reset by peer")
 
-    mine = RunStore(HashStore(), 0, 1, monitored=True)
+    mine = RunStore(HashStore(), 0, 1, multi_node=True)
     with mine.heartbeat():
         pass
     assert beating() == []
@@ -377,7 +377,7 @@ def test_ranks_of_two_machines_tell_a_cause_once_and_end_with_an_error(
 
     def ends(number: int, error: Exception) -> object:
         with pytest.raises(SystemExit) as left:
-            Rank(number, 2, 0, 1, None, RunStore(store, number, 2, monitored=True)).fail(error)
+            Rank(number, 2, 0, 1, None, RunStore(store, number, 2, multi_node=True)).fail(error)
         return left.value.code
 
     with ThreadPoolExecutor(1) as pool:
@@ -392,7 +392,7 @@ def test_ranks_of_two_machines_tell_a_cause_once_and_end_with_an_error(
 def test_a_rank_that_waits_for_the_others_to_end_finds_those_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_store, "_LOST_WAITING_S", 0.3)
     store = HashStore()
-    waiting, other = (RunStore(store, number, 3, monitored=True) for number in range(2))
+    waiting, other = (RunStore(store, number, 3, multi_node=True) for number in range(2))
     with other.heartbeat():
         pass
     waiting.set_ended()

@@ -24,7 +24,7 @@ class Settled(AsyncStager):
         self._promising = promising
         if owns_all:  # as if an optimizer wrote all there is, so that everything is copied in the background
             self._promising._guard.owned = _Everything
-            self._promising._worth_waiting = 0
+            self._promising._worth_deferring = 0
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return self._promising.stage(state_dict).result(60)

@@ -258,7 +258,7 @@ class TestFidelity:
         copy = stager.stage(state(1))
         packed, outside = tensor_bundle.pack([copy["w"], torch.ones(3), torch.empty(0), copy["v"]])
         assert outside == [1]
-        assert len(packed.blocks) == 1
+        assert len(packed.handles) == 1
 
 
 def test_reducers_are_registered_by_the_first_stager_and_not_by_an_import() -> None:

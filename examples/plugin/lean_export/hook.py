@@ -25,7 +25,7 @@ class EmaHook(JoinHook):
         joinable: the joinable that has the average.
     """
 
-    def __init__(self, joinable: EmaJoinable) -> None:
+    def __init__(self, joinable: EmaJoinable, /) -> None:
         self.joinable = joinable
 
     def main_hook(self) -> None:

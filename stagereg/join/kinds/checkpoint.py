@@ -310,7 +310,7 @@ class CheckpointHook(JoinHook):
         joinable: what the ranks ask.
     """
 
-    def __init__(self, joinable: CheckpointJoinable) -> None:
+    def __init__(self, joinable: CheckpointJoinable, /) -> None:
         self.joinable = serves(self, joinable, CheckpointJoinable)
         self._exchanged = False
 

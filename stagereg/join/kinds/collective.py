@@ -108,7 +108,7 @@ class CollectiveHook(JoinHook):
         joinable: declares them.
     """
 
-    def __init__(self, joinable: CollectiveJoinable) -> None:
+    def __init__(self, joinable: CollectiveJoinable, /) -> None:
         self.joinable = serves(self, joinable, CollectiveJoinable)
 
     def main_hook(self) -> None:

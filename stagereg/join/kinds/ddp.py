@@ -254,7 +254,7 @@ class DdpHook(JoinHook):
         joinable: the module's joinable.
     """
 
-    def __init__(self, joinable: DdpJoinable) -> None:
+    def __init__(self, joinable: DdpJoinable, /) -> None:
         self.joinable = serves(self, joinable, DdpJoinable)
 
     def main_hook(self) -> None:

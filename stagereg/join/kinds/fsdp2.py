@@ -279,7 +279,7 @@ class Fsdp2Hook(JoinHook):
         joinable: the module's joinable.
     """
 
-    def __init__(self, joinable: Fsdp2Joinable) -> None:
+    def __init__(self, joinable: Fsdp2Joinable, /) -> None:
         self.joinable = serves(self, joinable, Fsdp2Joinable)
 
     def main_hook(self) -> None:

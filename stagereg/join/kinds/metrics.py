@@ -190,7 +190,7 @@ class MetricsHook(JoinHook):
         joinable: the metrics.
     """
 
-    def __init__(self, joinable: MetricsJoinable) -> None:
+    def __init__(self, joinable: MetricsJoinable, /) -> None:
         self.joinable = serves(self, joinable, MetricsJoinable)
 
     def on_exhausted(self) -> None:

@@ -82,7 +82,7 @@ class ModuleHook(JoinHook):
         joinable: of a module whose collectives only its own forward and backward know.
     """
 
-    def __init__(self, joinable: ModuleJoinable) -> None:
+    def __init__(self, joinable: ModuleJoinable, /) -> None:
         self.joinable = serves(self, joinable, ModuleJoinable)
 
     def main_hook(self) -> None:

@@ -74,7 +74,7 @@ class StepHook(JoinHook):
         joinable: the function's joinable.
     """
 
-    def __init__(self, joinable: StepJoinable) -> None:
+    def __init__(self, joinable: StepJoinable, /) -> None:
         self.joinable = serves(self, joinable, StepJoinable)
 
     def main_hook(self) -> None:

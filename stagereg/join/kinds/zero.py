@@ -81,7 +81,7 @@ class ZeroHook(JoinHook):
         joinable: the optimizer's joinable.
     """
 
-    def __init__(self, joinable: ZeroJoinable) -> None:
+    def __init__(self, joinable: ZeroJoinable, /) -> None:
         self.joinable = serves(self, joinable, ZeroJoinable)
 
     def main_hook(self) -> None:

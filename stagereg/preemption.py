@@ -209,7 +209,7 @@ class SignalListener:
         self._taken = []
 
     def _has_wakeup(self) -> bool:
-        """Whether the interpreter writes into the pipe. On the main thread."""
+        """Whether the interpreter writes into the pipe, and not for an event loop. On the main thread."""
         assert self._pipe is not None
         current = signal.set_wakeup_fd(-1)
         if current != -1:
@@ -271,7 +271,7 @@ class SignalListener:
             return
         for each in handlers:
             if each.reports and not saved:
-                newest = _try(each.describe_newest) or "which checkpoint is the newest cannot be told"
+                newest = _try(each.describe_newest) or "the newest checkpoint is unknown"
                 text = f"stopped by {received.name}: {why.format(grace_s=each.grace_s)}; {newest}\n"
                 with contextlib.suppress(OSError):
                     os.write(2, text.encode())
