@@ -21,7 +21,6 @@ from omegaconf import MISSING, OmegaConf
 import stagereg.config.docstring as docstring
 import stagereg.config.schema as schema
 import stagereg.registry as registry
-from stagereg.config.values import factory_of
 from stagereg.registry import Entry
 
 __all__ = ["Described", "Field", "Runtime", "describe"]
@@ -175,7 +174,7 @@ def _type(key: str, hint: Any) -> str:
         return " | ".join(_type("", a) for a in arguments if typing.get_origin(a) is not os.PathLike)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return " | ".join(member.name for member in hint)
-    if kind := factory_of(hint):
+    if kind := schema.factory_of(hint):
         return kind
     named = getattr(origin or hint, "__name__", str(hint))
     inside = ["..." if argument is Ellipsis else _type("", argument) for argument in arguments]

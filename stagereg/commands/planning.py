@@ -22,6 +22,7 @@ import stagereg.registry as registry
 from stagereg.bench.command import check_writable
 from stagereg.commands.cost_curve import CostModel, Loss, csv_text, duration_text, loss_figure
 from stagereg.commands.costs import Costs, Rates, by_rates, by_run, measured, size_text
+from stagereg.durations import duration, write_duration
 from stagereg.errors import ConfigError, StageregError
 from stagereg.sizes import ByteSize
 from stagereg.sweep.metric import counted
@@ -153,8 +154,6 @@ def _costs(asked: argparse.Namespace) -> Costs:
 
 
 def _seconds(option: str, text: str, least: float | None = None) -> float:
-    from stagereg.config.texts import duration
-
     seconds: float = _read(option, text, duration).total_seconds()
     if seconds < 0 or (least is None and seconds == 0):
         raise ConfigError(f"{option} is a time {'above 0' if least is None else 'from 0 on'}, not {text!r}.")
@@ -218,9 +217,7 @@ def _print(costs: Costs, job: CostModel, step_s: float | None, steps: int | None
     heads = ("interval", *(("steps",) if step_s else ()), "lost", "checkpoints", "done twice", "restarts", "")
     output.table("", heads, [_row(job.loss(at), step_s, label) for at, label in _intervals(job, best)])
     if steps:
-        from stagereg.config.texts import written
-
-        mtbf = written(datetime.timedelta(seconds=round(job.mtbf_s) or job.mtbf_s)).replace(" ", "")
+        mtbf = write_duration(datetime.timedelta(seconds=round(job.mtbf_s) or job.mtbf_s)).replace(" ", "")
         output.echo(
             f"\nSet checkpoint.every={steps}; or checkpoint.every=auto checkpoint.mtbf={mtbf}, which measures all this"
         )

@@ -2,17 +2,14 @@
 
 A config may name the components of the registry and, for one call, what the program allows in code. A name is compared
 as text, whole: no attribute of it is followed, so another way to reach a component, or a way from a component to
-something else (``module.os.system``, ``Component.__class__``), is a name that nobody registered. What was found says by
-itself where it is loaded from; the config's text is never imported. Hydra's block-list and its environment variable
-have no say here, so neither do the ways around them (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4).
-
-Where in a config targets stand, and what they are called with, is ``instantiate``'s business.
+something else (``module.os.system``, ``Component.__class__``), is a name that is not registered. The entry that was
+found says where it is loaded from; the config's text is never imported. Hydra's block-list and its environment variable
+are not asked, so the ways around them (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4) lead nowhere.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
+import pkgutil
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping
@@ -52,7 +49,7 @@ class AllowedTarget:
         if self.component is not None:
             return self.component
         try:
-            found = _imported(self.path.split("."))
+            found = pkgutil.resolve_name(self.path)
         except (Exception, SystemExit) as cause:
             raise RegistryError(
                 f"{self.path} is allowed by the program, but cannot be loaded.\n{type(cause).__name__}: {cause}\n"
@@ -87,7 +84,7 @@ class TargetAllowList:
 
         Args:
             target: as a config or the program gives it: a dotted path, or a class or function.
-            where: the key of the node it stands in, for the message.
+            where: the key of its node, for the message.
 
         Raises:
             TargetNotAllowedError: it is neither registered nor allowed.
@@ -150,17 +147,3 @@ def _already_at(path: str) -> Any:
         module = f"{module}.{name}"
         found = sys.modules.get(module) or vars(found).get(name)
     return found
-
-
-def _imported(parts: list[str]) -> Any:
-    """What the path ``parts`` leads to: the longest beginning that is a module, and attributes of it."""
-    for cut in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:cut])
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if cut > 1 and f"{module}.".startswith(f"{error.name}."):
-                continue
-            raise
-        return functools.reduce(getattr, parts[cut:], found)
-    raise AssertionError("a path in allow has a dot")

@@ -3,7 +3,7 @@
 A config comes from files and command lines, and Hydra calls whatever its ``_target_`` names. Here a ``_target_`` must
 be the component of a registry entry, or allowed by the program's code (``allow_list``), wherever it stands: nested, in
 lists, in ``_args_``, below ``_recursive_: false``, or in the arguments given at run time. Only then is anything
-imported. Each argument is checked against the component's signature (``values``), because a config may come from plain
+imported. Each argument is checked against the component's signature (``schema``), because a config may come from plain
 YAML: types, choices, unknown keys, missing values. Interpolations are resolved once, before the check and never after
 it: the plan that was checked is the plan that runs.
 
@@ -22,7 +22,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 import stagereg.config.schema as schema
-import stagereg.config.values as values
 import stagereg.registry as registry
 from stagereg.config.allow_list import AllowedTarget, TargetAllowList, label
 from stagereg.config.resolved_tree import Call, NodePath, as_node, built, describes, escaped, is_missing, merged, plain
@@ -90,6 +89,57 @@ def _refuse_unregistered(node: Any, path: NodePath, allow_list: TargetAllowList)
             _refuse_unregistered(value, path.child(key), allow_list)
 
 
+class _Component:
+    """A loaded component or allowed target, and what its signature says."""
+
+    def __init__(self, target: Entry | AllowedTarget) -> None:
+        self.target = target
+        self.label = label(target)
+        self.registered = isinstance(target, Entry)
+        self.function = self.signed = target.load()
+        try:
+            inspect.signature(self.function)
+        except ValueError:  # one written in C may have no signature: then the call itself checks
+            self.signed = lambda *args, **kwargs: None
+        self.parameters = list(inspect.signature(self.signed).parameters.values())
+        self.positional = [p.name for p in self.parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.options = schema.options(target) if isinstance(target, Entry) else {}
+
+    def checked(self) -> Callable[..., Any]:
+        """Return the component; what a function returns is held against its kind's protocol each time."""
+        entry, function = self.target, self.function
+        if isinstance(function, type) or not isinstance(entry, Entry):
+            return function
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            return registry.checked(entry, function, function(*args, **kwargs))
+
+        return checked
+
+    def split(self, args: Any, taken: Collection[str], path: NodePath) -> tuple[list[Any], dict[str, Any]]:
+        """Return the ``_args_`` of a node: those for ``*args``, and before them those that have names, by name."""
+        if not isinstance(args, list):
+            raise ConfigError(f"{path.child('_args_')} is {args!r}; it is a list.")
+        named, more = dict(zip(self.positional, args, strict=False)), args[len(self.positional) :]
+        for name in named.keys() & taken:
+            raise ConfigError(f"{self.label} is given {name} twice: by {path.child('_args_')} and by name.")
+        if more and all(p.kind is not p.VAR_POSITIONAL for p in self.parameters):
+            count = len(self.positional)
+            raise ConfigError(f"{self.label} takes {count} positional arguments, and _args_ has {len(args)}.")
+        return more, named
+
+    def refuse_missing(self, kwargs: Mapping[str, Any], given: Collection[str], path: NodePath) -> None:
+        """Refuse a call without what the component must have, and say where that is given."""
+        required = [p for p in self.parameters if p.default is p.empty]
+        needed = [p.name for p in required if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in given]
+        for name in [*(n for n in kwargs if is_missing(kwargs[n])), *(n for n in needed if n not in kwargs)]:
+            if name in self.options or name in kwargs or not self.registered:
+                raise ConfigError(f"{self.label} needs a value for {name}: {path.child(name).advice}.")
+            call = f"stagereg.instantiate(cfg.{path.key or '...'}, {name}=...)"
+            raise ConfigError(f"{self.label} needs {name} from the program: {call}.")
+
+
 def _build_one(
     tree: dict[str, Any], path: NodePath, allow_list: TargetAllowList, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -99,19 +149,19 @@ def _build_one(
     resolved = {name: plain(schema.to_config(v)) if _is_container(v) else v for name, v in configs.items()}
     tree = merged(tree, resolved)
     _refuse_unregistered(tree, path, allow_list)
-    entry = allow_list.find(tree["_target_"], path.label)
-    hints = {name: option.hint for name, option in _options(entry).items()}
+    component = _Component(allow_list.find(tree["_target_"], path.label))
     objects = {name: value for name, value in kwargs.items() if name not in configs}
-    checked = {n for n in objects if n in hints and hints[n] is not Any and not schema.makes_factories(hints[n])}
+    hints = {name: component.options[name].hint for name in objects if name in component.options}
+    checked = [name for name, hint in hints.items() if hint is not Any and not schema.makes_factories(hint)]
     tree |= {name: plain(v) if OmegaConf.is_config(v := objects.pop(name)) else v for name in checked}
-    given = [*objects, *_positional(entry.load())[: len(args)]]
+    given = [*objects, *component.positional[: len(args)]]
     tree = {key: value for key, value in tree.items() if key not in given and not (args and key == "_args_")}
     return _plan_call(path, tree, None, allow_list, given).run(*args, **objects)
 
 
 def _plan(path: NodePath, value: Any, hint: Any, allow_list: TargetAllowList) -> Any:
     """Check a value and everything in it; return it with a :class:`Call` in place of each node."""
-    return values.from_config(path, value, hint, functools.partial(_plan_call, allow_list=allow_list))
+    return schema.from_config(path, value, hint, functools.partial(_plan_call, allow_list=allow_list))
 
 
 def _plan_call(
@@ -119,92 +169,37 @@ def _plan_call(
 ) -> Call:
     """Check the node of a component and everything in it.
 
-    ``hint`` is the annotation of the parameter that it is for: where that asks for a factory, the call is left to whom
-    gets it. ``given`` names what the program passes to this component directly.
+    ``hint`` is the annotation of the parameter that it is for: where that asks for a factory, the component that gets
+    it makes the call. ``given`` names what the program passes to this component directly.
     """
-    entry = allow_list.find(node["_target_"], path.label)
-    component, kind = entry.load(), values.factory_of(hint)
+    component, kind = _Component(allow_list.find(node["_target_"], path.label)), schema.factory_of(hint)
+    _refuse_other_kind(component.target, kind, path)
     partial, recursive = _flag(node, "_partial_", False, path), _flag(node, "_recursive_", True, path)
-    # A factory is called with what no config holds, and with other components.
-    later = {*registry.kinds(), *schema.runtime(entry)} if kind is not None and isinstance(entry, Entry) else set[str]()
-    _refuse_other_kind(entry, kind, path)
-    kwargs = {
-        key: value
-        for key, value in node.items()
-        if key not in schema.HYDRA_KEYS and not (is_missing(value) and (partial or key in later))
-    }
-    refuse_unknown(label(entry), [*kwargs, *(n for n in given if n not in _positional(component))], _signed(component))
-    args, named = _arguments(entry, component, node, {*kwargs, *given}, path)
+    later = set(given)
+    if kind is not None and isinstance(component.target, Entry):
+        # A factory is called with what no config holds, and with other components.
+        later |= {*registry.kinds(), *schema.runtime(component.target)}
+    kwargs = {key: value for key, value in node.items() if key not in schema.HYDRA_KEYS}
+    kwargs = {key: v for key, v in kwargs.items() if not (is_missing(v) and (partial or key in later))}
+    names = [*kwargs, *(name for name in given if name not in component.positional)]
+    refuse_unknown(component.label, names, component.signed)
+    args, named = component.split([] if node.get("_args_") is None else node["_args_"], {*kwargs, *given}, path)
     kwargs.update(named)
     if not partial:
-        _refuse_missing(entry, component, kwargs, {*given, *later}, path)
-    options = _options(entry)
+        component.refuse_missing(kwargs, later, path)
     planned = {}
     for name, value in kwargs.items():
-        option = options.get(name)
+        option = component.options.get(name)
         if option and isinstance(value, dict) and isinstance(option.default, dict):
-            value = {**option.default, **value}  # a dataclass of which the config gives some fields
+            value = {**option.default, **value}  # fields of a dataclass; the default of a mapping is a DictConfig
         planned[name] = _plan(path.child(name), value, option.hint if option else Any, allow_list)
-        if name in registry.kinds() and isinstance(entry, Entry) and isinstance(value, dict) and "_target_" in value:
+        if name in registry.kinds() and component.registered and isinstance(value, dict) and "_target_" in value:
             _refuse_other_kind(allow_list.find(value["_target_"], path.label), name, path.child(name))
     more = _plan(path.child("_args_"), args, Any, allow_list)
     if not recursive:  # the component gets the configs and builds from them itself
         planned = {name: as_node(escaped(v)) if _is_container(v) else planned[name] for name, v in kwargs.items()}
         more = [as_node(escaped(v)) if _is_container(v) else v for v in args]
-    return Call(_checked(entry, component), [*map(planned.pop, named), *more], planned, partial or kind is not None)
-
-
-def _checked(entry: Entry | AllowedTarget, component: Callable[..., Any]) -> Callable[..., Any]:
-    """The component; what a function returns is held against its kind's protocol each time."""
-    if isinstance(component, type) or not isinstance(entry, Entry):
-        return component
-
-    @functools.wraps(component)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        return registry.checked(entry, component, component(*args, **kwargs))
-
-    return checked
-
-
-def _arguments(
-    entry: Entry | AllowedTarget,
-    component: Callable[..., Any],
-    node: Mapping[str, Any],
-    taken: Collection[str],
-    path: NodePath,
-) -> tuple[list[Any], dict[str, Any]]:
-    """The ``_args_`` of ``node``: those for ``*args``, and before them those that have names, under these names."""
-    args, names = node.get("_args_"), _positional(component)
-    if args is not None and not isinstance(args, list):
-        raise ConfigError(f"{path.child('_args_')} is {args!r}; it is a list.")
-    named = dict(zip(names, args or [], strict=False))
-    for name in named.keys() & taken:
-        raise ConfigError(f"{label(entry)} is given {name} twice: by {path.child('_args_')} and by name.")
-    more = (args or [])[len(names) :]
-    if more and all(p.kind is not p.VAR_POSITIONAL for p in _parameters(component)):
-        raise ConfigError(f"{label(entry)} takes {len(names)} positional arguments, and _args_ has {len(args or [])}.")
-    return more, named
-
-
-def _refuse_missing(
-    entry: Entry | AllowedTarget,
-    component: Callable[..., Any],
-    kwargs: Mapping[str, Any],
-    given: Collection[str],
-    path: NodePath,
-) -> None:
-    """Refuse to call a component without what it must have, and say where that is given."""
-    of_config = {p.name for p in _parameters(component)} if isinstance(entry, AllowedTarget) else {*_options(entry)}
-    needed = [
-        p.name
-        for p in _parameters(component)
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in given
-    ]
-    for name in [*(n for n in kwargs if is_missing(kwargs[n])), *(n for n in needed if n not in kwargs)]:
-        if name in of_config or name in kwargs:
-            raise ConfigError(f"{label(entry)} needs a value for {name}: {path.child(name).advice}.")
-        call = f"stagereg.instantiate(cfg.{path.key or '...'}, {name}=...)"
-        raise ConfigError(f"{label(entry)} needs {name} from the program: {call}.")
+    return Call(component.checked(), [*map(planned.pop, named), *more], planned, partial or kind is not None)
 
 
 def _refuse_other_kind(entry: Entry | AllowedTarget, kind: str | None, path: NodePath) -> None:
@@ -217,27 +212,6 @@ def _flag(node: Mapping[str, Any], key: str, default: bool, path: NodePath) -> b
     if not isinstance(value, bool):
         raise ConfigError(f"{path.child(key)} is {value!r}; it is true or false.")
     return value
-
-
-def _options(entry: Entry | AllowedTarget) -> dict[str, schema.Option]:
-    return schema.options(entry) if isinstance(entry, Entry) else {}
-
-
-def _positional(component: Callable[..., Any]) -> list[str]:
-    return [p.name for p in _parameters(component) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _parameters(component: Callable[..., Any]) -> list[inspect.Parameter]:
-    return list(inspect.signature(_signed(component)).parameters.values())
-
-
-def _signed(component: Callable[..., Any]) -> Callable[..., Any]:
-    """What to read the signature of: one written in C may have none, and then only the call itself can tell."""
-    try:
-        inspect.signature(component)
-    except ValueError:
-        return lambda *args, **kwargs: None
-    return component
 
 
 def _is_container(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The typed config of a component, made from its signature: one source of truth, no YAML beside the code.
+"""The typed config of a component, made from its signature, and what the component gets for what a config holds.
 
 Each parameter that a config can hold becomes a field of a generated dataclass, with the signature's default; one
 without a default is mandatory. What a config cannot hold (process groups, modules, tensors) is *runtime only*: it has
@@ -7,9 +7,10 @@ no field and is passed to ``stagereg.instantiate`` by the program. A parameter n
 and a mapping or list of those: it gets callables that build what their configs describe.
 
 Hydra and OmegaConf check single values of ``texts`` that a config holds as they are, and lists of them, while a config
-is composed. Everything else is an untyped field and is checked when the component is built (``values``): texts, choices
-of a ``Literal``, mappings, nested containers and dataclasses, which a config shows as mappings of their fields.
-``hydra.utils.instantiate`` passes these to a component as they stand in the config.
+is composed. Everything else is an untyped field: texts, choices of a ``Literal``, mappings, nested containers and
+dataclasses, which a config shows as mappings of their fields. :func:`from_config` checks and converts all of it when
+the component is built, so what :func:`to_config` makes of a value becomes an equal one, also after a way through YAML.
+``hydra.utils.instantiate`` passes it to a component as it is in the config.
 """
 
 from __future__ import annotations
@@ -29,22 +30,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 import stagereg.config.docstring as docstring
 import stagereg.registry as registry
+from stagereg.config.resolved_tree import Call, NodePath, is_missing
 from stagereg.config.texts import value_type, written
-from stagereg.errors import ConfigError, StageregError
+from stagereg.errors import ConfigError, StageregError, nearest
 from stagereg.registry import Entry
 
 __all__ = [
     "HYDRA_KEYS",
-    "MAPPINGS",
-    "SEQUENCES",
     "Option",
+    "factory_of",
     "fields",
-    "is_dataclass",
-    "is_factory",
-    "is_union",
+    "from_config",
     "makes_factories",
     "options",
-    "parameters",
     "runtime",
     "schema",
     "to_config",
@@ -53,8 +51,14 @@ __all__ = [
 HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
 """What Hydra gives a meaning in a node: never options, though a component may have parameters of these names."""
 
-SEQUENCES = (list, tuple, Sequence)
-MAPPINGS = (dict, Mapping)
+_SEQUENCES = (list, tuple, Sequence)
+_MAPPINGS = (dict, Mapping)
+
+_PRODUCTS = {"AsyncStager": "stager", "JoinHook": "join_hook", "Joinable": "joinable"}
+"""Kinds by the name of the class in ``Callable[..., JoinHook]``, which torch's class and ours share."""
+
+_OTHERWISE: dict[Any, str] = {bool: ", true or false", int: ", or a whole number", float: ", or a number"}
+"""What a value of a union may be beside its choices, in words."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +221,7 @@ def parameters(component: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
 
 def _scope(component: Any, name: str) -> dict[str, Any]:
     """The names that an annotation was written with: those of its module."""
-    if is_dataclass(component) and name in component.__dataclass_fields__:
+    if _is_dataclass(component) and name in component.__dataclass_fields__:
         owner = next(c for c in component.__mro__ if name in vars(c).get("__annotations__", {}))
         return {**vars(sys.modules.get(owner.__module__, types)), owner.__name__: owner}
     function = inspect.unwrap(component.__init__ if isinstance(component, type) else component)  # type: ignore[misc]
@@ -229,14 +233,14 @@ def _config_type(hint: Any) -> Any:
     plain, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if known := value_type(hint):
         return known.type if known.write is None else str
-    if plain is Literal or is_union(hint):
+    if plain is Literal or _is_union(hint):
         inner = [type(a) if plain is Literal else a for a in arguments]
         types_ = [a if a is type(None) else _config_type(a) for a in inner if _can_hold(a)]
         if Any in types_ or any(typing.get_origin(t) is list for t in types_):
             return Any
         more = [int] if float in types_ and len(types_) > 1 else []  # in a union, OmegaConf takes no 3 for 3.0
         return functools.reduce(operator.or_, [*types_, *more])
-    if plain in SEQUENCES:
+    if plain in _SEQUENCES:
         items = {_config_type(a) for a in arguments if a is not Ellipsis}
         item = items.pop() if len(items) == 1 else Any
         return list[Any if typing.get_origin(item) is list else item]  # type: ignore[misc]
@@ -246,31 +250,155 @@ def _config_type(hint: Any) -> Any:
 def _can_hold(hint: Any) -> bool:
     """Whether a config can hold some value of the type ``hint``."""
     plain, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if is_union(hint):
+    if _is_union(hint):
         return any(_can_hold(a) for a in arguments if a is not type(None))
-    if plain in (*SEQUENCES, *MAPPINGS):
+    if plain in (*_SEQUENCES, *_MAPPINGS):
         return all(_can_hold(a) for a in arguments if a is not Ellipsis)
     known = hint is Any or plain is Literal or hint is type(None) or value_type(hint) is not None
-    return known or is_factory(hint) or is_dataclass(hint)
+    return known or _is_factory(hint) or _is_dataclass(hint)
+
+
+def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]) -> Any:
+    """Return what a component gets for ``value``; a dataclass is a :class:`Call` that is still to be made.
+
+    Args:
+        path: where the value is in the config, for messages.
+        value: as the config holds it, or an object of the program.
+        hint: the annotation of the parameter that it is for.
+        build: called with the path, the node and the annotation for each node with a ``_target_`` in the value;
+            returns what takes its place.
+
+    Raises:
+        ConfigError: the value is missing, none of the choices, or not of the type ``hint``.
+    """
+    inner = functools.partial(from_config, build=build)
+    plain, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if isinstance(value, dict) and "_target_" in value:
+        return build(path, value, hint)
+    if is_missing(value):
+        raise ConfigError(f"{path.label} needs a value: {path.advice}.")
+    if _is_factory(hint) and not callable(value):
+        shown, kind = "null" if value is None else repr(value), factory_of(hint) or "component"
+        raise ConfigError(f"{path} is {shown}, where the config of a {kind} is needed.")
+    if known := value_type(hint):
+        try:
+            return known.read(value)
+        except ConfigError as refusal:
+            raise ConfigError(f"{path}: {refusal}") from refusal
+    if plain is Literal and not _is_choice(value, arguments):
+        raise ConfigError(_no_choice(path, value, arguments))
+    if _is_union(hint):
+        return _union(path, value, arguments, inner)
+    if _is_dataclass(hint):
+        return value if isinstance(value, hint) else _dataclass(path, value, hint, inner)
+    if plain in (*_SEQUENCES, *_MAPPINGS) and value is not None and not _fits(value, hint):
+        raise ConfigError(f"{path} is {value!r}, where a {'list' if plain in _SEQUENCES else 'mapping'} is needed.")
+    if isinstance(value, (list, tuple)):
+        return _sequence(path, value, plain, arguments, inner)
+    if isinstance(value, dict):
+        key_type, item_type = arguments if plain in _MAPPINGS and arguments else (Any, Any)
+        return {inner(path, key, key_type): inner(path.child(key), item, item_type) for key, item in value.items()}
+    return value
+
+
+def factory_of(hint: Any) -> str | None:
+    """Return the kind of what the factory of an annotation makes, empty for any; ``None`` where it asks for none."""
+    members = typing.get_args(hint) if _is_union(hint) else (hint,)
+    products = [typing.get_args(member)[1] for member in members if _is_factory(member)]
+    return _PRODUCTS.get(getattr(products[0], "__name__", ""), "") if products else None
+
+
+def _union(path: NodePath, value: Any, members: tuple[Any, ...], inner: Callable[..., Any]) -> Any:
+    """What a union gets: what the member says that ``value`` already is; else what its text says; else the text."""
+    choices = tuple(c for m in members if typing.get_origin(m) is Literal for c in typing.get_args(m))
+    if (value is None and type(None) in members) or _is_choice(value, choices):
+        return value
+    others = [m for m in members if m is not type(None) and typing.get_origin(m) is not Literal]
+    texts = [m for m in others if (known := value_type(m)) and known.write is not None]
+    fitting = [m for m in others if _fits(value, m) and not (texts and m is str)]
+    readable = [m for m in others if value_type(m) and m is not str]
+    last = [str] if str in others and isinstance(value, (str, int, float)) else []
+    refusals = []
+    for member in dict.fromkeys([*fitting, *texts, *readable, *last]):
+        try:
+            return inner(path, value, member)
+        except ConfigError as refusal:
+            refusals.append(str(refusal))
+    if choices:
+        otherwise = "".join(words for member, words in _OTHERWISE.items() if member in others)
+        also = "".join(f"\nOr as text: {refusal.removeprefix(f'{path}: ')}" for refusal in refusals[: len(texts)])
+        raise ConfigError(f"{_no_choice(path, value, choices)}{otherwise}{also}")
+    if refusals:
+        raise ConfigError(refusals[0])
+    for member in others:  # a container or dataclass that it is not says what it needs
+        inner(path, value, member)
+    return value
+
+
+def _dataclass(path: NodePath, value: Any, original: Any, inner: Callable[..., Any]) -> Call:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path} is {value!r}, where the fields of a {original.__name__} are needed.")
+    takes = parameters(original)
+    for name in value:
+        if name not in takes:
+            what = f"{original.__name__} takes no {name!r}.{nearest(str(name), takes)} It takes: {', '.join(takes)}"
+            raise ConfigError(f"{path.child(name)}: {what}")
+    for name, (_, default) in takes.items():
+        if default == MISSING and is_missing(value.get(name, MISSING)):
+            raise ConfigError(f"{path.child(name)} needs a value: {path.child(name).advice}.")
+    given = {name: item for name, item in value.items() if not is_missing(item)}
+    return Call(original, [], {name: inner(path.child(name), item, takes[name][0]) for name, item in given.items()})
+
+
+def _sequence(path: NodePath, value: Any, plain: Any, arguments: tuple[Any, ...], inner: Callable[..., Any]) -> Any:
+    fixed = plain is tuple and arguments and Ellipsis not in arguments
+    if fixed and len(value) != len(arguments):
+        raise ConfigError(f"{path} has {len(value)} items, where {len(arguments)} are needed: {list(value)!r}")
+    item = arguments[0] if arguments and plain in _SEQUENCES else Any
+    hints = arguments if fixed else [item] * len(value)
+    items = [inner(path.child(i), each, hint) for i, (each, hint) in enumerate(zip(value, hints, strict=True))]
+    return tuple(items) if plain is tuple else items
+
+
+def _is_choice(value: Any, choices: tuple[Any, ...]) -> bool:
+    return any(value == choice and isinstance(value, type(choice)) for choice in choices)
+
+
+def _no_choice(path: NodePath, value: Any, choices: tuple[Any, ...]) -> str:
+    near = nearest(str(value), [str(choice) for choice in choices])
+    return f"{path} is {value!r}.{near} It is one of: {', '.join(map(repr, choices))}"
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether ``value`` has the shape of what ``hint`` asks for."""
+    plain = typing.get_origin(hint) or hint
+    if plain in _SEQUENCES or plain in _MAPPINGS:
+        return isinstance(value, (list, tuple) if plain in _SEQUENCES else Mapping)
+    if _is_dataclass(plain):
+        return isinstance(value, (plain, dict))
+    try:
+        return plain is Any or isinstance(value, (int, float) if plain is float else plain)
+    except TypeError:  # a protocol that isinstance does not know
+        return False
 
 
 def _is_untyped(hint: Any) -> bool:
     return hint in (Any, list, tuple, dict) or any(map(_is_untyped, typing.get_args(hint)))
 
 
-def is_union(hint: Any) -> bool:
+def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (Union, types.UnionType)
 
 
-def is_dataclass(hint: Any) -> bool:
+def _is_dataclass(hint: Any) -> bool:
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
-def is_factory(hint: Any) -> bool:
+def _is_factory(hint: Any) -> bool:
     """Whether it is ``Callable[..., X]``; with its arguments spelt out, a function of the program's is meant."""
     return typing.get_origin(hint) is Callable and typing.get_args(hint)[0] is Ellipsis
 
 
 def makes_factories(hint: Any) -> bool:
     """Whether the annotation is that of a factory, or a container or union with one in it."""
-    return is_factory(hint) or any(map(makes_factories, typing.get_args(hint)))
+    return _is_factory(hint) or any(map(makes_factories, typing.get_args(hint)))

@@ -8,8 +8,7 @@ done: nothing is imported here.
 ====================== =================================================================================================
 ``torch.dtype``        ``bfloat16``, ``torch.bfloat16``, and torch's other names for the same (``half``, ``long``)
 ``torch.device``       ``cpu``, ``cuda``, ``cuda:0``
-``datetime.timedelta`` ``30s``, ``1h30m``, ``2 days``, ``500ms``; ``00:05:00``, from the right seconds, minutes, hours,
-                       as YAML reads it too; or a number, of seconds. What ``str()`` makes of one is read as well.
+``datetime.timedelta`` ``30s``, ``1h30m``, ``2 days``, ``500ms``, ``00:05:00``; or a number, of seconds
 ``stagereg.ByteSize``  ``4GiB``, ``512MB``; or a number, of bytes
 ====================== =================================================================================================
 """
@@ -23,16 +22,16 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from omegaconf import BooleanNode, FloatNode, IntegerNode, PathNode, StringNode, ValidationError
 
+from stagereg.durations import duration, write_duration
 from stagereg.errors import ConfigError, nearest
 from stagereg.sizes import ByteSize
 
-__all__ = ["ValueType", "duration", "value_type", "written"]
+__all__ = ["ValueType", "value_type", "written"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def value_type(hint: Any) -> ValueType | None:
     if hint is ByteSize:
         return ValueType(ByteSize, _text_reader(ByteSize, ByteSize), str)
     if hint is datetime.timedelta:
-        return ValueType(hint, _text_reader(hint, duration), _duration_text)
+        return ValueType(hint, _text_reader(hint, duration), write_duration)
     torch: Any = sys.modules.get("torch")
     if torch is not None and hint is torch.dtype:
         return ValueType(torch.dtype, _text_reader(hint, _dtype), lambda value: str(value).removeprefix("torch."))
@@ -118,76 +117,6 @@ def _member(value: Any, type_: type[enum.Enum]) -> Any:
             return type_(value)
     near, names = nearest(name, type_.__members__), ", ".join(type_.__members__)
     raise ConfigError(f"{value!r} is not a {type_.__name__}.{near} It is one of: {names}")
-
-
-_SECOND = 1_000_000  # durations are counted in microseconds, exactly, as timedelta does
-_UNITS = {
-    "us": 1,
-    "ms": 1_000,
-    "s": _SECOND,
-    "m": 60 * _SECOND,
-    "h": 3_600 * _SECOND,
-    "d": 86_400 * _SECOND,
-    "w": 604_800 * _SECOND,
-}
-_UNIT_NAMES = {
-    **{name: name for name in _UNITS},
-    **dict.fromkeys(("µs", "μs", "microsecond", "microseconds"), "us"),
-    **dict.fromkeys(("millisecond", "milliseconds"), "ms"),
-    **dict.fromkeys(("sec", "secs", "second", "seconds"), "s"),
-    **dict.fromkeys(("min", "mins", "minute", "minutes"), "m"),
-    **dict.fromkeys(("hr", "hrs", "hour", "hours"), "h"),
-    **dict.fromkeys(("day", "days"), "d"),
-    **dict.fromkeys(("week", "weeks"), "w"),
-}
-_NUMBER = r"(?:\d{1,20}(?:\.\d{0,20})?|\.\d{1,20})"
-_SECONDS = re.compile(rf"([+-]?{_NUMBER}(?:e[+-]?\d\d?)?)", re.IGNORECASE | re.ASCII)
-_CLOCK = re.compile(r"(?:([+-]?\d{1,20}) days?, *)?([+-]?)(?:(\d{1,20}):)?(\d{1,20}):(\d\d?(?:\.\d{1,20})?)", re.ASCII)
-_PIECE = re.compile(rf"({_NUMBER}) *([^\W\d_]+)[ ,]*")
-_PIECES = re.compile(rf"([+-]?) *((?:{_PIECE.pattern})+)")
-_DURATIONS = "Write a duration as 30s, 1h30m, 2 days, 500ms, 00:05:00 or a number of seconds."
-
-
-def duration(text: str) -> datetime.timedelta:
-    """Return the duration that ``text`` describes; see the table above.
-
-    Raises:
-        ConfigError: it describes none, or one that ``timedelta`` cannot hold; the message has examples.
-    """
-    try:
-        return datetime.timedelta(microseconds=_microseconds(text.strip().lower(), text))
-    except OverflowError:
-        raise ConfigError(f"{text!r} is too long for a duration. {_DURATIONS}") from None
-
-
-def _microseconds(plain: str, text: str) -> int:
-    if found := _SECONDS.fullmatch(plain):
-        return round(Fraction(found[1]) * _SECOND)
-    if found := _CLOCK.fullmatch(plain):
-        days, sign, hours, minutes, seconds = found.groups()
-        clock = int(hours or 0) * _UNITS["h"] + int(minutes) * _UNITS["m"] + round(Fraction(seconds) * _SECOND)
-        return int(days or 0) * _UNITS["d"] + (-clock if sign == "-" else clock)
-    pieces = _PIECES.fullmatch(plain)
-    if pieces is None:
-        raise ConfigError(f"{text!r} is not a duration. {_DURATIONS}")
-    total = Fraction(0)
-    for number, unit in _PIECE.findall(pieces[2]):
-        if unit not in _UNIT_NAMES:
-            near = nearest(unit, [*_UNIT_NAMES, *_UNITS])
-            raise ConfigError(f"{text!r} has no unit of time after {number}.{near} {_DURATIONS}")
-        total += Fraction(number) * _UNITS[_UNIT_NAMES[unit]]
-    return round(-total if pieces[1] == "-" else total)
-
-
-def _duration_text(value: datetime.timedelta) -> str:
-    left = abs(value) // datetime.timedelta(microseconds=1)
-    pieces = []
-    for unit in ("d", "h", "m"):
-        count, left = divmod(left, _UNITS[unit])
-        pieces.append(f"{count}{unit}" if count else "")
-    if left or not any(pieces):
-        pieces.append(f"{left // _SECOND}.{left % _SECOND:06}".rstrip("0").rstrip(".") + "s")
-    return ("-" if value < datetime.timedelta(0) else "") + "".join(pieces)
 
 
 def _dtype(text: str) -> Any:

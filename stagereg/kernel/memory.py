@@ -349,7 +349,7 @@ class Pool:
         self._free.clear()
 
     def _wait(self) -> None:
-        gc.collect()  # a copy in a dead reference cycle is nobody's copy
+        gc.collect()  # a copy in a dead reference cycle is held by no reader
         limit = self.wait_s if self.readers_release else min(self.wait_s, WAIT_WITHOUT_RELEASE_S)
         until = time.monotonic() + (0.0 if self._overdrawn and not self.readers_release else limit)
         while self.in_flight >= self.max_in_flight:

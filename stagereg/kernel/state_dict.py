@@ -54,7 +54,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class _Slot:
-    """A place in the copy that gets its value once the staged tensors are there."""
+    """An entry of the copy that gets its value once the staged tensors are there."""
 
     __slots__ = ("_make", "_value")
 

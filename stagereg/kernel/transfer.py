@@ -79,7 +79,7 @@ class CopyEngine:
         none, behind what the caller has queued so far; the caller's stream is not made to wait.
 
         Returns:
-            The event that tells when they are done; None from host memory, where they are.
+            The event of their end; None from host memory, where they are.
         """
         if device.type == "cpu":
             for to, source in pairs:

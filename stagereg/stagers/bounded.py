@@ -95,7 +95,7 @@ class BoundedCopier(HostCopier):
                 The source must not be written while it is held.
         """
         if self._lent:
-            gc.collect()  # a copy in a dead reference cycle is nobody's copy
+            gc.collect()  # a copy in a dead reference cycle is held by no reader
         until = time.monotonic() + self.pool.wait_s
         while self._lent:
             try:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stagereg.config.texts import duration
+from stagereg.durations import duration
 from stagereg.errors import ConfigError
 from stagereg.sweep.metric import RETURNED, Metric, directed
 from stagereg.sweep.program import Composed

@@ -9,7 +9,7 @@ The author of a stager writes one method, and pytest does the rest::
 Stagers are called as torch's ``async_save`` calls them: a future is waited for; otherwise ``synchronize_staging`` is
 called where ``should_synchronize_after_execute``. Every trial is bounded, so a stager that hangs fails. What a copy is
 compared with is noted before anything is staged (``snapshot``), and distributed tensors are staged on a rank of its
-own (``ranks``). This room knows no stager of the project, and makes no claim about speed.
+own (``ranks``). It knows no stager of the project, and makes no claim about speed.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _LARGE = 36 * 2**20
 class StagerContract(Fidelity):
     """Inherit from this, write ``make``, and each ``test_*`` tries one promise on your stager.
 
-    What to override is told in :class:`~stagereg.testing.stager_trial.StagerTrial`: ``make``, and for stagers that are
-    not like others ``expected``, ``timeout_s`` and ``device``.
+    What to override is described in :class:`~stagereg.testing.stager_trial.StagerTrial`: ``make``, and for stagers that
+    are not like others ``expected``, ``timeout_s`` and ``device``.
     """
 
     # The shape
@@ -156,7 +156,7 @@ class StagerContract(Fidelity):
         """Staging changes nothing in the source (keys, values, places), nor torch's settings and random state."""
         w = torch.nn.Parameter(self.counted(6))
         state: StateDict = {"z": w, "a": [self.ones(3), 5], "m": {"z": 1, "a": None}}
-        noted, address, place = note(state, lambda x: x), w.data_ptr(), state["a"]
+        noted, address, values = note(state, lambda x: x), w.data_ptr(), state["a"]
         stager, settings, drawn = self.opened(), self._settings(), torch.random.get_rng_state()
         self.settled(stager, state)
         if (now := self._settings()) != settings:
@@ -165,10 +165,10 @@ class StagerContract(Fidelity):
             self.broken(
                 "staging drew from torch's random numbers, so a run that saves trains on others than one without"
             )
-        told = difference(state, noted, "the source") if self.device == "cpu" else None
-        if told:
-            self.broken(f"after staging, {told}")
-        if state["z"] is not w or w.data_ptr() != address or state["a"] is not place:
+        problem = difference(state, noted, "the source") if self.device == "cpu" else None
+        if problem:
+            self.broken(f"after staging, {problem}")
+        if state["z"] is not w or w.data_ptr() != address or state["a"] is not values:
             self.broken("after staging, the source's values lie elsewhere")
         if vars(w):
             self.broken(f"after staging, a tensor of the source has the attributes {sorted(vars(w))}")
@@ -267,8 +267,8 @@ class StagerContract(Fidelity):
 
         grown = self._grown_by(stage_often, times // 2 * _LARGE)
         if grown:
-            told = f"{times} copies of {_LARGE >> 20} MiB, each dropped at once"
-            self.broken(f"after {told}, the process has {grown >> 20} MiB more")
+            what = f"{times} copies of {_LARGE >> 20} MiB, each dropped at once"
+            self.broken(f"after {what}, the process has {grown >> 20} MiB more")
 
     # Change
 
@@ -356,7 +356,7 @@ class StagerContract(Fidelity):
         for _ in range(3):
             self._error_of(stager, bad)
         if self._fails_later(stager, bad):
-            self._error_of(stager, state)  # who gave a future cannot know that it was looked at, and may tell it again
+            self._error_of(stager, state)  # who gave a future cannot know that it was looked at, and may raise it again
         try:
             later = self.settled(stager, state)
         except Exception as error:

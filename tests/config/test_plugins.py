@@ -183,7 +183,7 @@ def composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compos
     yield composed
     for module in ("one", "two", "three", "broken", "leaves"):
         sys.modules.pop(module, None)
-        plugins._imported.pop(module, None)
+        plugins.NamedPlugins.imported.pop(module, None)
     kept = [each for each in registry.REGISTRY.decorated if each in before or each.name not in ("one", "two", "three")]
     registry.REGISTRY.decorated = kept
 

@@ -21,7 +21,6 @@ from omegaconf.errors import ConfigAttributeError
 
 import stagereg
 import stagereg.config.schema as schema
-import stagereg.config.values as values
 from stagereg import ByteSize, registry
 from stagereg.config.resolved_tree import NodePath, built
 from stagereg.errors import ConfigError
@@ -146,7 +145,7 @@ def config(**given: Any) -> Any:
 
 def read(value: Any, hint: Any) -> Any:
     """What a component gets for the value of the key ``x``."""
-    return built(values.from_config(NodePath("x"), value, hint, lambda path, node, hint: node))
+    return built(schema.from_config(NodePath("x"), value, hint, lambda path, node, hint: node))
 
 
 def alike(one: Any, other: Any) -> bool:

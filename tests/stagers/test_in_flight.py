@@ -170,7 +170,7 @@ def test_close_ends_the_wait_of_a_stage(make, waits) -> None:
     assert holds_only(kept, 1)
 
 
-def test_a_copy_in_a_dead_cycle_is_nobodys(make, caplog) -> None:
+def test_a_copy_in_a_dead_cycle_is_not_waited_for(make, caplog) -> None:
     stager = make(max_in_flight=1)
     gc.disable()
     try:
