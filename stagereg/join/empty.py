@@ -155,7 +155,7 @@ def _emptied_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def _sizes(thing: Any) -> Iterator[int]:
-    """The number of samples, as far as it can be told, of everything in ``thing`` that can lose them."""
+    """The number of samples, as far as it is known, of everything in ``thing`` that can lose them."""
     if isinstance(thing, torch.Tensor) or _is_array(thing):
         if thing.ndim:
             yield 1 if getattr(thing, "is_nested", False) else thing.shape[0]

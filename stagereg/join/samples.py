@@ -52,7 +52,7 @@ class SampleCounter:
 
 
 def samples_in(batch: Any) -> int | None:
-    """Return how many samples a batch has, of whatever type it is; ``None`` if that cannot be told. Never raises."""
+    """Return how many samples a batch has, of whatever type it is; ``None`` if that is unknown. Never raises."""
     try:
         return _samples_in(batch, _DEPTH)
     except Exception:  # containers are of anybody's making
