@@ -146,7 +146,7 @@ def train(cfg: DictConfig) -> float:
                 f"\r[{bar:30}] step {step}/{cfg.train.steps}  loss {loss:.3f}{note}", end="\n" * bool(note), flush=True
             )
 
-    join = stagereg.instantiate(cfg.join, [model, optimizer])
+    join = stagereg.instantiate(cfg.join, model=model, optimizer=optimizer)
     with stagereg.instantiate(cfg.checkpoint) as checkpointer:
         step = start = checkpointer.restore(state) or 0
         began = time.perf_counter()

@@ -1,76 +1,42 @@
 """stagereg: a Hydra-configurable registry of checkpoint stagers, join hooks and joinables for PyTorch training.
 
-Everything public is reachable from here by name, and each name is imported when it is first used: ``import stagereg``
-imports no torch, so listing options and completing a command line stay instant.
+The public names are those of ``__init__.pyi``, beside this file. Each is imported when it is first used: ``import
+stagereg`` imports no torch, so listing options and completing a command line stay instant.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from stagereg._version import __version__ as __version__
-from stagereg.errors import PeerFailedError, Preempted, StageregError, UnevenInputsError
-from stagereg.registry import build, names, register
+from stagereg.installed import refuse_foreign
 
-if TYPE_CHECKING:
-    import stagereg.testing as testing
-    from stagereg.checkpoint.checkpointer import Checkpointer
-    from stagereg.config.instantiate import instantiate
-    from stagereg.join.context import Join
-    from stagereg.join.joinable import Joinable, JoinHook
-    from stagereg.launch.main import main
-    from stagereg.record import log
-    from stagereg.sizes import ByteSize
-    from stagereg.stagers.async_stager import AsyncStager
-    from stagereg.stagers.blocking import BlockingAsyncStager
 
-__all__ = [
-    "AsyncStager",
-    "BlockingAsyncStager",
-    "ByteSize",
-    "Checkpointer",
-    "Join",
-    "JoinHook",
-    "Joinable",
-    "PeerFailedError",
-    "Preempted",
-    "StageregError",
-    "UnevenInputsError",
-    "build",
-    "instantiate",
-    "log",
-    "main",
-    "names",
-    "register",
-    "testing",
-]
-
-_LAZY = {
-    "AsyncStager": "stagereg.stagers.async_stager",
-    "BlockingAsyncStager": "stagereg.stagers.blocking",
-    "ByteSize": "stagereg.sizes",
-    "Checkpointer": "stagereg.checkpoint.checkpointer",
-    "Join": "stagereg.join.context",
-    "JoinHook": "stagereg.join.joinable",
-    "Joinable": "stagereg.join.joinable",
-    "instantiate": "stagereg.config.instantiate",
-    "log": "stagereg.record",
-    "main": "stagereg.launch.main",
-}
+@functools.cache
+def _modules() -> dict[str, str]:
+    """The module that each public name is imported from."""
+    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
+    imports = [statement for statement in stub.body if isinstance(statement, ast.ImportFrom)]
+    return {name.name: str(statement.module) for statement in imports for name in statement.names}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "testing":
-        return importlib.import_module("stagereg.testing")
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'stagereg' has no attribute {name!r}")
+    if name == "__all__":
+        return __dir__()
+    module = _modules().get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if module == __name__:
+        return importlib.import_module(f"{__name__}.{name}")
+    return getattr(importlib.import_module(module), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_modules())
 
 
 def _offer_options() -> None:
@@ -84,7 +50,8 @@ def _offer_options() -> None:
     except ImportError:  # no plugin of any package is installed
         found = False
     if not found and importlib.util.find_spec("hydra") is not None:
-        importlib.import_module("stagereg.config.source").offer()
+        importlib.import_module("stagereg.hydra_plugins.stagereg_plugin").offer()
 
 
+refuse_foreign(str(Path(__file__).parents[1]))
 _offer_options()

@@ -1,8 +1,8 @@
-"""The command ``stagereg``: a dispatcher. Each sub-command lives in its own room and adds itself to the parser.
+"""The command ``stagereg``: a dispatcher. Each sub-command is one module.
 
-A sub-command's room has ``add_to(commands)``, which adds a parser whose default ``run`` takes the arguments and
-returns the exit code, and imports what it needs when it runs. One with a default ``as_a_rank`` runs in the environment
-that ``stagereg.main`` gives to ranks. Errors of the project are told on one screen, without a
+The module of a sub-command has ``add_to(commands)``, which adds a parser. The parser's default ``run`` takes the
+arguments and returns the exit code; it imports what it needs when it runs. A parser with a default ``as_a_rank`` runs
+in the environment that ``stagereg.main`` gives to ranks. Errors of the project are printed on one screen, without a
 traceback.
 """
 
@@ -25,15 +25,15 @@ from stagereg.commands import (
     reporting,
     scaffold,
     showing,
-    tuning,
+    tune,
     verifying,
 )
 from stagereg.errors import StageregError, nearest
-from stagereg.launch.libc import tuned
+from stagereg.machine import tunables
 
 __all__ = ["main"]
 
-_ROOMS = (
+_COMMANDS = (
     listing,
     showing,
     scaffold,
@@ -41,7 +41,7 @@ _ROOMS = (
     doctor,
     bench,
     reporting,
-    tuning,
+    tune,
     planning,
     inventory,
     verifying,
@@ -52,14 +52,15 @@ _ROOMS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments``, by default those of the process, and return its exit code.
 
-    0 is good, 2 is for what was asked for and cannot be, 130 is for an interruption, 141 for a reader who left, and 1
-    is the sub-command's to explain.
+    0 is good, 2 is for a request that cannot be met, 130 is for an interruption, 141 for a reader that ended, and 1
+    depends on the sub-command.
     """
     parser = argparse.ArgumentParser("stagereg", description="Checkpoint stagers, joins and checkpoints for PyTorch.")
     parser.add_argument("--version", action="version", version=f"stagereg {__version__}")
+    parser.set_defaults(as_a_rank=False)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for room in _ROOMS:
-        room.add_to(commands)
+    for command in _COMMANDS:
+        command.add_to(commands)
     given = sys.argv[1:] if arguments is None else list(arguments)
     if not given:
         parser.print_help(sys.stderr)
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(commands.choices)
         parser.error(f"no command {given[0]!r}.{nearest(given[0], commands.choices)} There is: {known}")
     asked = parser.parse_args(given)
-    if arguments is None and getattr(asked, "as_a_rank", False):
+    if arguments is None and asked.as_a_rank:
         _become_a_rank()
     try:
         code: int = asked.run(asked)
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output has had enough, as `head` does
+    except BrokenPipeError:  # the reader has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _become_a_rank() -> None:
     """Start this process once more in the environment that ranks get, if it is not in it."""
-    missing = tuned(os.environ)
+    missing = tunables(os.environ)
     if missing:
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, "-m", "stagereg", *sys.argv[1:]], {**os.environ, **missing})

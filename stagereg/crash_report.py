@@ -1,18 +1,21 @@
-"""How a process ended that was not to end, and where it was: in words, for those who tell an author of it.
+"""Describes crashed processes and exceptions (signal or error, innermost user frame) for error messages.
 
-Reads what the standard library's ``faulthandler`` and ``traceback`` have written. Starting, watching and ending
-processes is left to those who do it.
+It reads what the standard library's ``faulthandler`` and ``traceback`` have written. Starting, watching and ending
+processes is left to its callers.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sysconfig
 import traceback
 from pathlib import Path
 
-__all__ = ["innermost", "raised", "signal_name", "told_by"]
+from stagereg.errors import StageregError
+
+__all__ = ["format_error", "innermost_frame", "signal_name", "summarize", "summarize_exception"]
 
 _PACKAGES = ("site-packages", "dist-packages")
 
@@ -25,12 +28,12 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def innermost(dump: str) -> str:
+def innermost_frame(dump: str) -> str:
     """Where a plugin was when the stacks in ``dump`` were written, ``"stage (mine.py:7)"``; empty without a stack.
 
     Args:
-        dump: what ``faulthandler`` wrote, innermost frames first. The thread that was running is asked first. Frames of
-            Python's library, of torch and of stagereg say less than those of who called them.
+        dump: what ``faulthandler`` wrote, innermost frames first. The thread that was running comes first. Frames of
+            Python's library, of torch and of stagereg are passed over where their caller is there.
     """
     frames = re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump[max(dump.rfind("Current thread"), 0) :], re.M)
     frames += re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump, re.M)
@@ -38,23 +41,23 @@ def innermost(dump: str) -> str:
     return next((f"{function} ({file}:{line})" for file, line, function in own or frames), "")
 
 
-def raised(error: BaseException, *but: str) -> str:
+def summarize_exception(error: BaseException, *but: str) -> str:
     """An exception and the line of the plugin that it came from, ``"ValueError: no licence (mine.py:7)"``.
 
     Args:
         error: that was caught.
-        but: files whose frames are not looked at, such as the one that caught it.
+        but: files whose frames are ignored, such as the one that caught it.
     """
-    told = "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception_only(error)).strip()
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in but]
     own = [frame for frame in frames if not _is_foreign(frame.filename)]
-    # An error of syntax says itself in which file it is.
+    # The text of a syntax error names the file already.
     here = own or [f for f in frames if not f.filename.startswith("<") and not isinstance(error, SyntaxError)]
-    return f"{told} ({here[-1].filename}:{here[-1].lineno})" if here else told
+    return f"{text} ({here[-1].filename}:{here[-1].lineno})" if here else text
 
 
-def told_by(text: str) -> str:
-    """How a rank ended, in one line: its error, or the signal, the line of its last words that tells most, and where.
+def summarize(text: str) -> str:
+    """How a rank ended, in one line: its error; or the signal, the most telling line of its output, and where it was.
 
     Args:
         text: as in :attr:`stagereg.testing.RankFailure.failed`.
@@ -64,9 +67,20 @@ def told_by(text: str) -> str:
         return lines[-1]  # of a traceback
     uncaught = [line for line in lines[1:] if line.startswith("what():")]
     errors = [line for line in lines[1:] if re.search(r"error", line, re.IGNORECASE)]
-    told = ": ".join([lines[0], *(uncaught or errors)[-1:]])
-    place = innermost(text)
-    return f"{told}, in {place}" if place else told
+    summary = ": ".join([lines[0], *(uncaught or errors)[-1:]])
+    frame = innermost_frame(text)
+    return f"{summary}, in {frame}" if frame else summary
+
+
+def format_error(error: BaseException) -> str:
+    """An error as the user reads it: the message of the project's own errors, the traceback of all others."""
+    if isinstance(error, StageregError) and os.environ.get("HYDRA_FULL_ERROR") != "1":
+        return str(error)
+    trace = error.__traceback__
+    launch = Path(__file__).parent / "launch"
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == launch:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 
 
 def _is_foreign(file: str) -> bool:

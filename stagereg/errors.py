@@ -18,6 +18,7 @@ __all__ = [
     "BrokenPromiseError",
     "CheckpointError",
     "ConfigError",
+    "InstallationError",
     "JoinError",
     "JoinableNotInitializedError",
     "LaunchError",
@@ -36,11 +37,15 @@ __all__ = [
 ]
 
 RESUME_CODE = 75
-"""Exit code of a run that has saved and left because it was told to: start it again. ``EX_TEMPFAIL`` of sysexits.h."""
+"""Exit code of a run that has saved and exited on a signal: start it again. ``EX_TEMPFAIL`` of sysexits.h."""
 
 
 class StageregError(Exception):
     """Root of all errors of the project."""
+
+
+class InstallationError(StageregError, ImportError):
+    """What is installed is incomplete, or another project lies where this one is."""
 
 
 class RegistryError(StageregError):
@@ -97,10 +102,10 @@ class JoinableNotInitializedError(StageregError, AssertionError):
 
 
 class UnevenInputsError(StageregError, RuntimeError):
-    """Inputs ran out on some rank and the join was told to throw.
+    """Inputs ran out on some rank and the join was configured to throw.
 
     Attributes:
-        rank: the rank whose inputs ran out, or ``None`` on the ranks that were only told that somebody's did.
+        rank: the rank whose inputs ran out, or ``None`` on the other ranks.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -115,7 +120,7 @@ class PeerFailedError(JoinError, RuntimeError):
     """Another rank of a join raised, died, froze or got stuck, so this rank cannot go on.
 
     Attributes:
-        rank: the global rank that failed, the first of several; ``None`` where nobody could say which.
+        rank: the global rank that failed, the first of several; ``None`` where it is unknown.
         message: what that rank said, or how it ended.
     """
 
@@ -137,11 +142,11 @@ class LaunchError(StageregError, RuntimeError):
 
 
 class BrokenPromiseError(StageregError, AssertionError):
-    """A component does not keep a promise of its kind's contract; the message tells what was seen."""
+    """A component does not keep a promise of its kind's contract; the message says what was seen."""
 
 
 class Preempted(SystemExit):
-    """The run was told to leave, and its state is saved. Raised on all ranks, at the same step.
+    """The run was signalled to exit, and its state is saved. Raised on all ranks, at the same step.
 
     Left alone, it ends the process with :data:`RESUME_CODE`.
 
@@ -163,7 +168,7 @@ class Preempted(SystemExit):
 
 
 class Stopped(SystemExit):
-    """The run was told to leave, and its state could not be saved. Raised on all ranks.
+    """The run was signalled to exit, and its state could not be saved. Raised on all ranks.
 
     Left alone, it ends the process with 128 + the number of the signal.
 

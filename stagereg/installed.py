@@ -1,99 +1,101 @@
-"""What installed packages announce by entry points, read off their metadata: nothing is imported.
+"""What is installed, read from metadata: the plugins that packages announce, and the stagereg that they require.
 
-Each distribution is read by itself, so that one whose metadata is broken costs no other; it is told apart instead. Of
-two with one name the first on ``sys.path`` counts, as it does for an import. What an announcement means is left to who
-asks: the registry, and the command that looks for contracts.
+Nothing is imported. Each distribution is read by itself, so one with broken metadata hides no other; it is reported
+instead. Of two distributions with one name the first on ``sys.path`` counts, as it does for an import. What an
+announcement means is left to the registry.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
+import contextlib
+import os
 import re
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from stagereg.errors import StageregError
+from stagereg._version import __version__
+from stagereg.errors import InstallationError, StageregError
 
-__all__ = ["Announcement", "announcements", "normalized", "unmet"]
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution, EntryPoint
 
-_DECLARATIONS = "entry_points.txt"
-_REFERENCE = re.compile(r"([\w.]+)\s*:\s*([\w.]+)\s*(\[.*\])?")
+__all__ = ["DISTRIBUTION", "announced", "normalized", "refuse_foreign", "unmet"]
+
+DISTRIBUTION = "hydra-stagereg"
+"""What pip calls this project. The name ``stagereg`` in the Python package index belongs to an unrelated one."""
+
+_FOREIGN = "stagereg"
 
 
-@dataclass(frozen=True, order=True)
-class Announcement:
-    """One entry point of one distribution.
+def refuse_foreign(folder: str) -> None:
+    """Refuse to run where the unrelated distribution ``stagereg`` is installed into the same ``folder``.
 
-    Attributes:
-        name: left of the equals sign.
-        value: right of it; ``"package.module:Name"`` without spaces and extras, or as it stands where it is none.
-        distribution: the name of the distribution, as it spells it.
-        version: of that distribution.
+    Both write into ``folder/stagereg``, so which files are there depends on which was installed last. Lists the folder
+    once and reads no file.
+
+    Raises:
+        InstallationError: with the commands that repair it.
     """
+    try:
+        beside = os.listdir(folder)
+    except OSError:  # the package is in an archive
+        return
+    for name in beside:
+        if name.startswith(f"{_FOREIGN}-") and name.endswith(".dist-info"):
+            raise InstallationError(
+                f"Two projects are installed into {os.path.join(folder, _FOREIGN)}: {DISTRIBUTION}, and {_FOREIGN}, "
+                f"which is an unrelated project or an old name of this one ({name}).\n"
+                f"Run: pip uninstall {_FOREIGN} && pip install --force-reinstall --no-deps {DISTRIBUTION}"
+            )
 
-    name: str
-    value: str
-    distribution: str
-    version: str
 
+def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple[str, str]]]:
+    """Return the entry points of ``group`` and the distributions that could not be read.
 
-class _BrokenMetadataError(StageregError):
-    """Metadata that can be read and says too little."""
-
-
-def announcements(group: str) -> tuple[list[Announcement], list[tuple[str, str]]]:
-    """Return the entry points of ``group``, sorted, and the distributions that could not be read.
-
-    Each of those is the distribution's name, or its folder where it has none, and the reason. One that never mentions
-    the group is not looked at.
+    Each entry point comes with its distribution's name and version, sorted by its own name. Each distribution that
+    could not be read is its folder and the reason; one that does not mention the group is not looked into.
     """
-    found: list[Announcement] = []
-    broken: list[tuple[str, str]] = []
-    seen: set[str] = set()
-    for distribution in importlib.metadata.distributions():
+    import importlib.metadata  # not above: it costs more than the rest of `import stagereg`
+
+    found: dict[str, list[tuple[str, str, EntryPoint]]] = {}
+    unreadable: list[tuple[str, str]] = []
+    for each in importlib.metadata.distributions():
         try:
-            text = distribution.read_text(_DECLARATIONS) or ""
-            if group not in text:
+            if group not in (each.read_text("entry_points.txt") or ""):
                 continue
-            name, version = _identity(distribution)
-            if normalized(name) in seen or _hidden(name, text):
-                continue
-            points = [(point.name, point.value) for point in distribution.entry_points.select(group=group)]
+            name, _ = _identity(each)
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # its folder has another name
+                each = importlib.metadata.distribution(name)
+            found[normalized(name)] = [(*_identity(each), point) for point in each.entry_points.select(group=group)]
         except Exception as error:
-            broken.append((_label(distribution), _reason(error)))
-            continue
-        seen.add(normalized(name))
-        found += [Announcement(point, _reference(value), name, version) for point, value in points]
-    return sorted(found), sorted(broken)
+            why = f"its entry_points.txt or METADATA cannot be read: {type(error).__name__}: {error}"
+            folder = str(getattr(each, "_path", each))
+            unreadable.append((folder, str(error) if isinstance(error, StageregError) else why))
+    points = [point for points in found.values() for point in points]
+    return sorted(points, key=lambda point: (point[2].name, point[2].value)), sorted(unreadable)
 
 
-@functools.lru_cache(maxsize=64)
-def unmet(distribution: str, path: tuple[str, ...]) -> str:
-    """Return what the distribution requires of stagereg and this version does not meet, or an empty string.
+def unmet(distribution: str) -> str:
+    """Return why an installed distribution does not fit this stagereg, by what it requires; empty if it fits."""
+    import importlib.metadata
 
-    ``path`` is ``sys.path``. Where ``packaging`` is not installed, nothing can be compared and nothing is unmet.
-    """
-    from stagereg._version import __version__
+    from packaging.requirements import InvalidRequirement, Requirement
 
     try:
-        lines = importlib.metadata.distribution(distribution).requires or []
-    except Exception:  # whoever announced it has been read; what else is wrong with it is for its import to show
+        lines = importlib.metadata.requires(distribution) or []
+    except Exception:  # its entry points could be read; importing it shows what else is wrong
         return ""
-    ours = [line for line in lines if normalized(re.split(r"[^\w.-]", line.strip(), maxsplit=1)[0]) == "stagereg"]
-    if not ours:
-        return ""
-    try:
-        from packaging.requirements import InvalidRequirement, Requirement
-    except ImportError:
-        return ""
-    for line in ours:
+    for line in lines:
         try:
             requirement = Requirement(line)
         except InvalidRequirement:
             continue
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and not requirement.specifier.contains(__version__, prereleases=True):
-            return f"stagereg{requirement.specifier}"
+        name, needed = normalized(requirement.name), f"{DISTRIBUTION}{requirement.specifier}"
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if name == _FOREIGN:
+            return f"requires {line!r}, which is an unrelated project; its author has to write {needed!r}."
+        if name == DISTRIBUTION and not requirement.specifier.contains(__version__, prereleases=True):
+            return f"needs {needed}; this is {__version__}. Install one that fits: pip install '{needed}'"
     return ""
 
 
@@ -102,36 +104,10 @@ def normalized(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def _identity(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
+def _identity(distribution: Distribution) -> tuple[str, str]:
     if not (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")):
-        raise _BrokenMetadataError("it has no METADATA")
+        raise InstallationError("it has no METADATA")
     name, version = distribution.metadata["Name"], distribution.metadata["Version"]
     if not name or not version:
-        raise _BrokenMetadataError(f"its METADATA lacks the {'version' if name else 'name'}")
+        raise InstallationError(f"its METADATA lacks the {'version' if name else 'name'}")
     return name, version
-
-
-def _hidden(name: str, text: str) -> bool:
-    """Whether another distribution of that name, with other entry points, comes first."""
-    try:
-        return importlib.metadata.distribution(name).read_text(_DECLARATIONS) != text
-    except importlib.metadata.PackageNotFoundError:  # its folder is called otherwise
-        return False
-
-
-def _reference(value: str) -> str:
-    match = _REFERENCE.fullmatch(value.strip())
-    return f"{match[1]}:{match[2]}" if match else value.strip()
-
-
-def _label(distribution: importlib.metadata.Distribution) -> str:
-    try:
-        return _identity(distribution)[0]
-    except Exception:
-        return str(getattr(distribution, "_path", distribution))
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, StageregError):
-        return str(error)
-    return f"its {_DECLARATIONS} or METADATA cannot be read: {type(error).__name__}: {error}"

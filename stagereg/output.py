@@ -1,8 +1,8 @@
-"""How the commands speak: tables and lines for people, one JSON document for programs.
+"""What the commands print: tables and lines for people, one JSON document for programs.
 
-A command calls :func:`table` and :func:`say`, or, when ``--json`` was given, :func:`as_json` once and neither of them.
+A command calls :func:`table` and :func:`echo`, or, when ``--json`` was given, :func:`as_json` once and neither of them.
 On a terminal that has rich they are drawn and coloured; elsewhere they are aligned plain text, so that a pipe or a log
-gets words alone. Long cells of the last column are folded, never cut. Nothing here knows what it prints.
+gets text alone. Long cells of the last column are folded, never cut. Nothing here knows what it prints.
 
 Imports nothing heavy: rich is imported when a terminal is there to be written to.
 """
@@ -20,12 +20,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["add_output_options", "as_json", "aside", "line_width", "say", "table", "working"]
+__all__ = ["add_output_options", "as_json", "echo", "line_width", "progress", "stdout_to_stderr", "table"]
 
 _WIDTH = 120
-"""Columns of a line where no terminal says how many it has."""
+"""Columns of a line where there is no terminal."""
 _LEAST = 30
-"""Columns that the last column of a table gets, however little room is left."""
+"""Columns that the last column of a table gets, however few are left."""
 _STYLES = {
     "ok": "green",
     "kept": "green",
@@ -42,15 +42,15 @@ _STYLES = {
     "failed": "bold red",
     "unfinished": "yellow",
 }
-"""What a verdict looks like on a terminal; any other word is plain."""
+"""Styles of verdicts on a terminal; any other text is plain."""
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json`` to a command; ``asked.json`` then tells whether :func:`as_json` is wanted."""
+    """Add ``--json`` to a command; ``asked.json`` is then whether :func:`as_json` is wanted."""
     parser.add_argument("--json", action="store_true", help="print one JSON document in place of text")
 
 
-def say(text: str = "", style: str = "") -> None:
+def echo(text: str = "", style: str = "") -> None:
     """Print ``text`` as it is, in a style of rich (``"bold"``, ``"bold red"``) on a terminal that has it."""
     if not _rich():
         print(text)
@@ -68,7 +68,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], ver
         title: printed above it; empty for none.
         columns: their heads; ``()`` prints none, and the first row says how many there are.
         rows: cells of text, which may have several lines; each row has as many as there are columns.
-        verdict: the column that says how something fared ("kept", "broken", "ok", "warn" …), to be coloured.
+        verdict: the head of the column of verdicts ("kept", "broken", "ok", "warn" …), to be coloured.
     """
     if _rich():
         _draw(title, columns, rows, verdict)
@@ -82,10 +82,10 @@ def as_json(data: Any) -> None:
 
 
 @contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """Send to stderr what is printed meanwhile: components that are imported may print, and JSON must stay alone.
+def stdout_to_stderr() -> Iterator[None]:
+    """Send to stderr what is printed meanwhile: imported components may print, and a JSON document must stay alone.
 
-    Goes for C and for child processes too, so no other thread may print meanwhile.
+    This holds for C and for child processes too, so no other thread may print meanwhile.
     """
     sys.stdout.flush()
     kept = os.dup(1)
@@ -98,11 +98,11 @@ def aside() -> Iterator[None]:
         os.close(kept)
 
 
-def working(what: str = "") -> None:
-    """Say on the terminal what is being waited for, in place of what was said last; nothing takes it away again."""
+def progress(what: str = "") -> None:
+    """Show on the terminal what is being waited for, in place of what was shown last; without ``what``, nothing."""
     if sys.stderr.isatty():
-        room = shutil.get_terminal_size().columns - 1
-        print(f"\r\033[K{what[:room]}", end="", file=sys.stderr, flush=True)
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\033[K{what[:width]}", end="", file=sys.stderr, flush=True)
 
 
 def _rich() -> bool:
@@ -131,7 +131,7 @@ def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], ver
             *(Text(cell, _STYLES.get(cell, "") if verdict and head == verdict else "") for head, cell in cells)
         )
     if title:
-        say(title, "bold")
+        echo(title, "bold")
     Console(highlight=False).print(Padding(drawn, (0, 0, 0, 2)))
 
 
@@ -142,19 +142,19 @@ def _lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], wi
     if not every:
         return
     wide = [max(len(line) for row in every for line in row[i].splitlines() or [""]) for i in range(len(every[0]) - 1)]
-    room = max(width - sum(w + 2 for w in wide) - 2, _LEAST)
+    rest = max(width - sum(w + 2 for w in wide) - 2, _LEAST)
     if columns:
-        wide_last = min(room, max(len(line) for row in every for line in row[-1].splitlines() or [""]))
+        wide_last = min(rest, max(len(line) for row in every for line in row[-1].splitlines() or [""]))
         every.insert(1, ["-" * w for w in (*wide, wide_last)])
     for row in every:
         cells = [cell.splitlines() or [""] for cell in row[:-1]]
-        cells.append([part for line in row[-1].splitlines() or [""] for part in _folded(line, room)])
+        cells.append([part for line in row[-1].splitlines() or [""] for part in _folded(line, rest)])
         for number in range(max(map(len, cells))):
             parts = [cell[number] if number < len(cell) else "" for cell in cells]
             yield "  " + "  ".join([*(f"{part:{w}}" for part, w in zip(parts, wide, strict=False)), parts[-1]]).rstrip()
 
 
-def _folded(line: str, room: int) -> list[str]:
-    """The line in parts of at most ``room`` characters where its words allow that; indented as it was."""
+def _folded(line: str, width: int) -> list[str]:
+    """The line in parts of at most ``width`` characters where its words allow that; indented as it was."""
     indent = line[: len(line) - len(line.lstrip())]
-    return textwrap.wrap(line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]

@@ -1,20 +1,21 @@
-"""What a run tells of itself: JSON lines in its own directory, from which all figures about it are made later.
+"""Records a run's events: JSON lines in its own directory, from which all figures about it are made later.
 
-One file a rank, one object a line, each with ``"event"`` and ``"t"`` (:func:`now` when it was told). A line is a single
+One file a rank, one object a line, each with ``"event"`` and ``"t"`` (:func:`now` of the event). A line is a single
 unbuffered write to the end of the file, so a killed process loses at most the line it was in. JSON has no NaN and no
 infinity: both are written as null. Files can be read while they grow, and a directory that is used twice has both
 recordings one after the other.
 
-Nothing here ever harms training: where nothing records, telling does nothing; when the disk is full, one warning says
-that the recording has ended. (Only a file system that hangs holds the loop up, as it does any log.) A forked child of
-a recording process records nothing, and a spawned one has no recording.
+Code that emits an event does not know the file format; without a recorder, events are dropped. No failure of the
+recording stops training: when the disk is full, one warning says that the recording has ended. (Only a file system
+that hangs holds the loop up, as it does any log.) A forked child of a recording process records nothing, and a spawned
+one has no recording.
 
-A step is told in one line of about 50 bytes, so a million steps take 50 MB a rank, a few microseconds each; nothing is
+A step takes one line of about 50 bytes, so a million steps take 50 MB a rank, a few microseconds each; nothing is
 thinned out or rotated.
 
-What the events mean is the business of who tells them and of :mod:`stagereg.sweep.run`, which reads them. This room
-tells the first (``start``: place, process and versions), the last (``end``: how the run went, how long it took, what
-memory it needed) and what users log of their own. It imports nothing heavy.
+What an event means is decided by the code that emits it and by :mod:`stagereg.sweep.run`, which reads it. This module
+emits the first event (``start``: process, host and versions), the last (``end``: how the run went, how long it took,
+how much memory it needed) and what users log of their own. It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from typing import Any, SupportsFloat
 
 from stagereg.errors import ConfigError, Preempted, Stopped
 
-__all__ = ["FILES", "FORMAT", "also_held", "file_name", "log", "now", "peak_rss", "recording", "tell"]
+__all__ = ["FILES", "FORMAT", "add_child_memory", "emit", "file_name", "log", "now", "peak_rss", "recording"]
 
 _log = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Told by ``start``; a reader refuses what is newer than it knows."""
+"""Written by ``start``; a reader refuses a format newer than it knows."""
 FILES = "metrics*.jsonl"
 """Pattern of the files in a run's directory: ``metrics.jsonl`` is rank 0's, ``metrics.rank3.jsonl`` rank 3's."""
 
@@ -54,7 +55,7 @@ class _Recorder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.held = 0
-        # Reentrant, since a signal handler that tells may interrupt a telling.
+        # Reentrant, since a signal handler that emits an event may interrupt an emission.
         self._lock = threading.RLock()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -89,6 +90,7 @@ class _Recorder:
                     os.close(file)
 
 
+# Global because the code that emits events, on any thread, knows no run: a process records one at a time.
 _recorder: _Recorder | None = None
 
 
@@ -102,16 +104,16 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextlib.contextmanager
 def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iterator[None]:
-    """Record what this process tells for the time of a ``with`` block, and how the block ends.
+    """Record the events of this process for the time of a ``with`` block, and how the block ends.
 
     Errors of the block pass through; there are none of the recording itself. A process has one recording at a time:
-    inside another one this does nothing, and events go where they went.
+    inside another one this does nothing, and events go to the outer one.
 
     Args:
         directory: of the run, the same for all ranks.
-        rank: this process's place among ``world_size``.
+        rank: of this process.
         world_size: number of ranks.
-        **facts: more to say at the start.
+        **facts: more fields of the ``start`` event.
     """
     global _recorder
     path = Path(directory) / file_name(rank)
@@ -128,7 +130,7 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
     began = time.perf_counter()
     ending: dict[str, Any] = {"status": "completed"}
     try:
-        tell("start", **_place(rank, world_size), **_versions(), **facts)
+        emit("start", **_process(rank, world_size), **_versions(), **facts)
         yield
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
@@ -138,17 +140,17 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
         raise
     finally:
         if _recorder is mine:
-            tell("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss() + mine.held)
+            emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss() + mine.held)
             _forget()
             mine.close()
 
 
-def tell(event: str, /, **fields: Any) -> None:
-    """Record an event, where something records; may be called on any thread and never raises.
+def emit(event: str, /, **fields: Any) -> None:
+    """Record an event if this process records; may be called on any thread and never raises.
 
     Args:
         event: its name.
-        **fields: what there is to say of it, as JSON has it; any other number is written as one, the rest as text.
+        **fields: values that JSON has; any other number is written as one, the rest as text.
     """
     recorder = _recorder
     if recorder is not None:
@@ -178,7 +180,7 @@ def log(step: int, **values: SupportsFloat) -> None:
         whole = operator.index(step)
     except TypeError:
         raise ConfigError(f"stagereg.log: step={step!r} is no whole number") from None
-    tell("log", step=whole, values={name: _real(name, value) for name, value in values.items()})
+    emit("log", step=whole, values={name: _real(name, value) for name, value in values.items()})
 
 
 def file_name(rank: int) -> str:
@@ -187,7 +189,7 @@ def file_name(rank: int) -> str:
 
 
 def peak_rss(pid: int | None = None) -> int:
-    """The most memory in bytes that a process, by default this one, had resident at a time; 0 if nobody can say.
+    """The most memory in bytes that a process, by default this one, had resident at a time; 0 if it is unknown.
 
     Counted since the program of the process started. ``ru_maxrss`` alone would count what its parent had, too, when
     it was started (``exec_mmap`` of Linux hands it on), and is used where there is nothing better.
@@ -202,7 +204,7 @@ def peak_rss(pid: int | None = None) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def also_held(nbytes: int) -> None:
+def add_child_memory(nbytes: int) -> None:
     """Count the peak memory in bytes of a child process that belongs to the run too, as one that writes checkpoints.
 
     May be called on any thread; does nothing where nothing records.
@@ -212,7 +214,7 @@ def also_held(nbytes: int) -> None:
         recorder.hold(nbytes)
 
 
-def _place(rank: int, world_size: int) -> dict[str, Any]:
+def _process(rank: int, world_size: int) -> dict[str, Any]:
     here = {"rank": rank, "world_size": world_size, "pid": os.getpid(), "host": platform.node()}
     return {"format": FORMAT, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **here}
 
@@ -224,14 +226,14 @@ def _versions() -> dict[str, str | None]:
     for distribution in ("torch", "hydra-core"):
         try:
             versions[distribution] = importlib.metadata.version(distribution)
-        except Exception:  # not installed, or with metadata that nobody can read
+        except Exception:  # not installed, or its metadata is unreadable
             versions[distribution] = None
     return versions | {"python": platform.python_version()}
 
 
 def _real(name: str, value: Any) -> float:
     if isinstance(value, numbers.Real) or (getattr(value, "ndim", None) == 0 and hasattr(value, "__float__")):
-        with contextlib.suppress(Exception):  # of a class of anybody's making
+        with contextlib.suppress(Exception):  # of a class that is not ours
             return float(value)
     raise ConfigError(f"stagereg.log: {name} takes a real number or a tensor of no dimension, not {_shown(value)}")
 
@@ -241,11 +243,11 @@ def _shown(value: Any) -> str:
     return f"a {type(value).__name__} of shape {list(shape)}" if shape else f"{value!r:.60}"
 
 
-def _line(told: dict[str, Any]) -> bytes:
+def _line(fields: dict[str, Any]) -> bytes:
     try:
-        text = _encode(told)
-    except Exception:  # of what is told, at the cost of a second look at each field
-        text = _encode({str(name): _plain(value) for name, value in told.items()})
+        text = _encode(fields)
+    except Exception:  # of a value; then each field is looked at by itself
+        text = _encode({str(name): _plain(value) for name, value in fields.items()})
     return text.encode("ascii") + b"\n"
 
 

@@ -1,11 +1,11 @@
-"""What has to end, and what has to be told, before a process or a job may call itself done.
+"""What the end of a job, or of the process, waits for and reports.
 
-Work in the background outlives the call that began it, and its failure can come when nobody listens any more. Who does
-such work says so here (:func:`expect`), and so does who has a failure to tell (:func:`tell`, :func:`outcome`).
-``stagereg.main`` asks at the end of a job (:func:`finish`), so that the failure is the job's; in any other program the
-end of the process waits, prints it and makes the exit status 1.
+Work in the background outlives the call that began it, and it can fail when no call is left to raise its error. So it
+registers here (:func:`wait_for`) and reports its failures here (:func:`report_error`, :func:`set_last_status`).
+``stagereg.main`` calls :func:`finish` at the end of a job, so that such a failure is the job's. In any other program
+the end of the process waits, prints the failure and makes the exit status 1.
 
-The ground floor: imports nothing heavy, and knows nothing of what is waited for.
+Imports nothing heavy, and does not know what it waits for.
 """
 
 from __future__ import annotations
@@ -16,123 +16,142 @@ import os
 import sys
 import threading
 import weakref
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from stagereg.errors import StageregError
 
-__all__ = ["Work", "expect", "finish", "outcome", "take_back", "tell"]
+__all__ = [
+    "BackgroundWork",
+    "exit_now",
+    "finish",
+    "report_error",
+    "set_exit_code",
+    "set_last_status",
+    "wait_for",
+    "withdraw_error",
+]
+
+_HANGS = "left while a thread still hangs in work that has failed"
+_INTERRUPTED = "interrupted while the last work in the background was under way, which is given up"
 
 
-class Work(Protocol):
+class BackgroundWork(Protocol):
     """Something under way that the end of a job waits for."""
 
     def finish(self) -> bool:
         """Wait until it has ended, for as long as that may take; False if it is given up, and a thread hangs in it."""
 
 
-_works: weakref.WeakSet[Work] = weakref.WeakSet()
-_untold: list[StageregError] = []
-_outcomes: dict[str, StageregError] = {}
-_code: int | None = None
-_interrupted = False
-_HANGS = "left while a thread still hangs in work that has failed"
-_INTERRUPTED = "interrupted while the last work in the background was under way, which is given up"
+class Shutdown:
+    """The state of the functions of this module."""
+
+    def __init__(self) -> None:
+        self.works: weakref.WeakSet[BackgroundWork] = weakref.WeakSet()
+        self.errors: list[StageregError] = []
+        self.last: dict[str, StageregError] = {}
+        self.code: int | None = None
+        self.interrupted = False
+
+    def wait(self) -> bool:
+        """Wait for all work; False if some is given up."""
+        ended = [work.finish() for work in list(self.works)]
+        return all(ended)
+
+    def take_errors(self) -> list[StageregError]:
+        """The failures that no call has raised; they are reported by the caller, so this forgets them."""
+        errors = [*self.errors, *(error for error in self.last.values() if error not in self.errors)]
+        self.errors.clear()
+        self.last.clear()
+        return errors
+
+    def wait_at_exit(self) -> bool:
+        """As :meth:`wait`, until an interrupt comes, which no program could catch any more."""
+        try:
+            return not self.interrupted and self.wait()
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return False
+
+    def at_exit(self) -> None:
+        """Wait, and print the failures that are left.
+
+        Python takes no exit status from an exit handler, so this ends the process itself if there is a failure, and
+        also if a thread hangs, which could not be ended otherwise.
+        """
+        ended = self.wait_at_exit()
+        errors = self.take_errors()
+        for error in errors:
+            print(f"stagereg: {error}", file=sys.stderr)
+        if not (errors or ended or self.code is not None):
+            print(f"stagereg: {_INTERRUPTED if self.interrupted else _HANGS}", file=sys.stderr)
+        if errors or not ended:
+            exit_now(1 if self.code is None else self.code)
 
 
-def expect(work: Work) -> None:
-    """Have the end wait for ``work`` too, as long as it is there at all: this keeps no reference."""
-    _works.add(work)
+# Global because a process ends once, whatever has begun the work.
+_shutdown = Shutdown()
 
 
-def tell(failure: StageregError) -> None:
-    """Have the end tell ``failure``, unless somebody was told before (:func:`take_back`). Any thread."""
-    _untold.append(failure)
+def wait_for(work: BackgroundWork) -> None:
+    """Have the end wait for ``work`` too, for as long as the object exists: this keeps no reference."""
+    _shutdown.works.add(work)
 
 
-def take_back(failure: StageregError) -> None:
-    """Say that somebody has been told of ``failure``, or is being told."""
-    if failure in _untold:
-        _untold.remove(failure)
+def report_error(error: StageregError) -> None:
+    """Have the end report ``error``, unless it is withdrawn (:func:`withdraw_error`). Any thread."""
+    _shutdown.errors.append(error)
 
 
-def outcome(of: str, failure: StageregError | None) -> None:
-    """Take down how the last of a series came out, such as the saves to one directory; the end tells if it failed.
+def withdraw_error(error: StageregError) -> None:
+    """Forget ``error``, because a call raises it."""
+    if error in _shutdown.errors:
+        _shutdown.errors.remove(error)
+
+
+def set_last_status(of: str, error: StageregError | None) -> None:
+    """Record how the last of a series went, such as the saves to one directory; the end reports it if it failed.
 
     Args:
         of: names the series.
-        failure: ``None`` where it went well.
+        error: ``None`` where it went well.
     """
-    if failure is None:
-        _outcomes.pop(of, None)
+    if error is None:
+        _shutdown.last.pop(of, None)
     else:
-        _outcomes[of] = failure
+        _shutdown.last[of] = error
 
 
-def leave_with(code: int) -> None:
-    """Say that the process is about to end, with this status, also if a thread still hangs or a failure is told."""
-    global _code
-    _code = code
+def set_exit_code(code: int) -> None:
+    """Have the process end with this status, also if a thread hangs or a failure is reported."""
+    _shutdown.code = code
 
 
 def finish() -> None:
-    """Wait for all that is under way. Raises: the first failure that is to be told; the others are printed."""
-    _wait()
-    failures = _taken()
-    for failure in failures[1:]:
-        print(f"stagereg: {failure}", file=sys.stderr)
-    if failures:
-        raise failures[0]
+    """Wait for all work that is under way. Raises: the first failure that is reported; the others are printed."""
+    _shutdown.wait()
+    errors = _shutdown.take_errors()
+    for error in errors[1:]:
+        print(f"stagereg: {error}", file=sys.stderr)
+    if errors:
+        raise errors[0]
 
 
-def _wait() -> bool:
-    ended = [work.finish() for work in list(_works)]
-    return all(ended)
-
-
-def _taken() -> list[StageregError]:
-    failures = [*_untold, *(failure for failure in _outcomes.values() if failure not in _untold)]
-    _untold.clear()
-    _outcomes.clear()
-    return failures
-
-
-def _wait_at_exit() -> bool:
-    """As :func:`_wait`, and no longer than until somebody interrupts it, which no program could catch any more."""
-    global _interrupted
-    try:
-        return not _interrupted and _wait()
-    except KeyboardInterrupt:
-        _interrupted = True
-        return False
-
-
-def _at_exit() -> None:
-    # Python takes no exit status from an exit handler, so this ends the process itself, after flushing what is
-    # buffered. It does so too where a thread hangs, which could not be ended otherwise.
-    ended = _wait_at_exit()
-    failures = _taken()
-    for failure in failures:
-        print(f"stagereg: {failure}", file=sys.stderr)
-    if not (failures or ended or _code is not None):
-        print(f"stagereg: {_INTERRUPTED if _interrupted else _HANGS}", file=sys.stderr)
-    if failures or not ended:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1 if _code is None else _code)
+def exit_now(code: int) -> NoReturn:
+    """End the process with what is buffered written, and without waiting for any thread."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _forget() -> None:
-    global _code, _interrupted
-    _code, _interrupted = None, False
-    _works.clear()
-    _untold.clear()
-    _outcomes.clear()
+    global _shutdown
+    _shutdown = Shutdown()
 
 
 os.register_at_fork(after_in_child=_forget)
-# Before the pools of threads are shut down, which what is under way may need; exit handlers proper come after that.
+# Before the pools of threads are shut down, which work may need; exit handlers proper come after that.
 _register = getattr(threading, "_register_atexit", None)
 if _register is not None:
-    _register(_wait_at_exit)
-atexit.register(_at_exit)
+    _register(lambda: _shutdown.wait_at_exit())
+atexit.register(lambda: _shutdown.at_exit())

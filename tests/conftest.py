@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from stagereg import registry
+from stagereg.registry import REGISTRY
 
 settings.register_profile("same", derandomize=True, print_blob=True)
 settings.register_profile("explore", derandomize=False, print_blob=True)
@@ -26,11 +26,10 @@ SLOW_TIMEOUT_S = 900
 @pytest.fixture
 def registry_as_before() -> Iterator[None]:
     """Forgets what a test registers; the project's own components, imported meanwhile, register only once."""
-    before = set(registry._decorated)
+    before = REGISTRY.decorated
     yield
-    built_in = {(kind, name, target) for (kind, name), target in registry._BUILT_IN.items()}
-    for key in set(registry._decorated) - before - built_in:
-        del registry._decorated[key]
+    built_in = set(REGISTRY.built_in.values())
+    REGISTRY.decorated = [each for each in REGISTRY.decorated if each in before or each.target in built_in]
 
 
 def pytest_configure() -> None:
@@ -39,7 +38,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Registers itself when it is imported, and some tests ask what there is. Programs that choose it import it anew.
     importlib.import_module("stagereg.testing.faults")
-    registry._decorated.pop(("storage", "faulty", "stagereg.testing.faults:FaultyStorage"))
+    REGISTRY.decorated = [each for each in REGISTRY.decorated if (each.kind, each.name) != ("storage", "faulty")]
 
 
 def pytest_collection_finish() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stagereg.checkpoint.points import POINTS
+from stagereg.checkpoint.failpoints import POINTS
 
 from .pages import fits
 

@@ -20,8 +20,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import stagereg.commands.planning as planning
 import stagereg.commands.reporting as reporting
-import stagereg.commands.tuning as tuning
-from stagereg.sweep.metrics import METRICS
+import stagereg.commands.tune as tuning
+from stagereg.sweep.metric import METRICS
 from stagereg.sweep.render import FILES
 from stagereg.sweep.result import RESULT
 

@@ -94,7 +94,7 @@ def test_without_rich_a_terminal_gets_plain_text_of_its_width(
     monkeypatch.setitem(sys.modules, "rich", None)
     with contextlib.redirect_stdout(terminal):
         output.table("T", ("name", "seen"), [("a", "word " * 60)])
-        output.say("said", "bold")
+        output.echo("said", "bold")
     lines = terminal.getvalue().splitlines()
     assert "\x1b" not in terminal.getvalue()
     assert lines[-1] == "said"
@@ -115,7 +115,7 @@ def test_the_option_is_there() -> None:
 
 
 def test_what_is_printed_aside_by_python_c_or_a_child_is_not_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
-    with contextlib.suppress(KeyError), output.aside():
+    with contextlib.suppress(KeyError), output.stdout_to_stderr():
         print("python")
         os.write(1, b"c\n")
         subprocess.run([sys.executable, "-S", "-c", "print('child')"], check=True)
@@ -129,9 +129,9 @@ def test_what_is_printed_aside_by_python_c_or_a_child_is_not_on_stdout(capfd: py
 def test_what_is_waited_for_is_told_to_terminals_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output.working("long")
+    output.progress("long")
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys, "stderr", made := Terminal())
-    output.working("long")
-    output.working()
+    output.progress("long")
+    output.progress()
     assert made.getvalue() == "\r\x1b[Klong\r\x1b[K"

@@ -95,7 +95,8 @@ def app(tmp_path: Path) -> Path:
 
 def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> None:
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "stagereg").rglob("*.py")} | {"stagereg/py.typed"}
+    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "stagereg").rglob("*.py*") if p.suffix != ".pyc"}
+    sources |= {"stagereg/py.typed"}
     sources |= {
         f"stagereg/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "conf").rglob("*") if p.suffix in (".py", ".yaml")
     }
@@ -103,7 +104,7 @@ def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> 
     pages = (ROOT / "stagereg/sweep/render/templates").rglob("*")
     sources |= {p.relative_to(ROOT).as_posix() for p in pages if p.is_file()}
     plugin = "hydra_plugins/stagereg_plugin.py"
-    assert shipped == sources - {f"stagereg/config/{plugin}"} | {plugin}
+    assert shipped == sources - {f"stagereg/{plugin}"} | {plugin}
 
 
 def test_a_users_train_py_runs_from_its_own_folder_with_the_wheel(installed: Path, app: Path) -> None:
@@ -137,12 +138,48 @@ def test_a_checkout_that_is_only_on_the_path_offers_its_options(app: Path) -> No
     assert "stager/pinned_cached" in run(sys.executable, "-c", code, cwd=app)
 
 
+@pytest.mark.parametrize("left", ["dist-info", "nothing"])
+def test_a_foreign_stagereg_in_the_same_folder_is_an_error_of_one_screen(
+    left: str, wheel: Path, tmp_path: Path
+) -> None:
+    python = environment(wheel, tmp_path)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    foreign = site / f"stagereg-2.0.{left}"
+    foreign.mkdir()
+    done = subprocess.run([python, "-c", "import stagereg"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode != 0) == (left == "dist-info")
+    if left == "dist-info":
+        *_, two, do = done.stderr.splitlines()
+        assert two.startswith(f"stagereg.errors.InstallationError: Two projects are installed into {site / 'stagereg'}")
+        assert foreign.name in two
+        assert do == "Run: pip uninstall stagereg && pip install --force-reinstall --no-deps hydra-stagereg"
+        assert len(done.stderr.splitlines()) < 15
+
+
+def test_every_public_name_is_that_of_the_stub(installed: Path, tmp_path: Path) -> None:
+    code = """
+import pickle, stagereg, sys
+assert "torch" not in sys.modules
+for name in stagereg.__all__:
+    assert getattr(getattr(stagereg, name), "__name__", name).rpartition(".")[2] == name
+assert pickle.loads(pickle.dumps(stagereg.build)) == stagereg.build
+from stagereg import *
+assert main is stagereg.main
+assert dir(stagereg) == sorted(stagereg.__all__)
+"""
+    run(installed, "-c", code, cwd=tmp_path)
+
+
 def test_the_constraints_pin_every_dependency_and_extra() -> None:
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    lines = (ROOT / "constraints.txt").read_text().lower().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
     assert pins["torch"] == "2.13.0"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {re.split(r"[^\w-]", need)[0] for need in project["dependencies"]} == {"torch", "hydra-core", "omegaconf"}
+    # Three of its own, and what these bring anyway.
+    core = {"torch", "hydra-core", "omegaconf"} | {"fsspec", "jinja2", "packaging"}
+    assert {re.split(r"[^\w-]", need)[0] for need in project["dependencies"]} == core
     extras = [need for extra in project["optional-dependencies"].values() for need in extra]
-    asked = {re.split(r"[^\w-]", need)[0] for need in (*project["dependencies"], *extras)} - {"stagereg"}
+    asked = {re.split(r"[^\w-]", need)[0].lower() for need in (*project["dependencies"], *extras)}
+    asked.remove("hydra-stagereg")
     assert asked <= set(pins)

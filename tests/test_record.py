@@ -48,8 +48,8 @@ def told(directory: Path, event: str = "", rank: int = 0) -> list[dict[str, Any]
 
 def test_start_and_end_say_where_by_what_and_how_it_went(tmp_path: Path) -> None:
     with record.recording(tmp_path, 3, 4, device="cpu"):
-        record.also_held(2**50)
-        record.tell("step", step=7)
+        record.add_child_memory(2**50)
+        record.emit("step", step=7)
     start, step, end = told(tmp_path, rank=3)
     assert {path.name for path in tmp_path.glob(record.FILES)} == {"metrics.rank3.jsonl"}
     expected = {"event": "start", "format": 1, "rank": 3, "world_size": 4, "pid": os.getpid(), "device": "cpu"}
@@ -86,12 +86,12 @@ def test_the_end_is_told_of_whatever_leaves_the_task(
 
 
 def test_nothing_is_told_where_nothing_records(tmp_path: Path) -> None:
-    record.tell("step", step=1)
+    record.emit("step", step=1)
     stagereg.log(1, loss=0.5)
-    record.also_held(1)
+    record.add_child_memory(1)
     with record.recording(tmp_path, 0, 1):
         pass
-    record.tell("step", step=2)
+    record.emit("step", step=2)
     assert [line["event"] for line in told(tmp_path)] == ["start", "end"]
 
 
@@ -129,8 +129,8 @@ def test_whatever_is_told_comes_back_as_one_line_of_json(event: str, fields: dic
     fields.pop("odd", None)
     with tempfile.TemporaryDirectory() as folder:
         with record.recording(Path(folder), 0, 1):
-            record.tell(event, **fields)
-            record.tell(event, **fields, odd=odd)
+            record.emit(event, **fields)
+            record.emit(event, **fields, odd=odd)
         _, line, with_odd, _ = told(Path(folder))
     expected = as_json_has_it(fields) | {"event": event}
     for found in (line, with_odd):
@@ -142,7 +142,7 @@ def test_whatever_is_told_comes_back_as_one_line_of_json(event: str, fields: dic
 
 def test_numbers_of_other_makes_are_told_as_numbers(tmp_path: Path) -> None:
     with record.recording(tmp_path, 0, 1):
-        record.tell(
+        record.emit(
             "write", bytes=torch.tensor(7), seconds=torch.tensor(0.5), price=decimal.Decimal("1.25"), dir=tmp_path
         )
     (line,) = told(tmp_path, "write")
@@ -162,7 +162,7 @@ def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
     def work(number: int) -> None:
         ready.wait(20)
         for at in range(each):
-            record.tell("step", thread=number, at=at, text=str(number) * 5000)
+            record.emit("step", thread=number, at=at, text=str(number) * 5000)
 
     with record.recording(tmp_path, 0, 1):
         workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
@@ -183,7 +183,7 @@ def test_a_second_recording_in_a_directory_follows_the_first_even_after_a_torn_l
     first = file.read_text()
     file.write_text(first + '{"event":"st')
     with record.recording(tmp_path, 0, 1):
-        record.tell("step", step=1)
+        record.emit("step", step=1)
     second = file.read_text().removeprefix(first + '{"event":"st\n')
     assert [parsed(line)["event"] for line in second.splitlines()] == ["start", "step", "end"]
 
@@ -191,8 +191,8 @@ def test_a_second_recording_in_a_directory_follows_the_first_even_after_a_torn_l
 def test_a_recording_inside_another_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with record.recording(tmp_path / "outer", 0, 1):
         with record.recording(tmp_path / "inner", 0, 1):
-            record.tell("step", step=1)
-        record.tell("step", step=2)
+            record.emit("step", step=1)
+        record.emit("step", step=2)
     assert [line["step"] for line in told(tmp_path / "outer", "step")] == [1, 2]
     assert not (tmp_path / "inner").exists()
     assert len(caplog.records) == 1
@@ -211,7 +211,7 @@ def test_a_full_disk_ends_the_recording_with_one_warning_and_never_training(
     steps = 0
     with record.recording(tmp_path, 0, 1):
         for step in range(5):
-            record.tell("step", step=step)
+            record.emit("step", step=step)
             stagereg.log(step, loss=0.5)
             steps += 1
     assert steps == 5
@@ -223,11 +223,11 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_ends_the_recording_there(
 ) -> None:
     write = os.write
     with record.recording(tmp_path, 0, 1):
-        record.tell("step", step=1)
+        record.emit("step", step=1)
         with monkeypatch.context() as full:
             full.setattr(os, "write", lambda file, data: write(file, data[:9]))
-            record.tell("step", step=2)
-        record.tell("step", step=3)
+            record.emit("step", step=2)
+        record.emit("step", step=3)
     *whole, torn = (tmp_path / "metrics.jsonl").read_text().split("\n")
     assert [parsed(line)["event"] for line in whole] == ["start", "step"]
     assert torn == '{"event":'
@@ -243,7 +243,7 @@ def test_a_run_that_cannot_be_recorded_goes_on(tmp_path: Path, caplog: pytest.Lo
         directory = tmp_path
         (tmp_path / "metrics.jsonl").mkdir()
     with record.recording(directory, 0, 1):
-        record.tell("step", step=1)
+        record.emit("step", step=1)
     assert once_warned(caplog)
 
 
@@ -254,12 +254,12 @@ from stagereg import record
 
 with record.recording(Path(sys.argv[1]), 0, 1):
     if os.fork() == 0:  # as a loader's worker, which leaves the block too
-        record.tell("step", step=-1)
+        record.emit("step", step=-1)
         sys.exit()
     os.wait()
     step = 0
     while True:
-        record.tell("step", step=step, text="x" * 1000)
+        record.emit("step", step=step, text="x" * 1000)
         step += 1
         if step == 500:
             print("now", flush=True)

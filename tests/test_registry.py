@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -63,7 +62,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (info / "METADATA").write_text(text)
         lines = "".join(f"{point} = {name}:{target}\n" for point, target in points.items())
         (info / "entry_points.txt").write_text(f"[stagereg.plugins]\n{lines}")
-        registry._installed.cache_clear()
+        registry.REGISTRY.refresh()
 
     install.folder = tmp_path
     monkeypatch.syspath_prepend(tmp_path)
@@ -72,14 +71,14 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for module in set(sys.modules) - before:
         if getattr(sys.modules[module], "__file__", None) and Path(sys.modules[module].__file__).parent == tmp_path:
             del sys.modules[module]
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
 
 
 def edit(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
 
 
 def _make() -> int:
@@ -315,7 +314,7 @@ def test_a_qualified_name_is_taken_where_nothing_is_ambiguous_and_compared_as_pi
     plain = registry.find("join", "theirs")
     assert plain.name == "theirs"
     assert registry.find("join", "theirs@zope-inter-face") == registry.find("join", "theirs@Zope.Inter_Face") == plain
-    assert registry.find("stager", "blocking@stagereg") == registry.find("stager", "blocking")
+    assert registry.find("stager", "blocking@hydra-stagereg") == registry.find("stager", "blocking")
     for name in ("theirs@other", "theirs@", "theirs@a@b", "default@zope-inter-face"):
         with pytest.raises(UnknownNameError):
             registry.find("join", name)
@@ -323,13 +322,13 @@ def test_a_qualified_name_is_taken_where_nothing_is_ambiguous_and_compared_as_pi
 
 def test_a_name_of_the_built_in_ones_is_qualified_like_any_other(package: Any) -> None:
     package("theirs", SELF_REGISTERED.replace("both", "default"), **{"join.default": "make"})
-    assert stagereg.names("join") == ["default@stagereg", "default@theirs"]
-    with pytest.raises(RegistryError, match=r"provide join/default; say which: default@stagereg or default@theirs"):
+    assert stagereg.names("join") == ["default@hydra-stagereg", "default@theirs"]
+    with pytest.raises(RegistryError, match=r"say which: default@hydra-stagereg or default@theirs"):
         registry.find("join", "default")
     assert stagereg.build("join", "default@theirs") == 7
-    assert registry.find("join", "default@stagereg").load() is not registry.find("join", "default@theirs").load()
-    assert registry.find_target("stagereg.join.context.configured").name == "default@stagereg"
-    assert stagereg.names("join") == ["default@stagereg", "default@theirs"]
+    assert registry.find("join", "default@hydra-stagereg").load() is not registry.find("join", "default@theirs").load()
+    assert registry.find_target("stagereg.join.context.configured").name == "default@hydra-stagereg"
+    assert stagereg.names("join") == ["default@hydra-stagereg", "default@theirs"]
 
 
 def test_two_packages_may_both_announce_and_decorate_one_name(package: Any) -> None:
@@ -362,7 +361,7 @@ def test_a_component_is_found_where_it_is_announced_and_where_it_is_defined(pack
     announced = registry.find("join", "both")
     component = announced.load()
     assert registry.find("join", "both") == announced
-    assert announced.file.endswith("inner.py:3")
+    assert registry.find("join", "both").file.endswith("inner.py:3")
     defined = registry.find_target("inner.make")
     assert (defined.name, defined.distribution, defined.target) == ("both", "outer", "inner:make")
     assert defined.load() is component
@@ -373,7 +372,7 @@ def test_entries_are_all_components_and_tell_where_a_decorated_one_is(package: A
     package("theirs", "raise RuntimeError('imported')", **{"join.theirs": "make"})
     stagereg.register("join", "mine")(_make)
     listed = {(entry.kind, entry.name): entry for entry in registry.entries()}
-    assert set(registry._BUILT_IN) | {("join", "theirs"), ("join", "mine")} <= set(listed)
+    assert set(registry.REGISTRY.built_in) | {("join", "theirs"), ("join", "mine")} <= set(listed)
     assert list(listed) == sorted(listed)
     assert {kind: [n for k, n in listed if k == kind] for kind in registry.kinds()} == {
         kind: stagereg.names(kind) for kind in registry.kinds()
@@ -385,14 +384,17 @@ def test_entries_are_all_components_and_tell_where_a_decorated_one_is(package: A
 @pytest.mark.parametrize(
     ("requires", "refused"),
     [
-        ("stagereg>=9", "stagereg>=9"),
-        ("StageReg[report] (<0.1,>=0.0.1)", "stagereg<0.1,>=0.0.1"),
-        ("stagereg>=9; python_version < '3'", ""),
+        ("hydra-stagereg>=9", "needs hydra-stagereg>=9; this is {version}. Install one that fits: pip install"),
+        ("Hydra_StageReg[report] (<0.1,>=0.0.1)", "needs hydra-stagereg<0.1,>=0.0.1; this is {version}."),
+        ("stagereg>=0.1", "requires 'stagereg>=0.1', which is an unrelated project; its author has to write 'hydra-"),
+        ("StageReg", "requires 'StageReg', which is an unrelated project"),
+        ("hydra-stagereg>=9; python_version < '3'", ""),
+        ("hydra-stagereg>=9; extra == 'test'", ""),
         ("stagereg>=9; extra == 'test'", ""),
-        ("stagereg>=0.1", ""),
-        ("stagereg", ""),
-        ("stagereg-contrib>=9", ""),
-        ("stagereg>=nonsense", ""),
+        ("hydra-stagereg>=0.1", ""),
+        ("hydra-stagereg", ""),
+        ("hydra-stagereg-contrib>=9", ""),
+        ("hydra-stagereg>=nonsense", ""),
     ],
 )
 def test_a_package_for_another_version_is_refused_before_it_is_imported(
@@ -402,17 +404,11 @@ def test_a_package_for_another_version_is_refused_before_it_is_imported(
     if not refused:
         assert stagereg.build("join", "newer") == 7
         return
-    told = rf"join/newer of newer 1\.2 needs {re.escape(refused)}; this is stagereg {re.escape(stagereg.__version__)}\."
-    with pytest.raises(RegistryError, match=told):
+    with pytest.raises(RegistryError) as caught:
         stagereg.build("join", "newer")
+    assert f"join/newer of newer 1.2 {refused.format(version=stagereg.__version__)}" in str(caught.value)
     assert "newer" not in sys.modules
     assert "newer" in stagereg.names("join")
-
-
-def test_without_packaging_versions_are_not_compared(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
-    package("newer", "def make(): return 7", requires="stagereg>=9", **{"join.newer": "make"})
-    assert stagereg.build("join", "newer") == 7
 
 
 @pytest.mark.parametrize(
@@ -423,7 +419,7 @@ def test_without_packaging_versions_are_not_compared(package: Any, monkeypatch: 
         ("def f(:", "SyntaxError: invalid syntax"),
         ("import sys; sys.exit('bye')", "SystemExit: bye (PLACE:1)"),
         ("class Stop(BaseException): ...\nraise Stop", "Stop (PLACE:2)"),
-        ("raise OSError('\\n'.join('abcdefghijk'))", "OSError: a\nb\nc\nd\ne\nf\n... (PLACE:1)"),
+        ("raise OSError('\\n'.join('abcdefghijk'))", "OSError: a\nb\nc\nd\ne\nf\n...\nk (PLACE:1)"),
         ("", "AttributeError: module 'broken' has no attribute 'Cls'"),
     ],
 )
@@ -514,7 +510,7 @@ def test_of_two_distributions_with_one_name_the_first_on_the_path_counts(
     monkeypatch.syspath_prepend(first.parent)
     assert "old" not in stagereg.names("join")
     (first / "entry_points.txt").write_text("[stagereg.plugins]\njoin.new = theirs:make\n")
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
     assert stagereg.names("join") == ["default", "new"]
     assert registry.find("join", "new").version == "2.0"
 
@@ -537,10 +533,11 @@ def test_no_entry_points_file_whatsoever_breaks_the_registry(text: str) -> None:
                 assert registry.find(entry.kind, entry.name) == entry
 
 
-@pytest.mark.parametrize(("kind", "name"), list(registry._BUILT_IN))
+@pytest.mark.parametrize(("kind", "name"), list(registry.REGISTRY.built_in))
 def test_every_built_in_loads_and_is_registered_under_its_name(kind: str, name: str) -> None:
     component = registry.find(kind, name).load()
-    assert registry._decorated[kind, name, registry._BUILT_IN[kind, name]].component is component
+    target = registry.REGISTRY.built_in[kind, name]
+    assert [each.component for each in registry.REGISTRY.decorated if each.target == target] == [component]
 
 
 def test_importing_and_listing_imports_neither_torch_nor_hydra() -> None:
@@ -569,6 +566,6 @@ def test_what_is_no_class_or_function_is_refused(thing: Any) -> None:
 def test_an_unknown_name_tells_which_packages_could_not_be_read(package: Any, tmp_path: Path) -> None:
     package("garbled", "", **{"stager.far_from_all": "Cls"})
     (tmp_path / "garbled-1.2.dist-info" / "METADATA").write_text("")
-    registry._installed.cache_clear()
+    registry.REGISTRY.refresh()
     with pytest.raises(UnknownNameError, match=r"Not known is what .*garbled.* announces: it has no METADATA"):
         registry.find("stager", "far_from_all")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from stagereg.bench.measure import Case, Watch
+from stagereg.bench.measure import Case, Stopwatch
 
 __all__ = ["DeviceCopy", "Memmove", "RawWrite", "flush"]
 
@@ -38,7 +38,7 @@ class Memmove(Case):
         self._to = torch.frombuffer(_memory(nbytes), dtype=torch.uint8)
         self._crew = ThreadPoolExecutor(_THREADS - 1)
 
-    def sample(self, watch: Watch) -> Mapping[str, float]:
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         """Copy all bytes once."""
         to, source, nbytes = self._to.data_ptr(), self._from.data_ptr(), self._to.nbytes
         half = nbytes // _THREADS
@@ -62,7 +62,7 @@ class DeviceCopy(Case):
         self._from = torch.ones(nbytes, dtype=torch.uint8, device=device)
         self._to = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def sample(self, watch: Watch) -> Mapping[str, float]:
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         """Copy all bytes once."""
         watch.start()
         self._to.copy_(self._from, non_blocking=True)
@@ -78,7 +78,7 @@ class RawWrite(Case):
 
     Args:
         fresh: gives a new empty directory, and takes the ones before away.
-        note: told once if the file system refuses O_DIRECT, and the ceiling is a buffered write.
+        note: called once with a text if the file system refuses O_DIRECT, and the ceiling is a buffered write.
     """
 
     def __init__(self, row: str, nbytes: int, fresh: Callable[[], Path], note: Callable[[str], None]) -> None:
@@ -88,7 +88,7 @@ class RawWrite(Case):
         self._note = note
         self._flags = getattr(os, "O_DIRECT", 0)
 
-    def sample(self, watch: Watch) -> Mapping[str, float]:
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         """Write all bytes once."""
         folder = self._fresh()
         if self._flags:
@@ -106,7 +106,7 @@ class RawWrite(Case):
         """Free the buffer."""
         self._buffer.close()
 
-    def _write(self, folder: Path, watch: Watch) -> float:
+    def _write(self, folder: Path, watch: Stopwatch) -> float:
         watch.start()
         file = os.open(folder / "bytes", os.O_WRONLY | os.O_CREAT | self._flags)
         try:

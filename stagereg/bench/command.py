@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from stagereg.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from stagereg.bench.measure import Case, Series, Watch
+    from stagereg.bench.measure import Case, Series, Stopwatch
     from stagereg.bench.report import Group
     from stagereg.bench.targets import Verdict
 
@@ -100,13 +100,13 @@ def run(asked: argparse.Namespace) -> int:
     with quiet():
         groups = _MEASURE[asked.kind](asked, rows, notes)
     if asked.kind in _SCALES and asked.scale != _SCALES[asked.kind]:
-        notes.append("The targets are for full size: at this --scale the marks say nothing.")
+        notes.append("The targets are for full size: at this --scale the marks mean nothing.")
     verdicts = _verdicts(asked.kind, groups)
     print(report.tables(groups, verdicts, notes))
     if asked.json:
         settings = {name: value for name, value in vars(asked).items() if not callable(value)}
-        told = {"environment": environment, "settings": settings, **report.plain(groups, verdicts, notes)}
-        Path(asked.json).write_text(json.dumps(told, indent=1) + "\n")
+        content = {"environment": environment, "settings": settings, **report.plain(groups, verdicts, notes)}
+        Path(asked.json).write_text(json.dumps(content, indent=1) + "\n")
     return int(any(line.failure for group in groups for line in group.lines))
 
 
@@ -137,8 +137,8 @@ def _endurance(asked: argparse.Namespace) -> int:
     print("\n".join(["This has grown:", *grown]) if grown else "Nothing has grown.")
     if asked.json:
         settings = {name: value for name, value in vars(asked).items() if not callable(value)}
-        told = {"environment": environment, "settings": settings, "marks": [vars(mark) for mark in marks]}
-        Path(asked.json).write_text(json.dumps({**told, "grown": grown}, indent=1) + "\n")
+        content = {"environment": environment, "settings": settings, "marks": [vars(mark) for mark in marks]}
+        Path(asked.json).write_text(json.dumps({**content, "grown": grown}, indent=1) + "\n")
     return int(bool(grown))
 
 
@@ -180,7 +180,7 @@ def _check(asked: argparse.Namespace) -> list[str]:
 
         asked.states = _known("state", _words(asked.states), list(STATES))
     if asked.kind == "join":
-        from stagereg.bench.joinrank import MODELS
+        from stagereg.bench.join_rank import MODELS
 
         asked.ranks = [_a_number("--ranks", word) for word in _words(asked.ranks)]
         asked.models = _known("model", _words(asked.models), list(MODELS))
@@ -227,7 +227,7 @@ def _known(what: str, given: Sequence[str], there: Sequence[str]) -> list[str]:
 
 
 def _rows(asked: argparse.Namespace) -> list[str]:
-    import stagereg.bench.join as join
+    import stagereg.bench.join_rows as join
     import stagereg.bench.staging as staging
     import stagereg.bench.stall as stall
     import stagereg.bench.write as write
@@ -286,7 +286,7 @@ def _stall(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> 
 
 
 def _join(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
-    import stagereg.bench.join as join
+    import stagereg.bench.join_rows as join
 
     pairs = [(model, ranks) for model in asked.models for ranks in asked.ranks]
     return [join.group(*pair, join.measured(*pair, rows, asked.rounds)) for pair in pairs]
@@ -309,19 +309,19 @@ def _interleaved(
 
     ceiling = cases[0].rows[0]
     wanted = [case for case in cases if case.rows[0] == ceiling or set(case.rows) & set(rows)]
-    tell = report.teller(f"{asked.kind} {state}", asked.rounds, sys.stderr)
-    taken = measure.interleave(wanted, asked.rounds, _watch(asked.device), before_round, tell, trim)
+    show = report.progress(f"{asked.kind} {state}", asked.rounds, sys.stderr)
+    taken = measure.interleave(wanted, asked.rounds, _watch(asked.device), before_round, show, trim)
     return [one for one in taken if one.row == ceiling or one.row in rows]
 
 
-def _watch(device: str) -> Watch:
-    from stagereg.bench.measure import Watch
+def _watch(device: str) -> Stopwatch:
+    from stagereg.bench.measure import Stopwatch
 
     if device == "cpu":
-        return Watch()
+        return Stopwatch()
     import torch
 
-    return Watch(torch.cuda.synchronize)
+    return Stopwatch(torch.cuda.synchronize)
 
 
 @contextmanager
@@ -330,7 +330,7 @@ def _folder(root: str, notes: list[str]) -> Iterator[Path]:
     from stagereg.machine import file_system
 
     folder = Path(tempfile.mkdtemp(prefix="stagereg-bench-", dir=root)).absolute()
-    text = f"--dir {root} is memory ({file_system(folder)}), not a disk: the figures say nothing about disks."
+    text = f"--dir {root} is memory ({file_system(folder)}), not a disk: the figures are not those of a disk."
     if file_system(folder) in ("tmpfs", "ramfs") and text not in notes:
         notes.append(text)
     try:
@@ -351,8 +351,8 @@ def _verdicts(kind: str, groups: Sequence[Group]) -> list[Verdict]:
 
 
 def _noise(kind: str, groups: Sequence[Group]) -> dict[str, float]:
-    """What the run cannot tell from nothing, by group, in the unit of that kind's targets."""
-    import stagereg.bench.join as join
+    """The noise of the run by group, in the unit of that kind's targets."""
+    import stagereg.bench.join_rows as join
     import stagereg.bench.stall as stall
     from stagereg.bench.measure import spread
 

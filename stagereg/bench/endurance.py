@@ -2,10 +2,10 @@
 
 A small model is trained and saved after every step, in a process of its own, with retention at work all the time. At
 ten marks the process waits for its last save, collects garbage, and counts what it and its writer process hold, and
-what lies on the disk. What the marks are held against is told at :func:`grown`. Needs Linux's ``/proc``.
+what lies on the disk. :func:`grown` compares the marks. Needs Linux's ``/proc``.
 
-The settings of that process come as JSON in the one argument, see :class:`Settings`; the marks go as JSON into the file
-it names.
+The settings of that process come as JSON in the one argument, see :class:`EnduranceSettings`; the marks go as JSON into
+the file it names.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pathlib import Path
 from stagereg.errors import ConfigError, LaunchError
 from stagereg.registry import build
 
-__all__ = ["MARKS", "Mark", "Settings", "endure", "grown", "main", "measured", "table"]
+__all__ = ["MARKS", "EnduranceSettings", "Mark", "endure", "grown", "main", "measured", "table"]
 
 MARKS = 10
 """How often one looks."""
 
-_LINES = 12  # of what a process that died has said
+_LINES = 12  # of the output of a process that died
 _WIDTH, _LAYERS, _BATCH = 64, 12, 8
 _SLACK = 1 / 50
 _MEMORY_SLACK_BYTES = 4 << 20
@@ -55,7 +55,7 @@ _HEADS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class EnduranceSettings:
     """What to do.
 
     Attributes:
@@ -118,25 +118,29 @@ def measured(stager: str, storage: str, saves: int, keep: int, folder: Path) -> 
         LaunchError: that process ended before it was done.
     """
     if not Path(_PROC, "self", "status").exists():
-        raise ConfigError("bench endurance counts what Linux tells in /proc, which this system does not have.")
+        raise ConfigError("bench endurance counts what Linux shows in /proc, which this system does not have.")
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        result, said = Path(place, "result.json"), Path(place, "said")
+        result, printed = Path(place, "result.json"), Path(place, "printed")
         Path(place, "checkpoints").mkdir()
         Path(place, "temporary").mkdir()
         temporary = str(Path(place, "temporary"))
-        settings = Settings(stager, storage, saves, keep, str(Path(place, "checkpoints")), temporary, str(result))
+        settings = EnduranceSettings(
+            stager, storage, saves, keep, str(Path(place, "checkpoints")), temporary, str(result)
+        )
         command = [sys.executable, "-m", "stagereg.bench.endurance", json.dumps(dataclasses.asdict(settings))]
-        with said.open("wb") as errors:
+        with printed.open("wb") as errors:
             # One thread of torch's: a pool of them would be counted, and comes up whenever torch likes.
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": temporary}
             ended = subprocess.run(command, env=environment, stdout=sys.__stderr__, stderr=errors)
         if ended.returncode:
-            last = "\n".join(said.read_text(errors="replace").splitlines()[-_LINES:])
-            raise LaunchError(f"The process that saves ended with exit code {ended.returncode}. It last said:\n{last}")
+            last = "\n".join(printed.read_text(errors="replace").splitlines()[-_LINES:])
+            raise LaunchError(
+                f"The process that saves ended with exit code {ended.returncode}. Its last output:\n{last}"
+            )
         return [Mark(**each) for each in json.loads(result.read_text())]
 
 
-def endure(settings: Settings, progress: Callable[[int], None] = lambda mark: None) -> list[Mark]:
+def endure(settings: EnduranceSettings, progress: Callable[[int], None] = lambda mark: None) -> list[Mark]:
     """Train, save after each step, and look around at each of the marks."""
     import torch
 
@@ -182,7 +186,7 @@ def grown(marks: Sequence[Mark]) -> list[str]:
     * memory may be 4 MiB more, by the medians of the first and the last three marks, as the allocator comes and goes
       by pages: 12 KiB left behind by each of 500 saves are as much as that.
 
-    The time of a save is told and not judged: that is the machine's business too.
+    The time of a save is shown and not judged: it depends on the machine too.
     """
     first, last = marks[0], marks[-1]
     more = dict.fromkeys(("descriptors", "threads", "processes", "names", "temporary"), 0.0)
@@ -204,7 +208,7 @@ def table(marks: Sequence[Mark]) -> str:
 
 def main(argument: str) -> None:
     """Do what the settings ask for and write down what was seen."""
-    settings = Settings(**json.loads(argument))
+    settings = EnduranceSettings(**json.loads(argument))
     logging.getLogger("stagereg").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 

@@ -4,8 +4,8 @@ A transformer whose weights and Adam state are 168 MiB at full scale is trained 
 checkpoint, four steps, and waiting until the checkpoint is durable; each round has one segment for every way of saving,
 and one without a checkpoint. The number of torch's threads is fixed when a process starts, so each has its own.
 
-The settings come as JSON in the one argument, see :class:`Settings`; the series go as JSON into the file it names.
-Standard error is for what went wrong, and for what torch's save process has to say; progress goes to standard output.
+The settings come as JSON in the one argument, see :class:`StallSettings`; the series go as JSON into the file it names.
+Standard error has what went wrong, and the output of torch's save process; progress goes to standard output.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 from stagereg.bench.ceiling import flush
-from stagereg.bench.measure import Case, NotThere, Series, Watch, interleave
-from stagereg.bench.report import teller
+from stagereg.bench.measure import Case, NotThere, Series, Stopwatch, interleave
+from stagereg.bench.report import progress
 from stagereg.errors import UnknownNameError
 from stagereg.registry import build
 
-__all__ = ["Settings", "Training", "main", "measure"]
+__all__ = ["StallSettings", "StallTraining", "main", "measure"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class StallSettings:
     """What to measure.
 
     Attributes:
@@ -61,7 +61,7 @@ class Settings:
     result: str
 
 
-class Training:
+class StallTraining:
     """A transformer with Adam, and one step of its training."""
 
     STEPS = 4
@@ -94,12 +94,12 @@ class Training:
 class Segment(Case):
     """One checkpoint and the steps that it may disturb. Rows: the segment, and of it the time in the call."""
 
-    def __init__(self, row: str, training: Training, folder: Path) -> None:
+    def __init__(self, row: str, training: StallTraining, folder: Path) -> None:
         super().__init__(row, f"{row}:blocked")
         self.training = training
         self.folder = folder
 
-    def sample(self, watch: Watch) -> Mapping[str, float]:
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         """Run one segment."""
         self.begin()
         self.training.step()  # whatever the last segment left behind is not for this one
@@ -124,7 +124,7 @@ class Segment(Case):
 class TorchAsyncSave(Segment):
     """torch's ``async_save``, as it is or with a process that writes and a kept stager in shared memory."""
 
-    def __init__(self, row: str, training: Training, folder: Path, process: bool) -> None:
+    def __init__(self, row: str, training: StallTraining, folder: Path, process: bool) -> None:
         super().__init__(row, training, folder)
         self._process = process
         self._options: dict[str, Any] = {}
@@ -170,7 +170,7 @@ class TorchAsyncSave(Segment):
 class Checkpoints(Segment):
     """The project's checkpointer with one stager and one storage."""
 
-    def __init__(self, row: str, training: Training, folder: Path) -> None:
+    def __init__(self, row: str, training: StallTraining, folder: Path) -> None:
         super().__init__(row, training, folder)
         self._checkpointer: Any = None
         self._step = 0
@@ -201,15 +201,15 @@ class Checkpoints(Segment):
             self._checkpointer.close()
 
 
-def measure(settings: Settings, progress: Callable[[int], None]) -> list[Series]:
+def measure(settings: StallSettings, progress: Callable[[int], None]) -> list[Series]:
     """Train, save and take the times; for a process of its own."""
     torch.set_num_threads(settings.threads)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    training = Training(settings.scale, settings.device)
+    training = StallTraining(settings.scale, settings.device)
     cases = [_case(row, training, Path(tempfile.mkdtemp(dir=settings.folder))) for row in settings.rows]
     settle = torch.cuda.synchronize if settings.device != "cpu" else lambda: None
     try:
-        return interleave(cases, settings.rounds, Watch(settle), progress=progress)
+        return interleave(cases, settings.rounds, Stopwatch(settle), progress=progress)
     finally:
         dist.destroy_process_group()
 
@@ -217,14 +217,14 @@ def measure(settings: Settings, progress: Callable[[int], None]) -> list[Series]
 def main(argument: str) -> None:
     """Measure what the settings ask for and write down what came of it."""
     given = json.loads(argument)
-    settings = Settings(**{**given, "rows": tuple(given["rows"])})
+    settings = StallSettings(**{**given, "rows": tuple(given["rows"])})
     logging.getLogger("stagereg").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    series = measure(settings, teller(f"stall, {settings.threads} torch threads", settings.rounds, sys.stdout))
+    series = measure(settings, progress(f"stall, {settings.threads} torch threads", settings.rounds, sys.stdout))
     Path(settings.result).write_text(json.dumps([dataclasses.asdict(one) for one in series]))
 
 
-def _case(row: str, training: Training, folder: Path) -> Segment:
+def _case(row: str, training: StallTraining, folder: Path) -> Segment:
     if row.endswith("none"):
         return Segment(row, training, folder)
     if row.startswith("torch:"):

@@ -1,8 +1,8 @@
-"""How figures come about: cases take turns, A B C ... A B C, and each row is told by its median and its spread.
+"""How figures are measured: cases take turns, A B C ... A B C, and each row has a median and a spread.
 
-Promises: every round runs every case once, in the same order, so that a busy minute falls on all of them; the first
-round only warms up; figures are compared within one run and never across two. What is measured, and against which
-ceiling, is for the rooms with the rows to say.
+Every round runs every case once, in the same order, so that a busy minute falls on all of them. The first round only
+warms up. Figures are compared within one run and never across two. The modules with the rows define what is measured,
+and against which ceiling.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from stagereg.errors import StageregError
 
-__all__ = ["Case", "NotThere", "Series", "Watch", "interleave", "spread"]
+__all__ = ["Case", "NotThere", "Series", "Stopwatch", "interleave", "spread"]
 
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
@@ -26,7 +26,7 @@ class NotThere(StageregError):
     """A row cannot be measured here, through no fault of its own; the message is the reason."""
 
 
-class Watch:
+class Stopwatch:
     """Times a section, and lets the device finish what it was given before it looks at the clock.
 
     Args:
@@ -63,7 +63,7 @@ class Case:
     def __init__(self, *rows: str) -> None:
         self.rows = rows
 
-    def sample(self, watch: Watch) -> Mapping[str, float]:
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         """Do it once and return seconds by row. Raises: ``NotThere`` where it cannot be done here."""
         raise NotImplementedError
 
@@ -111,14 +111,14 @@ def spread(samples: Sequence[float]) -> tuple[float, float]:
 def interleave(
     cases: Sequence[Case],
     rounds: int,
-    watch: Watch,
+    watch: Stopwatch,
     before_round: Callable[[], None] = lambda: None,
     progress: Callable[[int], None] = lambda round_number: None,
     trim: bool = True,
 ) -> list[Series]:
     """Measure ``cases`` in turns: one round to warm up, then ``rounds`` that count; then let each prove itself.
 
-    A case that fails is left out from then on, and says why; its earlier samples do not count.
+    A case that fails is left out from then on, with the reason; its earlier samples do not count.
 
     Args:
         before_round: called before each round, outside of what is timed.
@@ -162,7 +162,7 @@ def _alive(series: Mapping[Case, list[Series]]) -> list[Case]:
 
 
 def _try(
-    action: Callable[..., Mapping[str, float] | None], rows: Sequence[Series], *args: Watch
+    action: Callable[..., Mapping[str, float] | None], rows: Sequence[Series], *args: Stopwatch
 ) -> Mapping[str, float] | None:
     try:
         return action(*args)

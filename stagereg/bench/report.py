@@ -1,4 +1,4 @@
-"""What is said about a run: tables for people, one JSON file for programs, and a line on the terminal meanwhile."""
+"""The output of a run: tables for people, one JSON file for programs, and a progress line on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from stagereg.bench.measure import Series, spread
 from stagereg.bench.targets import Noise, Verdict
 
-__all__ = ["Group", "Line", "figures", "of_series", "plain", "tables", "teller"]
+__all__ = ["Group", "Line", "figures", "of_series", "plain", "progress", "tables"]
 
 _WIDTH = 120
 _ROW_WIDTH = 27
@@ -20,6 +20,7 @@ _HEADS = {
     "x": f"{'step ms':>12} {'x off':>9} {'IQR':>15} {'x, p20':>9} {'+ collectives':>14} {'+ blocking':>10}",
 }
 """The columns of a table, by a figure that only its rows have."""
+_COUNTS = {"collectives": 14, "blocking": 10}
 _JOIN_TARGETS = "Targets (x of the step without a join, or collectives a step beyond its own)"
 _TARGETS = "Targets (x of the ceiling, or ms)"
 
@@ -35,7 +36,7 @@ class Line:
         failure: what went wrong.
         ratio: to the ceiling of the same group, or of a join to the row without one.
         step_seconds: of a training step beside which it was measured.
-        figures: what else is told of it, by name.
+        figures: its other figures, by name.
     """
 
     row: str
@@ -100,8 +101,7 @@ def plain(groups: Sequence[Group], verdicts: Sequence[Verdict], notes: Sequence[
     """The same and every sample, for JSON; times are seconds."""
     return {
         "groups": [
-            {"name": group.name, "title": group.title, "rows": [_plain_line(line) for line in group.lines]}
-            for group in groups
+            {"name": group.name, "title": group.title, "rows": [_row(line) for line in group.lines]} for group in groups
         ],
         "targets": [
             {
@@ -118,24 +118,24 @@ def plain(groups: Sequence[Group], verdicts: Sequence[Verdict], notes: Sequence[
     }
 
 
-def teller(what: str, rounds: int, stream: TextIO) -> Callable[[int], None]:
-    """Return what tells which round it is, if ``stream`` is a terminal."""
+def progress(what: str, rounds: int, stream: TextIO) -> Callable[[int], None]:
+    """Return a function that shows the number of the round, if ``stream`` is a terminal."""
 
-    def tell(number: int) -> None:
+    def show(number: int) -> None:
         if stream.isatty():
             end = "\r\033[K" if number == rounds else ""
             print(f"\r\033[K{what}: round {number} of {rounds}{end}", end="", file=stream, flush=True)
 
-    return tell
+    return show
 
 
-def _plain_line(line: Line) -> dict[str, Any]:
-    told: dict[str, Any] = {"row": line.row}
+def _row(line: Line) -> dict[str, Any]:
+    row: dict[str, Any] = {"row": line.row}
     for name, samples in line.samples.items():
         first, third = spread(samples)
-        told[name] = {"samples": list(samples), "median": line.median(name), "q1": first, "q3": third}
+        row[name] = {"samples": list(samples), "median": line.median(name), "q1": first, "q3": third}
     extras = {"ratio": line.ratio, "step": line.step_seconds, "missing": line.missing, "failure": line.failure}
-    return told | {name: value for name, value in extras.items() if value not in (None, "")} | dict(line.figures)
+    return row | {name: value for name, value in extras.items() if value not in (None, "")} | dict(line.figures)
 
 
 def _body(group: Group) -> list[str]:
@@ -145,10 +145,10 @@ def _body(group: Group) -> list[str]:
 
 def _cells(line: Line) -> str:
     if not line.samples:
-        said = f"failed: {line.failure}" if line.failure else f"not there: {line.missing}"
-        said = " ".join(said.split())
-        room = _WIDTH - _ROW_WIDTH - 5
-        return "  " + (said if len(said) <= room else said[: room - 1] + "…")
+        text = f"failed: {line.failure}" if line.failure else f"not there: {line.missing}"
+        text = " ".join(text.split())
+        width = _WIDTH - _ROW_WIDTH - 5
+        return "  " + (text if len(text) <= width else text[: width - 1] + "…")
     if "lost" in line.samples:
         assert line.step_seconds is not None
         lost = line.median("lost")
@@ -156,11 +156,9 @@ def _cells(line: Line) -> str:
         return f"{_ms(line.median('blocked')):>12} {_ms(lost):>10} {_iqr(line.samples['lost']):>21} {steps:>12}"
     if "x" in line.samples:
         low, high = (f"{edge:.2f}" for edge in spread(line.samples["x"]))
-        told = line.figures
-        numbers = f"{told['collectives']:>14g} {told['blocking']:>10g}"
-        return (
-            f"{_ms(line.median('step')):>12} {line.ratio:>9.3f} {f'{low} - {high}':>15} {told['p20']:>9.3f} {numbers}"
-        )
+        row = line.figures
+        numbers = " ".join(f"{row.get(name, '-')!s:>{width}}" for name, width in _COUNTS.items())
+        return f"{_ms(line.median('step')):>12} {line.ratio:>9.3f} {f'{low} - {high}':>15} {row['p20']:>9.3f} {numbers}"
     ratio = "-" if line.ratio is None else f"{line.ratio:.2f}"
     return f"{_ms(line.median('seconds')):>12} {_iqr(line.samples['seconds']):>21} {ratio:>11}"
 

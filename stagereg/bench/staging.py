@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 from stagereg.bench.ceiling import DeviceCopy, Memmove
-from stagereg.bench.measure import Case, NotThere, Watch
+from stagereg.bench.measure import Case, NotThere, Stopwatch
 from stagereg.bench.states import State, tensors
 from stagereg.errors import StagingError, UnknownNameError
 from stagereg.registry import build, names
@@ -28,7 +28,7 @@ CEILING = "ceiling"
 """The row that all others are a ratio to."""
 
 _BUILT_IN = ("blocking", "pinned_cached", "overlapped", "shared", "incremental", "torch_default")
-_BACKGROUND = ("overlapped",)  # stage() returns before the copy is there, so there are two times to tell
+_BACKGROUND = ("overlapped",)  # stage() returns before the copy is there, so there are two times
 _TWICE = "pinned_cached"
 
 _Make = Callable[[], Any]
@@ -43,7 +43,7 @@ class Warm(Case):
         self._state = state
         self._stager: AsyncStager | None = None
 
-    def sample(self, watch: Watch) -> Mapping[str, float]:
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         """Stage once more."""
         if self._stager is None:
             self._stager = _made(self._make)
@@ -74,7 +74,7 @@ class First(Case):
         self._make = make
         self._state = state
 
-    def sample(self, watch: Watch) -> Mapping[str, float]:
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         """Construct one and stage once."""
         watch.start()
         stager = _made(self._make)

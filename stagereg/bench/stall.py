@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from stagereg.bench.loop import Settings, Training
+from stagereg.bench.loop import StallSettings, StallTraining
 from stagereg.bench.measure import Series
 from stagereg.bench.report import Group, Line
 from stagereg.errors import LaunchError
@@ -27,7 +27,7 @@ BASE = "none"
 
 _STAGERS = ("blocking", "pinned_cached", "overlapped", "shared")
 _STORAGES = ("dcp", "direct")
-_LINES = 12  # of what a loop that died has said
+_LINES = 12  # of the output of a loop that died
 
 
 def row_names() -> list[str]:
@@ -45,19 +45,21 @@ def measured(rows: Sequence[str], rounds: int, threads: int, scale: float, devic
     with tempfile.TemporaryDirectory(dir=folder) as place:
         result = Path(place, "result.json")
         Path(place, "checkpoints").mkdir()
-        settings = Settings(tuple(rows), rounds, threads, scale, device, str(Path(place, "checkpoints")), str(result))
+        settings = StallSettings(
+            tuple(rows), rounds, threads, scale, device, str(Path(place, "checkpoints")), str(result)
+        )
         # torch's save process asks for the machine's name otherwise, which need not lead anywhere.
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1"}
         argument = json.dumps(dataclasses.asdict(settings))
         command = [sys.executable, "-m", "stagereg.bench.loop", argument]
-        said = Path(place, "said")
-        with said.open("wb") as errors:
+        printed = Path(place, "printed")
+        with printed.open("wb") as errors:
             ended = subprocess.run(command, env=environment, stdout=sys.__stderr__, stderr=errors)
         if ended.returncode:
-            last = "\n".join(said.read_text(errors="replace").splitlines()[-_LINES:])
+            last = "\n".join(printed.read_text(errors="replace").splitlines()[-_LINES:])
             raise LaunchError(
                 f"The training loop with {threads} torch threads ended with exit code {ended.returncode}. "
-                f"The last it said was:\n{last}"
+                f"Its last output:\n{last}"
             )
         return [Series(**one) for one in json.loads(result.read_text())]
 
@@ -74,7 +76,7 @@ def group(name: str, title: str, series: Sequence[Series]) -> Group:
         if one.samples and base.samples:
             lost = [mine - without for mine, without in zip(one.samples, base.samples, strict=True)]
             blocked = by_row[f"{one.row}:blocked"].samples
-            step = base.median / Training.STEPS
+            step = base.median / StallTraining.STEPS
             figures = {"lost": lost, "blocked": blocked, "segment": one.samples}
             line = Line(one.row, figures, step_seconds=step)
         lines.append(line)

@@ -14,7 +14,7 @@ __all__ = ["TARGETS", "Noise", "Target", "Verdict", "judge"]
 
 @dataclass(frozen=True)
 class Noise:
-    """An aim that is as near to nothing as the run can tell."""
+    """An aim of no more than the noise of the run."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Target:
 
     Attributes:
         kind: the benchmark that shows it.
-        what: in words.
+        what: a name for people.
         group: the rows' group in that benchmark.
         row: the row that has to reach it.
         torchs: torch's row beside it; empty where there is none.
         today: what torch did when the target was set.
-        reach: to be reached, ``unit`` says of what; with :class:`Noise` no more than the run can tell from nothing.
+        reach: to be reached, in ``unit``; with :class:`Noise` no more than the noise of the run.
         aim: to be aimed for.
         unit: ``"x"`` for a ratio to the ceiling, or to the step without a join; ``"ms blocked"`` or ``"ms lost"`` for
             milliseconds; ``"collectives"`` or ``"blocking"`` for how many a step begins beyond those of one without.
@@ -70,7 +70,7 @@ TARGETS = (
     Target("stall", "blocked in the call", "2", "overlapped+direct", "torch:async_save", "66", 2, 1, "ms blocked"),
     Target("stall", "training lost", "1", "overlapped+direct", "torch:async_save", "113", 20, Noise(), "ms lost"),
     Target("stall", "training lost", "2", "overlapped+direct", "torch:async_save", "252", 20, Noise(), "ms lost"),
-    Target("write", "durable write", "gpt", "direct:room", "torch:dcp", "2.6", 1.3, 1.0),
+    Target("write", "durable write", "gpt", "direct:padding", "torch:dcp", "2.6", 1.3, 1.0),
     *(
         Target("join", f"{row}: step", "small/2", row, torchs, today, reach, reach)
         for row, torchs, today, reach in (
@@ -79,6 +79,12 @@ TARGETS = (
             ("counted", "torch:on", "1.31", 1.15),
             ("counted+throw", "torch:throw", "1.60", 1.15),
         )
+    ),
+    *(
+        Target(
+            "join", f"{row}: enter and leave", "small/2", f"enter+leave:{row}", "enter+leave:torch:on", "0.3-0.7", 1, 1
+        )
+        for row in ("planned", "counted", "iterate:planned", "iterate:counted")
     ),
     *(
         Target("join", f"{row}: step", "medium/2", row, "torch:on", "1.01", Noise(), Noise())
@@ -105,7 +111,7 @@ def judge(target: Target, figures: Mapping[tuple[str, str, str], float], noise: 
     """Hold ``figures``, by group, row and unit, against ``target``, as exactly as they are printed.
 
     Args:
-        noise: what the run cannot tell from nothing, in the target's unit.
+        noise: of the run, in the target's unit.
     """
     measured = figures.get((target.group, target.row, target.unit))
     torchs = figures.get((target.group, target.torchs, target.unit))

@@ -19,11 +19,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from stagereg.bench.ceiling import RawWrite, flush
-from stagereg.bench.measure import Case, NotThere, Watch
+from stagereg.bench.measure import Case, NotThere, Stopwatch
 from stagereg.bench.states import State
+from stagereg.checkpoint.storage.protocol import UsesPadding
 from stagereg.checkpoint.torchfiles import Plans
 from stagereg.errors import CheckpointError, UnknownNameError
 from stagereg.registry import build, names
+from stagereg.stagers.async_stager import AsyncStager, ReservesPadding
 
 __all__ = ["CEILING", "cases", "row_names"]
 
@@ -31,7 +33,7 @@ CEILING = "ceiling"
 """The row that all others are a ratio to."""
 
 _BUILT_IN = ("dcp", "direct", "safetensors")
-_ROOM = "direct:room"
+_PADDING = "direct:padding"
 
 _Save = Callable[[Path], object]
 _Make = Callable[[], _Save]
@@ -52,7 +54,7 @@ class Durable(Case):
         self._fresh = fresh
         self._save: _Save | None = None
 
-    def sample(self, watch: Watch) -> Mapping[str, float]:
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         """Write once. Raises: ``CheckpointError`` if there is less on the disk than there should be."""
         if self._save is None:
             self._save = self._make()
@@ -76,7 +78,7 @@ def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]
 
     Args:
         folder: on the file system to be measured; emptied before each sample.
-        note: told what a reader of the figures has to know.
+        note: called with what a reader of the figures has to know.
     """
     stager = build("stager", "blocking")
     copy = stager.stage(state.tree)
@@ -88,7 +90,7 @@ def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]
         return Path(tempfile.mkdtemp(dir=folder))
 
     makes: dict[str, _Make] = {name: _storage(name, copy) for name in _storages()}
-    makes |= {_ROOM: lambda: _direct_with_room(state), **_torchs(copy)}
+    makes |= {_PADDING: lambda: _direct_with_padding(state), **_torchs(copy)}
     rows = [Durable(row, make, state.nbytes, fresh) for row, make in makes.items()]
     raw = [RawWrite(row, state.nbytes, fresh, note) for row in (CEILING, f"again:{CEILING}")]
     return [raw[0], *rows, raw[1]]
@@ -96,7 +98,7 @@ def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]
 
 def row_names() -> list[str]:
     """The names of all rows there are."""
-    return [CEILING, *_storages(), _ROOM, *_torchs({}), f"again:{CEILING}"]
+    return [CEILING, *_storages(), _PADDING, *_torchs({}), f"again:{CEILING}"]
 
 
 def _storages() -> list[str]:
@@ -119,13 +121,13 @@ def _storage(name: str, copy: dict[str, Any]) -> _Make:
     return make
 
 
-def _direct_with_room(state: State) -> _Save:
-    """``direct`` at its best: over a copy that was staged with room for what it writes around each tensor."""
+def _direct_with_padding(state: State) -> _Save:
+    """``direct`` at its best: over a copy with the padding that it writes in."""
     writer = _built("direct")
-    stager = build("stager", "pinned_cached")
-    if not hasattr(writer, "margins") or not hasattr(stager, "leave_room"):
-        raise NotThere("the storage has no margins, or the stager leaves no room")
-    stager.leave_room(*writer.margins)
+    stager: AsyncStager = build("stager", "pinned_cached")
+    if not isinstance(writer, UsesPadding) or not isinstance(stager, ReservesPadding):
+        raise NotThere("the storage uses no padding, or the stager reserves none")
+    stager.reserve_padding(*writer.padding)
     copy = stager.stage(state.tree)
     stager.close()  # the copy outlives it
     plans = Plans()

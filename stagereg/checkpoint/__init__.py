@@ -1,19 +1,18 @@
 """Checkpoints: stage, write in the background, commit atomically, keep the newest, restore.
 
-Start at :mod:`stagereg.checkpoint.checkpointer`, the only room here that users hold in the hand. Below it, each room
-has one idea.
+Start at :mod:`stagereg.checkpoint.checkpointer`, the only module here that users call. One idea a module:
 
-The way there: ``options`` what may be asked for, ``saving`` one save from the copy to the commit, with all ranks,
-``writing`` what is around it on this one, ``background`` the thread, ``process`` a process that writes in its place and
-``remote`` what that is asked, ``agreement`` the ranks, ``advice`` what to do about a disk's errors, ``causes`` all
-errors behind one, ``points`` the named moments, ``schedule`` when to save, ``interval`` how often that is best,
-``leaving`` when to leave.
+Saving: ``options`` checks the arguments, ``saving`` does one save from the copy to the commit, with all ranks,
+``writing`` adds this rank's records, errors and time-out to it, ``background`` is the thread, ``process`` a process
+that writes for it, ``process_writer`` the requests to that process, ``rank_group`` the ranks, ``advice`` the hint for
+an error of a disk, ``causes`` the errors behind one, ``failpoints`` the named moments of a save, ``schedule`` when to
+save, ``interval`` how often is best, ``leaving`` when to leave.
 
-What is saved: ``entries``, with ``structure`` and ``rng`` as parts of it, ``pickled`` what is no tensor, ``zero``
-shards of optimizers, ``torchfiles`` torch's planning around it, ``storage`` the bytes in the files, ``layout`` what a
-checkpoint is made of, ``place`` where it lies and how it gets its name there, ``lock`` who may write there.
+The content: ``entries``, with ``structure`` and ``rng`` as parts of it, ``pickled`` values that are no tensors,
+``zero_shards`` shards of optimizers, ``torchfiles`` torch's planning, ``storage`` the bytes in the files, ``manifest``
+the parts of a checkpoint, ``store`` the directory that has them, ``lock`` who may write there.
 
-The way back: ``choosing`` which one, ``damage`` what is wrong with the others, ``restoring`` how it is loaded,
-``sources`` where in it a rank finds its part, ``trusted`` how pickles are read without being run, ``export`` one file
-of it for other programs.
+Restoring: ``choosing`` which checkpoint, ``damage`` what is wrong with the others, ``restoring`` how it is loaded,
+``sources`` which part a rank reads, ``trusted`` reads pickles without running them, ``export`` makes one file of it for
+other programs.
 """

@@ -43,7 +43,7 @@ _ADVICE = {
 
 
 def advice(error: BaseException, root: str) -> str:
-    """Return what to do about ``error``, which came while ``root`` was written; empty where that cannot be told."""
+    """Return what to do about ``error``, raised while ``root`` was written; empty if unknown."""
     for each in causes(error):
         if isinstance(each, OSError) and each.errno in _ADVICE:
             return _ADVICE[each.errno].format(root=root)

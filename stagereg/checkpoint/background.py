@@ -1,13 +1,13 @@
 """One thread that works off saves in order, and failures that cannot get lost.
 
 At most two saves are under way: one being worked on and one waiting, which matches a stager that hands out two copies.
-A failure is kept until somebody is told: the next call that asks, or else the end of the job or the process
-(:mod:`stagereg.shutdown`). It is kept without tracebacks, which would keep the staged memory alive; they go to the log,
-at level DEBUG.
+A failure is kept until it is raised or logged: by the next call that asks, or else at the end of the job or process
+(:mod:`stagereg.shutdown`). It is kept without tracebacks, which would keep the staged memory alive; they are logged at
+level DEBUG.
 
-A task that takes longer than the time-out counts as failed from then on, and the thread as hanging until it ends:
-nothing can end a thread that the storage does not let go of. So this is no thread that the end of the process waits
-for by itself, and every wait here ends with the time-out.
+A task that takes longer than the time-out counts as failed from then on, and the thread as hanging until the task ends:
+a thread that waits for the storage cannot be ended. So it is a daemon thread, and every wait here ends with the
+time-out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import stagereg.shutdown as shutdown
 from stagereg.checkpoint.causes import causes
 from stagereg.errors import CheckpointError
 
-__all__ = ["Background", "Task"]
+__all__ = ["Background", "BackgroundTask"]
 
 _MOST_UNDER_WAY = 2
 _LOOK_S = 0.05  # how often one looks whether a task has been begun
@@ -35,20 +35,20 @@ _JOIN_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-class Task(Protocol):
+class BackgroundTask(Protocol):
     """What the thread does for one save. All but ``run`` and ``back`` are called on the training thread."""
 
     def run(self) -> None:
         """Do it. What this raises is the failure."""
 
     def late(self) -> CheckpointError:
-        """Return what to tell, now that the time-out has passed and it has not ended."""
+        """Return the failure to report: the time-out has passed and the task has not ended."""
 
     def back(self, error: BaseException | None) -> None:
-        """Take notice that it has ended after all, well or with ``error``. After :meth:`late`, on the thread."""
+        """The task has ended after :meth:`late`, well or with ``error``. Called on the thread."""
 
     def abandon(self) -> None:
-        """Take notice that nobody waits any more: it must not complete anything from now on."""
+        """The task is given up: it must not complete anything from now on."""
 
 
 class Background:
@@ -57,33 +57,33 @@ class Background:
 
     Args:
         timeout_s: seconds that one task may take, from when the one before it has ended.
-        warn: told of each failure in place of an error being raised; ``None`` to raise.
+        warn: called with each failure instead of raising it; ``None`` to raise.
     """
 
     def __init__(self, timeout_s: float = math.inf, warn: Callable[[CheckpointError], None] | None = None) -> None:
         self._timeout_s = timeout_s
         self._warn = warn
-        self._queue: queue.SimpleQueue[tuple[Background, _Place] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Background, _Entry] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._under_way: deque[_Place] = deque()
+        self._under_way: deque[_Entry] = deque()
         self._looking = threading.Lock()
         self._process = os.getpid()
         self._failures: deque[CheckpointError] = deque()
         weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never shut would stay
-        shutdown.expect(self)
+        shutdown.wait_for(self)
 
     @property
     def hanging(self) -> bool:
-        """Whether the task being worked on has taken too long, which has been told, and has not ended."""
+        """Whether the task being worked on has passed the time-out, which was reported, and has not ended."""
         first = self._first()
         return first is not None and first.late
 
-    def make_room(self) -> None:
+    def wait_for_slot(self) -> None:
         """Wait until another task may be submitted, or until the first one has taken too long."""
         while (first := self._first()) is not None and not first.late and len(self._under_way) >= _MOST_UNDER_WAY:
             self._await(first, math.inf)
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: BackgroundTask) -> None:
         """Have ``task`` run after those before it; what it raises is kept for :meth:`raise_failure`.
 
         Raises:
@@ -96,7 +96,7 @@ class Background:
             except RuntimeError as error:
                 raise CheckpointError(f"No thread to write checkpoints could be started: {error}") from error
             self._thread = thread
-        place = _Place(task)
+        place = _Entry(task)
         self._under_way.append(place)
         self._queue.put((self, place))
 
@@ -108,16 +108,16 @@ class Background:
         return first is None
 
     def finish(self) -> bool:
-        """Drain, and where failures are told as warnings, tell them: as :class:`stagereg.shutdown.Work`."""
+        """Drain; log the failures if they are warnings. See :class:`stagereg.shutdown.BackgroundWork`."""
         ended = self.drain()
         if self._warn is not None:
             self.raise_failure()
         return ended
 
     def raise_failure(self) -> None:
-        """Raise the first failure that nobody was told of; later ones are logged, since one call can raise but one.
+        """Raise the first failure not reported yet; later ones are logged, since one call can raise only one.
 
-        Where failures are to be warnings, tell them all so.
+        If failures are warnings, log them all instead.
         """
         if self._warn is None:
             failure = self.take_failure()
@@ -128,7 +128,7 @@ class Background:
                 self._warn(failure)
 
     def take_failure(self) -> CheckpointError | None:
-        """Return the first failure that nobody was told of, also where they are to be warnings; log later ones."""
+        """Return the first failure not reported yet, also if failures are warnings; log later ones."""
         failures = self._taken()
         for later in failures[1:]:
             _log.error("%s", later)
@@ -146,11 +146,11 @@ class Background:
         self._first()
         failures = [self._failures.popleft() for _ in range(len(self._failures))]
         for failure in failures:
-            shutdown.take_back(failure)
+            shutdown.withdraw_error(failure)
         return failures
 
-    def _first(self) -> _Place | None:
-        """Return the first task that has not ended, if there is one; tell of it once it takes too long."""
+    def _first(self) -> _Entry | None:
+        """Return the first task that has not ended, if there is one; report it once it takes too long."""
         if os.getpid() != self._process:
             self._under_way.clear()
             return None
@@ -164,7 +164,7 @@ class Background:
                 self._keep(failure)
             return first
 
-    def _await(self, first: _Place, until: float) -> None:
+    def _await(self, first: _Entry, until: float) -> None:
         """Wait for a task, no longer than ``until`` on the monotonic clock or its time-out."""
         now = time.monotonic()
         left = _LOOK_S if first.begun is None else first.begun + self._timeout_s - now
@@ -172,10 +172,10 @@ class Background:
 
     def _keep(self, failure: CheckpointError) -> None:
         if self._warn is None:
-            shutdown.tell(failure)
+            shutdown.report_error(failure)
         self._failures.append(failure)
 
-    def _run(self, place: _Place) -> None:
+    def _run(self, place: _Entry) -> None:
         failed: BaseException | None = None
         place.begun = time.monotonic()
         try:
@@ -198,10 +198,10 @@ class Background:
         self._keep(failure)
 
 
-class _Place:
-    """A task's place in the queue."""
+class _Entry:
+    """A task and its state in the queue."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: BackgroundTask) -> None:
         self.task = task
         self.begun: float | None = None
         self.over = threading.Event()
@@ -210,7 +210,7 @@ class _Place:
         self._lock = threading.Lock()
 
     def lateness(self, timeout_s: float) -> CheckpointError | None:
-        """Return what to tell now that the time-out has passed, the first time that it has."""
+        """Return the failure to report, the first time that the time-out has passed."""
         with self._lock:
             begun = self.begun
             if self.late or self._ended or begun is None or time.monotonic() < begun + timeout_s:
@@ -225,7 +225,7 @@ class _Place:
             return self.late
 
 
-def _work(tasks: queue.SimpleQueue[tuple[Background, _Place] | None]) -> None:
+def _work(tasks: queue.SimpleQueue[tuple[Background, _Entry] | None]) -> None:
     while True:
         given = tasks.get()
         if given is None:

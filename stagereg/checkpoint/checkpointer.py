@@ -1,10 +1,9 @@
-"""The checkpointer: stage in the training loop, write and commit behind it, restore at the start.
+"""The checkpointer: stages in the training loop, writes and commits in the background, restores at the start.
 
-``save`` copies the state (the stager's work, the only stall) and hands the copy to one background thread, which lets
-all ranks agree that everybody has staged, writes with torch's distributed checkpoint through a storage, and has rank 0
-commit. What a checkpoint consists of is described in :mod:`stagereg.checkpoint.layout`; where it lies and how it gets
-there safely, in :mod:`stagereg.checkpoint.place`. Which bytes are in the files is the storage's business
-(:mod:`stagereg.checkpoint.storage`).
+``save`` copies the state with the stager, the only stall, and hands the copy to one background thread. There the ranks
+agree that all of them have staged, write with torch's distributed checkpoint through a storage
+(:mod:`stagereg.checkpoint.storage`), and rank 0 commits (:mod:`stagereg.checkpoint.store`). What a checkpoint consists
+of is described in :mod:`stagereg.checkpoint.manifest`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 
@@ -30,27 +29,25 @@ import stagereg.checkpoint.restoring as restoring
 import stagereg.checkpoint.torchfiles as torchfiles
 import stagereg.record as record
 import stagereg.shutdown as shutdown
-from stagereg.checkpoint.agreement import Agreement, reason
 from stagereg.checkpoint.background import Background
-from stagereg.checkpoint.layout import MOST
-from stagereg.checkpoint.leaving import Leaving, newest
-from stagereg.checkpoint.lock import Hold
-from stagereg.checkpoint.place.choice import path_or_url, place_around, place_of
-from stagereg.checkpoint.place.protocol import Place
-from stagereg.checkpoint.place.retry import answered, within
-from stagereg.checkpoint.points import reach
+from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.lock import StoreLock
+from stagereg.checkpoint.manifest import MOST
+from stagereg.checkpoint.preemption_consensus import PreemptionConsensus, describe_newest
 from stagereg.checkpoint.process import WriterProcess
+from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.saving import Save
 from stagereg.checkpoint.schedule import Automatic, Fixed, Schedule
-from stagereg.checkpoint.storage.choice import expect_fit
-from stagereg.checkpoint.storage.protocol import Storage
-from stagereg.checkpoint.writing import Saves, StorageHangsError, Writing
+from stagereg.checkpoint.storage.lookup import expect_fit
+from stagereg.checkpoint.storage.protocol import Storage, UsesPadding
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
+from stagereg.checkpoint.store.retry import answered, within
+from stagereg.checkpoint.writing import SaveContext, StorageHangsError, Writing
 from stagereg.errors import CheckpointError, ConfigError
-from stagereg.launch.preemption import Notice
+from stagereg.preemption import PreemptionHandler
 from stagereg.registry import build, register
-
-if TYPE_CHECKING:
-    from stagereg.stagers.async_stager import AsyncStager
+from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding, SharesMemory
 
 __all__ = ["CheckpointStats", "Checkpointer"]
 
@@ -100,8 +97,8 @@ class Checkpointer:
         every: ``maybe_save`` saves at the steps that are multiples of this, at least 1. ``"auto"`` saves as often as
             loses least time to checkpoints and failures together, from what saves turn out to cost: first after 10
             steps, then about 10 steps later, then at the interval that is best for ``mtbf``.
-        keep: how many checkpoints stay, at least 1; the newest are kept. The disk needs room for one more, since an old
-            one goes only when the new one is complete.
+        keep: how many checkpoints stay, at least 1; the newest are kept. The disk needs space for one more, since an
+            old one goes only when the new one is complete.
         resume: what ``restore`` loads: ``"auto"`` the newest undamaged checkpoint, if there is one; ``"never"``
             nothing; ``"latest"`` the newest, which must be there; or the path of a checkpoint directory.
         stager: copies the state; the checkpointer closes it. ``None`` builds the stager registered as
@@ -152,8 +149,8 @@ class Checkpointer:
         grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
     ) -> None:
         options.check_dir(dir)
-        self._place = place_of(dir)
-        self.dir = path_or_url(self._place.root)
+        self._store = open_store(dir)
+        self.dir = path_or_url(self._store.root)
         options.check_every(every, mtbf)
         self.keep = options.at_least_one("keep", keep)
         options.check_resume(resume)
@@ -166,11 +163,13 @@ class Checkpointer:
             "stager", build("stager", "pinned_cached") if stager is None else stager
         )
         self._storage: Storage = options.component("storage", build("storage", "dcp") if storage is None else storage)
-        _leave_room(self._stager, self._storage)
-        self._hold: Hold | None = None
-        self._ranks = Agreement(process_group, self.timeout)
-        apart = bool(getattr(self._stager, "shares_memory", False))
-        expect_fit(self._storage, self._place.root, self._ranks.size + apart)
+        _reserve_padding(self._stager, self._storage)
+        if isinstance(self._stager, ReleasesCopies):
+            self._stager.expect_release()
+        self._hold: StoreLock | None = None
+        self._ranks = RankGroup(process_group, self.timeout)
+        shared = isinstance(self._stager, SharesMemory) and self._stager.shares_memory
+        expect_fit(self._storage, self._store.root, self._ranks.size + shared)
         self._stalls: list[float] = []
         self._saved: int | None = None
         self._closed = False
@@ -179,24 +178,26 @@ class Checkpointer:
         if self._ranks.group is None:
             torchfiles.expect_one_process()
         wanted = str(every)
-        told = self._ranks.together(f"checkpoint.dir={dir} cannot be written to", lambda: self._open_directory(wanted))
-        if len(set(told)) > 1:
+        intervals = self._ranks.run_on_all(
+            f"checkpoint.dir={dir} cannot be written to", lambda: self._open_directory(wanted)
+        )
+        if len(set(intervals)) > 1:
             self._let_go()
-            raise ConfigError(f"every must be the same on all ranks, which have {', '.join(told)}.")
+            raise ConfigError(f"every must be the same on all ranks, which have {', '.join(intervals)}.")
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
         # each, and those of two kinds must not meet.
         self._schedule: Schedule = (
-            Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), Agreement(process_group))
+            Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), RankGroup(process_group))
         )
-        self._process = WriterProcess() if apart else None
+        self._process = WriterProcess() if shared else None
         if self._process is not None:
             self._process.start()
         warns = self.on_error == "warn"
-        self._saves = Saves(
-            self._place, self.keep, self._storage, self._ranks, self.timeout, self._process, self._schedule, warns
+        self._saves = SaveContext(
+            self._store, self.keep, self._storage, self._ranks, self.timeout, self._process, self._schedule, warns
         )
         self._background = Background(self.timeout.total_seconds(), self._saves.warn if warns else None)
-        self.leaving = None if self.grace is None else self._listen(Agreement(process_group), self.grace)
+        self.preemption = None if self.grace is None else self._listen(RankGroup(process_group), self.grace)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`; return whether it did. Call it at the end of each step.
@@ -217,8 +218,8 @@ class Checkpointer:
         For programs that call :meth:`save` themselves, once a step in place of :meth:`maybe_save`. Of the ranks that
         call it with the same step, all get the same answer.
         """
-        record.tell("step", step=_a_step(step))
-        leaves = self.leaving is not None and self.leaving.asked(step)
+        record.emit("step", step=_a_step(step))
+        leaves = self.preemption is not None and self.preemption.agreed_at(step)
         return self._schedule.due(step) or leaves
 
     def save(self, step: int, state: MutableMapping[str, Any]) -> None:
@@ -232,45 +233,45 @@ class Checkpointer:
             state: what to save, see the class.
 
         Raises:
-            CheckpointError: an earlier save failed, or this rank could not stage the state (the other ranks then hear
-                of it at their next call), or the checkpointer is closed. Checkpoints that were complete stay.
+            CheckpointError: an earlier save failed, or this rank could not stage the state (the other ranks then raise
+                at their next call), or the checkpointer is closed. Checkpoints that were complete stay.
             Preempted: (a ``SystemExit`` with code 75) this is the step that the ranks have agreed to leave after, since
                 one of them got SIGTERM or SIGUSR1, and it is saved and committed.
             Stopped: (a ``SystemExit`` with code 128 + signal) likewise, and it could not be saved.
         """
         started = record.now()
         self._check_open()
-        if self.leaving is not None and self.leaving.saves(step) and not self._last:
+        if self.preemption is not None and self.preemption.agreed_before_save(step) and not self._last:
             self._leave(step, state)
         request = Save(_a_step(step))
         self._saved = step
         self._schedule.began(step)
-        told: CheckpointError | None = None
+        failure: CheckpointError | None = None
         try:
-            self._background.make_room()
+            self._background.wait_for_slot()
             self._background.raise_failure()
             self._check_storage(request)
             self._stage(request, state)
         except BaseException as error:
             request.failure = reason(error)
-            told = self._told(error)
+            failure = self._as_warning(error)
         finally:
-            # Also when this rank gives up, so that the saves of the ranks stay paired and the others hear of it.
+            # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
             self._background.submit(Writing(self._saves, request, started))
             try:
                 self._settle(request)
             finally:
                 stall = record.now() - started
                 self._schedule.held(step, stall)
-        if told is None:
+        if failure is None:
             self._stalls.append(stall)
-            record.tell("stall", step=step, start=started, seconds=stall)
+            record.emit("stall", step=step, start=started, seconds=stall)
 
     def wait(self) -> None:
         """Wait until every save has ended, or has taken longer than ``timeout``.
 
         Raises:
-            CheckpointError: one failed and nobody was told yet.
+            CheckpointError: one failed, and no call has raised that yet.
         """
         self._check_open()
         self._background.drain()
@@ -281,7 +282,7 @@ class Checkpointer:
 
         Objects take their state with ``load_state_dict``; plain tensors and containers change in place, other plain
         values are replaced in ``state``. The random number generators of each rank are set as well. The files are
-        looked at first, as ``verify`` says. ``"auto"`` passes over damaged and incomplete checkpoints, says in the log
+        looked at first, as ``verify`` says. ``"auto"`` passes over damaged and incomplete checkpoints, and logs
         what is wrong with each, and how many steps are lost; nothing has got into any object by then.
 
         Args:
@@ -300,14 +301,14 @@ class Checkpointer:
         if self._background.hanging:  # in an exchange with the other ranks, which another one must not meet
             self._background.raise_failure()
             raise CheckpointError("Nothing was restored: a save has not ended yet, since the storage hangs.")
-        self._ranks.together("Nothing was restored", self.wait)
+        self._ranks.run_on_all("Nothing was restored", self.wait)
         if self.resume == "never":
             return None
-        restored = restoring.restore(self._place, self.resume, self.verify, state, self._storage, self._ranks)
+        restored = restoring.restore(self._store, self.resume, self.verify, state, self._storage, self._ranks)
         if restored is None:
             return None
         self._schedule.restored(restored.manifest.step)
-        if os.path.realpath(place_around(restored.path).root) == os.path.realpath(self._place.root):
+        if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
             self._saves.newest = restored.manifest.step
         return restored.manifest.step
 
@@ -315,21 +316,21 @@ class Checkpointer:
         """Wait for every save, no longer than ``timeout``, end the thread and close the stager. Twice is harmless.
 
         Raises:
-            CheckpointError: a save failed and nobody was told yet; everything is closed nevertheless.
+            CheckpointError: a save failed, and no call has raised that yet; everything is closed nevertheless.
         """
         if self._closed:
             return
         ended = self._background.drain()
         self._closed = True
-        if self.leaving is not None:
-            self.leaving.close()
+        if self.preemption is not None:
+            self.preemption.close()
         self._background.shut()
-        if ended:  # or else nobody may write there before this process has ended, with the thread that hangs
+        if ended:  # otherwise a thread hangs, and no other run may write there before this process has ended
             self._let_go()
         self._saves.plans.forget()
         if self._process is not None:
             if self._process.pid is not None:
-                record.also_held(record.peak_rss(self._process.pid))
+                record.add_child_memory(record.peak_rss(self._process.pid))
             self._process.close(now=not ended)
         try:
             self._stager.close()
@@ -346,8 +347,8 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        if self.leaving is not None:
-            self.leaving.abandon()
+        if self.preemption is not None:
+            self.preemption.abandon()
         try:
             self.close()
         except Exception as also:
@@ -356,7 +357,7 @@ class Checkpointer:
     @property
     def latest(self) -> Path | str | None:
         """The directory of the checkpoint committed last, a URL if ``dir`` is one; ``None`` if there is none yet."""
-        found = self._place.latest()
+        found = self._store.latest()
         return None if found is None else path_or_url(found.path)
 
     @property
@@ -366,7 +367,7 @@ class Checkpointer:
 
     @property
     def saved(self) -> int | None:
-        """The step last given to :meth:`save`, or ``None``: tells whether the last step is yet to be saved."""
+        """The step last given to :meth:`save`, or ``None``: shows whether the last step is yet to be saved."""
         return self._saved
 
     @property
@@ -385,20 +386,20 @@ class Checkpointer:
             write_seconds=tuple(outcome.seconds for outcome in outcomes),
         )
 
-    def _listen(self, side: Agreement, grace: datetime.timedelta) -> Leaving:
+    def _listen(self, side: RankGroup, grace: datetime.timedelta) -> PreemptionConsensus:
         """Begin to listen for signals, until this is closed or no longer used."""
-        place = self._place
-        notice = Notice(grace.total_seconds(), lambda: newest(place))
+        store = self._store
+        notice = PreemptionHandler(grace.total_seconds(), lambda: describe_newest(store))
         notice.listen()
         weakref.finalize(self, notice.close)
-        return Leaving(side, notice)
+        return PreemptionConsensus(side, notice)
 
     def _leaves(self) -> bool:
-        return self.leaving is not None and self.leaving.agreed is not None
+        return self.preemption is not None and self.preemption.agreed is not None
 
     def _leave(self, step: int, state: MutableMapping[str, Any]) -> NoReturn:
         """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""
-        assert self.leaving is not None
+        assert self.preemption is not None
         self._last = True
         failure: Exception | None = None
         self._background.drain()
@@ -414,17 +415,17 @@ class Checkpointer:
         if failure is None and self._saves.newest != step:
             failure = CheckpointError(f"Step {step} was not saved.")
         if failure is not None:
-            told = str(failure)
-            if "newest" not in told and ("no complete checkpoint" not in told or self.latest is not None):
-                failure = CheckpointError(f"{reason(failure).rstrip('.')}; {newest(self._place)}.")
-            shutdown.outcome(self._place.root, None)  # which is told by how this ends
-        self.leaving.leave(step, str(self.dir), failure)
+            text = str(failure)
+            if "newest" not in text and ("no complete checkpoint" not in text or self.latest is not None):
+                failure = CheckpointError(f"{reason(failure).rstrip('.')}; {describe_newest(self._store)}.")
+            shutdown.set_last_status(self._store.root, None)  # the exception below reports it
+        self.preemption.exit(step, str(self.dir), failure)
 
     def _open_directory(self, every: str) -> str:
         if self._ranks.rank == 0:
-            place, limit = self._place, self.timeout.total_seconds()
-            take = partial(_taken, place, limit)
-            self._hold = answered(place.root, limit, take, methodcaller("release")) if place.remote else take()
+            store, limit = self._store, self.timeout.total_seconds()
+            take = partial(_taken, store, limit)
+            self._hold = answered(store.root, limit, take, methodcaller("release")) if store.remote else take()
         return every
 
     def _let_go(self) -> None:
@@ -445,6 +446,8 @@ class Checkpointer:
         try:
             captured = entries.capture(state, request.step, self._ranks.rank, self._ranks.size)
             request.began = record.now()
+            if isinstance(self._stager, ReleasesCopies):
+                request.release = self._stager.release
             request.staged = self._stager.stage(captured)
             if not self._stager.should_synchronize_after_execute:
                 _when_done(request.staged, request.complete)
@@ -454,15 +457,15 @@ class Checkpointer:
             raise CheckpointError(f"Step {request.step} was not saved: {reason(error)}") from error
 
     def _check_storage(self, request: Save) -> None:
-        """Have a save that begins while an earlier one hangs take no memory and wait for nobody."""
+        """Refuse a save that begins while an earlier one hangs, before it takes memory or waits."""
         if self._background.hanging:
             raise self._saves.refuse(request.step)
 
-    def _told(self, error: BaseException) -> CheckpointError:
-        """Return a failure of this rank that is no more than a warning, told as one. Raises: any other."""
+    def _as_warning(self, error: BaseException) -> CheckpointError:
+        """Log a failure of this rank that is only a warning, and return it. Raises: any other."""
         if self.on_error != "warn" or not isinstance(error, CheckpointError):
             raise error
-        if not isinstance(error, StorageHangsError):  # of which has been told
+        if not isinstance(error, StorageHangsError):  # which was logged already
             self._saves.warn(error)
         return error
 
@@ -476,22 +479,22 @@ class Checkpointer:
             request.failure = reason(error)
             failure = CheckpointError(f"Step {request.step} was not saved: {request.failure}")
             failure.__cause__ = error
-            self._told(failure)
+            self._as_warning(failure)
         finally:
             request.settled.set()
 
 
-def _taken(place: Place, seconds: float) -> Hold:
+def _taken(store: CheckpointStore, seconds: float) -> StoreLock:
     with within(seconds):
-        place.probe()
-        hold = place.lock()
-        reach("locked")
+        store.probe()
+        hold = store.lock()
+        failpoint("locked")
         try:
-            place.sweep()
+            store.sweep()
         except BaseException:
             hold.release()
             raise
-        reach("swept")
+        failpoint("swept")
         return hold
 
 
@@ -509,8 +512,7 @@ def _when_done(staged: Any, act: Callable[[], None]) -> None:
         act()
 
 
-def _leave_room(stager: AsyncStager, storage: Storage) -> None:
-    """Have the stager leave the room that the storage can use, where both know of it."""
-    margins, leave_room = getattr(storage, "margins", None), getattr(stager, "leave_room", None)
-    if margins is not None and leave_room is not None:
-        leave_room(*margins)
+def _reserve_padding(stager: AsyncStager, storage: Storage) -> None:
+    """Have the stager reserve the padding that the storage uses, if both can."""
+    if isinstance(storage, UsesPadding) and isinstance(stager, ReservesPadding):
+        stager.reserve_padding(*storage.padding)

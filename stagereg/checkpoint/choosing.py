@@ -1,12 +1,12 @@
-"""Which checkpoint a run goes on from, and which of those there are can be trusted.
+"""Which checkpoint a run resumes from, and which of those in a store are undamaged.
 
-One rank lists what there is, so that all speak of the same: complete checkpoints, newest first, and what is none by its
-manifest or a size. That is all that can be known without reading. The content of a checkpoint is then compared with the
-marks in its manifest by all ranks together, each reading a share of the files.
+One rank lists the store, so that all ranks use the same list: complete checkpoints, newest first, and directories that
+are none by their manifest or a size. No content is read for that. The content of a checkpoint is then compared with the
+marks in its manifest by all ranks, each reading a share of the files.
 
-What could not be looked at (no permission, a server that does not answer) is no damage: to pass over it would give up
-steps that may be fine, so it is an error. What is done with a damaged one is :mod:`stagereg.checkpoint.restoring`'s
-business.
+A file that could not be looked at (no permission, a server that does not answer) is not damage but an error: passing
+over it would give up steps that may be fine. :mod:`stagereg.checkpoint.restoring` decides what to do about a damaged
+checkpoint.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.damage import Condition, Found, Unclear, differences, owners
-from stagereg.checkpoint.layout import Checkpoint
-from stagereg.checkpoint.place.choice import as_place_takes_it, place_around
-from stagereg.checkpoint.place.protocol import Place
+from stagereg.checkpoint.manifest import Checkpoint
+from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import open_parent_store, store_path
 from stagereg.errors import CheckpointError
 
 __all__ = ["Choice", "choice", "compared", "newest_good"]
@@ -41,32 +41,32 @@ class Choice:
     latest: str | None = None
 
     def newer(self, than: Checkpoint) -> list[Condition]:
-        """Return those of ``damaged`` that were committed after a checkpoint, as far as can be told."""
+        """Return those of ``damaged`` that were committed after a checkpoint, as far as is known."""
         if than.path == self.latest:
             return []
         return [each for each in self.damaged if _is_newer(each, than)]
 
 
-def choice(place: Place, resume: str) -> Choice:
-    """List what ``resume`` (``"auto"``, ``"latest"`` or the path of a checkpoint) stands for in ``place``. One rank.
+def choice(store: CheckpointStore, resume: str) -> Choice:
+    """List what ``resume`` (``"auto"``, ``"latest"`` or the path of a checkpoint) stands for in ``store``. One rank.
 
     Raises:
         CheckpointError: a checkpoint that is to be there is not, or one could not be looked at.
     """
     if resume not in ("auto", "latest"):
         return _named(resume)
-    complete, refused = place.checkpoints()
-    unfinished = set(place.leftovers()) if refused else set()  # which in an object store lie among the others
-    damaged = tuple(place.condition(path) for path in sorted(set(refused) - unfinished, reverse=True))
+    complete, refused = store.checkpoints()
+    unfinished = set(store.leftovers()) if refused else set()  # which in an object store lie among the others
+    damaged = tuple(store.condition(path) for path in sorted(set(refused) - unfinished, reverse=True))
     for each in damaged:
         _check_certain(each)
-    latest = place.latest()
+    latest = store.latest()
     pointed = next((one.path for one in complete if latest is not None and one.manifest == latest.manifest), None)
     if resume == "auto":
         return Choice(tuple(complete), damaged, latest=pointed)
     if not complete and not damaged:
         raise CheckpointError(
-            f"resume=latest, but there is no complete checkpoint in {place.root}; resume=auto starts from scratch."
+            f"resume=latest, but there is no complete checkpoint in {store.root}; resume=auto starts from scratch."
         )
     everything = Choice(tuple(complete), damaged, latest=pointed)
     newer = everything.newer(complete[0]) if complete else list(damaged)
@@ -75,13 +75,15 @@ def choice(place: Place, resume: str) -> Choice:
     return Choice(tuple(complete[:1]), others=tuple(complete[1:]))
 
 
-def compared(place: Place, chosen: Checkpoint, known: Sequence[Checkpoint | Condition], ranks: Agreement) -> Condition:
+def compared(
+    store: CheckpointStore, chosen: Checkpoint, known: Sequence[Checkpoint | Condition], ranks: RankGroup
+) -> Condition:
     """Read all files of ``chosen``, each rank a share, and return what is wrong with them. Collective.
 
     Args:
-        place: that it lies in.
+        store: that it lies in.
         chosen: the checkpoint, complete by manifest and sizes.
-        known: others of the place, whose content may have got among its files; the same on all ranks.
+        known: others of the store, whose content may have got among its files; the same on all ranks.
         ranks: who reads.
 
     Raises:
@@ -89,7 +91,7 @@ def compared(place: Place, chosen: Checkpoint, known: Sequence[Checkpoint | Cond
     """
     share = sorted(chosen.manifest.files)[ranks.rank :: ranks.size]
     failing = f"{chosen.path} could not be read"
-    shares = ranks.together(failing, lambda: place.contents(chosen.path, share))
+    shares = ranks.run_on_all(failing, lambda: store.contents(chosen.path, share))
     unclear = [
         f"rank {rank}: {name}: {mark.why}"
         for rank, marks in enumerate(shares)
@@ -98,7 +100,7 @@ def compared(place: Place, chosen: Checkpoint, known: Sequence[Checkpoint | Cond
     ]
     if unclear:
         raise CheckpointError(f"{failing}: {'; '.join(unclear[:3])}")
-    _check_same_files(place, chosen, shares, ranks)
+    _check_same_files(store, chosen, shares, ranks)
     found = {name: mark for marks in shares for name, mark in marks.items()}
     wrong = differences(chosen.manifest, found)
     if wrong:
@@ -106,19 +108,21 @@ def compared(place: Place, chosen: Checkpoint, known: Sequence[Checkpoint | Cond
     return Condition(chosen.path, chosen.manifest, wrong)
 
 
-def newest_good(place: Place, offered: Sequence[Checkpoint], content: bool, ranks: Agreement) -> Checkpoint | None:
+def newest_good(
+    store: CheckpointStore, offered: Sequence[Checkpoint], content: bool, ranks: RankGroup
+) -> Checkpoint | None:
     """Return the first of ``offered`` with which nothing is wrong, by its content if that is to be read. Collective."""
     for each in offered:
-        if not content or not compared(place, each, offered, ranks).damages:
+        if not content or not compared(store, each, offered, ranks).damages:
             return each
     return None
 
 
 def _named(path: str) -> Choice:
-    place = place_around(path)
-    condition = place.condition(as_place_takes_it(path))
+    store = open_parent_store(path)
+    condition = store.condition(store_path(path))
     _check_certain(condition)
-    complete = place.checkpoints()[0]
+    complete = store.checkpoints()[0]
     others = tuple(one for one in complete if one.manifest != condition.manifest)
     found = condition.checkpoint
     return Choice((), (condition,), others) if found is None else Choice((found,), others=others)
@@ -138,15 +142,17 @@ def _check_certain(condition: Condition) -> None:
         )
 
 
-def _check_same_files(place: Place, chosen: Checkpoint, shares: Sequence[dict[str, Found]], ranks: Agreement) -> None:
+def _check_same_files(
+    store: CheckpointStore, chosen: Checkpoint, shares: Sequence[dict[str, Found]], ranks: RankGroup
+) -> None:
     """A file that one rank misses and another sees is not lost: the ranks see different file systems. Collective."""
     missed = [(rank, name) for rank, marks in enumerate(shares) for name, mark in marks.items() if mark == "missing"]
     if not missed:
         return
-    complete = ranks.together(f"{chosen.path} could not be read", lambda: not place.condition(chosen.path).damages)
+    complete = ranks.run_on_all(f"{chosen.path} could not be read", lambda: not store.condition(chosen.path).damages)
     if any(complete):
         rank, name = missed[0]
         raise CheckpointError(
             f"Rank {rank} does not find {chosen.path}/{name}, which rank {complete.index(True)} does: all ranks have "
-            f"to see the same files in {place.root}."
+            f"to see the same files in {store.root}."
         )

@@ -1,12 +1,12 @@
-"""What is wrong with a checkpoint, file by file, in words that tell what may have happened to it.
+"""What is wrong with a checkpoint, file by file, and what may have happened to it.
 
-A place (:mod:`stagereg.checkpoint.place`) says what it has found under the names of a checkpoint: a size, or size and
-checksum where it has read the content, or nothing. This room compares that with the manifest and gives each difference
-its name. It touches no disk.
+A store (:mod:`stagereg.checkpoint.store`) reports what it has found under the names of a checkpoint: a size, or size
+and checksum where it has read the content, or nothing. This module compares that with the manifest and names each
+difference. It touches no disk.
 
 Found without reading content: a manifest that is missing, damaged, or of another step; a file that is missing, is no
 regular file, or has another size. Found by reading: any other content of the same size, down to a single bit, and whose
-content it is instead, where another checkpoint of the place knows it.
+content it is instead, if another checkpoint of the store has the same.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from stagereg.checkpoint.layout import MANIFEST, Checkpoint, FileMark, Manifest, step_within
+from stagereg.checkpoint.manifest import MANIFEST, Checkpoint, FileMark, Manifest, step_within
 
-__all__ = ["Condition", "Damage", "Found", "Unclear", "differences", "of_error", "owners", "told"]
+__all__ = ["Condition", "Damage", "Found", "Unclear", "damage_lines", "differences", "of_error", "owners"]
 
 _SHOWN = 8
 """Files that a message names, of one checkpoint."""
@@ -26,7 +26,7 @@ _LOST = frozenset({errno.ENOENT, errno.ENOTDIR})
 _BROKEN = frozenset(
     getattr(errno, name) for name in ("EIO", "EBADMSG", "EUCLEAN", "ENODATA", "EILSEQ") if hasattr(errno, name)
 )
-"""What a file system says of a file whose bytes it has lost, as against one that cannot be reached just now."""
+"""Errors of a file system for a file whose bytes it has lost, as against one that cannot be reached now."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Damage:
 
     Attributes:
         file: its name inside the directory.
-        what: in words, such as ``"truncated: 100 of 4096 bytes"``.
+        what: a text such as ``"truncated: 100 of 4096 bytes"``.
         certain: whether it is damaged; ``False`` where it could not be looked at.
     """
 
@@ -64,7 +64,7 @@ class Condition:
 
     Attributes:
         path: the directory, a path or a URL.
-        manifest: what it says about itself; ``None`` if that cannot be read.
+        manifest: its manifest; ``None`` if that cannot be read.
         damages: what is wrong, nothing if it is complete.
     """
 
@@ -95,7 +95,7 @@ class Condition:
 
     def __str__(self) -> str:
         """What is wrong, on one line."""
-        return "; ".join(told(self.damages))
+        return "; ".join(damage_lines(self.damages))
 
 
 def differences(
@@ -106,7 +106,7 @@ def differences(
     Args:
         manifest: of the checkpoint.
         found: what there is, by name; of the names of the manifest only those in here are compared.
-        whose: from :func:`owners`, to tell the content of other checkpoints.
+        whose: from :func:`owners`, to recognise the content of other checkpoints.
     """
     whose = whose or {}
     wrong = tuple(
@@ -116,13 +116,13 @@ def differences(
     )
     marks = [mark for each in wrong if isinstance(mark := found[each.file], FileMark)]
     if len(manifest.files) == len(marks) > 1 and all(mark.bytes and mark not in whose for mark in marks):
-        words = "older than its files, or of another save: it describes none of them"
-        return (Damage(MANIFEST, words), *wrong)
+        text = "older than its files, or of another save: it describes none of them"
+        return (Damage(MANIFEST, text), *wrong)
     return wrong
 
 
 def owners(conditions: Iterable[Condition | Checkpoint], here: str) -> dict[FileMark, str]:
-    """Return whose content has which mark, for the checkpoint in ``here`` among others of its place."""
+    """Return whose content has which mark, for the checkpoint in ``here`` among others of its store."""
     whose: dict[FileMark, str] = {}
     for one in conditions:
         for name, mark in one.manifest.files.items() if one.manifest is not None else ():
@@ -132,14 +132,14 @@ def owners(conditions: Iterable[Condition | Checkpoint], here: str) -> dict[File
 
 
 def of_error(error: OSError) -> str | Unclear:
-    """Return what an error on the way to a file says about the file."""
+    """Return what an error on the way to a file means for the file."""
     if isinstance(error, FileNotFoundError) or error.errno in _LOST:
         return "missing"
-    words = f"cannot be read ({error.strerror or error})"
-    return words if error.errno in _BROKEN else Unclear(words)
+    text = f"cannot be read ({error.strerror or error})"
+    return text if error.errno in _BROKEN else Unclear(text)
 
 
-def told(damages: Iterable[Damage]) -> Iterator[str]:
+def damage_lines(damages: Iterable[Damage]) -> Iterator[str]:
     """Return a line for each, of many for the first ones."""
     every = list(damages)
     yield from map(str, every[:_SHOWN])

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.checkpoint.rng as rng
-import stagereg.checkpoint.zero as zero
+import stagereg.checkpoint.zero_shards as zero_shards
 from stagereg.checkpoint.structure import leaves
 from stagereg.errors import CheckpointError
 
@@ -52,7 +52,7 @@ def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int) -> 
                 f"The state has an entry named {name!r}; use text that does not begin with {RESERVED!r}."
             )
         if isinstance(value, ZeroRedundancyOptimizer):
-            entries[rank_name(name, rank)] = zero.shard(value)
+            entries[rank_name(name, rank)] = zero_shards.shard(value)
         else:
             entries[name] = _current(value)
     return entries
@@ -72,13 +72,13 @@ def assign(state: MutableMapping[str, Any], name: str, loaded: Any) -> None:
     """Load one entry into ``state[name]``: into the object in place, or in place of the plain value.
 
     Raises:
-        CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and says nothing. And
+        CheckpointError: a tensor of it is on the meta device still, where torch loads nothing and raises nothing. And
             what the object raises.
     """
     value = state[name]
     inner = _unwrapped(value)
     if isinstance(value, ZeroRedundancyOptimizer):
-        zero.load(value, loaded)
+        zero_shards.load(value, loaded)
     elif _is_stateful(inner):
         inner.load_state_dict(loaded)
     else:

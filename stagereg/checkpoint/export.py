@@ -29,10 +29,10 @@ import stagereg.checkpoint.sources as sources
 import stagereg.checkpoint.structure as structure
 import stagereg.checkpoint.torchfiles as torchfiles
 import stagereg.registry as registry
-from stagereg.checkpoint.agreement import reason
 from stagereg.checkpoint.causes import causes
-from stagereg.checkpoint.layout import Checkpoint, new_token
-from stagereg.checkpoint.storage.choice import named
+from stagereg.checkpoint.manifest import Checkpoint, new_token
+from stagereg.checkpoint.rank_group import reason
+from stagereg.checkpoint.storage.lookup import named
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError, nearest
 
@@ -117,7 +117,7 @@ class Export:
         return sum(sizes)
 
     def left_out(self, out: Path) -> list[str]:
-        """Return the names of what ``out`` has no place for."""
+        """Return the names of what ``out`` cannot hold."""
         if out.suffix != ".safetensors":
             return []
         return sorted(leaf.name for leaf in self._leaves.values() if leaf.kind is None)
@@ -126,11 +126,11 @@ class Export:
         """Write the file.
 
         Args:
-            out: its path; the suffix, one of :data:`SUFFIXES`, says what it is.
+            out: its path; the suffix, one of :data:`SUFFIXES`, is its format.
             replace: whether it may take the place of a file that is there.
 
         Raises:
-            CheckpointError: a tensor has no place in such a file, it is there already, or what ``torch.load`` would
+            CheckpointError: such a file cannot hold a tensor, it is there already, or what ``torch.load`` would
                 refuse is in it. ``OSError``.
         """
         write = self._write_tensors if out.suffix == ".safetensors" else self._write_all
@@ -186,9 +186,9 @@ class Export:
             name, kind = tensors[leaf]
             begin, end = end, end + kind.nbytes
             if kind.dtype not in _DTYPES:
-                raise CheckpointError(f"safetensors has no place for {name!r}, which is {kind.dtype}; write a .pt")
+                raise CheckpointError(f"safetensors cannot hold {name!r}, which is {kind.dtype}; write a .pt")
             if name == _METADATA:
-                raise CheckpointError(f"safetensors has no place for a tensor called {name!r}; write a .pt")
+                raise CheckpointError(f"safetensors cannot hold a tensor called {name!r}; write a .pt")
             table[name] = {"dtype": _DTYPES[kind.dtype], "shape": list(kind.shape), "data_offsets": [begin, end]}
         head = json.dumps(table, separators=(",", ":")).encode()
         head += b" " * (-len(head) % _ALIGNMENT)

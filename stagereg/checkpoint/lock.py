@@ -1,4 +1,4 @@
-"""One run at a time writes to a directory: the lock that says so, and who has it.
+"""The lock that lets one run at a time write to a directory, and who holds it.
 
 ::
 
@@ -8,11 +8,11 @@
 
 The lock is a POSIX record lock: it dies with its process, however that ends, forked children such as the workers of a
 ``DataLoader`` do not inherit it, and it works over NFS. Such a lock knows processes only, and a process loses it as
-soon as it closes the file a second time; so who is who inside one process is kept here, and nothing else may open
-``.lock``. The file may be deleted with its directory under a run that goes on: :meth:`Lock.check` notices.
+soon as it closes the file a second time; so the holders inside one process are kept here, and nothing else may open
+``.lock``. The file may be deleted with its directory under a run that goes on: :meth:`DirectoryLock.check` notices.
 
-A :class:`Hold` is what a place gives to who writes there: this lock, or what stands for it in an object store
-(:mod:`stagereg.checkpoint.place.lease`). Reading needs neither.
+A :class:`StoreLock` is what a checkpoint store gives to its writer: this lock, or its counterpart in an object store
+(:mod:`stagereg.checkpoint.store.lease`). Reading needs neither.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Any
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["LOCK", "UNFIT", "Hold", "Lock", "Owner", "holder", "in_use", "ourselves"]
+__all__ = ["LOCK", "UNFIT", "DirectoryLock", "Owner", "StoreLock", "holder", "in_use", "ourselves"]
 
 LOCK = ".lock"
 _OWNER = ".lock.owner"
@@ -56,7 +56,7 @@ _held: dict[tuple[int, int], int] = {}
 _warned: set[str] = set()
 
 
-class Hold(ABC):
+class StoreLock(ABC):
     """A directory of checkpoints that this process may write to. A context manager, which releases it."""
 
     @abstractmethod
@@ -64,14 +64,14 @@ class Hold(ABC):
         """Make sure that the directory is still held; to be called before each commit, on any thread.
 
         Raises:
-            CheckpointError: another run has taken it over; the message says who. ``OSError``.
+            CheckpointError: another run has taken it over; the message names it. ``OSError``.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """Let others have it. Twice is harmless."""
+        """Let others lock it. Twice is harmless."""
 
-    def __enter__(self) -> Hold:
+    def __enter__(self) -> StoreLock:
         return self
 
     def __exit__(
@@ -82,7 +82,7 @@ class Hold(ABC):
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a directory, as it says itself; ``pid`` is 0 where that could not be read.
+    """Who holds a directory, as that process wrote it down; ``pid`` is 0 where that could not be read.
 
     Attributes:
         pid: its process.
@@ -103,44 +103,44 @@ class Owner:
         return f"process {self.pid} on {self.host}, since {began} ({self.command})"
 
     @classmethod
-    def told(cls, who: Mapping[str, Any]) -> Owner:
-        """Make one of what somebody has written, fit to be printed. Raises: one of :data:`UNFIT`."""
-        owner = cls(int(who["pid"]), _word(who["host"]), float(who["since"]), _word(who["command"]))
+    def parse(cls, who: Mapping[str, Any]) -> Owner:
+        """Parse what an owner has written down, fit to be printed. Raises: one of :data:`UNFIT`."""
+        owner = cls(int(who["pid"]), _printable(who["host"]), float(who["since"]), _printable(who["command"]))
         str(owner)  # no date can be made of some numbers
         return owner
 
 
 UNFIT = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
-"""What reading an owner's words may raise, when they are not ours or only half there."""
+"""What parsing an owner may raise, of a file that is not ours or half written."""
 _NOBODY_KNOWN = Owner(0, "", 0.0, "")
 
 
 def ourselves() -> Owner:
-    """Return what this process says of itself."""
+    """Return this process as an owner."""
     command = " ".join(sys.argv) or sys.executable
     short = command if len(command) <= _COMMAND_LENGTH else command[: _COMMAND_LENGTH - 1] + "…"
     return Owner(os.getpid(), socket.gethostname(), time.time(), short)
 
 
 def in_use(root: str, owner: Owner) -> str:
-    """Return the message for who is refused the directory ``root``."""
+    """Return the error message for a run that is refused the directory ``root``."""
     return (
         f"{root} is in use: another run writes checkpoints there, {owner}. Wait for its end, or give this run a "
         "directory of its own: checkpoint.dir=PATH."
     )
 
 
-class Lock(Hold):
+class DirectoryLock(StoreLock):
     """Holds a directory of a file system from its construction on, until :meth:`release` or its own end.
 
-    Where the file system has no locks, one warning says so, and only other checkpointers of this process are kept out.
+    Where the file system has no locks, one warning is logged, and only checkpointers of this process are kept out.
 
     Args:
         root: the directory, which must be there.
         patience: seconds to wait for an owner that is just ending; this process's own are not waited for.
 
     Raises:
-        CheckpointError: somebody else holds it; the message says who. ``OSError``: no file can be made in it.
+        CheckpointError: another run holds it; the message names it. ``OSError``: no file can be made in it.
     """
 
     def __init__(self, root: str | os.PathLike[str], patience: float = _PATIENCE_S) -> None:
@@ -151,7 +151,10 @@ class Lock(Hold):
         self._end.atexit = False
 
     def check(self) -> None:
-        """See :class:`Hold`. A lock file that was deleted, or replaced by nobody who still runs, is locked anew."""
+        """See :class:`StoreLock`.
+
+        A lock file that was deleted, or replaced by a process that has ended, is locked anew.
+        """
         if not self._end.alive:
             raise CheckpointError(f"This run has let go of {self._root}; it may not write there any more.")
         with _guard:
@@ -163,7 +166,7 @@ class Lock(Hold):
             again = _take(self._root, 0.0)
         except _InUseError as refusal:
             raise CheckpointError(
-                f"{self._root} was taken over while this run had it, by {refusal.owner}: somebody deleted "
+                f"{self._root} was taken over while this run had it, by {refusal.owner}: something deleted "
                 f"{self._taken.path}, or the directory. Two runs must not write there; end one of them."
             ) from None
         self._taken.replace(again)
@@ -171,12 +174,12 @@ class Lock(Hold):
         _log.warning("stagereg: %s %s while this run held it; it is held again.", self._taken.path, what)
 
     def release(self) -> None:
-        """See :class:`Hold`."""
+        """See :class:`StoreLock`."""
         self._end()
 
 
 def holder(root: str | os.PathLike[str]) -> Owner | None:
-    """Return who holds a local directory at this moment, or None if nobody does; waits for nobody and locks nothing."""
+    """Return who holds a local directory at this moment, or None; neither waits nor locks."""
     path = Path(root) / LOCK
     with _guard:
         if _held_here(path):
@@ -204,7 +207,7 @@ class _InUseError(CheckpointError):
 
 
 @dataclass
-class _Taken:
+class _LockFile:
     """A lock file that is open, and locked where the file system can."""
 
     path: str
@@ -218,13 +221,13 @@ class _Taken:
             return False
         if self.locked:
             try:
-                # Nothing happens if it is held; it was lost if somebody in this process has closed the same file.
+                # Nothing happens if it is held; it was lost if something in this process has closed the same file.
                 fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 return error.errno not in _TAKEN
         return True
 
-    def replace(self, other: _Taken) -> None:
+    def replace(self, other: _LockFile) -> None:
         self.descriptor, self.identity, self.locked = other.descriptor, other.identity, other.locked
 
     def close(self) -> None:
@@ -234,7 +237,7 @@ class _Taken:
             self.descriptor = -1
 
 
-def _give_back(taken: _Taken) -> None:
+def _give_back(taken: _LockFile) -> None:
     if os.getpid() != taken.process:  # a forked child has the object too, and holds nothing
         return
     with _guard:
@@ -246,7 +249,7 @@ def _give_back(taken: _Taken) -> None:
         taken.close()
 
 
-def _take(root: str, patience: float) -> _Taken:
+def _take(root: str, patience: float) -> _LockFile:
     deadline = time.monotonic() + patience
     path = Path(root) / LOCK
     collected = False
@@ -266,7 +269,7 @@ def _take(root: str, patience: float) -> _Taken:
             )
         if ours:
             collected = True
-            gc.collect()  # one that nobody has any more holds nothing
+            gc.collect()  # an unreachable Checkpointer releases its lock
         elif time.monotonic() >= deadline:
             owner = _read_owner(root)
             raise _InUseError(in_use(root, owner), owner)
@@ -274,7 +277,7 @@ def _take(root: str, patience: float) -> _Taken:
             threading.Event().wait(_LOOK_S)
 
 
-def _try(path: Path) -> _Taken | None:
+def _try(path: Path) -> _LockFile | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         locked = _locked(descriptor, path)
@@ -284,12 +287,12 @@ def _try(path: Path) -> _Taken | None:
         found = os.fstat(descriptor)
         identity = found.st_dev, found.st_ino
         if _identity(path) == identity:
-            return _Taken(str(path), descriptor, identity, locked, os.getpid())
+            return _LockFile(str(path), descriptor, identity, locked, os.getpid())
         os.close(descriptor)  # its owner has just deleted it
 
 
 def _locked(descriptor: int, path: Path) -> bool | None:
-    """Lock a file: None if somebody else has, False if the file system cannot."""
+    """Lock a file: None if another process has, False if the file system cannot."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -338,10 +341,10 @@ def _read_owner(root: str | os.PathLike[str]) -> Owner:
     try:
         descriptor = os.open(Path(root) / _OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         with open(descriptor, "rb") as file:
-            return Owner.told(json.loads(file.read(_OWNER_BYTES)))
+            return Owner.parse(json.loads(file.read(_OWNER_BYTES)))
     except UNFIT:
         return _NOBODY_KNOWN
 
 
-def _word(text: str) -> str:
+def _printable(text: str) -> str:
     return text if text.isprintable() else ascii(text)

@@ -20,7 +20,7 @@ def check_dir(given: object) -> None:
 
 
 def check_resume(given: object) -> None:
-    """Raise ``ConfigError`` if ``given`` says nothing about what to resume from."""
+    """Raise ``ConfigError`` if ``given`` is no value of ``resume``."""
     if not isinstance(given, str) or not given:
         raise ConfigError(f"resume must be 'auto', 'never', 'latest' or the path of a checkpoint, not {given!r}.")
 

@@ -1,8 +1,8 @@
-"""What is no tensor in a checkpoint: that it can be read back without running code, told before it is written.
+"""Values in a checkpoint that are no tensors: checks before writing that they can be read without running code.
 
-Torch stores such a leaf of a state dict with ``torch.save`` and reads it with a loader that runs whatever it says. Here
-it is read with ``torch.load(weights_only=True)``: numbers, text, bytes, tensors, and lists, tuples, dicts and sets of
-these. NumPy's numbers are made here from their bytes. Of other types the program has to say that it trusts them:
+Torch stores such a leaf of a state dict with ``torch.save`` and reads it with a loader that can run any code in it.
+Here it is read with ``torch.load(weights_only=True)``: numbers, text, bytes, tensors, and lists, tuples, dicts and sets
+of these. NumPy's numbers are made here from their bytes. Other types the program has to allow:
 ``torch.serialization.add_safe_globals([T])``.
 
 A checkpoint that cannot be read is worth nothing, so what is saved is held against that at the first save. Whether a
@@ -70,14 +70,14 @@ def expect_loadable(name: str, value: Any) -> None:
         ) from error
     if refused is not None:
         raise CheckpointError(
-            f"{name!r} would not load back: it has {refused.what}. {WHY} Save numbers, text or tensors in its place "
+            f"{name!r} would not load back: it has {refused.what}. {WHY} Save numbers, text or tensors instead "
             f"(such as float(x), torch.as_tensor(x)), or allow the type when saving and when restoring: {refused.allow}"
         )
     _loadable.add(names)
 
 
 def _expect_dense(name: str, x: torch.Tensor) -> None:
-    """Refuse a tensor for which torch's distributed checkpoint has no place, also where it would write it."""
+    """Refuse a tensor that torch's distributed checkpoint cannot hold, also where it would write it."""
     if x.is_quantized:
         raise CheckpointError(f"{name!r} would not load back: it is quantized. Save x.dequantize(), or x.int_repr().")
     if x.is_nested or x.layout is not torch.strided:
@@ -105,7 +105,7 @@ def load(name: str, stream: io.BytesIO) -> Any:
 
 
 def _read(stream: io.BytesIO) -> Any:
-    # Torch allows its type by itself. Making one connects this process with others, as the environment says.
+    # Torch allows its type by itself. Making one connects this process with others, by environment variables.
     if _MESH in stream.getvalue():
         raise CheckpointError("it has a DeviceMesh, which is made by connecting ranks")
     # Bytes without any are pickled as a call of ``bytes``, which torch does not take; here it can make nothing else.
@@ -198,9 +198,9 @@ class _Refused:
             names = []
         if names:
             return cls.names(names)
-        told = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).strip() or type(error).__name__
+        text = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).strip() or type(error).__name__
         return cls(
-            f"something that torch refuses ({_printable(told.splitlines()[0][:200])})",
+            f"something that torch refuses ({_printable(text.splitlines()[0][:200])})",
             "torch.serialization.add_safe_globals([TheType])",
         )
 
@@ -218,7 +218,7 @@ def _refused(value: Any) -> _Refused | None:
 
 
 def _refused_tensor(value: torch.Tensor) -> _Refused | None:
-    """The same for a kind of tensor of somebody else's, without its content."""
+    """The same for a tensor subclass of other packages, without its content."""
     stream = io.BytesIO()
     with torch.serialization.skip_data():
         torch.save(value.detach(), stream)

@@ -1,13 +1,13 @@
-"""A process that writes checkpoints, so that training and its interpreter have nothing to do with it.
+"""A process that writes checkpoints, so that writing takes no time of training and its interpreter.
 
-This room keeps the process: starting it, asking it something, and its end. What it is asked, and how it answers, is the
-business of :mod:`stagereg.checkpoint.remote`; here both are bytes.
+This module keeps the process: starting it, sending it requests, and its end. Requests and answers are bytes here;
+:mod:`stagereg.checkpoint.process_writer` makes them.
 
-The process has no port: it is reached over a socket pair. It is started fresh, with a lower priority, without
-accelerators, and in a group of its own, which those who signal the parent's do not reach: the last save may be yet to
-come. It ends with its parent, even if that is killed. If it dies, at whatever moment,
-another one is started and asked again. A wait goes on while it lives and ends when it does not; only a question that
-names a time until which it is to be answered is waited for by the clock, and a process that lets it pass is killed.
+The process is reached over a socket pair, so it has no port. It is started fresh, with a lower priority, without
+accelerators, and in a process group of its own, so that signals to the parent's group do not end it: it may still have
+to write the last save. It ends with its parent, even if that is killed. If it dies, at whatever moment, another one is
+started and gets the request again. A wait goes on while it lives and ends when it does not. Only a request with a
+deadline is bounded by the clock: a process that misses it is killed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _START = (
     "import os, sys; os.nice(int(sys.argv[3])); sys.path[:] = sys.argv[4:]; "
     "from stagereg.checkpoint.process import belong, serve; belong(int(sys.argv[2])); "
     "import torch; torch.set_num_threads(1); "
-    "from stagereg.checkpoint.remote import answer; serve(int(sys.argv[1]), answer); "
+    "from stagereg.checkpoint.process_writer import answer; serve(int(sys.argv[1]), answer); "
     "sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"  # without a second of taking torch apart
 )
 
@@ -81,7 +81,7 @@ class WriterProcess:
     def start(self) -> None:
         """Start it, if it does not run; takes milliseconds, and it is ready some seconds later.
 
-        If it cannot be started, the next question tells.
+        If it cannot be started, the next request raises.
         """
         with self._lock:
             try:
@@ -115,7 +115,7 @@ class WriterProcess:
             except ProcessDiedError as death:
                 raise CheckpointError(
                     f"{death}, and so did the one before, on the same checkpoint. If the system ran out of memory, it "
-                    "ends processes with SIGKILL: the kernel's log tells."
+                    "ends processes with SIGKILL: see the kernel's log (dmesg)."
                 ) from None
 
     def close(self, now: bool = False) -> None:

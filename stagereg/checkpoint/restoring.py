@@ -1,8 +1,8 @@
-"""Choosing a checkpoint to go on from, and loading it into the objects of a run.
+"""Chooses a checkpoint to resume from, and loads it into the objects of a run.
 
-Rank 0 lists what there is, so that all ranks speak of the same one; the content of its files is checked against the
-manifest, each rank taking a share; then every rank reads what it needs. The ranks agree after each part, and nothing
-gets into any object before all of them have read all they need.
+Rank 0 lists the store, so that all ranks use the same list. The content of the files is checked against the manifest,
+each rank taking a share. Then every rank reads what it needs. The ranks agree after each part, and no object changes
+before all ranks have read all they need.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
 import stagereg.checkpoint.sources as sources
 import stagereg.record as record
-from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.choosing import Choice, choice, compared, newest_good
-from stagereg.checkpoint.damage import Condition, told
-from stagereg.checkpoint.layout import MANIFEST, Checkpoint
-from stagereg.checkpoint.place.choice import place_around
-from stagereg.checkpoint.place.protocol import Place
-from stagereg.checkpoint.storage.choice import named
+from stagereg.checkpoint.damage import Condition, damage_lines
+from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
+from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.storage.lookup import named
 from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import open_parent_store
 from stagereg.errors import CheckpointError
 
 __all__ = ["restore"]
@@ -35,16 +35,16 @@ _SHOWN, _LONGEST = 8, 300
 
 
 def restore(
-    place: Place, resume: str, verify: str, state: MutableMapping[str, Any], own: Storage, ranks: Agreement
+    store: CheckpointStore, resume: str, verify: str, state: MutableMapping[str, Any], own: Storage, ranks: RankGroup
 ) -> Checkpoint | None:
     """Load what ``resume`` stands for into the objects and values of ``state``. Collective.
 
     A checkpoint is read through the storage that wrote it: ``own``, the checkpointer's, if it is that one. Of one that
     turns out to be damaged while it is read, nothing has got into any object. ``"auto"`` then goes on to the one
-    before, and says so in the log.
+    before, and logs that.
 
     Args:
-        place: the directory of checkpoints.
+        store: the directory of checkpoints.
         resume: ``"auto"``, ``"latest"`` or the path of a checkpoint.
         verify: ``"full"`` looks at the content of every file first, ``"fast"`` at manifest and sizes.
         state: as given to ``Checkpointer.restore``.
@@ -58,23 +58,23 @@ def restore(
         CheckpointError: on all ranks: what was asked for is not there or damaged; there are checkpoints, and
             ``"auto"`` found none of them good; some rank's objects do not take what was saved.
     """
-    failing = f"Nothing was restored from {place.root}"
-    listed = ranks.together(failing, lambda: choice(place, resume) if ranks.rank == 0 else Choice(()))[0]
+    failing = f"Nothing was restored from {store.root}"
+    listed = ranks.run_on_all(failing, lambda: choice(store, resume) if ranks.rank == 0 else Choice(()))[0]
     damaged = list(listed.damaged)
     if resume == "auto":
         _warn(damaged, ranks)
     known: tuple[Checkpoint | Condition, ...] = (*listed.candidates, *listed.others, *listed.damaged)
     for candidate in listed.candidates:
-        where = place if resume in ("auto", "latest") else place_around(candidate.path)
+        where = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
         condition = Condition(candidate.path, candidate.manifest)
         if verify == "full":
             condition = compared(where, candidate, known, ranks)
         if not condition.damages:
             assign, condition = _read(where, candidate, known, verify, state, own, ranks)
             if assign is not None:
-                ranks.together(f"{candidate.path} could not be restored", assign)
+                ranks.run_on_all(f"{candidate.path} could not be restored", assign)
                 passed = [each for each in damaged if each not in listed.damaged]
-                _tell_fallback(candidate, [*passed, *listed.newer(candidate)], ranks)
+                _log_fallback(candidate, [*passed, *listed.newer(candidate)], ranks)
                 return candidate
         where.distrusted.add(candidate.path)
         damaged.append(condition)
@@ -83,19 +83,19 @@ def restore(
     if not damaged:
         return None
     if resume == "auto":
-        raise CheckpointError(_nothing_good(place, damaged))
-    found = newest_good(place_around(damaged[0].path), listed.others, verify == "full", ranks)
+        raise CheckpointError(_nothing_good(store, damaged))
+    found = newest_good(open_parent_store(damaged[0].path), listed.others, verify == "full", ranks)
     raise CheckpointError(_not_that_one(resume, damaged[0], found))
 
 
 def _read(
-    place: Place,
+    store: CheckpointStore,
     chosen: Checkpoint,
     known: Sequence[Checkpoint | Condition],
     verify: str,
     state: MutableMapping[str, Any],
     own: Storage,
-    ranks: Agreement,
+    ranks: RankGroup,
 ) -> tuple[Callable[[], None] | None, Condition]:
     """Read what this rank needs; what puts it in place, or what is wrong with the files if they cannot be read.
 
@@ -109,13 +109,13 @@ def _read(
     except Exception as error:
         failure = error
     good = Condition(chosen.path, chosen.manifest)
-    # What was just found to be good need not be read again for an error that speaks of what is, or is not, in it.
+    # What was just found to be good need not be read again for an error about what is, or is not, in it.
     in_it = isinstance(failure, CheckpointError) and failure.__cause__ is None
     failed = ranks.exchange(None if failure is None else not in_it)
     if all(each is None for each in failed):
         return assign, good
     if verify != "full" or True in failed:
-        condition = compared(place, chosen, known, ranks)
+        condition = compared(store, chosen, known, ranks)
         if condition.damages:
             return None, condition
 
@@ -123,7 +123,7 @@ def _read(
         if failure is not None:
             raise failure
 
-    ranks.together(f"{chosen.path} could not be restored", fail)
+    ranks.run_on_all(f"{chosen.path} could not be restored", fail)
     return None, good  # not reached: some rank has failed
 
 
@@ -139,8 +139,8 @@ def _load(
             try:
                 entries.assign(state, name, loaded[name])
             except Exception as error:
-                told = f"{name!r} does not take what was saved under its name: {_short(error)}"
-                raise CheckpointError(told) from error
+                damage_lines = f"{name!r} does not take what was saved under its name: {_short(error)}"
+                raise CheckpointError(damage_lines) from error
         if saved_size == size:
             rng.restore(loaded[entries.rng_name(rank)])
         elif rank == 0:
@@ -149,30 +149,30 @@ def _load(
     return assign
 
 
-def _warn(damaged: Sequence[Condition], ranks: Agreement) -> None:
-    """Tell of each, on one rank for all."""
+def _warn(damaged: Sequence[Condition], ranks: RankGroup) -> None:
+    """Log each, on one rank for all."""
     for each in damaged if ranks.rank == 0 else ():
         _log.warning("%s is damaged and passed over:\n%s", each.path, _indented(each))
 
 
-def _tell_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: Agreement) -> None:
-    """Say what is lost by going on from ``chosen`` although others are newer."""
+def _log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGroup) -> None:
+    """Log what is lost by resuming from ``chosen`` although others are newer."""
     if not passed or ranks.rank != 0:
         return
     step = chosen.manifest.step
     newest = max(passed, key=lambda each: -1 if each.step is None else each.step)
     lost = max(0, (newest.step or 0) - step)
-    words = f": {lost} step{'' if lost == 1 else 's'} {'is' if lost == 1 else 'are'} lost" if lost else ""
-    _log.warning("Resumed from step %d, NOT from step %s, which is damaged%s.", step, newest.step, words)
-    record.tell("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
+    text = f": {lost} step{'' if lost == 1 else 's'} {'is' if lost == 1 else 'are'} lost" if lost else ""
+    _log.warning("Resumed from step %d, NOT from step %s, which is damaged%s.", step, newest.step, text)
+    record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
 
 
-def _nothing_good(place: Place, damaged: Sequence[Condition]) -> str:
+def _nothing_good(store: CheckpointStore, damaged: Sequence[Condition]) -> str:
     every = "\n".join(f"  {each.name}: {each}" for each in damaged)
     return (
-        f"There are checkpoints in {place.root}, and none of them is good:\n{every}\n"
+        f"There are checkpoints in {store.root}, and none of them is good:\n{every}\n"
         "Starting from scratch would give the run up, so nothing was done. Put back what is missing, or start from "
-        f"scratch with checkpoint.resume=never. `stagereg verify {shlex.quote(place.root)}` shows them again."
+        f"scratch with checkpoint.resume=never. `stagereg verify {shlex.quote(store.root)}` shows them again."
     )
 
 
@@ -188,11 +188,11 @@ def _not_that_one(resume: str, damaged: Condition, good: Checkpoint | None) -> s
 
 
 def _short(error: Exception) -> str:
-    """What an object says to what it was given, which may name every tensor of a model."""
+    """The start of an object's error about its state, which may name every tensor of a model."""
     lines = [line[:_LONGEST] + " ..." * (len(line) > _LONGEST) for line in str(error).splitlines()]
     more = len(lines) - _SHOWN
     return "\n".join(lines if more <= 0 else [*lines[:_SHOWN], f"and {more} more lines"])
 
 
 def _indented(condition: Condition) -> str:
-    return "\n".join(f"  {line}" for line in told(condition.damages))
+    return "\n".join(f"  {line}" for line in damage_lines(condition.damages))

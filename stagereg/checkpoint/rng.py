@@ -3,7 +3,7 @@
 Python's ``random``, torch's CPU generator, the current accelerator's if there is one, and NumPy's global one if the
 program has imported NumPy. All states are stored as bytes: those of Python and NumPy are tuples that no stager needs to
 understand, and torch returns a new tensor each time, for which a stager would have to make a new plan. Generators that
-the program made itself are its own business: put their states into the saved state.
+the program made itself are not covered: put their states into the saved state.
 
 The bytes are torch's own, and JSON with the words of Python's and NumPy's generators as hexadecimal text, least byte
 first. Older checkpoints have pickles in place of the JSON, which are read with :mod:`stagereg.checkpoint.trusted`.
@@ -28,7 +28,7 @@ __all__ = ["capture", "restore"]
 _PICKLE = b"\x80"
 _MERSENNE = "MT19937"
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
-"""The last places that NumPy's generators have in the block they draw from. NumPy believes what it is told."""
+"""The last index that NumPy's generators may have in the block they draw from. NumPy does not check it."""
 
 
 def _accelerator() -> Any | None:

@@ -1,9 +1,9 @@
 """One save, from the staged copy to the committed checkpoint: what the background thread does, on all ranks at once.
 
-The ranks first tell each other whether they have staged, so a rank that could not leaves nobody waiting. Then the
-storage writes the files, each rank tells the marks of its own (the storage has taken them while it wrote, or the files
-are read once more), and rank 0 commits. Whatever fails, on whichever rank, fails the save on all of them, and the
-hidden directory goes away. The copy is let go of as soon as it is written.
+The ranks first exchange whether they have staged, so that no rank waits for one that could not. Then the storage writes
+the files, each rank sends the marks of its own (the storage has computed them while it wrote, or the files are read
+once more), and rank 0 commits. A failure on any rank fails the save on all of them and deletes the hidden directory.
+The copy is dropped as soon as it is written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,25 +25,25 @@ from torch.futures import Future as TorchFuture
 
 import stagereg.checkpoint.torchfiles as torchfiles
 import stagereg.record as record
-from stagereg.checkpoint.agreement import Agreement
-from stagereg.checkpoint.layout import FileMark, new_token
-from stagereg.checkpoint.place.protocol import Place
-from stagereg.checkpoint.place.retry import within
-from stagereg.checkpoint.points import reach
+from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.manifest import FileMark, new_token
 from stagereg.checkpoint.process import WriterProcess
-from stagereg.checkpoint.remote import ProcessWriter
-from stagereg.checkpoint.storage.choice import name_of
-from stagereg.checkpoint.storage.protocol import Storage
-from stagereg.checkpoint.storage.telling import TellingWriter
+from stagereg.checkpoint.process_writer import ProcessWriter
+from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.storage.forwarding import ForwardingWriter
+from stagereg.checkpoint.storage.lookup import name_of
+from stagereg.checkpoint.storage.protocol import MarksFiles, Storage
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.retry import within
 from stagereg.checkpoint.structure import leaves
 from stagereg.errors import CheckpointError
 
-__all__ = ["Outcome", "Save", "carry_out"]
+__all__ = ["Save", "SaveResult", "carry_out"]
 
 T = TypeVar("T")
 
 _RANK_FILE = re.compile(r"__(\d+)_")
-_TRYING = 0.5  # of the time-out; then it is time to clear away, and to tell why
+_TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Save:
     Attributes:
         step: the training step.
         staged: the copy, or the promise of one.
-        failure: why there is no good copy, if this rank could not stage; its training loop has been told already. Text,
+        failure: why there is no good copy, if this rank could not stage; its training loop has raised it already. Text,
             since the training loop is still busy with the error itself.
         settled: set when the training loop has done its part, and ``failure`` is as it will be.
         began: when the stager was asked to copy (``record.now``).
@@ -62,7 +62,9 @@ class Save:
         at: what this rank is doing for it, for messages.
         waits: whether that is waiting for other ranks.
         until: when it has to be complete, on ``time.monotonic``.
-        abandoned: set when nobody waits for it any more; then it is not committed.
+        abandoned: set when the save has been given up; then it is not committed.
+        release: called with the copy when it has been written; the stager's, if it has one. A copy that could not be
+            written is dropped.
     """
 
     step: int
@@ -76,7 +78,8 @@ class Save:
     waits: bool = False
     until: float = math.inf
     abandoned: bool = False
-    _told: bool = False
+    release: Callable[[dict[str, Any]], None] = lambda copy: None
+    _recorded: bool = False
 
     def now(self, at: str) -> None:
         """Note what this rank is doing from now on, which is ``waiting for the others`` or its own work."""
@@ -92,16 +95,15 @@ class Save:
         self.copied = self.copied or record.now()
 
     def take(self) -> dict[str, Any]:
-        """Return all that is to be written and let go of it. Raises: what kept this rank from staging."""
+        """Return the copy and let go of it. Raises: what kept this rank from staging."""
         staged, self.staged = self.staged, {}
         if self.failure is not None:
             raise CheckpointError(self.failure)
         ready = staged.result() if isinstance(staged, Future) else staged
         if isinstance(staged, Future):
             self.complete()
-        entries = {**ready, **torchfiles.skeletons(ready)}
         self.nbytes = _tensor_bytes(ready)
-        return entries
+        return ready
 
     def settle(self) -> None:
         """Wait for the training loop, whose stager may have waited for the writer. Raises as :meth:`take` does."""
@@ -109,16 +111,16 @@ class Save:
         if self.failure is not None:
             raise CheckpointError(self.failure)
 
-    def tell_copied(self) -> None:
+    def record_copied(self) -> None:
         """Record the copy, once, if there is a complete one."""
-        if self.copied and self.nbytes is not None and not self._told:
-            self._told = True
+        if self.copied and self.nbytes is not None and not self._recorded:
+            self._recorded = True
             seconds = self.copied - self.began
-            record.tell("stage", step=self.step, start=self.began, seconds=seconds, bytes=self.nbytes)
+            record.emit("stage", step=self.step, start=self.began, seconds=seconds, bytes=self.nbytes)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveResult:
     """What one committed save was on this rank.
 
     Attributes:
@@ -136,14 +138,14 @@ class Outcome:
 
 def carry_out(
     save: Save,
-    place: Place,
+    store: CheckpointStore,
     keep: int,
     storage: Storage,
     plans: torchfiles.Plans,
-    ranks: Agreement,
+    ranks: RankGroup,
     process: WriterProcess | None = None,
-) -> Outcome:
-    """Write one save through ``storage`` and commit it in ``place``, keeping the ``keep`` newest. Collective.
+) -> SaveResult:
+    """Write one save through ``storage`` and commit it in ``store``, keeping the ``keep`` newest. Collective.
 
     The storage writes in ``process``, if there is one.
 
@@ -151,41 +153,44 @@ def carry_out(
         CheckpointError: on all ranks, if it failed on any.
     """
     failing = f"Step {save.step} was not saved"
+    copies: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
 
     def ready() -> tuple[int, str]:
-        state.update(save.take())
-        reach("staged")
+        copies.append(save.take())
+        state.update({**copies[0], **torchfiles.skeletons(copies[0])})
+        failpoint("staged")
         save.now("waiting for the others to stage")
         return save.step, new_token()
 
     save.now("waiting for its copy")
-    posts = ranks.together(failing, ready)
-    reach("agreed")
+    posts = ranks.run_on_all(failing, ready)
+    failpoint("agreed")
     began = record.now()
     if len({step for step, _ in posts}) > 1:
         raise CheckpointError(f"The ranks saved different steps at the same time: {[step for step, _ in posts]}.")
-    written = place.temporary(save.step, posts[0][1])
+    written = store.temporary(save.step, posts[0][1])
     try:
         writer = _Watched(storage if process is None else ProcessWriter(storage, process, save.until), save, ranks)
         with within(_TRYING * (save.until - time.monotonic())):
             torchfiles.write(state, written, writer, plans, ranks.group, failing)
             state.clear()
-            ranks.together(failing, save.settle)
-            save.tell_copied()
-            nbytes = _commit(failing, place, written, save, keep, storage, ranks)
+            save.release(copies.pop())
+            ranks.run_on_all(failing, save.settle)
+            save.record_copied()
+            nbytes = _commit(failing, store, written, save, keep, storage, ranks)
     except BaseException:
         if ranks.rank == 0:
             with within(save.until - time.monotonic()):
-                place.discard(written)
+                store.discard(written)
         raise
-    return Outcome(save.nbytes or 0, nbytes, began, record.now() - began)
+    return SaveResult(save.nbytes or 0, nbytes, began, record.now() - began)
 
 
-class _Watched(TellingWriter):
+class _Watched(ForwardingWriter):
     """Notes when this rank makes ready to write, when it writes, and when it waits for the others to have written."""
 
-    def __init__(self, inner: StorageWriter, save: Save, ranks: Agreement) -> None:
+    def __init__(self, inner: StorageWriter, save: Save, ranks: RankGroup) -> None:
         super().__init__(inner)
         self._save, self._ranks = save, ranks
 
@@ -205,48 +210,50 @@ class _Watched(TellingWriter):
         self._save.now("waiting for the others")
 
 
-def _commit(failing: str, place: Place, written: str, save: Save, keep: int, storage: Storage, ranks: Agreement) -> int:
+def _commit(
+    failing: str, store: CheckpointStore, written: str, save: Save, keep: int, storage: Storage, ranks: RankGroup
+) -> int:
     """Publish what is written, and return the bytes of this rank's files."""
 
     def look() -> dict[str, FileMark]:
         save.now("looking at its files")
-        reach("written")
-        return save.then_wait(_marks(place, written, storage, ranks.rank))
+        failpoint("written")
+        return save.then_wait(_marks(store, written, storage, ranks.rank))
 
     def go_on() -> None:
-        reach("marked")
+        failpoint("marked")
         if save.abandoned:
-            raise CheckpointError("it took too long, and nobody waits for it any more")
+            raise CheckpointError("it took too long and was given up")
 
-    marks = ranks.together(failing, look)
+    marks = ranks.run_on_all(failing, look)
     files: dict[str, FileMark] = {name: mark for share in marks for name, mark in share.items()}
-    ranks.together(failing, go_on)  # first, or rank 0 may commit what another rank has given up
+    ranks.run_on_all(failing, go_on)  # first, or rank 0 may commit what another rank has given up
 
     def publish() -> None:
         if ranks.rank == 0:
             save.now("committing")
-            files.update({name: place.mark(written, name) for name in place.files(written) if name not in files})
-            place.publish(written, save.step, ranks.size, name_of(storage), files, keep)
+            files.update({name: store.mark(written, name) for name in store.files(written) if name not in files})
+            store.publish(written, save.step, ranks.size, name_of(storage), files, keep)
 
-    ranks.together(failing, publish)
-    reach("ended")
+    ranks.run_on_all(failing, publish)
+    failpoint("ended")
     return sum(mark.bytes for mark in marks[ranks.rank].values())
 
 
-def _marks(place: Place, written: str, storage: Storage, rank: int) -> dict[str, FileMark]:
+def _marks(store: CheckpointStore, written: str, storage: Storage, rank: int) -> dict[str, FileMark]:
     """Return the marks of what this rank wrote.
 
     A file that the storage has not marked is flushed and read, by the rank that torch has named it after. What is left,
     such as metadata, is rank 0's.
     """
-    known: Mapping[str, FileMark] = getattr(storage, "marks", {})
-    there = place.files(written)
+    known: Mapping[str, FileMark] = storage.marks if isinstance(storage, MarksFiles) else {}
+    there = store.files(written)
     lost = sorted(known.keys() - there)
     if lost:
         raise CheckpointError(f"{written} has lost what was just written there: {', '.join(lost)}")
     marks = {name: known[name] for name in there if name in known}
     own = [name for name in there if name not in known and _names(name, rank)]
-    return {**marks, **{name: place.mark(written, name) for name in own}}
+    return {**marks, **{name: store.mark(written, name) for name in own}}
 
 
 def _names(file: str, rank: int) -> bool:

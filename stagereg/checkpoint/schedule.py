@@ -6,7 +6,7 @@
 1. The first save comes after ten steps, of a fresh run and of a resumed one: the first few steps compile, allocate and
    warm up, and their median over ten is that of a usual step; and ten steps are little to do once more.
 2. The second save comes ten steps later, or when the first is written on all ranks, if that takes longer: a first save
-   takes new memory and plans its files, so only a second one tells what later ones cost. Then there is a plan.
+   takes new memory and plans its files, so only a second one shows what later ones cost. Then there is a plan.
 3. After each save the plan is made anew from the last few: what they held the loop for, by how much the steps beside
    them were slower, how old each was when it was complete, and the time of an undisturbed step. The next save is at
    most ten times as many steps away as were measured, since the first steps of a run may be unlike the later ones: on
@@ -16,7 +16,7 @@ Each rank makes its own plan, and the greatest holds for all: that of the rank t
 wait. The ranks exchange these numbers in every save, on a group of their own and without waiting: the result is taken
 up at the next call, so all ranks always know the same next step.
 
-The room of :mod:`stagereg.checkpoint.checkpointer` calls all this; nothing here saves.
+:class:`.Checkpointer` calls all this; nothing here saves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from statistics import median
 
 import stagereg.checkpoint.interval as interval
 import stagereg.record as record
-from stagereg.checkpoint.agreement import Agreement
+from stagereg.checkpoint.rank_group import RankGroup
 
 __all__ = ["Automatic", "Fixed", "Schedule"]
 
@@ -98,7 +98,7 @@ class Automatic(Schedule):
         clock: seconds, ever growing.
     """
 
-    def __init__(self, mtbf_s: float, ranks: Agreement, clock: Callable[[], float] = record.now) -> None:
+    def __init__(self, mtbf_s: float, ranks: RankGroup, clock: Callable[[], float] = record.now) -> None:
         self._mtbf_s = mtbf_s
         self._ranks = ranks
         self._clock = clock
@@ -119,17 +119,17 @@ class Automatic(Schedule):
         self._begun = 0  # on the training thread, so that neither counter needs a lock
         self._ended = 0  # on another
         self._measured = 0
-        self._told = 0
+        self._logged = 0
 
     @property
     def every(self) -> int:
         """The present interval in steps. Waits until the ranks have agreed, which they have but for an instant."""
-        self._hear()
+        self._take_answer()
         return self._every
 
     def due(self, step: int) -> bool:
         """Whether the step that all ranks have agreed upon has come; measures the step that has ended."""
-        self._hear()
+        self._take_answer()
         self._measure(step)
         if self._next is None:
             self._next = max(step - 1, 0) + _FIRST_STEPS
@@ -139,7 +139,7 @@ class Automatic(Schedule):
         """Whether the first save is still being written on some rank: then look again after twice as many steps."""
         if self._saves != 1:
             return False
-        (busy,) = self._ranks.greatest([float(self._under_way() > 0)])()
+        (busy,) = self._ranks.max_async([float(self._under_way() > 0)])()
         self._since = self._clock()
         if busy:
             self._next = step + max(1, step - self._saved)
@@ -152,7 +152,7 @@ class Automatic(Schedule):
 
     def held(self, step: int, seconds: float) -> None:
         """Take notice of what a save has held the loop for, and begin to agree on the next. Collective."""
-        self._hear()
+        self._take_answer()
         if self._saves == 1:
             self._stalls.clear()  # of the first save, which took longer than others do
         self._stalls.append(seconds)
@@ -164,7 +164,7 @@ class Automatic(Schedule):
         self._saved = step
         self._next = step + self._every
         if self._saves > 1:
-            self._answer = self._ranks.greatest(self._plan())
+            self._answer = self._ranks.max_async(self._plan())
         self._step, self._since, self._quiet = step, self._clock(), self._under_way() == 0
 
     def ended(self, age: float | None) -> None:
@@ -175,7 +175,7 @@ class Automatic(Schedule):
 
     def restored(self, step: int) -> None:
         """Save next after the steps of the present plan, or after the first ones where there is none."""
-        self._hear()
+        self._take_answer()
         self._next = step + self._every
         self._step, self._since = step, None
 
@@ -194,7 +194,7 @@ class Automatic(Schedule):
         return self._begun - self._ended
 
     def _plan(self) -> list[float]:
-        """This rank's interval in steps, 0 where it cannot tell, what it comes from, and how many steps it has seen."""
+        """This rank's interval in steps, 0 if unknown, what it comes from, and how many steps it has seen."""
         cost = median(self._stalls) + (median(self._slowdowns) if self._slowdowns else 0.0)
         write = max(self._ages, default=self._clock() - self._first_began)
         step_s = median(self._undisturbed or self._beside or [0.0])
@@ -204,7 +204,7 @@ class Automatic(Schedule):
         steps = interval.in_steps(interval.best(cost, self._mtbf_s, write), step_s, least)
         return [float(steps), cost, write, step_s, float(self._measured)]
 
-    def _hear(self) -> None:
+    def _take_answer(self) -> None:
         """Take up what the ranks have agreed upon, if they were asked."""
         if self._answer is None:
             return
@@ -212,9 +212,9 @@ class Automatic(Schedule):
         steps, cost, write, step_s, measured = answer()
         self._every = int(min(steps, _FORESIGHT * max(measured, 1))) or self._every
         self._next = self._saved + self._every
-        record.tell("plan", step=self._saved, every=self._every, cost=cost, write=write, step_seconds=step_s)
-        if self._ranks.rank == 0 and not 2 / 3 < self._every / (self._told or 1) < 3 / 2:
-            self._told = self._every
+        record.emit("plan", step=self._saved, every=self._every, cost=cost, write=write, step_seconds=step_s)
+        if self._ranks.rank == 0 and not 2 / 3 < self._every / (self._logged or 1) < 3 / 2:
+            self._logged = self._every
             _log.info(
                 "stagereg: saves every %d steps: a checkpoint costs %.3g s and is written after %.3g s, a step takes "
                 "%.3g s, and a failure is expected every %.3g h",

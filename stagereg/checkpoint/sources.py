@@ -2,8 +2,8 @@
 
 Nearly everything has one entry under its own name, from which every rank reads what it needs: of a ``DTensor`` its own
 shard, however many ranks it was sharded over. A ``ZeroRedundancyOptimizer`` has an entry per rank that saved it
-(:mod:`stagereg.checkpoint.zero`); a rank reads of each the state of those parameters that are its own now. The same
-numbers make ZeRO and the optimizer class inside it interchangeable: one restores what the other saved.
+(:mod:`stagereg.checkpoint.zero_shards`); a rank reads of each the state of those parameters that are its own now. The
+same numbers make ZeRO and the optimizer class inside it interchangeable: one restores what the other saved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.torchfiles as torchfiles
-import stagereg.checkpoint.zero as zero
+import stagereg.checkpoint.zero_shards as zero_shards
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError, nearest
 
@@ -64,8 +64,8 @@ def read(
         for entry in found:
             live |= entries.sharded(entry, state[name])
     values = torchfiles.read(storage, path, wanted, live)
-    told = {name: _joined(state[name], name, {e: values[e] for e in found}) for name, found in taken.items()}
-    return {**told, **{entry: values[entry] for entry in own}}
+    joined = {name: _joined(state[name], name, {e: values[e] for e in found}) for name, found in taken.items()}
+    return {**joined, **{entry: values[entry] for entry in own}}
 
 
 def parts(storage: Storage, path: str, saved_size: int) -> dict[str, dict[str, Any]]:
@@ -77,11 +77,11 @@ def parts(storage: Storage, path: str, saved_size: int) -> dict[str, dict[str, A
     """
     there = [name for name in torchfiles.entry_names(storage, path) if name.split(".")[0] != entries.RESERVED]
     shapes = torchfiles.shapes(storage, path, there)
-    found = {name: {name: shape} for name, shape in shapes.items() if not zero.is_shard(shape)}
+    found = {name: {name: shape} for name, shape in shapes.items() if not zero_shards.is_shard(shape)}
     sharded = {name.rpartition(".rank")[0] for name in shapes.keys() - found.keys()}
     for name in sharded:
-        shards = {e: shapes[e] for e in _shards(name, set(there), saved_size) if zero.is_shard(shapes[e])}
-        found[name], _ = zero.dealt(shards, {number for shape in shards.values() for number in shape["state"]})
+        shards = {e: shapes[e] for e in _shards(name, set(there), saved_size) if zero_shards.is_shard(shapes[e])}
+        found[name], _ = zero_shards.dealt(shards, {number for shape in shards.values() for number in shape["state"]})
     return dict(sorted(found.items()))
 
 
@@ -100,7 +100,7 @@ def read_part(storage: Storage, path: str, name: str, found: Mapping[str, Any]) 
 def listed(names: Sequence[str]) -> str:
     """Return the names of a checkpoint's entries for a message, of many the first: there may be some of each rank."""
     more = len(names) - _SHOWN
-    # Somebody else may have given them: no longer than a line, and nothing that a terminal would take for a command.
+    # The names may come from elsewhere: no longer than a line, and no control sequence of a terminal.
     shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:_SHOWN]]
     shown += [f"and {more} more"] if more > 0 else []
     return ", ".join(shown) or "an empty state"
@@ -133,10 +133,10 @@ def _lying(name: str, value: Any, shards: list[str], there: set[str], rank: int,
 
 def _suffices(optimizer: ZeroRedundancyOptimizer, shapes: list[Any]) -> bool:
     """Whether all that this rank owns is in what it looked into, as it is unless the parameters are dealt otherwise."""
-    if not zero.is_shard(shapes[0]):
+    if not zero_shards.is_shard(shapes[0]):
         return True
     owned = set().union(*(shape["state"] for shape in shapes))
-    return owned.issuperset(zero.numbers(optimizer))
+    return owned.issuperset(zero_shards.numbers(optimizer))
 
 
 def _taken(name: str, value: Any, shapes: dict[str, Any]) -> dict[str, Any]:
@@ -144,19 +144,19 @@ def _taken(name: str, value: Any, shapes: dict[str, Any]) -> dict[str, Any]:
     sharded = isinstance(value, ZeroRedundancyOptimizer)
     if not sharded and (name in shapes or not isinstance(value, Optimizer)):
         return shapes
-    own = zero.numbers(value) if sharded else range(sum(len(group["params"]) for group in value.param_groups))
+    own = zero_shards.numbers(value) if sharded else range(sum(len(group["params"]) for group in value.param_groups))
     if name in shapes:
-        if not zero.is_whole(shapes[name]):
+        if not zero_shards.is_whole(shapes[name]):
             raise CheckpointError(f"{name!r} is a ZeroRedundancyOptimizer, and what was saved is no optimizer's state.")
-        return {name: zero.cut(shapes[name], own)}
-    if not all(map(zero.is_shard, shapes.values())):
+        return {name: zero_shards.cut(shapes[name], own)}
+    if not all(map(zero_shards.is_shard, shapes.values())):
         if sharded and len(shapes) == 1:
             return shapes
         raise CheckpointError(
             f"{name!r} was saved as each rank's own part by an older version, which as many ranks can restore into a "
             "ZeroRedundancyOptimizer; save it again from there."
         )
-    taken, missing = zero.dealt(shapes, own)
+    taken, missing = zero_shards.dealt(shapes, own)
     if missing:
         raise CheckpointError(
             f"{name!r}: of {len(own)} parameters {len(missing)} are in no rank's part, the first being number "
@@ -170,4 +170,4 @@ def _joined(value: Any, name: str, found: dict[str, Any]) -> Any:
     if name in found:
         return found[name]
     parts = list(found.values())
-    return zero.merged(parts) if zero.is_shard(parts[0]) else zero.whole(value, parts[0])
+    return zero_shards.merged(parts) if zero_shards.is_shard(parts[0]) else zero_shards.whole(value, parts[0])

@@ -56,7 +56,7 @@ def _skeleton(value: Any, name: str, depth: int = 0) -> Any:
 
 
 def _expect_key(key: Any, name: str) -> None:
-    # What other keys pickle names is tried out, see below; of tuples it says nothing.
+    # The names that other keys' pickles have are checked below; those of tuples are not.
     if isinstance(key, (tuple, frozenset)):
         try:
             trusted.expect_key(key, trusted.allowed_by_user().trusted)
@@ -92,7 +92,7 @@ def _expect_loadable(data: bytes, bones: Any, name: str) -> None:
             if type(container) not in known:
                 kind = f"{type(container).__module__}.{type(container).__qualname__}"
                 raise CheckpointError(
-                    f"{path!r} would not load back: it is a {kind}. {pickled.WHY} Save a dict in its place, or allow "
+                    f"{path!r} would not load back: it is a {kind}. {pickled.WHY} Save a dict instead, or allow "
                     f"the type when saving and when restoring: torch.serialization.add_safe_globals([{kind}])"
                 ) from error
         raise CheckpointError(f"{name!r} would not load back: of its containers, {error}.") from error
@@ -119,7 +119,7 @@ def load(data: Any) -> Any:
 
 
 def _expect_skeleton(bones: Any) -> None:
-    """Refuse what is none: other leaves, and containers in several places, whose walk could go on forever."""
+    """Refuse what is none: other leaves, and containers that occur twice, whose walk could go on forever."""
     seen: set[int] = set()
     left = [(bones, 0)]
     while left:
@@ -147,7 +147,7 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def leaf_names(skeleton: Any, name: str) -> Iterator[str]:
-    """Yield the dotted name of each leaf that the skeleton of an entry called ``name`` has room for."""
+    """Yield the dotted name of each leaf in the skeleton of an entry called ``name``."""
     if skeleton is ...:
         yield name
         return

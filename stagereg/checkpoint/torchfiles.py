@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 import stagereg.checkpoint.pickled as pickled
 import stagereg.checkpoint.structure as structure
-from stagereg.checkpoint.agreement import reason, reasons
 from stagereg.checkpoint.entries import RESERVED
+from stagereg.checkpoint.rank_group import reason, reasons
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError
 
@@ -166,11 +166,11 @@ def read(storage: Storage, path: str, wanted: Mapping[str, Any], live: Mapping[s
     """
     reader = storage.reader(path)
     metadata = reader.read_metadata()
-    rooms: dict[str, Any] = {}
+    templates: dict[str, Any] = {}
     for name, skeleton in wanted.items():
         for leaf in structure.leaf_names(skeleton, name):
-            rooms[leaf] = _room(metadata, leaf, live.get(leaf, live.get(leaf.rpartition(".")[0])))
-    values = _load(reader, rooms)
+            templates[leaf] = _template(metadata, leaf, live.get(leaf, live.get(leaf.rpartition(".")[0])))
+    values = _load(reader, templates)
     return {name: structure.rebuild(skeleton, name, values) for name, skeleton in wanted.items()}
 
 
@@ -188,10 +188,10 @@ def kinds(storage: Storage, path: str) -> dict[str, torch.Tensor | None]:
 def read_leaves(storage: Storage, path: str, names: Iterable[str]) -> dict[str, Any]:
     """Read single leaves by dotted name, whole, in this process alone."""
     metadata = storage.reader(path).read_metadata()
-    return _load(storage.reader(path), {name: _room(metadata, name, None) for name in names})
+    return _load(storage.reader(path), {name: _template(metadata, name, None) for name in names})
 
 
-def _room(metadata: Metadata, leaf: str, live: Any) -> torch.Tensor | None:
+def _template(metadata: Metadata, leaf: str, live: Any) -> torch.Tensor | None:
     """Memory for one leaf: sharded as ``live`` is, whatever number of ranks it was sharded over when it was saved."""
     saved = metadata.state_dict_metadata[leaf]
     if not isinstance(saved, TensorStorageMetadata):

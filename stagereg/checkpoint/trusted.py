@@ -4,7 +4,7 @@ A pickle is a program for a small stack machine, which can call whatever the fil
 instructions that make plain data, and a *vocabulary*: what each name in a file stands for. A name is never looked up
 anywhere else and nothing is imported for it. What may be called is a :class:`Maker` of the vocabulary, never
 an object that the file itself has made; an object of a class of torch's becomes a :class:`Record`, which holds what the
-file says about it, and whose reader checks that and builds the object itself.
+file has about it, and whose reader checks that and builds the object itself.
 
 The instructions are those of Python's ``pickletools``, protocols 2 to 5, without persistent ids, extension codes,
 out-of-band buffers and the text forms of protocol 0. Nothing is allocated for a length that a file only claims to have,
@@ -68,7 +68,7 @@ class Factory:
 
 
 class Record:
-    """What a file says about one object: the dotted path of its class, the arguments of its making, its state."""
+    """What a file has about one object: the dotted path of its class, the arguments of its making, its state."""
 
     __slots__ = ("args", "path", "state")
 
@@ -100,7 +100,7 @@ class Vocabulary:
 
 
 def loads(data: bytes, vocabulary: Vocabulary) -> Any:
-    """Return what a pickle holds, if it is data in the words of ``vocabulary``.
+    """Return what a pickle holds, if it is data in the names of ``vocabulary``.
 
     Raises:
         CheckpointError: it is not, with the name that it asked for, or it is damaged.
@@ -119,8 +119,8 @@ def allowed_by_user() -> Vocabulary:
     Not what torch allows there by itself for its tensors: making a ``DeviceMesh`` connects this process with others.
     """
     names: dict[str, Any] = {}
-    for told in torch.serialization.get_safe_globals():
-        what, path = told if isinstance(told, tuple) else (told, f"{told.__module__}.{told.__qualname__}")
+    for entry in torch.serialization.get_safe_globals():
+        what, path = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
         if path.startswith(_TORCHS_OWN):
             continue
         names[path] = Maker(path, what, _bare(what) if isinstance(what, type) else None)
@@ -236,7 +236,7 @@ class _Machine:
         for _ in range(_CHAINED if len(places) == len(inner) else 0):
             reached += len(layer)
             layer = [value for each in layer for value in each.values() if type(value) is defaultdict]
-        if reached < len(self.chained):  # too deep, in a circle, or in several places
+        if reached < len(self.chained):  # too deep, in a circle, or used twice
             raise CheckpointError("its pickle has mappings nested in a way that plain data does not need")
 
     def take_chains_apart(self) -> None:

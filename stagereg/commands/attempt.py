@@ -1,7 +1,7 @@
-"""Start a trial in a process of its own, listen to it, and end it when it hangs: whatever a plugin does costs one row.
+"""Runs a trial in a process of its own and ends it when it hangs: a plugin that crashes costs one row.
 
-A process that dies or hangs is told by its last words, its stack among them, and another one goes on after what it was
-trying. What a trial does and says is in ``trial``.
+A process that dies or hangs is reported with its last output, its stack included, and another one goes on after what it
+was trying. What a trial does is in ``check_trial``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from stagereg.commands.subject import Job, Row
-from stagereg.crash_report import innermost, signal_name
+from stagereg.commands.target import CheckJob, CheckRow
+from stagereg.crash_report import innermost_frame, signal_name
 from stagereg.errors import ConfigError
 
 __all__ = ["Section", "run"]
@@ -36,7 +36,7 @@ _PATIENCE = 4
 """How often a component may hang or end its process until the rest is left out: each time costs a limit, or a start."""
 _LAST_WORDS = 4
 """Lines of what a process that died has printed last."""
-_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from stagereg.commands import trial; "
+_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from stagereg.commands import check_trial; "
 
 
 @dataclass
@@ -52,12 +52,12 @@ class Section:
 
     title: str
     origin: str = ""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CheckRow] = field(default_factory=list)
     deaths: int = 0
 
 
 def run(
-    job: Job, options: Mapping[str, Any], limit_s: float, trying: Callable[[str], None] = lambda what: None
+    job: CheckJob, options: Mapping[str, Any], limit_s: float, trying: Callable[[str], None] = lambda what: None
 ) -> list[Section]:
     """Try all of ``job``, in as many processes as it takes.
 
@@ -65,7 +65,7 @@ def run(
         job: what to try.
         options: of a stager that is built without a contract's help.
         limit_s: seconds that each thing may take.
-        trying: told each thing before it is tried.
+        trying: called with each promise before it is tried.
 
     Raises:
         ConfigError: the component does not take these options.
@@ -77,78 +77,85 @@ def run(
 
 
 def _go_on(
-    job: Job,
+    job: CheckJob,
     options: Mapping[str, Any],
     limit_s: float,
     trying: Callable[[str], None],
     sections: dict[str, Section],
 ) -> bool:
-    """Run one process and add what it tells; return whether another one has to go on after it."""
+    """Run one process and add its results; return whether another one has to go on after it."""
     tried = [(s.title, row.name, row.verdict != "broken") for s in sections.values() for row in s.rows]
     given_up = [section.title for section in sections.values() if section.deaths >= _PATIENCE]
-    with tempfile.TemporaryFile() as stacks, tempfile.TemporaryFile() as words, _leash() as leash:
-        process, pipe = _start(job, options, (tried, given_up), stacks, words, leash)
+    with tempfile.TemporaryFile() as stacks, tempfile.TemporaryFile() as printed, _leash() as leash:
+        process, pipe = _start(job, options, (tried, given_up), stacks, printed, leash)
         section, attempt, begun, limit = Section(job.title), {}, 0, _START_S
         try:
-            for told in _listen(process, pipe, limit_s):
+            for message in _listen(process, pipe, limit_s):
                 limit = limit_s
-                if told["say"] == "section":
-                    section = sections.setdefault(told["section"], Section(told["section"], told["origin"]))
-                elif told["say"] == "trying":
-                    attempt = told
-                    begun = int(told["printed"])
-                    trying(f"{told['section']}: {told['promise']}")
-                elif told["say"] == "outcome":
+                if message["event"] == "section":
+                    section = sections.setdefault(message["section"], Section(message["section"], message["origin"]))
+                elif message["event"] == "trying":
+                    attempt = message
+                    begun = int(message["printed"])
+                    trying(f"{message['section']}: {message['promise']}")
+                elif message["event"] == "outcome":
                     attempt = {}
-                    section.rows.append(Row(told["name"], told["promise"], told["verdict"], told["seen"]))
-                elif told["say"] == "refused":
-                    raise ConfigError(told["why"])
-                elif told["say"] == "end":
+                    section.rows.append(
+                        CheckRow(message["name"], message["promise"], message["verdict"], message["seen"])
+                    )
+                elif message["event"] == "refused":
+                    raise ConfigError(message["why"])
+                elif message["event"] == "end":
                     # Whose thread it is that holds it up is not known, where it has tried several.
                     sections.setdefault(job.title, section).rows.extend(_ended(process, stacks))
                     return False
-            seen = _fate(process, stacks, words, begun, limit)
+            seen = _fate(process, stacks, printed, begun, limit)
         finally:
             _end(process)
             os.close(pipe)
     sections.setdefault(section.title, section).deaths += 1
     if not attempt:
-        section.rows.append(Row("runs", "It leaves the process that uses it alone.", "broken", seen))
+        section.rows.append(CheckRow("runs", "It leaves the process that uses it alone.", "broken", seen))
         return False
-    section.rows.append(Row(attempt["name"], attempt["promise"], "broken", seen))
+    section.rows.append(CheckRow(attempt["name"], attempt["promise"], "broken", seen))
     return True
 
 
 def _start(
-    job: Job, options: Mapping[str, Any], known: tuple[object, object], stacks: IO[bytes], words: IO[bytes], leash: int
+    job: CheckJob,
+    options: Mapping[str, Any],
+    known: tuple[object, object],
+    stacks: IO[bytes],
+    printed: IO[bytes],
+    leash: int,
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a process with this one's ``sys.path``, in a group of its own; return it and what it speaks through.
+    """Start a process with this one's ``sys.path``, in a group of its own; return it and the pipe of its messages.
 
     ``leash`` is one end of a pipe: when the other is closed, as by the end of this process, that one ends.
     """
-    ear, mouth = os.pipe()
+    reader, writer = os.pipe()
     path = [folder or os.getcwd() for folder in sys.path]
-    told = [
-        str(mouth),
+    message = [
+        str(writer),
         str(stacks.fileno()),
         str(leash),
         *map(json.dumps, (dataclasses.asdict(job), dict(options), *known)),
     ]
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"{_CHILD}trial.main(sys.argv[1:])", json.dumps(path), *told],
+            [sys.executable, "-P", "-c", f"{_CHILD}check_trial.main(sys.argv[1:])", json.dumps(path), *message],
             stdin=subprocess.DEVNULL,
-            stdout=words,
-            stderr=words,
-            pass_fds=(mouth, stacks.fileno(), leash),
+            stdout=printed,
+            stderr=printed,
+            pass_fds=(writer, stacks.fileno(), leash),
             start_new_session=True,
         )
     except BaseException:
-        os.close(ear)
+        os.close(reader)
         raise
     finally:
-        os.close(mouth)
-    return process, ear
+        os.close(writer)
+    return process, reader
 
 
 @contextlib.contextmanager
@@ -162,8 +169,8 @@ def _leash() -> Iterator[int]:
 
 
 def _listen(process: subprocess.Popen[bytes], pipe: int, limit_s: float) -> Iterator[dict[str, str]]:
-    """Yield what the process tells until it ends, or says nothing for so many seconds."""
-    heard = b""
+    """Yield the messages of the process until it ends, or sends none for so many seconds."""
+    rest = b""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
         gone = process.poll() is not None
@@ -178,14 +185,17 @@ def _listen(process: subprocess.Popen[bytes], pipe: int, limit_s: float) -> Iter
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
             return
-        *lines, heard = (heard + more).split(b"\n")
+        *lines, rest = (rest + more).split(b"\n")
         for line in lines:
             yield json.loads(line)
         deadline = time.monotonic() + limit_s
 
 
-def _fate(process: subprocess.Popen[bytes], stacks: IO[bytes], words: IO[bytes], begun: int, limit_s: float) -> str:
-    """Say how a process ended that had more to do, or that it did not; ``words`` are its own from ``begun`` on."""
+def _fate(process: subprocess.Popen[bytes], stacks: IO[bytes], printed: IO[bytes], begun: int, limit_s: float) -> str:
+    """Describe how a process ended before it was done, or that it hangs.
+
+    Its ``printed`` output counts from ``begun``.
+    """
     code = process.poll()
     if code is None:
         with contextlib.suppress(ProcessLookupError):
@@ -193,13 +203,13 @@ def _fate(process: subprocess.Popen[bytes], stacks: IO[bytes], words: IO[bytes],
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_LINGER_S)
         return f"it hung: still running after {limit_s:g} s{_place(stacks)}"
-    words.seek(begun)
-    last = [line for line in words.read().decode(errors="replace").splitlines() if line.strip()][-_LAST_WORDS:]
+    printed.seek(begun)
+    last = [line for line in printed.read().decode(errors="replace").splitlines() if line.strip()][-_LAST_WORDS:]
     how = f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     return "\n".join([f"the process {how}{_place(stacks)}", *(f"  {line}" for line in last)])
 
 
-def _ended(process: subprocess.Popen[bytes], stacks: IO[bytes]) -> list[Row]:
+def _ended(process: subprocess.Popen[bytes], stacks: IO[bytes]) -> list[CheckRow]:
     """Wait for a process that has tried everything; a row if it does not come to its end."""
     try:
         process.wait(_END_S)
@@ -208,7 +218,7 @@ def _ended(process: subprocess.Popen[bytes], stacks: IO[bytes]) -> list[Row]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_LINGER_S)
         seen = f"it was still there {_END_S:g} s after all else{_place(stacks)}"
-        return [Row("ends", "The process that has used it comes to its end.", "broken", seen)]
+        return [CheckRow("ends", "The process that has used it comes to its end.", "broken", seen)]
     return []
 
 
@@ -222,5 +232,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _place(stacks: IO[bytes]) -> str:
     """Where the plugin was, by the stacks that ``faulthandler`` wrote, if it did."""
     stacks.seek(0)
-    where = innermost(stacks.read().decode(errors="replace"))
+    where = innermost_frame(stacks.read().decode(errors="replace"))
     return f", in {where}" if where else ""

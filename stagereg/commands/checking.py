@@ -1,7 +1,7 @@
 """``stagereg check``: try every promise of a plugin's contract, and print a table of what was kept and what broken.
 
 A plugin is imported and tried in processes of their own, so one that crashes, leaves or hangs costs a row and no more.
-What is to be tried is found in ``subject``, how is in ``trial`` and ``attempt``; what the promises are is said by the
+``target`` finds what is to be tried, ``check_trial`` and ``attempt`` try it; the promises are those of the
 contracts in ``stagereg.testing``.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import stagereg.commands.attempt as attempt
 import stagereg.output as output
 from stagereg.commands.attempt import Section
-from stagereg.commands.subject import NOT_TRIED, resolve
+from stagereg.commands.target import NOT_TRIED, resolve
 from stagereg.errors import ConfigError
 
 __all__ = ["add_to", "run"]
@@ -30,8 +30,8 @@ _LINES = 12
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``check`` to the commands of ``stagereg``."""
-    words = "try what a plugin promises: a table of the promises it keeps and breaks"
-    parser = commands.add_parser("check", help=words, description=words[0].upper() + words[1:] + ".")
+    help_ = "try what a plugin promises: a table of the promises it keeps and breaks"
+    parser = commands.add_parser("check", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.add_argument(
         "target",
         help="an installed package or its folder, a module, a file (plugin.py), or kind/name (stager/pinned_cached)",
@@ -59,13 +59,13 @@ def run(asked: argparse.Namespace) -> int:
     if not asked.timeout > 0:
         raise ConfigError(f"--timeout takes seconds, more than 0, not {asked.timeout:g}.")
     options = _options(asked.set)
-    subject = resolve(asked.target)
-    sections = [Section(subject.package, "the metadata of the package", subject.rows)] if subject.rows else []
+    target = resolve(asked.target)
+    sections = [Section(target.package, "the metadata of the package", target.rows)] if target.rows else []
     try:
-        for job in subject.jobs:
-            sections += attempt.run(job, options, asked.timeout, output.working)
+        for job in target.jobs:
+            sections += attempt.run(job, options, asked.timeout, output.progress)
     finally:
-        output.working()
+        output.progress()
     counts = Counter(row.verdict for section in sections for row in section.rows)
     bad = counts["broken"] + counts["not shown"]
     if asked.json:
@@ -74,14 +74,14 @@ def run(asked: argparse.Namespace) -> int:
     for section in sections:
         title, heads = f"{section.title}  {section.origin}".strip(), ("verdict", "promise", "seen")
         output.table(title, heads, list(_rows(section)), verdict="verdict")
-        output.say()
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS if counts[verdict])
-    output.say(f"{asked.target}: {told}", "bold red" if bad else "bold green")
+        output.echo()
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS if counts[verdict])
+    output.echo(f"{asked.target}: {summary}", "bold red" if bad else "bold green")
     return int(bad > 0)
 
 
 def _rows(section: Section) -> Iterator[list[str]]:
-    """The rows of a table for people: what was seen again is not said again, and nothing is longer than a screen."""
+    """The rows of a table for people: nothing is repeated, and nothing is longer than a screen."""
     before, width = "", (output.line_width() - _BESIDE) // 2
     tried = [row for row in section.rows if row.seen != NOT_TRIED]
     for row in tried:

@@ -1,7 +1,7 @@
 """``stagereg convert``: a checkpoint as one file, a ``.pt`` for ``torch.load`` or a ``.safetensors``.
 
 What is converted is checked first, as ``stagereg verify`` does it; of a directory of checkpoints it is the newest one
-that is good. The checkpoint is read, never changed. :mod:`stagereg.checkpoint.export` tells what is in such a file.
+that is good. The checkpoint is read, never changed. :mod:`stagereg.checkpoint.export` describes such a file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stagereg.commands.named import add_plugins_option, import_plugins
 from stagereg.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from stagereg.checkpoint.layout import Checkpoint
+    from stagereg.checkpoint.manifest import Checkpoint
 
 __all__ = ["add_to", "run"]
 
@@ -28,11 +28,11 @@ _MIB = 2**20
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``convert`` to the commands of ``stagereg``."""
-    words = "make one file of a checkpoint, for torch.load or for safetensors"
+    help_ = "make one file of a checkpoint, for torch.load or for safetensors"
     parser = commands.add_parser(
         "convert",
-        help=words,
-        description=f"{words[0].upper()}{words[1:]}, whatever number of ranks it was saved by. "
+        help=help_,
+        description=f"{help_[0].upper()}{help_[1:]}, whatever number of ranks it was saved by. "
         "A .pt has all of the state and is made in memory; a .safetensors has the tensors, and is made piece by piece.",
     )
     parser.add_argument("checkpoint", help="one checkpoint, or a directory of them (its newest good one); path or URL")
@@ -45,7 +45,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Write the file and say what is in it. Returns 0.
+    """Write the file and print what is in it. Returns 0.
 
     Raises:
         CheckpointError: there is no good checkpoint, it has no such name, or the file cannot be written.
@@ -62,19 +62,19 @@ def run(asked: argparse.Namespace) -> int:
     try:
         export = Export(chosen, asked.only)
     except OSError as error:
-        words = f"{chosen.path} was not read: {error}. If a run has just deleted it, there is a newer one: try again."
-        raise CheckpointError(words) from error
+        text = f"{chosen.path} was not read: {error}. If a run has just deleted it, there is a newer one: try again."
+        raise CheckpointError(text) from error
     needed, free = export.needs(out), _free_memory()
     if free is not None and needed > free:
-        told = f"This takes {needed / _MIB:,.0f} MiB of memory at once, and {free / _MIB:,.0f} MiB are free."
-        print(f"{told} --only takes less, and so does a .safetensors.", file=sys.stderr)
-    output.working(f"writing {out}")
+        text = f"This takes {needed / _MIB:,.0f} MiB of memory at once, and {free / _MIB:,.0f} MiB are free."
+        print(f"{text} --only takes less, and so does a .safetensors.", file=sys.stderr)
+    output.progress(f"writing {out}")
     try:
         export.write(out, asked.force)
     except OSError as error:
         raise CheckpointError(f"{out} was not written: {error}") from error
     finally:
-        output.working()
+        output.progress()
     nbytes, names, left_out = out.stat().st_size, export.names(out), export.left_out(out)
     if asked.json:
         output.as_json(
@@ -90,18 +90,18 @@ def run(asked: argparse.Namespace) -> int:
             }
         )
         return 0
-    output.say(f"{out}: step {chosen.manifest.step} of {chosen.path}, {nbytes:,} bytes")
-    output.say(f"In it: {', '.join(_named(name, name in export.merged) for name in names) or 'nothing'}")
+    output.echo(f"{out}: step {chosen.manifest.step} of {chosen.path}, {nbytes:,} bytes")
+    output.echo(f"In it: {', '.join(_named(name, name in export.merged) for name in names) or 'nothing'}")
     if left_out:
         more = f", and {len(left_out) - _SHOWN} more (--json names all)" if len(left_out) > _SHOWN else ""
-        output.say(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")
+        output.echo(f"Not in it, being no tensors: {', '.join(map(_shown, left_out[:_SHOWN]))}{more}")
     return 0
 
 
 def _check(out: Path, suffixes: tuple[str, ...], force: bool) -> None:
     """Refuse what would fail after all has been read."""
     if out.suffix not in suffixes:
-        raise ConfigError(f"{out.name} tells no kind of file by its end; use one of {', '.join(suffixes)}")
+        raise ConfigError(f"{out.name} has no known suffix; use one of {', '.join(suffixes)}")
     if out.is_dir() or not out.parent.is_dir():
         raise ConfigError(
             f"{out} is a directory" if out.is_dir() else f"There is no directory {out.parent} to write to"
@@ -118,14 +118,14 @@ def _chosen(target: str) -> tuple[Checkpoint, list[str]]:
     passed: list[str] = []
     # One without a manifest may be the newest: it is named, and passed over.
     for each in sorted(found.conditions, key=lambda each: -each.manifest.serial if each.manifest else -math.inf):
-        output.working(f"reading {each.path}")
-        condition = each if each.damages else found.place.examine(each.path)
-        output.working()
+        output.progress(f"reading {each.path}")
+        condition = each if each.damages else found.store.examine(each.path)
+        output.progress()
         if condition.checkpoint is not None:
             return condition.checkpoint, passed
         passed.append(f"{condition.path}: {condition}")
     if {each.path for each in located(target).conditions} - {each.path for each in found.conditions}:
-        return _chosen(target)  # a run has put newer ones in their place meanwhile
+        return _chosen(target)  # a run has replaced them by newer ones meanwhile
     raise CheckpointError("There is no good checkpoint to convert.\n" + "\n".join(passed))
 
 
@@ -139,7 +139,7 @@ def _shown(name: str) -> str:
 
 
 def _free_memory() -> int | None:
-    """Bytes that programs may take without others being swapped out, as Linux tells."""
+    """Bytes that programs may take without others being swapped out, by Linux."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """What a checkpoint of a job takes, for ``stagereg plan``: by given rates, by a recorded run, or measured here.
 
-Everything is told for one rank, since all ranks copy and write at the same time: a rank's share of the state, and the
-seconds that copying and writing it take. Where a time comes from is told with it, in words for the user.
+All costs are those of one rank, since all ranks copy and write at the same time: a rank's share of the state, and the
+seconds that copying and writing it take. Each cost comes with its source, as a text for the user.
 
 Measuring uses the cases of ``stagereg bench`` on a small state, a few rounds of each: seconds, not minutes.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import stagereg.machine as machine
 import stagereg.output as output
 from stagereg.errors import ConfigError
-from stagereg.sweep.metrics import counted
+from stagereg.sweep.metric import counted
 
 if TYPE_CHECKING:
     from stagereg.bench.measure import Case
@@ -44,13 +44,13 @@ class Rates:
         stall: bytes of state over the seconds that the training loop is held.
         stage: bytes of state over the seconds until the copy is complete.
         write: bytes of state over the seconds until a copy is on the disk.
-        told: where that comes from.
+        sources: where that comes from, as texts.
     """
 
     stall: float | None = None
     stage: float | None = None
     write: float | None = None
-    told: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Costs:
         ranks: how many there are.
         cost_s: seconds that training loses to it.
         write_s: seconds that its state is old when it is complete.
-        step_s: seconds of a training step, ``None`` where nobody told.
-        told: where that comes from, and what is assumed.
+        step_s: seconds of a training step, ``None`` if unknown.
+        sources: where that comes from, and what is assumed, as texts.
     """
 
     nbytes: int
@@ -71,7 +71,7 @@ class Costs:
     cost_s: float
     write_s: float
     step_s: float | None
-    told: tuple[str, ...]
+    sources: tuple[str, ...]
 
 
 def by_rates(nbytes: int, ranks: int, rates: Rates) -> Costs:
@@ -80,19 +80,22 @@ def by_rates(nbytes: int, ranks: int, rates: Rates) -> Costs:
     assert rates.stage is not None
     assert rates.write is not None
     share = nbytes / ranks
-    told = [*rates.told, "Steps beside a checkpoint are taken to be as fast as others: only a run (--run) tells."]
+    sources = [
+        *rates.sources,
+        "Steps beside a checkpoint are taken to be as fast as others: only a run (--run) shows.",
+    ]
     if ranks > 1:
-        told.append(
+        sources.append(
             f"Each of the {ranks} ranks copies and writes its share, {size_text(share)}, at these rates at once."
         )
-    return Costs(nbytes, ranks, share / rates.stall, share / rates.stage + share / rates.write, None, tuple(told))
+    return Costs(nbytes, ranks, share / rates.stall, share / rates.stage + share / rates.write, None, tuple(sources))
 
 
 def by_run(run: Run, nbytes: int | None, ranks: int | None) -> Costs:
     """Take the costs from a recorded run; scaled by the bytes of a rank where ``nbytes`` or ``ranks`` are others.
 
     Raises:
-        ConfigError: the run has no complete checkpoint, or does not tell how large.
+        ConfigError: the run has no complete checkpoint, or has not recorded its size.
     """
     from stagereg.sweep.checkpoints import saved
     from stagereg.sweep.figures import figures
@@ -108,22 +111,24 @@ def by_run(run: Run, nbytes: int | None, ranks: int | None) -> Costs:
     its_bytes = int(known["state_bytes"])
     count = len(ages)
     what = f"{counted(count, 'checkpoint')} of {size_text(its_bytes)} on {counted(world, 'rank')}"
-    told = [f"From {run.directory}: {what}."]
+    sources = [f"From {run.directory}: {what}."]
     if "lost_s" in known:
         cost = known["lost_s"] / count
-        told.append(
+        sources.append(
             "The cost is its lost training time: stalls, and by how much steps beside a checkpoint were slower."
         )
     else:
         cost = known["stall_ms"] / 1e3
-        told.append("The cost is the stall alone: too few of its steps had no checkpoint beside them to tell more.")
+        sources.append("The cost is the stall alone: too few of its steps had no checkpoint beside them for more.")
     costs = Costs(its_bytes, world, cost, statistics.median(ages), known.get("step_s"), ())
     wanted_bytes, wanted_ranks = nbytes or its_bytes, ranks or world
     factor = (wanted_bytes / wanted_ranks) / (its_bytes / world)
     if abs(factor - 1) > 1e-3:
-        told.append(f"A rank has {factor:.3g} times as many bytes as there: times are taken to grow with them.")
+        sources.append(f"A rank has {factor:.3g} times as many bytes as there: times are taken to grow with them.")
     cost_s, write_s = costs.cost_s * factor, max(costs.write_s, costs.cost_s) * factor
-    return replace(costs, nbytes=wanted_bytes, ranks=wanted_ranks, cost_s=cost_s, write_s=write_s, told=tuple(told))
+    return replace(
+        costs, nbytes=wanted_bytes, ranks=wanted_ranks, cost_s=cost_s, write_s=write_s, sources=tuple(sources)
+    )
 
 
 def measured(given: Rates, share: float, stager: str, folder: str) -> Rates:
@@ -142,31 +147,31 @@ def measured(given: Rates, share: float, stager: str, folder: str) -> Rates:
 
     nbytes = int(min(max(share, _LEAST_BYTES), _MOST_BYTES))
     state = states.make("large", nbytes / _GIB)
-    found, told = given, []
+    found, sources = given, []
     with quiet():
         if given.stage is None:
-            output.working(f"copying {size_text(nbytes)} with {stager}")
+            output.progress(f"copying {size_text(nbytes)} with {stager}")
             stall_s, stage_s = _stage_seconds(state, stager)
             found = replace(found, stall=state.nbytes / stall_s, stage=state.nbytes / stage_s)
-            told.append(
+            sources.append(
                 f"Copying was measured on this machine: {state.nbytes / stage_s / _GIB:.3g} GiB/s, "
                 f"with {stager} on {size_text(state.nbytes)} in host memory, "
                 "by one process. Ranks of one machine share its memory: give --stage-gib-s if they are slower together."
             )
             if stall_s < 0.9 * stage_s:
-                told.append(f"The loop is held for {stall_s / stage_s:.0%} of that.")
+                sources.append(f"The loop is held for {stall_s / stage_s:.0%} of that.")
         if given.write is None:
-            output.working(f"writing {size_text(nbytes)} to {folder}")
+            output.progress(f"writing {size_text(nbytes)} to {folder}")
             rate = state.nbytes / _write_seconds(state, Path(folder))
             found = replace(found, write=rate)
-            told.append(
+            sources.append(
                 f"Writing was measured on this machine: {rate / _GIB:.3g} GiB/s, durable, with {_STORAGE}, by "
                 "one process. Ranks that share a storage write slower: give --write-gib-s, its rate by their number."
             )
-    output.working()
+    output.progress()
     if busy := machine.noise_warning(machine.describe("cpu")["load"][0], machine.cores()):
-        told.append(busy)
-    return replace(found, told=(*given.told, *told))
+        sources.append(busy)
+    return replace(found, sources=(*given.sources, *sources))
 
 
 def _stage_seconds(state: State, stager: str) -> tuple[float, float]:
@@ -189,9 +194,9 @@ def _write_seconds(state: State, folder: Path) -> float:
 
 
 def _medians(cases: Sequence[Case], state: State) -> list[float]:
-    from stagereg.bench.measure import Watch, interleave
+    from stagereg.bench.measure import Stopwatch, interleave
 
-    series = interleave(cases, _ROUNDS, Watch(), state.change)
+    series = interleave(cases, _ROUNDS, Stopwatch(), state.change)
     for one in series:
         if not one.samples:
             raise ConfigError(f"{one.row} cannot be measured here ({one.missing or one.failure}): give its rate.")

@@ -1,4 +1,4 @@
-"""What there is to tell about one component, read from its signature, its docstring and its package.
+"""The description of one component, read from its signature, its docstring and its package.
 
 ``stagereg show`` prints it for one component and ``reference`` for all of them. Describing a component imports it.
 """
@@ -52,7 +52,7 @@ class Field:
         default: as YAML shows it in the config; empty where a value must be given.
         required: a value must be given.
         choices: the values it is one of, where it has a list of them.
-        help: what its docstring says, in one line.
+        help: from its docstring, in one line.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Runtime:
         name: of the parameter.
         type: its annotation as it is written; empty without one.
         required: the program has to pass it.
-        help: what its docstring says, in one line.
+        help: from its docstring, in one line.
     """
 
     name: str
@@ -117,13 +117,8 @@ def describe(entry: Entry) -> Described:
         ConfigError: it has no config.
     """
     component = entry.load()
-    config = OmegaConf.to_container(OmegaConf.structured(schema.schema(entry)), enum_to_str=True)
-    assert isinstance(config, dict)
-    fields = tuple(
-        field
-        for option in schema.options(entry).values()
-        for field in _fields(option.name, option.hint, option.type, config[option.name], option.help)
-    )
+    schema.schema(entry)  # it has a config
+    fields = tuple(field for option in schema.options(entry).values() for field in _fields(option.name, option))
     parameters, helped = inspect.signature(component).parameters, docstring.parameters(component)
     runtime = tuple(
         Runtime(name, _written(p := parameters[name]), p.default is p.empty, _marked(helped.get(name, "")))
@@ -146,19 +141,18 @@ def describe(entry: Entry) -> Described:
     )
 
 
-def _fields(key: str, hint: Any, type_: Any, default: Any, help_: str) -> Iterator[Field]:
+def _fields(key: str, option: schema.Option) -> Iterator[Field]:
     """The option itself, or the keys of the dataclass that it is."""
-    nested = _dataclass(type_)
+    default = OmegaConf.to_container(option.default) if OmegaConf.is_config(option.default) else option.default
+    nested = _dataclass(option.hint)
     if nested is None or not isinstance(default, dict):
         required = default == MISSING
         written = "" if required else _yaml(default)
-        yield Field(key, _type(key, hint), written, required, tuple(_choices(hint)), _marked(help_))
+        choices = tuple(_choices(option.hint))
+        yield Field(key, _type(key, option.hint), written, required, choices, _marked(option.help))
         return
-    # The config's own dataclass has the words; the component's, whose types may be no config's, has the types.
-    hints, held = typing.get_type_hints(_dataclass(hint) or nested), typing.get_type_hints(nested)
-    for field in dataclasses.fields(nested):
-        told = field.metadata.get("help", "")
-        yield from _fields(f"{key}.{field.name}", hints[field.name], held[field.name], default[field.name], told)
+    for name, field in schema.fields(nested).items():
+        yield from _fields(f"{key}.{name}", dataclasses.replace(field, default=default[name]))
 
 
 def _dataclass(hint: Any) -> Any:
@@ -180,6 +174,8 @@ def _type(key: str, hint: Any) -> str:
         return " | ".join(_type("", a) for a in arguments if typing.get_origin(a) is not os.PathLike)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return " | ".join(member.name for member in hint)
+    if kind := schema.factory_of(hint):
+        return kind
     named = getattr(origin or hint, "__name__", str(hint))
     inside = ["..." if argument is Ellipsis else _type("", argument) for argument in arguments]
     return f"{named}[{', '.join(inside)}]" if inside else named
@@ -202,8 +198,8 @@ def _plain(value: Any) -> str:
 
 def _yaml(value: Any) -> str:
     """A value as a config shows it, on one line."""
-    told = yaml.safe_dump(_simple(value), default_flow_style=True, width=10**6, sort_keys=False)
-    return told.removesuffix("\n").removesuffix("...").strip()
+    text = yaml.safe_dump(_simple(value), default_flow_style=True, width=10**6, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("...").strip()
 
 
 def _simple(value: Any) -> Any:
@@ -251,7 +247,7 @@ def _place(component: Callable[..., Any]) -> str:
 
 
 def _without_arguments(doc: str) -> str:
-    """A docstring without its section ``Args:``, which the table of options tells."""
+    """A docstring without its section ``Args:``, which becomes the table of options."""
     return re.sub(r"^(Args|Arguments|Parameters):\n(?:(?:[ \t]+.*)?(?:\n|\Z))*", "", doc, flags=re.MULTILINE).strip()
 
 

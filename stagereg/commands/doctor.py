@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import stagereg.commands.apart as apart
-import stagereg.commands.vitals as vitals
+import stagereg.commands.subprocess_runner as subprocess_runner
+import stagereg.commands.system_checks as system_checks
 import stagereg.output as output
 import stagereg.registry as registry
-from stagereg.commands.vitals import Finding
+from stagereg.commands.system_checks import Finding
 from stagereg.errors import ConfigError, StageregError
+from stagereg.installed import DISTRIBUTION
 from stagereg.machine import cores
 from stagereg.registry import Entry
 
@@ -26,13 +27,12 @@ __all__ = ["add_to", "load", "load_built_in", "run"]
 
 _TORCH_LIMIT_S = 120.0
 """Seconds for PyTorch, whose first import from a network disk takes its time."""
-_OWN = "stagereg"
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``doctor`` to the commands of ``stagereg``."""
-    words = "look at versions, limits, disks and plugins, and say what is broken"
-    parser = commands.add_parser("doctor", help=words, description=words[0].upper() + words[1:] + ".")
+    help_ = "look at versions, limits, disks and plugins, and report what is broken"
+    parser = commands.add_parser("doctor", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.add_argument("--dir", default="", help="a directory that checkpoints go to; the current one if not given")
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="for importing each plugin, %(default)g"
@@ -50,14 +50,14 @@ def run(asked: argparse.Namespace) -> int:
     if not asked.timeout > 0:
         raise ConfigError(f"--timeout must be above 0 seconds, not {asked.timeout:g}.")
     found = list(_findings(asked))
-    output.working()
+    output.progress()
     broken, warned = (sum(one.verdict == verdict for one in found) for verdict in ("broken", "warn"))
     if asked.json:
         output.as_json({"findings": [dataclasses.asdict(one) for one in found], "broken": broken, "warn": warned})
     else:
         rows = [(one.what, one.verdict, one.found + (f"\n-> {one.do}" if one.do else "")) for one in found]
         output.table("", ("what", "verdict", "found"), rows, verdict="verdict")
-        output.say(f"\n{broken} broken, {warned} to look at." if broken or warned else "\nNothing is broken.")
+        output.echo(f"\n{broken} broken, {warned} to look at." if broken or warned else "\nNothing is broken.")
     return int(broken > 0)
 
 
@@ -78,7 +78,7 @@ def load_built_in() -> dict[str, str]:
     """Load every component of stagereg; return what is wrong with those that fail. Runs in a child process."""
     failures = {}
     for entry in registry.entries():
-        if entry.distribution == _OWN:
+        if entry.distribution == DISTRIBUTION:
             try:
                 load(entry.kind, entry.name)
             except StageregError as error:
@@ -87,21 +87,21 @@ def load_built_in() -> dict[str, str]:
 
 
 def _findings(asked: argparse.Namespace) -> Iterator[Finding]:
-    others = [entry for entry in registry.entries() if entry.distribution not in ("", _OWN)]
-    output.working(f"importing torch and {len(others)} plugins")
+    others = [entry for entry in registry.entries() if entry.distribution not in ("", DISTRIBUTION)]
+    output.progress(f"importing torch and {len(others)} plugins")
     # Whatever interrupts this, the children end first, and then the threads that wait for them.
-    with ThreadPoolExecutor(max_workers=cores()) as several, apart.Children() as children:
-        torch = several.submit(children.ask, f"{vitals.__name__}:torch_facts", (), _TORCH_LIMIT_S)
+    with ThreadPoolExecutor(max_workers=cores()) as several, subprocess_runner.SubprocessRunner() as children:
+        torch = several.submit(children.ask, f"{system_checks.__name__}:torch_facts", (), _TORCH_LIMIT_S)
         built_in = several.submit(children.ask, f"{__name__}:load_built_in", (), _TORCH_LIMIT_S)
         plugins = [
             several.submit(children.ask, f"{__name__}:load", (entry.kind, entry.name), asked.timeout)
             for entry in others
         ]
-        yield from vitals.versions()
-        yield from vitals.host()
-        yield from vitals.torch_findings(torch.result().value, torch.result().failure)
-        yield from vitals.limits()
-        yield from vitals.directory(Path(asked.dir or "."), chosen=bool(asked.dir))
+        yield from system_checks.versions()
+        yield from system_checks.host()
+        yield from system_checks.torch_findings(torch.result().value, torch.result().failure)
+        yield from system_checks.limits()
+        yield from system_checks.directory(Path(asked.dir or "."), chosen=bool(asked.dir))
         yield _hydra()
         yield _built_in(built_in.result())
         for entry, one in zip(others, plugins, strict=True):
@@ -120,26 +120,29 @@ def _hydra() -> Finding:
     return Finding("Hydra options", "warn", "only in apps that import stagereg", do)
 
 
-def _built_in(told: apart.Answer) -> Finding:
+def _built_in(result: subprocess_runner.SubprocessResult) -> Finding:
     what = "built-in components"
-    failures = {"all of them": told.failure} if told.value is None else told.value
+    failures = {"all of them": result.failure} if result.value is None else result.value
     if not failures:
-        return Finding(what, "ok", f"{sum(e.distribution == _OWN for e in registry.entries())}, all of them load")
+        own = [entry for entry in registry.entries() if entry.distribution == DISTRIBUTION]
+        return Finding(what, "ok", f"{len(own)}, all of them load")
     do = "Install stagereg again, with the versions of torch and hydra-core that it takes."
     return Finding(what, "broken", "\n".join(f"{name}: {why}" for name, why in failures.items()), do)
 
 
-def _plugin(entry: Entry, told: apart.Answer) -> Finding:
+def _plugin(entry: Entry, result: subprocess_runner.SubprocessResult) -> Finding:
     what = f"{entry.kind}/{entry.name}"
     who = f"{entry.distribution} {entry.version}"
     value = {"distribution": entry.distribution, "version": entry.version, "target": entry.target}
-    if told.failure:
+    if result.failure:
         do = f"Repair, update or uninstall {entry.distribution}. Until then only runs that choose {what} fail."
-        return Finding(what, "broken", f"{who}: {told.failure}", do, value)
-    return Finding(what, "ok", f"{who}, {told.value} options", value=value)
+        return Finding(what, "broken", f"{who}: {result.failure}", do, value)
+    return Finding(what, "ok", f"{who}, {result.value} options", value=value)
 
 
 def _unreadable() -> Iterator[Finding]:
     for package, reason in registry.unreadable():
-        do = "Install it again, update it, or tell its author. Its other plugins are there, where they can be read."
+        do = (
+            "Install it again, update it, or report it to its author. Its other plugins are there, if they can be read."
+        )
         yield Finding(package, "broken", reason, do)

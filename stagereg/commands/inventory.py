@@ -1,6 +1,6 @@
 """``stagereg ls``: what checkpoints there are, when each was saved, how large it is, and who writes there now.
 
-Reads manifests and sizes, no content; the state of a checkpoint is as far as these tell (``stagereg verify`` reads).
+Reads manifests and sizes, no content; so is the state of a checkpoint (``stagereg verify`` reads the content).
 Also while a run writes there, which is not disturbed.
 """
 
@@ -22,8 +22,8 @@ __all__ = ["add_to", "run"]
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``ls`` to the commands of ``stagereg``."""
-    words = "list the checkpoints of a directory, and who writes there"
-    parser = commands.add_parser("ls", help=words, description=words[0].upper() + words[1:] + ".")
+    help_ = "list the checkpoints of a directory, and who writes there"
+    parser = commands.add_parser("ls", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.add_argument("directory", help="of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL")
     output.add_output_options(parser)
     parser.set_defaults(run=run)
@@ -34,18 +34,18 @@ def run(asked: argparse.Namespace) -> int:
 
     Raises:
         CheckpointError: there is no checkpoint, and nothing of one.
-        ConfigError: the URL is of a kind that nobody can read here.
+        ConfigError: the URL is of a kind that cannot be read here.
     """
     from stagereg.commands.located import located, readable
 
     found = located(asked.directory, empty=True)
-    owner = found.place.holder()
+    owner = found.store.holder()
     entries = [_entry(each, found) for each in found.conditions]
     if not found.one:
-        entries += [_leftover(path, owner is not None) for path in found.place.leftovers()]
+        entries += [_leftover(path, owner is not None) for path in found.store.leftovers()]
     if asked.json:
         held = None if owner is None else dataclasses.asdict(owner)
-        output.as_json({"root": found.place.root, "held_by": held, "checkpoints": entries})
+        output.as_json({"root": found.store.root, "held_by": held, "checkpoints": entries})
         return 0
     rows = [
         (
@@ -59,9 +59,9 @@ def run(asked: argparse.Namespace) -> int:
         )
         for each in entries
     ]
-    output.table(found.place.root, ("step", "saved", "size", "ranks", "storage", "state", ""), rows, verdict="state")
+    output.table(found.store.root, ("step", "saved", "size", "ranks", "storage", "state", ""), rows, verdict="state")
     if owner is not None:
-        output.say(f"\nHeld by {owner}")
+        output.echo(f"\nHeld by {owner}")
     return 0
 
 
@@ -83,7 +83,7 @@ def _entry(each: Condition, found: Located) -> dict[str, Any]:
 
 
 def _leftover(path: str, held: bool) -> dict[str, Any]:
-    from stagereg.checkpoint.layout import step_within
+    from stagereg.checkpoint.manifest import step_within
 
     return {
         "path": path,

@@ -14,9 +14,9 @@ __all__ = ["add_to", "run"]
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``list`` to the commands of ``stagereg``."""
-    words = "list the stagers, storages, join hooks and joinables there are"
+    help_ = "list the stagers, storages, join hooks and joinables there are"
     parser = commands.add_parser(
-        "list", help=words, description=words[0].upper() + words[1:] + "; imports none of them."
+        "list", help=help_, description=help_[0].upper() + help_[1:] + "; imports none of them."
     )
     parser.add_argument("kind", nargs="?", default="", help=f"only this kind: {', '.join(registry.kinds())}")
     add_plugins_option(parser)
@@ -60,7 +60,5 @@ def run(asked: argparse.Namespace) -> int:
     rows = [(e.kind, e.name, f"{e.distribution} {e.version}".strip() or e.file, e.target) for e in found]
     output.table("", ("kind", "name", "package", "target"), rows)
     if unreadable:
-        output.say(
-            f"\nNot all can be listed of: {', '.join(name for name, _ in unreadable)}. `stagereg doctor` says why."
-        )
+        output.echo(f"\nNot all can be listed of: {', '.join(name for name, _ in unreadable)}. See `stagereg doctor`.")
     return 0

@@ -16,8 +16,8 @@ __all__ = ["add_plugins_option", "import_plugins"]
 
 def add_plugins_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--plugins`` to a command."""
-    words = "modules to import first, with commas, as `plugins: [MODULE]` in a config does; also from this directory"
-    parser.add_argument("--plugins", default="", metavar="MODULE", help=words)
+    help_ = "modules to import first, with commas, as `plugins: [MODULE]` in a config does; also from this directory"
+    parser.add_argument("--plugins", default="", metavar="MODULE", help=help_)
 
 
 def import_plugins(asked: argparse.Namespace) -> None:
@@ -34,5 +34,5 @@ def import_plugins(asked: argparse.Namespace) -> None:
     import stagereg.config.plugins as plugins
 
     sys.path.insert(0, os.getcwd())  # where Python looks for the modules of a script, too
-    with output.aside():
+    with output.stdout_to_stderr():
         plugins.from_config(OmegaConf.create({"plugins": modules}))

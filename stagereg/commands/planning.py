@@ -1,8 +1,8 @@
 """``stagereg plan``: how often to save, from how often the job fails and what a checkpoint takes.
 
 The formulas, and where they are from, are those of :mod:`stagereg.checkpoint.interval`, with which
-``checkpoint.every=auto`` plans too; what a checkpoint takes is found out by :mod:`stagereg.commands.costs`. This room
-has the command line and the words.
+``checkpoint.every=auto`` plans too; :mod:`stagereg.commands.costs` finds out what a checkpoint takes. This module
+has the command line and the texts.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import stagereg.checkpoint.interval as interval
 import stagereg.output as output
 import stagereg.registry as registry
 from stagereg.bench.command import check_writable
+from stagereg.commands.cost_curve import CostModel, Loss, csv_text, duration_text, loss_figure
 from stagereg.commands.costs import Costs, Rates, by_rates, by_run, measured, size_text
-from stagereg.commands.losses import Job, Loss, csv_text, duration_text, loss_figure
-from stagereg.config.texts import duration, written
+from stagereg.durations import duration, write_duration
 from stagereg.errors import ConfigError, StageregError
 from stagereg.sizes import ByteSize
-from stagereg.sweep.metrics import counted
+from stagereg.sweep.metric import counted
 
 __all__ = ["add_to", "run"]
 
 _GIB = 2**30
 _HARDLY = 0.5
-"""Lost from so much of the time on, training is said to get nowhere."""
+"""From this part of lost time on, training is reported to get nowhere."""
 _FLAT = 0.01
 """Of the time: what an interval may lose more than the best one and still be called as good."""
 _RESTART = "5m"
-_ASSUMED = "The restart is assumed (--restart says otherwise): it changes what is lost, and not which interval is best."
+_ASSUMED = "The restart is assumed (set --restart): it changes what is lost, and not which interval is best."
 _SOURCES = (
     "J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.",
     "J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006.",
@@ -49,19 +49,19 @@ _MODEL = (
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``plan`` to the commands of ``stagereg``."""
-    words = "compute how often to save: what checkpoints cost against what failures undo"
-    parser = commands.add_parser("plan", help=words, description=words[0].upper() + words[1:] + ".")
+    help_ = "compute how often to save: what checkpoints cost against what failures undo"
+    parser = commands.add_parser("plan", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.set_defaults(run=run, as_a_rank=True)
     job = parser.add_argument_group("the job")
     job.add_argument("--mtbf", metavar="TIME", help="mean time between failures of the whole job, as in 6h or 1h30m")
-    job.add_argument("--mtbf-per-node", metavar="TIME", help="in its place, of one machine, as in 50000h; with --nodes")
+    job.add_argument("--mtbf-per-node", metavar="TIME", help="instead, of one machine, as in 50000h; with --nodes")
     job.add_argument("--nodes", metavar="N", help="machines of the job; any that fails stops it")
     job.add_argument("--ranks", metavar="N", help="that share the state, 1 or those of --run")
     job.add_argument("--state", metavar="SIZE", help="of a checkpoint, all ranks together, as in 1TiB")
     job.add_argument(
         "--restart", metavar="TIME", help=f"from a failure until training goes on, {_RESTART} if not given"
     )
-    job.add_argument("--step", metavar="TIME", help="of a training step, to tell the interval in steps too")
+    job.add_argument("--step", metavar="TIME", help="of a training step, to show the interval in steps too")
     costs = parser.add_argument_group("what a checkpoint takes", "What is not given is measured here, in seconds.")
     costs.add_argument("--run", metavar="DIR", dest="recorded", help="take everything from a recorded run")
     costs.add_argument("--stage-gib-s", metavar="X", help="GiB/s at which one rank copies its share, the loop waiting")
@@ -84,18 +84,18 @@ def run(asked: argparse.Namespace) -> int:
     folder = _folder(asked.output)
     costs = _costs(asked)
     if asked.restart is None:
-        costs = dataclasses.replace(costs, told=(*costs.told, _ASSUMED))
+        costs = dataclasses.replace(costs, sources=(*costs.sources, _ASSUMED))
     step_s = given_step or costs.step_s
-    job = Job(costs.cost_s, costs.write_s, restart_s, mtbf_s)
+    job = CostModel(costs.cost_s, costs.write_s, restart_s, mtbf_s)
     steps = interval.in_steps(job.best_s, step_s, job.least_s) if step_s else None
     best = job.loss(steps * step_s if steps and step_s else job.best_s)
     files = _write(folder, job, step_s, failing) if folder else []
     if asked.json:
         output.as_json(_plain(asked, costs, job, step_s, steps, best, files))
     else:
-        _tell(costs, job, step_s, steps, best, failing)
+        _print(costs, job, step_s, steps, best, failing)
         for path in files:
-            output.say(f"wrote {path}")
+            output.echo(f"wrote {path}")
     return 0
 
 
@@ -113,15 +113,15 @@ def _mtbf(asked: argparse.Namespace) -> tuple[float, str]:
         return mtbf_s, f"A failure every {duration_text(mtbf_s)} on average, of the whole job."
     if not asked.mtbf_per_node:
         raise ConfigError(
-            "How often does the job fail? --mtbf 6h says that of the whole job, all its machines together;\n"
+            "How often does the job fail? --mtbf 6h gives that of the whole job, all its machines together;\n"
             "--mtbf-per-node 50000h --nodes 128 that of each machine."
         )
     if not asked.nodes:
         raise ConfigError("--mtbf-per-node needs --nodes, how many machines the job has.")
     nodes = _count("--nodes", asked.nodes)
     mtbf_s = _seconds("--mtbf-per-node", asked.mtbf_per_node) / nodes
-    told = f"A failure every {duration_text(mtbf_s)} on average: {nodes} machines, any of which stops the job."
-    return mtbf_s, told
+    text = f"A failure every {duration_text(mtbf_s)} on average: {nodes} machines, any of which stops the job."
+    return mtbf_s, text
 
 
 def _costs(asked: argparse.Namespace) -> Costs:
@@ -132,23 +132,23 @@ def _costs(asked: argparse.Namespace) -> Costs:
     given = {name: _rate(f"--{name}-gib-s", getattr(asked, f"{name}_gib_s")) for name in ("stage", "write")}
     if asked.recorded:
         if any(given.values()):
-            raise ConfigError("--run tells how fast checkpoints are: leave --stage-gib-s and --write-gib-s out.")
+            raise ConfigError("--run has how fast checkpoints are: leave --stage-gib-s and --write-gib-s out.")
         from stagereg.sweep.run import Run
 
         return by_run(Run.read(asked.recorded), nbytes, ranks)
     if nbytes is None:
         raise ConfigError("How large is a checkpoint? Give --state, as in --state 1TiB, or --run DIR.")
     ranks = ranks or 1
-    told = tuple(
+    sources = tuple(
         f"{'Copying' if name == 'stage' else 'Writing'} is given: {rate / _GIB:g} GiB/s a rank."
         for name, rate in given.items()
         if rate
     )
-    rates = Rates(given["stage"], given["stage"], given["write"], told)
+    rates = Rates(given["stage"], given["stage"], given["write"], sources)
     if rates.stage is None or rates.write is None:
         registry.find("stager", asked.stager)
         check_writable("--dir", Path(asked.dir))
-        with output.aside():
+        with output.stdout_to_stderr():
             rates = measured(rates, nbytes / ranks, asked.stager, asked.dir)
     return by_rates(nbytes, ranks, rates)
 
@@ -197,39 +197,39 @@ def _folder(name: str) -> Path | None:
     return folder
 
 
-# -- what is told
+# -- the output
 
 
-def _tell(costs: Costs, job: Job, step_s: float | None, steps: int | None, best: Loss, failing: str) -> None:
-    output.say(f"A checkpoint of {size_text(costs.nbytes)} on {counted(costs.ranks, 'rank')}")
+def _print(costs: Costs, job: CostModel, step_s: float | None, steps: int | None, best: Loss, failing: str) -> None:
+    output.echo(f"A checkpoint of {size_text(costs.nbytes)} on {counted(costs.ranks, 'rank')}")
     rows = [
         ("cost", duration_text(job.cost_s), "that training loses: the loop is held, and steps beside it are slower"),
         ("age", duration_text(max(job.write_s, job.cost_s)), "of the state when its checkpoint is complete"),
         ("restart", duration_text(job.restart_s), "from a failure until training goes on"),
     ]
     output.table("", (), [*rows, ("step", duration_text(step_s), "of training")] if step_s else rows)
-    output.say(f"{failing}\n")
+    output.echo(f"{failing}\n")
     interval_text = duration_text(best.interval_s) + (f", every {steps:,} steps" if steps else "")
-    output.say(f"Save every {interval_text}: {_lost(best.total)} is lost.", "bold")
+    output.echo(f"Save every {interval_text}: {_lost(best.total)} is lost.", "bold")
     for line in _remarks(job, best):
-        output.say(line)
-    output.say()
+        output.echo(line)
+    output.echo()
     heads = ("interval", *(("steps",) if step_s else ()), "lost", "checkpoints", "done twice", "restarts", "")
-    output.table("", heads, [_row(job.loss(at), step_s, words) for at, words in _intervals(job, best)])
+    output.table("", heads, [_row(job.loss(at), step_s, label) for at, label in _intervals(job, best)])
     if steps:
-        mtbf = written(datetime.timedelta(seconds=round(job.mtbf_s) or job.mtbf_s)).replace(" ", "")
-        output.say(
+        mtbf = write_duration(datetime.timedelta(seconds=round(job.mtbf_s) or job.mtbf_s)).replace(" ", "")
+        output.echo(
             f"\nSet checkpoint.every={steps}; or checkpoint.every=auto checkpoint.mtbf={mtbf}, which measures all this"
         )
-        output.say("while it trains, and follows it.")
+        output.echo("while it trains, and follows it.")
     else:
-        output.say("\nGive --step for the interval in steps; checkpoint.every=auto finds it out by itself.")
-    output.say()
-    lines = (*costs.told, *_MODEL, *_SOURCES)
+        output.echo("\nGive --step for the interval in steps; checkpoint.every=auto finds it out by itself.")
+    output.echo()
+    lines = (*costs.sources, *_MODEL, *_SOURCES)
     output.table("Where that comes from", (), [("-", line) for line in lines])
 
 
-def _remarks(job: Job, best: Loss) -> list[str]:
+def _remarks(job: CostModel, best: Loss) -> list[str]:
     lines = []
     if best.total >= _HARDLY:
         parts = [f"{part / job.mtbf_s:.2g} of that" for part in (job.cost_s, job.write_s, job.restart_s)]
@@ -246,7 +246,7 @@ def _remarks(job: Job, best: Loss) -> list[str]:
     return lines
 
 
-def _intervals(job: Job, best: Loss) -> list[tuple[float, str]]:
+def _intervals(job: CostModel, best: Loss) -> list[tuple[float, str]]:
     """Intervals to compare, from short to long; those that look alike are one."""
     named = [
         ("a quarter", best.interval_s / 4),
@@ -258,17 +258,17 @@ def _intervals(job: Job, best: Loss) -> list[tuple[float, str]]:
         ("Daly 2006", interval.daly(job.cost_s, job.mtbf_s)),
     ]
     rows: dict[str, tuple[float, str]] = {}
-    for words, at in named:
+    for label, at in named:
         if at > 0:
             kept, before = rows.get(duration_text(at), (at, ""))
-            rows[duration_text(at)] = (kept, f"{before}, {words}" if before else words)
+            rows[duration_text(at)] = (kept, f"{before}, {label}" if before else label)
     return sorted(rows.values())
 
 
-def _row(loss: Loss, step_s: float | None, words: str) -> tuple[str, ...]:
+def _row(loss: Loss, step_s: float | None, label: str) -> tuple[str, ...]:
     steps = (f"{interval.in_steps(loss.interval_s, step_s):,}",) if step_s else ()
     parts = (_percent(part) for part in (loss.total, loss.checkpoints, loss.twice, loss.restarts))
-    return (duration_text(loss.interval_s), *steps, *parts, words)
+    return (duration_text(loss.interval_s), *steps, *parts, label)
 
 
 def _percent(part: float) -> str:
@@ -282,7 +282,7 @@ def _lost(part: float) -> str:
 def _plain(
     asked: argparse.Namespace,
     costs: Costs,
-    job: Job,
+    job: CostModel,
     step_s: float | None,
     steps: int | None,
     best: Loss,
@@ -306,19 +306,19 @@ def _plain(
         "lost": best.total,
         "hardly": best.total >= _HARDLY,
         "as_good_s": [low, high],
-        "intervals": [dataclasses.asdict(job.loss(at)) | {"name": words} for at, words in _intervals(job, best)],
-        "assumptions": [*costs.told, *_MODEL],
+        "intervals": [dataclasses.asdict(job.loss(at)) | {"name": label} for at, label in _intervals(job, best)],
+        "assumptions": [*costs.sources, *_MODEL],
         "sources": list(_SOURCES),
         "files": [str(path) for path in files],
     }
 
 
-def _write(folder: Path, job: Job, step_s: float | None, failing: str) -> list[Path]:
+def _write(folder: Path, job: CostModel, step_s: float | None, failing: str) -> list[Path]:
     contents = {"plan.csv": csv_text(job, step_s).encode()}
     try:
         figure = loss_figure(job, step_s, f"What is lost to checkpoints and failures\n{failing}")
     except ModuleNotFoundError:
-        print("no picture: pip install 'stagereg[report]'", file=sys.stderr)
+        print("no picture: pip install 'hydra-stagereg[report]'", file=sys.stderr)
     else:
         from stagereg.sweep.render.plots import png_bytes, svg_text
 

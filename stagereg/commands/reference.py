@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import stagereg.registry as registry
 from stagereg.commands.describe import Described, Field, describe
+from stagereg.installed import DISTRIBUTION
 
 __all__ = ["page"]
 
@@ -27,13 +28,13 @@ _HEAD = """\
 Everything that can be chosen and set, written by `python -m stagereg.commands.reference`: edit docstrings,
 not this page. An option is set where its component is chosen, `python train.py stager=pinned_cached
 stager.max_in_flight=3`; `null` is `None`. What the program passes is no option: it goes to `stagereg.instantiate`.
-`stagereg show KIND/NAME` tells the same of the plugins of other packages.
+`stagereg show KIND/NAME` shows the same of the plugins of other packages.
 """
 
 
 def page() -> str:
     """Return the page, in Markdown."""
-    own = [entry for entry in registry.entries() if entry.distribution == "stagereg"]
+    own = [entry for entry in registry.entries() if entry.distribution == DISTRIBUTION]
     parts = [_HEAD]
     for kind in (*_KINDS, *sorted({entry.kind for entry in own} - set(_KINDS))):
         parts.append(f"\n## {_KINDS.get(kind, kind)}\n")
@@ -41,21 +42,21 @@ def page() -> str:
     return "".join(parts)
 
 
-def _component(told: Described) -> Iterator[str]:
+def _component(described: Described) -> Iterator[str]:
     # The name alone, also where another package of this machine announces it, too.
-    yield f"\n### {told.kind}/{told.name.partition('@')[0]}\n"
-    yield f"{told.summary} (`{told.target}`)"
-    if told.options:
+    yield f"\n### {described.kind}/{described.name.partition('@')[0]}\n"
+    yield f"{described.summary} (`{described.target}`)"
+    if described.options:
         yield ""
         yield from _table(
             ("option", "type", "default", "what it is for"),
-            [(_code(o.name), _code(o.type), _default(o), _cell(o.help)) for o in told.options],
+            [(_code(o.name), _code(o.type), _default(o), _cell(o.help)) for o in described.options],
         )
-    if told.runtime:
+    if described.runtime:
         yield ""
         yield from _table(
             ("passed by the program", "type", "", "what it is for"),
-            [(_code(r.name), _code(r.type), "required" * r.required, _cell(r.help)) for r in told.runtime],
+            [(_code(r.name), _code(r.type), "required" * r.required, _cell(r.help)) for r in described.runtime],
         )
 
 

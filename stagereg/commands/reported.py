@@ -1,7 +1,7 @@
-"""One run as ``stagereg report`` tells it: a sentence, what to beware of, its figures, its checkpoints and its ranks.
+"""The report on one run: a sentence, warnings, its figures, its checkpoints and its ranks.
 
 On the terminal, as JSON, and with its pictures as a page: all from the same tables. What is asked for, and where files
-go, is the business of :mod:`stagereg.commands.reporting`.
+go, is decided in :mod:`stagereg.commands.reporting`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
 from stagereg.sweep.checkpoints import saved
 from stagereg.sweep.curves import curves_figure
-from stagereg.sweep.metrics import counted, in_order, in_words, metric, quantity, shown
+from stagereg.sweep.metric import counted, in_order, labelled, metric, quantity, shown
 from stagereg.sweep.render.page import Picture, Table
 from stagereg.sweep.render.tables import first_line
 from stagereg.sweep.result import JobResult
@@ -30,7 +30,7 @@ _MIB = 2**20
 _GIB = 2**30
 _FIRST, _LAST = 6, 6
 """Checkpoints that a terminal shows of a run that has many."""
-_WORDS = (
+_CAPTION = (
     "What every rank did when. A stall is a checkpoint holding up training; staging and writing that lie below steps "
     "cost training no more than what they slow it down."
 )
@@ -56,18 +56,18 @@ def plain(job: JobResult, recorded: Run | None, found: dict[str, float], warning
 
 def show(job: JobResult, recorded: Run | None, found: dict[str, float], warnings: Sequence[str]) -> None:
     """Print it; of many checkpoints the first and the last ones."""
-    output.say(f"{job.directory}: {_answer(job, recorded, found)}", "bold")
+    output.echo(f"{job.directory}: {_answer(job, recorded, found)}", "bold")
     for line in warnings:
-        output.say(line, "yellow")
+        output.echo(line, "yellow")
     if found:
-        output.say()
+        output.echo()
         output.table("Figures", (), [(head, text) for head, text in _figures(found)])
     for table in _tables(recorded) if recorded is not None else []:
         rows = table.rows
         if len(rows) > _FIRST + _LAST + 1:
             gap = ("…", *[""] * (len(table.columns) - 1))
             rows = (*rows[:_FIRST], gap, *rows[-_LAST:])
-        output.say()
+        output.echo()
         cells = [tuple(_cell(value) for value in row) for row in rows]
         output.table(table.title, table.columns, cells, verdict="state")
 
@@ -112,7 +112,7 @@ def warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
 def _figures(found: dict[str, float]) -> Iterator[tuple[str, str]]:
     """Heads and texts."""
     for name in in_order(found):
-        head, value, unit = in_words(name, found[name])
+        head, value, unit = labelled(name, found[name])
         yield head, quantity(value, unit)
 
 
@@ -134,9 +134,9 @@ def _tables(recorded: Run) -> list[Table]:
         )
         for one in saved(recorded)
     )
-    words = "Times are the slowest rank's; MiB is what all ranks staged."
+    caption = "Times are the slowest rank's; MiB is what all ranks staged."
     ranks = tuple(_rank(rank) for rank in recorded.ranks)
-    every = [Table("Checkpoints", heads, rows, words)] if rows else []
+    every = [Table("Checkpoints", heads, rows, caption)] if rows else []
     heads = ("rank", "host", "steps", "without data", "stall ms in sum", "lost saves", "peak GiB", "state")
     return [*every, Table("Ranks", heads, ranks)]
 
@@ -152,7 +152,7 @@ def _rank(rank: RankRecord) -> tuple[str | float | int | None, ...]:
         1e3 * sum(span.seconds for span in rank.stalls),
         len(rank.lost),
         peak / _GIB if isinstance(peak, (int, float)) else None,
-        end.get("error") or end.get("status") or "told no end",
+        end.get("error") or end.get("status") or "no end recorded",
     )
 
 
@@ -197,11 +197,11 @@ def _pictures(recorded: Run, window: tuple[float, float] | None) -> tuple[dict[s
             timeline = timeline_figure(recorded, window)
             svg = plots.svg_text(timeline)
             documents = {"timeline.svg": svg.encode(), "timeline.png": plots.png_bytes(timeline)}
-            pictures.append(Picture("Timeline", svg, words=_WORDS))
+            pictures.append(Picture("Timeline", svg, caption=_CAPTION))
         if (curves := curves_figure(recorded)) is not None:
-            pictures.append(Picture("Logged", plots.svg_text(curves), words="What was logged with stagereg.log."))
+            pictures.append(Picture("Logged", plots.svg_text(curves), caption="What was logged with stagereg.log."))
     except ImportError:
-        print("no picture: pip install 'stagereg[report]'", file=sys.stderr)
+        print("no picture: pip install 'hydra-stagereg[report]'", file=sys.stderr)
     return documents, pictures
 
 

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import stagereg.output as output
 from stagereg.errors import ConfigError
+from stagereg.sweep.answer import sentences
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Comparison
+    from stagereg.sweep.comparison import Comparison
     from stagereg.sweep.result import JobResult
 
 __all__ = ["add_to", "run"]
@@ -29,8 +30,8 @@ __all__ = ["add_to", "run"]
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``report`` to the commands of ``stagereg``."""
-    words = "show a run or a sweep again: tables, pictures, an HTML page"
-    parser = commands.add_parser("report", help=words, description=words[0].upper() + words[1:] + ".")
+    help_ = "show a run or a sweep again: tables, pictures, an HTML page"
+    parser = commands.add_parser("report", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.add_argument("directory", help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir)")
     parser.add_argument("--metric", default="", help="what a sweep is ranked by; what it was run with if not given")
     parser.add_argument("--direction", choices=("minimize", "maximize"), help="which way is better, if not the usual")
@@ -50,12 +51,12 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: the directory is neither a run nor a sweep, an option is not for what it is or has no meaning, a
             package is missing, or a file could not be written.
     """
-    import stagereg.sweep.place as place
+    import stagereg.sweep.run_directory as run_directory
     import stagereg.sweep.tensorboard as tensorboard
 
     directory = Path(asked.directory)
     window = _window(asked.window)
-    kind = place.kind_of(directory)
+    kind = run_directory.kind_of(directory)
     if asked.tensorboard:
         tensorboard.check()
     if kind == "sweep":
@@ -95,13 +96,13 @@ def _sweep(asked: argparse.Namespace, directory: Path) -> None:
 
 
 def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
-    """What the sweep was ranked by when it ran, by the config of the first job that says so, else what makes sense."""
+    """What the sweep was ranked by when it ran, by the config of the first job that has it, else what makes sense."""
     from omegaconf import OmegaConf
 
-    from stagereg.sweep.metrics import usual
+    from stagereg.sweep.metric import usual
 
     for job in jobs:
-        with contextlib.suppress(Exception):  # whatever YAML and OmegaConf have to say of a torn file
+        with contextlib.suppress(Exception):  # whatever YAML and OmegaConf raise for a torn file
             config = OmegaConf.load(job.directory / ".hydra" / "config.yaml")
             if metric := OmegaConf.select(config, "sweep.metric"):
                 return str(metric), OmegaConf.select(config, "sweep.direction")
@@ -111,7 +112,7 @@ def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
 def _plain(comparison: Comparison) -> dict[str, Any]:
     return {
         "directory": comparison.directory,
-        "answer": comparison.answer,
+        "answer": sentences(comparison),
         "metric": comparison.ranking.name,
         "better": comparison.ranking.better,
         "repeats": comparison.repeats,
@@ -170,7 +171,7 @@ def _run(asked: argparse.Namespace, directory: Path, window: tuple[float, float]
     else:
         reported.show(job, recorded, found, warnings)
         if why:
-            output.say(f"\nThere is no timeline: {why}")
+            output.echo(f"\nThere is no timeline: {why}")
     _say_where(files, asked, trouble)
 
 
@@ -204,7 +205,7 @@ def _written(
         return write(target), None
     except OSError as error:
         why = error.strerror or error
-        return [], ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another place.")
+        return [], ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another directory.")
 
 
 def _say_where(files: Sequence[Path], asked: argparse.Namespace, trouble: ConfigError | None) -> None:
@@ -214,6 +215,6 @@ def _say_where(files: Sequence[Path], asked: argparse.Namespace, trouble: Config
         return
     if files:
         names = ", ".join(path.name for path in files)
-        output.say(f"\nWritten to {os.path.relpath(files[0].parent)}: {names}")
+        output.echo(f"\nWritten to {os.path.relpath(files[0].parent)}: {names}")
     if asked.tensorboard:
-        output.say(f"For TensorBoard: tensorboard --logdir {shlex.quote(asked.tensorboard)}")
+        output.echo(f"For TensorBoard: tensorboard --logdir {shlex.quote(asked.tensorboard)}")

@@ -33,14 +33,14 @@ _LONGEST = 28
 _LEGAL = re.compile(r"[A-Za-z]([A-Za-z0-9_-]*[A-Za-z0-9])?")
 _CLASSES = ("Host", "Join", "JoinHook", "Joinable", "Stager")
 """Names of which the templates would make a class that stagereg has, beside the import of that one."""
-_WORDS_OF_HYDRA = ("null", "true", "false", "nan", "inf")
-"""What Hydra reads as something else than a word in ``stager=...``."""
+_HYDRA_LITERALS = ("null", "true", "false", "nan", "inf")
+"""What Hydra reads as something else than a text in ``stager=...``."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``new`` to the commands of ``stagereg``."""
-    words = "make a package for a new plugin: typed, documented, with its contract, green at once"
-    parser = commands.add_parser("new", help=words, description=words[0].upper() + words[1:] + ".")
+    help_ = "make a package for a new plugin: typed, documented, with its contract, green at once"
+    parser = commands.add_parser("new", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.add_argument("kind", choices=_KINDS, help="what it is to be: %(choices)s", metavar="kind")
     parser.add_argument("name", help="what users write in stager=NAME; letters, digits, '_' and '-'")
     parser.add_argument("--dir", default=".", metavar="D", help="where to make the folder, the current directory")
@@ -49,7 +49,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Make the package and say what to do with it. Returns the exit code, 0.
+    """Make the package and print what to do with it. Returns the exit code, 0.
 
     Raises:
         ConfigError: the name cannot be had, or the folder is there or cannot be made; nothing was written.
@@ -63,9 +63,9 @@ def run(asked: argparse.Namespace) -> int:
     if asked.json:
         output.as_json({"kind": asked.kind, "name": asked.name, "folder": str(folder), "files": made, "next": steps})
         return 0
-    output.say(f"Made {folder}: the {_spoken(asked.kind)} {asked.name!r}, its contract and its tests.", "bold")
+    output.echo(f"Made {folder}: the {_label(asked.kind)} {asked.name!r}, its contract and its tests.", "bold")
     output.table("", (), [[f"  {file}"] for file in made])
-    output.say("Next:")
+    output.echo("Next:")
     why = ["make it known by name", "its tests, green as they are", "its promises as a table, for anybody"]
     output.table("", (), [[step, f"# {reason}"] for step, reason in zip(steps, why, strict=True)])
     return 0
@@ -81,8 +81,8 @@ def make(kind: str, name: str, parent: Path) -> tuple[Path, list[str]]:
         ConfigError: the name cannot be had, or the folder is there or cannot be made; nothing was written.
     """
     _refuse_name(kind, name)
-    words = _words(kind, name)
-    folder = parent / words["distribution"]
+    values = _values(kind, name)
+    folder = parent / values["distribution"]
     if folder.is_symlink() or folder.exists():
         raise ConfigError(f"{folder} is there already, and nothing in it was touched. Choose another name or --dir.")
     if parent.exists() and not parent.is_dir():
@@ -92,22 +92,22 @@ def make(kind: str, name: str, parent: Path) -> tuple[Path, list[str]]:
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent) as unfinished:
             whole = Path(unfinished) / folder.name
             for template in ("common", kind):
-                _fill(files("stagereg.commands") / "templates" / template, whole, words)
+                _fill(files("stagereg.commands") / "templates" / template, whole, values)
             whole.rename(folder)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror or error}. Choose another --dir.") from error
     return folder, sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
 
 
-def _fill(template: Traversable, target: Path, words: dict[str, str]) -> None:
-    """Write the files of a folder of templates, and of those in it, with ``words`` filled in."""
+def _fill(template: Traversable, target: Path, values: dict[str, str]) -> None:
+    """Write the files of a folder of templates, and of those in it, with ``values`` filled in."""
     target.mkdir(parents=True, exist_ok=True)
     for source in template.iterdir():
-        name = source.name.removesuffix(_SUFFIX).replace("PACKAGE", words["package"])
+        name = source.name.removesuffix(_SUFFIX).replace("PACKAGE", values["package"])
         if source.is_dir():
-            _fill(source, target / name, words)
+            _fill(source, target / name, values)
         elif source.name.endswith(_SUFFIX):
-            text = string.Template(source.read_text(encoding="utf-8")).substitute(words)
+            text = string.Template(source.read_text(encoding="utf-8")).substitute(values)
             # An archive or a code host may drop a file that begins with a dot, so no template does.
             hidden = "." if name == "gitignore" else ""
             (target / (hidden + name)).write_text(text, encoding="utf-8")
@@ -121,7 +121,7 @@ def _refuse_name(kind: str, name: str) -> None:
         )
     if len(name) > _LONGEST:
         raise ConfigError(f"{name!r} has {len(name)} characters: users type it, so {_LONGEST} at most.")
-    if name.lower() in _WORDS_OF_HYDRA:
+    if name.lower() in _HYDRA_LITERALS:
         raise ConfigError(f"{name!r} means something else in {kind}={name}, where Hydra does not read it as a name.")
     if name in registry.names(kind):
         raise ConfigError(
@@ -148,7 +148,7 @@ def _is_a_module(name: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _words(kind: str, name: str) -> dict[str, str]:
+def _values(kind: str, name: str) -> dict[str, str]:
     """What the templates leave open."""
     camel = "".join(part[:1].upper() + part[1:] for part in re.split(r"[_-]+", name))
     if camel in _CLASSES:
@@ -159,7 +159,7 @@ def _words(kind: str, name: str) -> dict[str, str]:
     exports.sort()
     return {
         "kind": kind,
-        "words": _spoken(kind),
+        "label": _label(kind),
         "name": name,
         "example": f"{kind}={name}" if kind == "stager" else f'stagereg.build("{kind}", "{name}")',
         "distribution": _package(name).replace("_", "-"),
@@ -176,7 +176,7 @@ def _words(kind: str, name: str) -> dict[str, str]:
     }
 
 
-def _spoken(kind: str) -> str:
+def _label(kind: str) -> str:
     return kind.replace("_", " ")
 
 

@@ -16,8 +16,8 @@ __all__ = ["add_to", "find", "run"]
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``show`` to the commands of ``stagereg``."""
-    words = "show one component: signature, options, doc, where it is defined"
-    parser = commands.add_parser("show", help=words, description=words[0].upper() + words[1:] + "; imports it.")
+    help_ = "show one component: signature, options, doc, where it is defined"
+    parser = commands.add_parser("show", help=help_, description=help_[0].upper() + help_[1:] + "; imports it.")
     parser.add_argument("component", help="kind/name, as in stager/pinned_cached, or the name alone if one kind has it")
     add_plugins_option(parser)
     output.add_output_options(parser)
@@ -34,35 +34,36 @@ def run(asked: argparse.Namespace) -> int:
     """
     import_plugins(asked)
     entry = find(asked.component)
-    with output.aside():
+    with output.stdout_to_stderr():
         from stagereg.commands.describe import describe
 
-        told = describe(entry)
+        described = describe(entry)
     if asked.json:
-        output.as_json(dataclasses.asdict(told))
+        output.as_json(dataclasses.asdict(described))
         return 0
-    output.say(f"{told.kind}/{told.name}", "bold")
-    if told.summary:
-        output.say(told.summary)
-    output.say()
-    package = f"{told.distribution} {told.version}".strip() or "-"
-    output.table("", (), [("defined in", told.file or "-"), ("target", told.target), ("package", package)])
-    output.say(f"\n{told.signature}\n")
-    if told.options:
-        rows = [(f.name, f.type, "must be given" if f.required else f.default, f.help) for f in told.options]
+    output.echo(f"{described.kind}/{described.name}", "bold")
+    if described.summary:
+        output.echo(described.summary)
+    output.echo()
+    package = f"{described.distribution} {described.version}".strip() or "-"
+    output.table("", (), [("defined in", described.file or "-"), ("target", described.target), ("package", package)])
+    output.echo(f"\n{described.signature}\n")
+    if described.options:
+        rows = [(f.name, f.type, "must be given" if f.required else f.default, f.help) for f in described.options]
         output.table("Options", ("name", "type", "default", "what it is for"), rows)
     else:
-        output.say("It has no options.")
-    if told.runtime:
+        output.echo("It has no options.")
+    if described.runtime:
         lines = [
-            (r.name, r.type or "-", "must be passed" if r.required else "may be passed", r.help) for r in told.runtime
+            (r.name, r.type or "-", "must be passed" if r.required else "may be passed", r.help)
+            for r in described.runtime
         ]
-        output.say()
+        output.echo()
         output.table("Arguments that the program passes", ("name", "type", "", "what it is for"), lines)
-    output.say("\nExample", "bold")
-    output.say("\n".join(f"  {line}" for line in told.example))
-    if told.doc:
-        output.say(f"\n{told.doc}")
+    output.echo("\nExample", "bold")
+    output.echo("\n".join(f"  {line}" for line in described.example))
+    if described.doc:
+        output.echo(f"\n{described.doc}")
     return 0
 
 
@@ -71,7 +72,7 @@ def find(text: str) -> Entry:
 
     Raises:
         UnknownNameError: there is none; the message has the nearest one. Or several kinds have it.
-        RegistryError: several packages announce it; the message says how to choose.
+        RegistryError: several packages announce it; the message has how to choose.
     """
     kind, slash, name = text.replace("=", "/", 1).partition("/")
     if slash:
@@ -81,7 +82,7 @@ def find(text: str) -> Entry:
     having = _having(text)
     if len(having) > 1:
         choices = " or ".join(f"{kind}/{text}" for kind in having)
-        raise UnknownNameError(f"{len(having)} kinds have a {text!r}. Say which: {choices}")
+        raise UnknownNameError(f"{len(having)} kinds have a {text!r}. Choose one: {choices}")
     if having:
         return registry.find(having[0], text)
     every = sorted({f"{entry.kind}/{entry.name}" for entry in registry.entries()})

@@ -22,8 +22,8 @@ __all__ = ["add_to", "run"]
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``verify`` to the commands of ``stagereg``."""
-    words = "check whether checkpoints are what was written"
-    parser = commands.add_parser("verify", help=words, description=words[0].upper() + words[1:] + ".")
+    help_ = "check whether checkpoints are what was written"
+    parser = commands.add_parser("verify", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.add_argument("directory", help="of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL")
     parser.add_argument("--fast", action="store_true", help="manifests and sizes only; the content is not read")
     output.add_output_options(parser)
@@ -35,23 +35,23 @@ def run(asked: argparse.Namespace) -> int:
 
     Raises:
         CheckpointError: there is no checkpoint, or a run has deleted all of them while they were read.
-        ConfigError: the URL is of a kind that nobody can read here.
+        ConfigError: the URL is of a kind that cannot be read here.
     """
     from stagereg.commands.located import located
 
     found = located(asked.directory)
     looked: list[Condition] = []
     for each in found.conditions:
-        output.working(f"reading {each.path}")
-        looked.append(each if asked.fast else found.place.examine(each.path))
-    output.working()
+        output.progress(f"reading {each.path}")
+        looked.append(each if asked.fast else found.store.examine(each.path))
+    output.progress()
     looked = _there(found, looked)
     bad = [each for each in looked if each.damages]
     good = next((each for each in _newest_first(looked) if not each.damages), None)
     if asked.json:
         output.as_json(
             {
-                "root": found.place.root,
+                "root": found.store.root,
                 "verify": "fast" if asked.fast else "full",
                 "checkpoints": [_plain(each) for each in looked],
                 "newest_good": None if good is None else good.path,
@@ -66,14 +66,14 @@ def _there(found: Located, looked: list[Condition]) -> list[Condition]:
     """Return those that were not deleted while they were read, by a run that goes on and keeps only the newest."""
     if not any(each.damages for each in looked):
         return looked
-    from stagereg.checkpoint.layout import step_of
+    from stagereg.checkpoint.manifest import step_of
 
-    complete, refused = found.place.checkpoints()
+    complete, refused = found.store.checkpoints()
     there = {path.rpartition("/")[2] for path in refused} | {one.name for one in complete}
     left = [each for each in looked if not each.damages or each.name in there or step_of(each.name) is None]
     if not left:
         raise CheckpointError(
-            f"While the checkpoints in {found.place.root} were read, a run replaced all of them by newer ones. Look "
+            f"While the checkpoints in {found.store.root} were read, a run replaced all of them by newer ones. Look "
             "again, or with --fast."
         )
     return left
@@ -107,14 +107,14 @@ def _show(
         step = "-" if each.step is None else str(each.step)
         damages = "\n".join(map(str, each.damages))
         rows.append((step, files, readable(size(each)), state(each, "ok"), damages))
-    output.table(found.place.root, ("step", "files", "size", "state", "what is wrong"), rows, verdict="state")
-    output.say()
+    output.table(found.store.root, ("step", "files", "size", "state", "what is wrong"), rows, verdict="state")
+    output.echo()
     how = "By manifests and sizes, no content was read:" if fast else "The content of every file was read:"
     count = f"{len(looked)} checkpoint{'' if len(looked) == 1 else 's'}"
     if not bad:
-        output.say(f"{how} {count}, {'it is' if len(looked) == 1 else 'all'} good.")
+        output.echo(f"{how} {count}, {'it is' if len(looked) == 1 else 'all'} good.")
         return
-    output.say(f"{how} {count}, {len(bad)} not good.", "bold red")
+    output.echo(f"{how} {count}, {len(bad)} not good.", "bold red")
     if not found.one:
-        words = "None is good." if good is None else f"The newest good one is {good.path}"
-        output.say(words)
+        text = "None is good." if good is None else f"The newest good one is {good.path}"
+        output.echo(text)

@@ -1,18 +1,15 @@
-"""The lock of ``stagereg.instantiate``: which targets a config may name, decided before anything is imported.
+"""The allow-list of ``stagereg.instantiate``: which targets a config may name, decided before anything is imported.
 
 A config may name the components of the registry and, for one call, what the program allows in code. A name is compared
 as text, whole: no attribute of it is followed, so another way to reach a component, or a way from a component to
-something else (``module.os.system``, ``Component.__class__``), is a name that nobody registered. What was found says by
-itself where it is loaded from; the config's text is never imported. Hydra's block-list and its environment variable
-have no say here, so neither do the ways around them (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4).
-
-Where in a config targets stand, and what they are called with, is ``instantiate``'s business.
+something else (``module.os.system``, ``Component.__class__``), is a name that is not registered. The entry that was
+found says where it is loaded from; the config's text is never imported. Hydra's block-list and its environment variable
+are not asked, so the ways around them (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj, GHSA-mwj6-rfh8-7qf4) lead nowhere.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
+import pkgutil
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping
@@ -25,14 +22,14 @@ import stagereg.registry as registry
 from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, nearest
 from stagereg.registry import Entry
 
-__all__ = ["Allowed", "Lock", "label"]
+__all__ = ["AllowedTarget", "TargetAllowList", "label"]
 
 _SHOWN = 200
 """Characters of a refused name that a message shows, so that it stays on one screen."""
 
 
 @dataclass(frozen=True)
-class Allowed:
+class AllowedTarget:
     """A class or function that is not registered, but that the program lets this one call's config name.
 
     Attributes:
@@ -52,7 +49,7 @@ class Allowed:
         if self.component is not None:
             return self.component
         try:
-            found = _imported(self.path.split("."))
+            found = pkgutil.resolve_name(self.path)
         except (Exception, SystemExit) as cause:
             raise RegistryError(
                 f"{self.path} is allowed by the program, but cannot be loaded.\n{type(cause).__name__}: {cause}\n"
@@ -63,7 +60,7 @@ class Allowed:
         return found
 
 
-class Lock:
+class TargetAllowList:
     """What the config of one call of ``stagereg.instantiate`` may name.
 
     Args:
@@ -82,7 +79,7 @@ class Lock:
             )
         self._allowed = [_allowed(item) for item in allow]
 
-    def find(self, target: Any, where: str) -> Entry | Allowed:
+    def find(self, target: Any, where: str) -> Entry | AllowedTarget:
         """Return what a ``_target_`` names; imports nothing.
 
         Args:
@@ -104,7 +101,7 @@ class Lock:
             "what has no kind, the program names in stagereg.instantiate(..., allow=(...))."
         )
 
-    def _find_allowed(self, target: Any, path: str) -> Allowed | None:
+    def _find_allowed(self, target: Any, path: str) -> AllowedTarget | None:
         if not self._allowed:
             return None
         there = _already_at(path) if isinstance(target, str) else target
@@ -114,17 +111,17 @@ class Lock:
         return None
 
 
-def label(found: Entry | Allowed) -> str:
+def label(found: Entry | AllowedTarget) -> str:
     """What to call a target in a message: ``"stager/pinned_cached"``, or the path of one that only is allowed."""
     return f"{found.kind}/{found.name}" if isinstance(found, Entry) else found.path
 
 
-def _allowed(item: Any) -> Allowed:
+def _allowed(item: Any) -> AllowedTarget:
     if isinstance(item, str):
         if "." in item and all(part.isidentifier() for part in item.split(".")):
-            return Allowed(_text(item))
+            return AllowedTarget(_text(item))
     elif callable(item) and hasattr(item, "__qualname__"):
-        return Allowed(_text(item), item)
+        return AllowedTarget(_text(item), item)
     raise ConfigError(
         f"allow has {item!r:.{_SHOWN}}: it takes classes, functions and dotted paths in full, "
         '"package.module.Name", and no patterns.'
@@ -150,17 +147,3 @@ def _already_at(path: str) -> Any:
         module = f"{module}.{name}"
         found = sys.modules.get(module) or vars(found).get(name)
     return found
-
-
-def _imported(parts: list[str]) -> Any:
-    """What the path ``parts`` leads to: the longest beginning that is a module, and attributes of it."""
-    for cut in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:cut])
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if cut > 1 and f"{module}.".startswith(f"{error.name}."):
-                continue
-            raise
-        return functools.reduce(getattr, parts[cut:], found)
-    raise AssertionError("a path in allow has a dot")

@@ -2,44 +2,33 @@
 
 Read are Google's style (a section ``Args:``), NumPy's (``Parameters`` underlined) and reST's fields (``:param x:``).
 For a class, its ``__init__`` and the class itself are read, then its bases in the order of inheritance, so a parameter
-that a class only passes on keeps the words of the class that explained it. A dataclass may say ``Attributes:`` instead.
-Anything else in a docstring is left alone, and a docstring in no style at all simply says nothing.
+that a class only passes on keeps the help of the class that explained it. A dataclass may have ``Attributes:`` instead.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["parameters"]
 
-_SECTIONS = (
-    "args",
-    "arguments",
-    "attributes",
-    "keyword args",
-    "keyword arguments",
-    "other parameters",
-    "parameters",
-    "params",
-)
+_SECTION = re.compile(r"((other )?parameters|params|(keyword )?arg(ument)?s|attributes):?", re.IGNORECASE)
 _NAMES = r"(\*{0,2}\w+(?:\s*,\s*\*{0,2}\w+)*)"
 _GOOGLE = re.compile(_NAMES + r"\s*(?:\(.*?\))?\s*:(?:\s+(.*)|$)")
-_NUMPY = re.compile(_NAMES + r"\s*(?::.*)?$")
+_NUMPY = re.compile(_NAMES + r"\s*(?::.*)?()$")
 _REST = re.compile(r":(?:param|parameter|arg|argument|key|keyword)\s+(?:[^:]*\s)?\*{0,2}(\w+)\s*:\s*(.*)")
 
 
 def parameters(component: Any) -> dict[str, str]:
     """Return what the docstrings of a class or function say about its parameters, each as one line of text."""
-    told: dict[str, str] = {}
+    found: dict[str, str] = {}
     for text in _docstrings(component):
-        lines = inspect.cleandoc(text).splitlines()
-        for name, words in (*_google(lines), *_numpy(lines), *_rest(lines)):
-            told.setdefault(name, words)
-    return {name: words for name, words in told.items() if words}
+        for names, lines in _items(inspect.cleandoc(text).splitlines()):
+            for name in filter(None, re.split(r"[\s,*]+", names)):
+                found.setdefault(name, " ".join(" ".join(lines).split()))
+    return {name: help_ for name, help_ in found.items() if help_}
 
 
 def _docstrings(component: Any) -> Iterator[str]:
@@ -52,51 +41,28 @@ def _docstrings(component: Any) -> Iterator[str]:
         yield vars(owner).get("__doc__") or ""
 
 
-def _google(lines: list[str]) -> Iterator[tuple[str, str]]:
-    for start, line in enumerate(lines):
-        if line.endswith(":") and line[:-1].strip().lower() in _SECTIONS and not line[0].isspace():
-            yield from _items(_indented(lines[start + 1 :]), _GOOGLE)
+def _items(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """The name or names of each item, and its lines: the rest of its first line and what is indented deeper."""
+    style: re.Pattern[str] | None = None
+    margin: int | None = None  # the indentation of the section's items, that of its first one
+    for number, line in enumerate(lines):
+        indent = len(line) - len(line.lstrip())
+        following = lines[number + 1] if number + 1 < len(lines) else ""
+        if line.strip() and not indent and re.fullmatch(r"-{3,}\s*", following):
+            style, margin = (_NUMPY if _SECTION.fullmatch(line.strip()) else None), 0
+        elif line.strip() and not indent and style is not _NUMPY:
+            style, margin = (_GOOGLE if line.endswith(":") and _SECTION.fullmatch(line.strip()) else None), None
+        elif style is not None and line.strip():
+            margin = indent if margin is None else margin
+            if indent == margin and (item := style.match(line.strip())):
+                yield item[1], [item[2] or "", *_below(lines[number + 1 :], indent)]
+        if item := _REST.match(line.strip()):
+            yield item[1], [item[2], *_below(lines[number + 1 :], indent)]
 
 
-def _numpy(lines: list[str]) -> Iterator[tuple[str, str]]:
-    headers = [i for i, line in enumerate(lines[1:]) if re.fullmatch(r"-{3,}\s*", line) and lines[i].strip()]
-    for header, end in itertools.pairwise([*headers, len(lines)]):
-        if lines[header].strip().lower() in _SECTIONS:
-            yield from _items(lines[header + 2 : end], _NUMPY)
-
-
-def _rest(lines: list[str]) -> Iterator[tuple[str, str]]:
-    for start, line in enumerate(lines):
-        if found := _REST.match(line.strip()):
-            yield found[1], _joined([found[2], *_indented(lines[start + 1 :], below=_indent(line))])
-
-
-def _items(lines: Iterable[str], head: re.Pattern[str]) -> Iterator[tuple[str, str]]:
-    """Each parameter of a section and its words; what is indented deeper than its head belongs to it."""
-    lines = list(lines)
-    margin = min((_indent(line) for line in lines if line.strip()), default=0)
-    names, words = "", list[str]()
-    for line in [*lines, " " * margin + ":"]:  # a head of nobody ends the last one
-        if _indent(line) > margin or not line.strip():
-            words.append(line)
-            continue
-        for name in filter(None, re.split(r"[\s,*]+", names)):
-            yield name, _joined(words)
-        found = head.match(line.strip())
-        names, words = (found[1], [found[2] if found.lastindex == 2 else ""]) if found else ("", [])
-
-
-def _indented(lines: list[str], below: int = 0) -> Iterator[str]:
-    """The first ``lines`` that are indented deeper than ``below``, empty ones between them included."""
+def _below(lines: list[str], indent: int) -> Iterator[str]:
+    """The first ``lines`` that are indented deeper than ``indent``, empty ones between them included."""
     for line in lines:
-        if line.strip() and _indent(line) <= below:
+        if line.strip() and len(line) - len(line.lstrip()) <= indent:
             return
         yield line
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
-
-
-def _joined(lines: list[str]) -> str:
-    return " ".join(" ".join(lines).split())

@@ -1,11 +1,11 @@
 """``stagereg.instantiate``: build what a config describes, if and only if all of it is registered.
 
 A config comes from files and command lines, and Hydra calls whatever its ``_target_`` names. Here a ``_target_`` must
-be the component of a registry entry, or allowed by the program's code (``lock``), wherever it stands: nested, in lists,
-in ``_args_``, below ``_recursive_: false``, or in the arguments given at run time. Only then is anything imported. Each
-component's own config is held against its schema once more, because a config may come from plain YAML: types, choices,
-unknown keys, missing values. Interpolations are resolved once, before the check and never after it: the plan that was
-checked is the plan that runs.
+be the component of a registry entry, or allowed by the program's code (``allow_list``), wherever it stands: nested, in
+lists, in ``_args_``, below ``_recursive_: false``, or in the arguments given at run time. Only then is anything
+imported. Each argument is checked against the component's signature (``schema``), because a config may come from plain
+YAML: types, choices, unknown keys, missing values. Interpolations are resolved once, before the check and never after
+it: the plan that was checked is the plan that runs.
 
 It is no sandbox: a registered component is trusted with its arguments (SECURITY.md). ``hydra.utils.instantiate`` builds
 the same configs without these checks; from Hydra 1.4 on it wants an allow-list, which :func:`targets` is. Components
@@ -14,32 +14,17 @@ get plain lists, dicts and dataclasses, as with Hydra's ``_convert_: object``.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 import stagereg.config.schema as schema
-import stagereg.config.values as values
 import stagereg.registry as registry
-from stagereg.config.allow_list import Allowed, Lock, label
-from stagereg.config.resolved_tree import (
-    Place,
-    as_node,
-    describes,
-    escaped,
-    is_container,
-    is_mapping,
-    is_missing,
-    merged,
-    plain,
-)
-from stagereg.config.suggestions import explain
+from stagereg.config.allow_list import AllowedTarget, TargetAllowList, label
+from stagereg.config.resolved_tree import Call, NodePath, as_node, built, describes, escaped, is_missing, merged, plain
 from stagereg.errors import ConfigError
 from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
@@ -67,17 +52,17 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
         ConfigError: a key, type, choice or missing value; the message has the key and what would be right.
         RegistryError: a component cannot be loaded, or built something that its kind does not allow.
     """
-    lock = Lock(allow)
+    allow_list = TargetAllowList(allow)
     if config is None:
         return None
-    place = Place.of(config)
-    tree = plain(config, place.key)
-    _refuse_unregistered(tree, place, lock)
+    path = NodePath.of(config)
+    tree = plain(config, path.key)
+    _refuse_unregistered(tree, path, allow_list)
     if isinstance(tree, dict) and "_target_" in (tree.keys() | kwargs.keys()):
-        return _build_one(tree, place, lock, args, kwargs)
+        return _build_one(tree, path, allow_list, args, kwargs)
     if args or kwargs:
-        raise ConfigError(f"{place.label} has no _target_, so there is nothing to pass these arguments to.")
-    return _built(_plan(tree, place, lock))
+        raise ConfigError(f"{path.label} has no _target_, so there is nothing to pass these arguments to.")
+    return built(_plan(path, tree, Any, allow_list))
 
 
 def targets(kind: str | None = None) -> list[str]:
@@ -95,233 +80,144 @@ def targets(kind: str | None = None) -> list[str]:
     return sorted(path for path in found if "<locals>" not in path)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One checked call of a registered component, or an allowed target; its arguments may hold further calls."""
-
-    entry: Entry | Allowed
-    component: Callable[..., Any]
-    args: list[Any]
-    kwargs: dict[str, Any]
-    partial: bool
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the nested calls, then this one; arguments given here come from the program and go before."""
-        make = functools.partial(self.component, *(args or _built(self.args)), **{**_built(self.kwargs), **kwargs})
-        if self.partial:
-            return make
-        return registry.checked(self.entry, self.component, make()) if isinstance(self.entry, Entry) else make()
-
-
-@dataclass(frozen=True)
-class _Holder:
-    """A dataclass that the schema has made, some of whose fields have calls to make in them."""
-
-    made: Any
-    fields: dict[str, Any]
-
-    def run(self) -> Any:
-        """Make the calls and return a copy that has what they built."""
-        new = copy.copy(self.made)
-        for name, value in _built(self.fields).items():
-            object.__setattr__(new, name, value)  # a frozen one is not complete before
-        return new
-
-
-def _build_one(tree: dict[str, Any], place: Place, lock: Lock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Build the node ``tree`` with the program's arguments: options and configs join the tree, objects go direct."""
-
-    def join(names: list[str]) -> dict[str, Any]:
-        # Each argument is resolved once only: a second time, a resolver may give something else.
-        more = {name: plain(values.held(v)) if is_container(v := direct.pop(name)) else v for name in names}
-        joined = merged(tree, more)
-        _refuse_unregistered(joined, place, lock)
-        return joined
-
-    direct = dict(kwargs)
-    tree = join([n for n, v in kwargs.items() if n in schema.HYDRA_KEYS or _configures(v, tree.get(n))])
-    entry = lock.find(tree["_target_"], place.label)
-    options = _options(entry)
-    tree = join([name for name in direct if name in options and options[name].hint is not Any])
-    given = [*direct, *_positional(entry.load())[: len(args)]]
-    tree = {key: value for key, value in tree.items() if key not in given and not (args and key == "_args_")}
-    call = _plan(tree, place, lock, given)
-    assert isinstance(call, _Call)
-    return call.run(*args, **direct)
-
-
-def _plan(node: Any, place: Place, lock: Lock, given: Collection[str] = ()) -> Any:
-    """Check ``node`` and everything in it; return it with each component's node turned into a :class:`_Call`.
-
-    ``given`` names what the program passes to this node's component directly.
-    """
-    if is_missing(node):
-        raise ConfigError(f"{place.label} needs a value: {_advice(place)}.")
-    if type(node) in (list, tuple):
-        return type(node)(_plan(item, place.below(index), lock) for index, item in enumerate(node))
-    if isinstance(node, _Holder):
-        return _Holder(node.made, _plan(node.fields, place, lock))
-    if not isinstance(node, dict):
-        return node
-    if "_target_" not in node:
-        return {key: _plan(value, place.below(key), lock) for key, value in node.items()}
-    entry = lock.find(node["_target_"], place.label)
-    component = entry.load()
-    partial, recursive = _flag(node, "_partial_", False, place), _flag(node, "_recursive_", True, place)
-    kwargs = {key: v for key, v in node.items() if key not in schema.HYDRA_KEYS and not (partial and is_missing(v))}
-    refuse_unknown(label(entry), [*kwargs, *(n for n in given if n not in _positional(component))], _signed(component))
-    args, named = _arguments(entry, component, node, {*kwargs, *given}, place)
-    kwargs.update(named)
-    if not partial:
-        _refuse_missing(entry, component, kwargs, given, place)
-    typed = _typed(entry, kwargs, place) if isinstance(entry, Entry) else {}
-    kwargs.update(typed)
-    opened = kwargs | {key: _opened(value) for key, value in typed.items()}
-    planned = {key: _plan(value, place.below(key), lock) for key, value in opened.items()}
-    if isinstance(entry, Entry):
-        _refuse_other_kinds(planned, place)
-    more = _plan(args, place.below("_args_"), lock)
-    if not recursive:  # the component gets the configs and builds from them itself
-        planned, more = {key: _config(value) for key, value in kwargs.items()}, list(map(_config, args))
-    return _Call(entry, component, [*map(planned.pop, named), *more], planned, partial)
-
-
-def _arguments(
-    entry: Entry | Allowed, component: Callable[..., Any], node: Mapping[str, Any], taken: Collection[str], place: Place
-) -> tuple[list[Any], dict[str, Any]]:
-    """The ``_args_`` of ``node``: those for ``*args``, and before them those that have names, under these names."""
-    args = node.get("_args_")
-    if args is not None and not isinstance(args, list):
-        raise ConfigError(f"{place.below('_args_').key} is {args!r}; it is a list.")
-    args, names = args or [], _positional(component)
-    named = dict(zip(names, args, strict=False))
-    for name in named.keys() & taken:
-        raise ConfigError(f"{label(entry)} is given {name} twice: by {place.below('_args_').key} and by name.")
-    if len(args) > len(names) and all(p.kind is not p.VAR_POSITIONAL for p in _parameters(component)):
-        raise ConfigError(f"{label(entry)} takes {len(names)} positional arguments, and _args_ has {len(args)}.")
-    return args[len(names) :], named
-
-
-def _config(value: Any) -> Any:
-    return as_node(escaped(value)) if is_container(value) else value
-
-
-def _opened(value: Any) -> Any:
-    """``value`` with a :class:`_Holder` in place of each dataclass in it that has a node in it."""
-    if type(value) in (list, tuple):
-        return type(value)(map(_opened, value))
-    if isinstance(value, dict):
-        return {key: _opened(item) for key, item in value.items()}
-    if isinstance(value, type) or not is_dataclass(value):
-        return value
-    inside = {f.name: _opened(getattr(value, f.name, None)) for f in fields(value)}
-    held = {name: item for name, item in inside.items() if _has_node(item)}
-    return _Holder(value, held) if held else value
-
-
-def _has_node(value: Any) -> bool:
-    if isinstance(value, dict):
-        return "_target_" in value or any(map(_has_node, value.values()))
-    return isinstance(value, _Holder) or (isinstance(value, (list, tuple)) and any(map(_has_node, value)))
-
-
-def _built(plan: Any) -> Any:
-    if isinstance(plan, (_Call, _Holder)):
-        return plan.run()
-    if isinstance(plan, dict):
-        return {key: _built(value) for key, value in plan.items()}
-    return type(plan)(map(_built, plan)) if type(plan) in (list, tuple) else plan
-
-
-def _typed(entry: Entry, given: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """The options among ``given`` as the component takes them: converted by its schema, texts made objects."""
-    options = {n: o for n, o in schema.options(entry).items() if n in given and not values.is_object(given[n], o.hint)}
-    held = {name: values.held(given[name]) for name, option in options.items() if option.type is not Any}
-    try:
-        node: Any = OmegaConf.structured(schema.schema(entry))
-        node.update({n: {} for n, v in held.items() if isinstance(v, dict) and values.is_mapping(options[n].type)})
-        node.merge_with(escaped(held))
-        done = {name: OmegaConf.to_object(v) if is_container(v := node[name]) else v for name in held}
-    except OmegaConfBaseException as error:
-        key = place.below(error.full_key or "").key.rstrip(".")
-        if isinstance(error, MissingMandatoryValue):
-            raise ConfigError(f"{key} needs a value: add {key}=... to the command line.") from error
-        what = explain(error) or str(error).splitlines()[0]
-        raise ConfigError(f"{key}: {what}\nIt is an option of {entry.kind}/{entry.name}.") from error
-    done |= {name: given[name] for name in options if name not in done}
-    return {name: values.made(place.below(name).key, done[name], option.hint) for name, option in options.items()}
-
-
-def _refuse_unregistered(node: Any, place: Place, lock: Lock) -> None:
+def _refuse_unregistered(node: Any, path: NodePath, allow_list: TargetAllowList) -> None:
     """Refuse every ``_target_`` in ``node`` that is neither registered nor allowed, before anything is imported."""
     if isinstance(node, dict) and "_target_" in node:
-        lock.find(node["_target_"], place.label)
+        allow_list.find(node["_target_"], path.label)
     if isinstance(node, (dict, list)):
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            _refuse_unregistered(value, place.below(key), lock)
+            _refuse_unregistered(value, path.child(key), allow_list)
 
 
-def _refuse_missing(
-    entry: Entry | Allowed,
-    component: Callable[..., Any],
-    kwargs: Mapping[str, Any],
-    given: Collection[str],
-    place: Place,
-) -> None:
-    """Refuse to call a component without what it must have, telling where that is given."""
-    options = _options(entry)
-    for name in (name for name, value in kwargs.items() if is_missing(value)):
-        raise ConfigError(f"{label(entry)} needs a value for {name}: {_advice(place.below(name))}.")
-    for parameter in _parameters(component):
-        name = parameter.name
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in (*given, *kwargs):
-            continue
-        if parameter.default is parameter.empty:
-            if name in options or isinstance(entry, Allowed):
-                raise ConfigError(f"{label(entry)} needs a value for {name}: {_advice(place.below(name))}.")
-            call = f"stagereg.instantiate(cfg.{place.key or '...'}, {name}=...)"
-            raise ConfigError(f"{label(entry)} needs {name} from the program: {call}.")
+class _Component:
+    """A loaded component or allowed target, and what its signature says."""
+
+    def __init__(self, target: Entry | AllowedTarget) -> None:
+        self.target = target
+        self.label = label(target)
+        self.registered = isinstance(target, Entry)
+        self.function = self.signed = target.load()
+        try:
+            inspect.signature(self.function)
+        except ValueError:  # one written in C may have no signature, and then only the call itself can tell
+            self.signed = lambda *args, **kwargs: None
+        self.parameters = list(inspect.signature(self.signed).parameters.values())
+        self.positional = [p.name for p in self.parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.options = schema.options(target) if isinstance(target, Entry) else {}
+
+    def checked(self) -> Callable[..., Any]:
+        """Return the component; what a function returns is held against its kind's protocol each time."""
+        entry, function = self.target, self.function
+        if isinstance(function, type) or not isinstance(entry, Entry):
+            return function
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            return registry.checked(entry, function, function(*args, **kwargs))
+
+        return checked
+
+    def split(self, args: Any, taken: Collection[str], path: NodePath) -> tuple[list[Any], dict[str, Any]]:
+        """Return the ``_args_`` of a node: those for ``*args``, and before them those that have names, by name."""
+        if not isinstance(args, list):
+            raise ConfigError(f"{path.child('_args_')} is {args!r}; it is a list.")
+        named, more = dict(zip(self.positional, args, strict=False)), args[len(self.positional) :]
+        for name in named.keys() & taken:
+            raise ConfigError(f"{self.label} is given {name} twice: by {path.child('_args_')} and by name.")
+        if more and all(p.kind is not p.VAR_POSITIONAL for p in self.parameters):
+            count = len(self.positional)
+            raise ConfigError(f"{self.label} takes {count} positional arguments, and _args_ has {len(args)}.")
+        return more, named
+
+    def refuse_missing(self, kwargs: Mapping[str, Any], given: Collection[str], path: NodePath) -> None:
+        """Refuse a call without what the component must have, and say where that is given."""
+        required = [p for p in self.parameters if p.default is p.empty]
+        needed = [p.name for p in required if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in given]
+        for name in [*(n for n in kwargs if is_missing(kwargs[n])), *(n for n in needed if n not in kwargs)]:
+            if name in self.options or name in kwargs or not self.registered:
+                raise ConfigError(f"{self.label} needs a value for {name}: {path.child(name).advice}.")
+            call = f"stagereg.instantiate(cfg.{path.key or '...'}, {name}=...)"
+            raise ConfigError(f"{self.label} needs {name} from the program: {call}.")
 
 
-def _advice(place: Place) -> str:
-    return f"add {place.key or '...'}=... to the command line"
+def _build_one(
+    tree: dict[str, Any], path: NodePath, allow_list: TargetAllowList, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Build the node ``tree`` with the program's arguments: options and configs join the tree, objects go direct."""
+    configs = {name: v for name, v in kwargs.items() if name in schema.HYDRA_KEYS or _is_config(v, tree.get(name))}
+    # Each argument is resolved once only: a second time, a resolver may give something else.
+    resolved = {name: plain(schema.to_config(v)) if _is_container(v) else v for name, v in configs.items()}
+    tree = merged(tree, resolved)
+    _refuse_unregistered(tree, path, allow_list)
+    component = _Component(allow_list.find(tree["_target_"], path.label))
+    objects = {name: value for name, value in kwargs.items() if name not in configs}
+    hints = {name: component.options[name].hint for name in objects if name in component.options}
+    checked = [name for name, hint in hints.items() if hint is not Any and not schema.makes_factories(hint)]
+    tree |= {name: plain(v) if OmegaConf.is_config(v := objects.pop(name)) else v for name in checked}
+    given = [*objects, *component.positional[: len(args)]]
+    tree = {key: value for key, value in tree.items() if key not in given and not (args and key == "_args_")}
+    return _plan_call(path, tree, None, allow_list, given).run(*args, **objects)
 
 
-def _refuse_other_kinds(planned: Mapping[str, Any], place: Place) -> None:
-    for name, value in planned.items():
-        entry = value.entry if isinstance(value, _Call) else None
-        if isinstance(entry, Entry) and name in registry.kinds() and entry.kind != name:
-            raise ConfigError(f"{place.below(name).key} takes a {name}, not {label(entry)}.")
+def _plan(path: NodePath, value: Any, hint: Any, allow_list: TargetAllowList) -> Any:
+    """Check a value and everything in it; return it with a :class:`Call` in place of each node."""
+    return schema.from_config(path, value, hint, functools.partial(_plan_call, allow_list=allow_list))
 
 
-def _flag(node: Mapping[str, Any], key: str, default: bool, place: Place) -> bool:
+def _plan_call(
+    path: NodePath, node: dict[str, Any], hint: Any, allow_list: TargetAllowList, given: Collection[str] = ()
+) -> Call:
+    """Check the node of a component and everything in it.
+
+    ``hint`` is the annotation of the parameter that it is for: where that asks for a factory, the component that gets
+    it makes the call. ``given`` names what the program passes to this component directly.
+    """
+    component, kind = _Component(allow_list.find(node["_target_"], path.label)), schema.factory_of(hint)
+    _refuse_other_kind(component.target, kind, path)
+    partial, recursive = _flag(node, "_partial_", False, path), _flag(node, "_recursive_", True, path)
+    later = set(given)
+    if kind is not None and isinstance(component.target, Entry):
+        # A factory is called with what no config holds, and with other components.
+        later |= {*registry.kinds(), *schema.runtime(component.target)}
+    kwargs = {key: value for key, value in node.items() if key not in schema.HYDRA_KEYS}
+    kwargs = {key: v for key, v in kwargs.items() if not (is_missing(v) and (partial or key in later))}
+    names = [*kwargs, *(name for name in given if name not in component.positional)]
+    refuse_unknown(component.label, names, component.signed)
+    args, named = component.split([] if node.get("_args_") is None else node["_args_"], {*kwargs, *given}, path)
+    kwargs.update(named)
+    if not partial:
+        component.refuse_missing(kwargs, later, path)
+    planned = {}
+    for name, value in kwargs.items():
+        option = component.options.get(name)
+        if option and isinstance(value, dict) and isinstance(option.default, dict):
+            value = {**option.default, **value}  # a dataclass of which the config gives some fields
+        planned[name] = _plan(path.child(name), value, option.hint if option else Any, allow_list)
+        if name in registry.kinds() and component.registered and isinstance(value, dict) and "_target_" in value:
+            _refuse_other_kind(allow_list.find(value["_target_"], path.label), name, path.child(name))
+    more = _plan(path.child("_args_"), args, Any, allow_list)
+    if not recursive:  # the component gets the configs and builds from them itself
+        planned = {name: as_node(escaped(v)) if _is_container(v) else planned[name] for name, v in kwargs.items()}
+        more = [as_node(escaped(v)) if _is_container(v) else v for v in args]
+    return Call(component.checked(), [*map(planned.pop, named), *more], planned, partial or kind is not None)
+
+
+def _refuse_other_kind(entry: Entry | AllowedTarget, kind: str | None, path: NodePath) -> None:
+    if kind and isinstance(entry, Entry) and entry.kind != kind:
+        raise ConfigError(f"{path} takes a {kind}, not {label(entry)}.")
+
+
+def _flag(node: Mapping[str, Any], key: str, default: bool, path: NodePath) -> bool:
     value = node.get(key, default)
     if not isinstance(value, bool):
-        raise ConfigError(f"{place.below(key).key} is {value!r}; it is true or false.")
+        raise ConfigError(f"{path.child(key)} is {value!r}; it is true or false.")
     return value
 
 
-def _options(entry: Entry | Allowed) -> dict[str, schema.Option]:
-    return schema.options(entry) if isinstance(entry, Entry) else {}
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple)) or OmegaConf.is_config(value)
 
 
-def _positional(component: Callable[..., Any]) -> list[str]:
-    return [p.name for p in _parameters(component) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _parameters(component: Callable[..., Any]) -> list[inspect.Parameter]:
-    return list(inspect.signature(_signed(component)).parameters.values())
-
-
-def _signed(component: Callable[..., Any]) -> Callable[..., Any]:
-    """What to read the signature of: one written in C may have none, and then only the call itself can tell."""
-    try:
-        inspect.signature(component)
-    except ValueError:
-        return lambda *args, **kwargs: None
-    return component
-
-
-def _configures(value: Any, there: Any) -> bool:
-    """Whether a runtime argument joins the config, in which ``there`` stands by its name, rather than replacing it."""
-    return describes(value) or (is_mapping(value) and is_mapping(there))
+def _is_config(value: Any, current: Any) -> bool:
+    """Whether a runtime argument joins the config, in which ``current`` has its name, rather than replacing it."""
+    return describes(value) or (isinstance(current, dict) and (isinstance(value, dict) or OmegaConf.is_dict(value)))

@@ -2,17 +2,17 @@
 
 The decorators of such a module have then registered what the config goes on to choose: ``stager=mine``. Hydra has no
 step for that, but it asks every source on the search path for every config it is about to read, the first one first.
-:class:`PluginSource` stands there, has no config of its own, and notes the ``plugins`` of those that become part of the
-root of the config: the primary one, those beside it, and those of any group with ``# @package _global_``.
+:class:`PluginSource` is that first one. It has no config of its own, and notes the ``plugins`` of those that become
+part of the root of the config: the primary one, those beside it, and those of any group with ``# @package _global_``.
 
 Promises: a module is imported when an option of one of the registry's kinds is about to be looked up, not before, so an
 app that has none of these options may mean something else by ``plugins``; the lists of several configs add up, and an
-interpolation in one is resolved within its own file; what is no module is told on one screen. It holds wherever Hydra
-composes: in runs, sweeps and their workers, TAB completion, ``--cfg`` and the compose API.
+interpolation in one is resolved within its own file; an error about a module fits on one screen. It holds wherever
+Hydra composes: in runs, sweeps and their workers, TAB completion, ``--cfg`` and the compose API.
 
 Hydra goes through a defaults list from its end. So the primary config is always in time, with all that defaults lists
-name without a choice (``- base``); a chosen one (``experiment: fast``) is when it stands behind the option that needs
-its modules, which is where it has to be to override anything. Not seen are overrides, which are for
+name without a choice (``- base``); a chosen one (``experiment: fast``) is in time when it comes after the option that
+needs its modules, where it has to be to override anything. Not seen are overrides, which are for
 :func:`from_overrides` (``stagereg.main`` calls it), and what only ``hydra.searchpath`` on the command line adds.
 
 A config that names a module runs its code: it has to be trusted as the app is.
@@ -26,13 +26,12 @@ import os
 import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -45,13 +44,7 @@ __all__ = ["NamedPlugins", "PluginError", "PluginSource", "from_config", "from_o
 
 _KEY = "plugins"
 _READABLE = ("file", "pkg", "structured")
-"""Schemes of the sources that are asked what they hold: Hydra's own, which have no side effects and need no network."""
-
-_LAST = "structured://"
-"""The schemas, which Hydra keeps behind what a config adds to the search path."""
-
-_imported: dict[str, None] = {}
-"""The modules imported here, in this order; a process that goes on with this one's configs needs them too."""
+"""Schemes of the sources that are asked for configs: Hydra's own, which have no side effects and need no network."""
 
 
 class PluginError(ConfigError, ConfigCompositionException):
@@ -62,10 +55,13 @@ class NamedPlugins:
     """What the configs of one app name as plugins.
 
     Attributes:
-        current: that of the app set up last; the sources of its search path take it from here.
+        current: that of the app set up last; global, as Hydra makes the sources of its search path without arguments.
+        imported: the modules imported so far, in this order, by any app: a process that goes on with configs of this
+            one needs them too.
     """
 
     current: NamedPlugins | None = None
+    imported: dict[str, None] = {}  # noqa: RUF012
 
     def __init__(self, search_path: ConfigSearchPath | None = None) -> None:
         self._search_path = search_path
@@ -73,7 +69,7 @@ class NamedPlugins:
         self._noted: dict[str, Any] = {}
 
     def note(self, config_path: str) -> None:
-        """Read what the config at ``config_path``, if it is there, names; what is wrong with it Hydra will tell."""
+        """Read what the config at ``config_path``, if it is there, names; Hydra reports what is wrong with it."""
         with contextlib.suppress(Exception):
             self._note(config_path, set())
 
@@ -88,29 +84,35 @@ class NamedPlugins:
             del self._noted[config_path]
 
     def _note(self, config_path: str, seen: set[str]) -> None:
-        if config_path.startswith("hydra/") or config_path in seen:
+        source = next((s for s in self._sources() if s.is_config(config_path)), None)
+        if source is None or config_path.startswith("hydra/") or config_path in seen:
             return
         seen.add(config_path)
-        source = next((s for s in self._sources() if s.is_config(config_path)), None)
-        if source is None or (_may_be_elsewhere(config_path) and not _mentions_root(source, config_path)):
-            return
         read = source.load_config(config_path)
-        if not _is_root(config_path, read) or not isinstance(read.config, DictConfig):
+        group = config_path.strip("/").rpartition("/")[0]
+        package = (read.header or {}).get("package")
+        # Without a header, the keys of a config in a group become those of a part of the config.
+        is_root = package in ("_global_", "") if package is not None else not group
+        if not is_root or not isinstance(read.config, DictConfig):
             return
-        self._more_paths += [path for path in _more_paths(read.config) if path not in self._more_paths]
+        self._more_paths += OmegaConf.select(read.config, "hydra.searchpath") or []
         if _names_plugins(read.config):
             self._noted[config_path] = _resolved(read.config)
-        for below in _always_there(config_path, read.config):
-            self._note(below, seen)
+        for below in read.config.get("defaults") or ():
+            if isinstance(below, str) and "@" not in below and below != "_self_":  # nothing can replace it
+                self._note(below.lstrip("/") if below.startswith("/") else f"{group}/{below}".lstrip("/"), seen)
 
     def _sources(self) -> Iterator[ConfigSource]:
         # Asked anew for each config: Hydra and other packages add to the search path to the end.
         known = self._search_path.get_path() if self._search_path else ()
         paths = [element.path for element in known if element.provider != "hydra" and element.path]
-        for path in sorted([*paths, *self._more_paths], key=_LAST.__eq__):
+        classes: list[Any] = Plugins.instance().discover(ConfigSource)
+        sources = {source.scheme(): source for source in classes}
+        # Hydra keeps the schemas behind what a config adds to the search path.
+        for path in sorted([*paths, *self._more_paths], key="structured://".__eq__):
             scheme = path.partition("://")[0] if "://" in path else "file"
             if scheme in _READABLE:
-                yield SourcesRegistry.instance().resolve(scheme)(_KEY, path)
+                yield sources[scheme](_KEY, path if "://" in path else f"file://{path}")
 
 
 class PluginSource(ConfigSource):
@@ -141,7 +143,7 @@ class PluginSource(ConfigSource):
         raise ConfigLoadError(f"{config_path!r} is not here: this source only reads what others have")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_imported": [*_imported]}
+        return {**self.__dict__, "_imported": [*NamedPlugins.imported]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A launcher's worker: what follows in the same pickle may be the config of a component of one of these.
@@ -155,12 +157,12 @@ def from_overrides(overrides: Iterable[str]) -> None:
     Raises:
         PluginError: one of them cannot be imported, or is no module.
     """
-    for word in overrides:
-        if word.lstrip("+").partition("=")[0] != _KEY:
+    for given in overrides:
+        if given.lstrip("+").partition("=")[0] != _KEY:
             continue
         try:
-            override = OverridesParser.create().parse_override(word)
-        except HydraException:  # Hydra is going to say so
+            override = OverridesParser.create().parse_override(given)
+        except HydraException:  # Hydra is going to report it
             continue
         swept = override.is_sweep_override()
         for value in override.sweep_iterator(lambda item: item) if swept else [override.value()]:
@@ -175,6 +177,19 @@ def from_config(config: Any) -> None:
     """
     if _names_plugins(config):
         _import_all(_resolved(config), "The config")
+
+
+def _names_plugins(config: Any) -> bool:
+    return OmegaConf.is_dict(config) and _KEY in list(config) and not OmegaConf.is_missing(config, _KEY)
+
+
+def _resolved(config: Any) -> Any:
+    """The value of the key in plain lists and strings, or the reason why there is none."""
+    try:
+        value = config[_KEY]
+        return OmegaConf.to_container(value, resolve=True) if isinstance(value, (DictConfig, ListConfig)) else value
+    except OmegaConfBaseException as error:
+        return f"({str(error).splitlines()[0]})"
 
 
 def _import_all(value: Any, where: str) -> None:
@@ -205,7 +220,7 @@ def _import(module: str, where: str) -> None:
         raise PluginError(
             f"{where} names the plugin {module!r}, which cannot be imported.{near}\n{error}{advice}"
         ) from error
-    _imported[module] = None
+    NamedPlugins.imported[module] = None
 
 
 def _is_name(module: str) -> bool:
@@ -219,47 +234,3 @@ def _modules_beside(module: str) -> list[str]:
         return [found.name for found in pkgutil.iter_modules()]
     folders = getattr(sys.modules.get(package), "__path__", [])
     return [package, *(found.name for found in pkgutil.iter_modules(folders, f"{package}."))]
-
-
-def _names_plugins(config: Any) -> bool:
-    return OmegaConf.is_dict(config) and _KEY in list(config) and not OmegaConf.is_missing(config, _KEY)
-
-
-def _resolved(config: Any) -> Any:
-    """The value of the key in plain lists and strings, or the reason why there is none."""
-    try:
-        value = config[_KEY]
-        return OmegaConf.to_container(value, resolve=True) if isinstance(value, (DictConfig, ListConfig)) else value
-    except OmegaConfBaseException as error:
-        return f"({str(error).splitlines()[0]})"
-
-
-def _is_root(config_path: str, read: ConfigResult) -> bool:
-    package = read.header.get("package") if read.header else None
-    return package in ("_global_", "") if package is not None else not _may_be_elsewhere(config_path)
-
-
-def _may_be_elsewhere(config_path: str) -> bool:
-    """Whether the config is in a group, where without a header its keys become those of a part of the config."""
-    return "/" in config_path.strip("/")
-
-
-def _mentions_root(source: ConfigSource, config_path: str) -> bool:
-    """Whether the text of a config has what it takes to matter here; parsing each twice would be felt."""
-    if source.scheme() != "file":
-        return True
-    text = Path(source.path, config_path.removesuffix(".yaml") + ".yaml").read_text(encoding="utf-8")
-    return "@package" in text and (_KEY in text or "defaults" in text)
-
-
-def _always_there(config_path: str, config: DictConfig) -> Iterator[str]:
-    """The configs that a defaults list names without a choice, so that nothing can put another in their place."""
-    group = config_path.strip("/").rpartition("/")[0]
-    for each in config.get("defaults") or ():
-        if isinstance(each, str) and "@" not in each and each != "_self_":
-            yield each.lstrip("/") if each.startswith("/") else f"{group}/{each}".lstrip("/")
-
-
-def _more_paths(config: DictConfig) -> list[str]:
-    paths = OmegaConf.select(config, "hydra.searchpath") or []
-    return [path for path in paths if isinstance(path, str)]

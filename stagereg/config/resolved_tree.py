@@ -1,31 +1,33 @@
-"""The config of ``stagereg.instantiate`` as plain Python: what is read once, checked, and then built from.
+"""The config of ``stagereg.instantiate`` as plain Python: what is resolved once, checked, and then built from.
 
 OmegaConf's containers resolve an interpolation each time they are read, so a check of one says nothing about the next
-reading. Here a config becomes dicts and lists with everything resolved, once; and each node of it knows its place in
-the original, for messages. What may stand in it is decided elsewhere (``lock``, ``schema``).
+reading. Here a config becomes dicts and lists with everything resolved, once; :class:`NodePath` keeps where each node
+was in the original, for messages, and :class:`Call` is what a checked node turns into. What may stand in a config is
+decided elsewhere (``allow_list``, ``schema``).
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from stagereg.errors import ConfigError
 
-__all__ = ["Place", "as_node", "describes", "escaped", "is_container", "is_mapping", "is_missing", "merged", "plain"]
+__all__ = ["Call", "NodePath", "as_node", "built", "describes", "escaped", "is_missing", "merged", "plain"]
 
-_MISSING = "???"
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a node of the config stands, so that an error can name the override that mends it.
+class NodePath:
+    """Where a node of the config is, so that an error can name the override that corrects it.
 
     Attributes:
         key: the full key; that of the original where the node only refers to it (``${stager}``).
@@ -36,7 +38,7 @@ class Place:
     raw: Any = None
 
     @classmethod
-    def of(cls, config: Any) -> Place:
+    def of(cls, config: Any) -> NodePath:
         if not OmegaConf.is_config(config):
             return cls("")
         return cls(config._get_full_key(None), OmegaConf.to_container(config, resolve=False))
@@ -45,15 +47,53 @@ class Place:
     def label(self) -> str:
         return self.key or "The config"
 
-    def below(self, child: str | int) -> Place:
+    @property
+    def advice(self) -> str:
+        return f"add {self.key or '...'}=... to the command line"
+
+    def __str__(self) -> str:
+        return self.key
+
+    def child(self, name: Any) -> NodePath:
         try:
-            raw = self.raw[child]
+            raw = self.raw[name]
         except (KeyError, IndexError, TypeError):
             raw = None
         reference = _REFERENCE.fullmatch(raw) if isinstance(raw, str) else None
         if reference:
-            return Place(reference[1])
-        return Place(f"{self.key}[{child}]" if isinstance(child, int) else f"{self.key}.{child}".lstrip("."), raw)
+            return NodePath(reference[1])
+        return NodePath(f"{self.key}[{name}]" if isinstance(name, int) else f"{self.key}.{name}".lstrip("."), raw)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One checked call that is still to be made; its arguments may hold further calls.
+
+    Attributes:
+        function: what is called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        partial: it is not called here: the component gets, or the program, a callable with these arguments.
+    """
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    partial: bool = False
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the nested calls, then this one; arguments given here come from the program and go before."""
+        call = functools.partial(self.function, *(args or built(self.args)), **{**built(self.kwargs), **kwargs})
+        return call if self.partial else call()
+
+
+def built(plan: Any) -> Any:
+    """Return ``plan`` with the result of each call in the place of the call."""
+    if isinstance(plan, Call):
+        return plan.run()
+    if isinstance(plan, dict):
+        return {key: built(value) for key, value in plan.items()}
+    return type(plan)(map(built, plan)) if type(plan) in (list, tuple) else plan
 
 
 def plain(config: Any, where: str = "") -> Any:
@@ -63,19 +103,18 @@ def plain(config: Any, where: str = "") -> Any:
         ConfigError: an interpolation cannot be resolved, or it is no config; ``where`` is its key.
     """
     try:
-        node = config if OmegaConf.is_config(config) else as_node(config)
-        return _listed(OmegaConf.to_container(node, resolve=True))
+        return _with_lists(OmegaConf.to_container(as_node(config), resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where or 'The config'} cannot be resolved: {error}") from error
     except RecursionError:
         raise ConfigError(f"{where or 'The config'} is nested too deeply to be looked through.") from None
 
 
-def _listed(value: Any) -> Any:
+def _with_lists(value: Any) -> Any:
     """``value`` with its tuples made lists: OmegaConf 2.4 keeps them, and what is not looked into is not checked."""
     if isinstance(value, dict):
-        return {key: _listed(item) for key, item in value.items()}
-    return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def as_node(config: Any) -> DictConfig | ListConfig:
@@ -84,6 +123,8 @@ def as_node(config: Any) -> DictConfig | ListConfig:
     Raises:
         ConfigError: it is none of these.
     """
+    if isinstance(config, (DictConfig, ListConfig)):
+        return config
     if isinstance(config, (dict, list, tuple)):
         return OmegaConf.create(config, flags={"allow_objects": True})
     if is_dataclass(config):
@@ -102,7 +143,7 @@ def escaped(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def merged(tree: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+def merged(tree: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """``tree`` with ``more`` in it, mapping by mapping; what is no mapping is replaced."""
     deeper = {k: merged(tree[k], v) for k, v in more.items() if isinstance(v, dict) and isinstance(tree.get(k), dict)}
     return {**tree, **more, **deeper}
@@ -119,14 +160,4 @@ def describes(value: Any) -> bool:
 
 def is_missing(value: Any) -> bool:
     """Whether it is OmegaConf's ``???``, a value that is still to be given."""
-    return isinstance(value, str) and value == _MISSING
-
-
-def is_mapping(value: Any) -> bool:
-    """Whether it is a mapping that can join a config."""
-    return isinstance(value, (dict, DictConfig))
-
-
-def is_container(value: Any) -> bool:
-    """Whether it can hold nodes of a config."""
-    return isinstance(value, (dict, list, tuple)) or OmegaConf.is_config(value)
+    return isinstance(value, str) and value == MISSING

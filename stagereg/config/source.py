@@ -17,7 +17,6 @@ from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
-from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -27,9 +26,8 @@ import stagereg.config.schema as schema
 import stagereg.registry as registry
 from stagereg.config.plugins import NamedPlugins, PluginError, PluginSource
 from stagereg.errors import RegistryError, StageregError, UnknownNameError, nearest
-from stagereg.sweep.interleaved import InterleavedSweeper
 
-__all__ = ["OptionError", "RegistrySearchPath", "RegistrySource", "UnknownOptionError", "offer"]
+__all__ = ["OptionError", "RegistrySearchPath", "RegistrySource", "UnknownOptionError"]
 
 
 class OptionError(RegistryError, ConfigCompositionException):
@@ -56,7 +54,8 @@ class RegistrySource(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        return config_path == "" or (config_path in registry.kinds() and bool(registry.names(config_path)))
+        kind = _kind(config_path)
+        return config_path == "" or (kind in registry.kinds() and bool(registry.names(kind)))
 
     def is_config(self, config_path: str) -> bool:
         kind, name = _split(config_path)
@@ -79,8 +78,8 @@ class RegistrySource(ConfigSource):
             return []
         with contextlib.suppress(PluginError):  # told when an option is chosen: a listing goes on without
             self._plugins.load()
-        self._explain_refusal(config_path)
-        return registry.names(config_path)
+        self._explain_refusal(_kind(config_path))
+        return registry.names(_kind(config_path))
 
     def load_config(self, config_path: str) -> ConfigResult:
         kind, name = _split(config_path)
@@ -129,13 +128,11 @@ class RegistrySearchPath(SearchPathPlugin):
             search_path.append("stagereg", path)
 
 
-def offer() -> None:
-    """Offer the options to Hydra in this process, where no installed plugin file does; twice is harmless."""
-    plugins = Plugins.instance()
-    for plugin in (PluginSource, RegistrySource, RegistrySearchPath, InterleavedSweeper):
-        plugins.register(plugin)
-
-
 def _split(config_path: str) -> tuple[str, str]:
     kind, _, name = config_path.removesuffix(".yaml").strip("/").rpartition("/")
     return kind, name
+
+
+def _kind(config_path: str) -> str:
+    """The kind of a group; TAB completion asks for one with its package, ``joinable@join.joinables.model``."""
+    return config_path.partition("@")[0]

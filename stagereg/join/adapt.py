@@ -7,10 +7,11 @@ torch's joinable methods is taken as it is.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -20,68 +21,133 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stagereg.errors import JoinError
-from stagereg.join.joinables.ddp import DdpJoinable
-from stagereg.join.joinables.fsdp2 import Fsdp2Joinable
-from stagereg.join.joinables.module import ModuleJoinable
-from stagereg.join.joinables.step import StepJoinable
-from stagereg.join.joinables.zero import ZeroJoinable
+from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, is_native
+from stagereg.join.kinds.ddp import DdpJoinable
+from stagereg.join.kinds.fsdp2 import Fsdp2Joinable
+from stagereg.join.kinds.module import ModuleJoinable
+from stagereg.join.kinds.step import StepJoinable
+from stagereg.join.kinds.zero import ZeroJoinable
+from stagereg.registry import register
 
-__all__ = ["adapt"]
+__all__ = ["ForeignJoinable", "adapt", "adapted", "announces_through_torch", "auto", "common_group", "type_name"]
 
 _METHODS = ("join_hook", "join_device", "join_process_group")
 
 
-def adapt(objects: Sequence[Any]) -> list[Any]:
-    """Return joinables for ``objects``, in their order, but those that lead first; each is told of what it follows.
+class ForeignJoinable(Joinable):
+    """A joinable of torch's, or of a class that derives from none: it announces through torch's ``Join``.
+
+    Args:
+        joinable: the object, which keeps its own configuration.
+    """
+
+    announces_itself = True
+
+    def __init__(self, joinable: Any) -> None:
+        self.joinable = joinable
+
+    @property
+    def _join_config(self) -> Any:
+        found = getattr(self.joinable, "_join_config", None)
+        return JoinConfig.construct_disabled_join_config() if found is None else found
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self.joinable._join_config = config
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Return the object's own hook, or another one that was chosen in its place."""
+        return self.joinable.join_hook(**kwargs) if self.hook is None else self.hook(self.joinable)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The object's."""
+        device: torch.device = self.joinable.join_device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The object's."""
+        return self.joinable.join_process_group
+
+
+def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
+    """Return joinables for ``objects``, in their order, but those that run first at the front.
 
     Raises:
         JoinError: an object cannot take part, or the first one cannot announce its rank.
     """
-    listed = [_joinable(thing) for thing in objects]
-    ahead = [joinable for joinable in listed if getattr(joinable, "leads", False)]
-    joinables = [*ahead, *(joinable for joinable in listed if joinable not in ahead)]
-    if all(getattr(joinable, "silent", False) for joinable in joinables[: len(ahead) + 1]):
+    listed = {name: adapted(thing) for name, thing in objects.items()}
+    joinables = dict(sorted(listed.items(), key=lambda item: not item[1].runs_first))
+    at_front = [joinable for joinable in joinables.values() if joinable.runs_first]
+    if all(joinable.has_no_collectives for joinable in list(joinables.values())[: len(at_front) + 1]):
+        first = next(iter(objects.values()))
         raise JoinError(
-            f"the first joinable must announce its rank before each step, and a {type(objects[0]).__name__} does not; "
+            f"the first joinable must announce its rank before each step, and a {type(first).__name__} does not; "
             "put the DDP module first: Join([model, optimizer])"
         )
-    first: DdpJoinable | None = None
-    model: Any = None
-    for i, joinable in enumerate(joinables):
-        if isinstance(joinable, DdpJoinable):
-            joinable.leader, first = first, first or joinable
-        if isinstance(joinable, (DdpJoinable, Fsdp2Joinable)):
-            model = joinable
-        elif hasattr(joinable, "after") and joinable.after is None:
-            joinables[i] = joinable = copy.copy(joinable)  # the user's may be in other joins, after other modules
-            joinable.after = model
-    modules = [joinable.module for joinable in joinables if getattr(joinable, "module", None) is not None]
-    for joinable in ahead:
+    modules = [joinable.module for joinable in joinables.values() if joinable.module is not None]
+    for joinable in at_front:
         if joinable.module is None and modules:
             joinable.module = modules[0]
     return joinables
 
 
-def _joinable(thing: Any) -> Any:
+def adapted(thing: Any) -> Joinable:
+    """Return the joinable for one object, which may be one itself. Raises: ``JoinError`` if there is none."""
     if isinstance(thing, DistributedDataParallel):
         return DdpJoinable(thing)
     if isinstance(thing, FSDPModule):
         return Fsdp2Joinable(thing)
     if isinstance(thing, ZeroRedundancyOptimizer):
         return ZeroJoinable(thing)
-    if all(hasattr(type(thing), name) or hasattr(thing, name) for name in _METHODS):
+    if is_native(thing):
         return thing
+    if all(hasattr(type(thing), name) or hasattr(thing, name) for name in _METHODS):
+        return ForeignJoinable(thing)
     if isinstance(thing, FullyShardedDataParallel) or _is_sharded(thing):
         return ModuleJoinable(thing)
-    if isinstance(thing, (Optimizer, LRScheduler)):
-        return StepJoinable(thing.step)
-    if callable(thing) and not hasattr(thing, "parameters"):
+    if isinstance(thing, (Optimizer, LRScheduler)) or (callable(thing) and not hasattr(thing, "parameters")):
         return StepJoinable(thing)
     raise JoinError(
         f"a {type(thing).__name__} cannot take part in a join: it is no Joinable (join_hook, join_device, "
         "join_process_group), optimizer, scheduler or function. Wrap a module in DistributedDataParallel first; one "
         "that runs its collectives itself is stagereg.build('joinable', 'module', module=...), for join.iterate."
     )
+
+
+@register("joinable", "auto")
+def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
+    """Make the joinable that ``Join`` makes of a bare object, such as ``ddp`` of a DDP module.
+
+    Args:
+        thing: a module, an optimizer, a scheduler, a function, or a joinable.
+        hook: another hook in the place of that joinable's own.
+    """
+    joinable = adapted(thing)
+    if hook is not None:
+        joinable.hook = hook
+    return joinable
+
+
+def common_group(joinables: Sequence[Joinable], given: dist.ProcessGroup | None) -> Any:
+    """Return the process group of the joinables. Raises: ``JoinError`` if they have different ones."""
+    groups: list[Any] = [
+        joinable.join_process_group or dist.group.WORLD for joinable in joinables if not joinable.has_no_collectives
+    ]
+    if any(group != groups[0] for group in groups):
+        raise JoinError("Using join context manager with multiple process groups")
+    return groups[0] if given is None else given
+
+
+def announces_through_torch(joinable: Joinable) -> bool:
+    """Whether its steps are announced through torch's ``Join``, so that only torch's wire knows of them."""
+    return isinstance(joinable, (ForeignJoinable, ZeroJoinable))
+
+
+def type_name(joinable: Joinable) -> str:
+    """Return the name of the type that the user has listed."""
+    return type(joinable.joinable if isinstance(joinable, ForeignJoinable) else joinable).__name__
 
 
 def _is_sharded(thing: Any) -> bool:

@@ -4,41 +4,39 @@ Two ways to write the loop. As with torch, a rank that runs out of data leaves i
 for every step that some rank still takes, runs the hooks of the joinables, which take part in that step's collectives.
 Or the loop is over ``join.iterate(loader)``: then its body runs on all ranks for as long as any has data, on an empty
 batch where there is none, and nothing has to be shadowed. When no rank is active any more, the post-hooks run and
-everybody goes on together.
+all ranks go on together.
 
 In a plain loop the wire is torch's, so ranks with torch's ``Join`` may be among them, unless a mode is chosen that does
 without (:mod:`stagereg.join.session`).
 
-What it came to is told on leaving (:mod:`stagereg.record`): the steps this rank took with data and without, and the
-samples it was given.
-
-Left as it was found, on every way out: the joinables' configuration, DDP's divisor, and Python's warning filters.
+On leaving, the join records (:mod:`stagereg.record`) the steps this rank took with data and without, and the samples it
+was given. It leaves everything as it was, on every way out: the joinables' configuration, DDP's divisor, and Python's
+warning filters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import stagereg.join.nesting as nesting
 import stagereg.record as record
-from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError
-from stagereg.join.abort import was_aborted
-from stagereg.join.adapt import adapt
+from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
+from stagereg.join.adapt import ForeignJoinable, adapt, adapted, announces_through_torch, common_group, type_name
+from stagereg.join.failure import discard_channels, was_aborted
 from stagereg.join.iterate import Loop
-from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, NotedConfig, notify
-from stagereg.join.mean import Average, known_average, weighted
-from stagereg.join.samples import Given
-from stagereg.join.session import Mode, Wiring, common_group, known_mode
-from stagereg.kernel.membership import Attendance, PlannedAttendance
-from stagereg.kernel.shadow import PEER_EXHAUSTED, Wire
+from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
+from stagereg.join.mean import Average, weighted
+from stagereg.join.samples import SampleCounter
+from stagereg.join.session import JoinSession, Mode, one_of
+from stagereg.kernel.membership import StoreMembership
+from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
 from stagereg.registry import register
 
 __all__ = ["Join", "configured"]
@@ -50,11 +48,12 @@ class Join:
     """Context manager for training on uneven inputs. Construct and enter it on every rank.
 
     Args:
-        joinables: what takes part, in the order in which the training step uses it. Beside any :class:`Joinable`,
-            torch's among them, this takes FSDP modules, and objects that have no collectives but must stay equal on all
-            ranks: a ``torch.optim.Optimizer``, an LR scheduler, or a function; ranks that left the loop call their
-            ``step()`` (the function itself) once per step, after the gradients of that step are there. The first must
-            announce its rank each step, as DDP does. Its device is used for torch's wire.
+        joinables: what takes part, in the order in which the training step uses it: a list, or a mapping from names.
+            Beside any :class:`Joinable`, torch's among them, this takes FSDP modules, and objects that have no
+            collectives but must stay equal on all ranks: a ``torch.optim.Optimizer``, an LR scheduler, or a function;
+            ranks that left the loop call their ``step()`` (the function itself) once per step, after the gradients of
+            that step are there. The first must announce its rank each step, as DDP does. Its device is used for
+            torch's wire.
         enable: False makes the context do nothing, for inputs known to be even.
         throw_on_early_termination: when a rank runs out of data, raise on all ranks at the same step.
         mode: how ranks know who still has data. ``"planned"``: the lengths are exchanged on entry, and no step has a
@@ -64,11 +63,14 @@ class Join:
             Where a step depends on who is active (a divisor of active ranks, buffers that DDP shares), planned counts
             too.
         loader: for a plain loop, what it loops over; only its length is used.
-        timeout: seconds after which a rank that is not heard of, or does not come, is an error on all others. It is
+        timeout: seconds after which a rank that does not answer, or does not come, is an error on all others. It is
             the process group's timeout too while the join lasts, so it must be longer than any single step.
         average: what :meth:`mean` is a mean over, if it is not told: ``"samples"``, ``"world"`` or ``"active"``.
         process_group: the ranks that train together; ``None``: the joinables' own.
         **kwargs: handed to the hook of every joinable, such as DDP's ``divide_by_initial_world_size``.
+
+    Attributes:
+        joinables: the joinables by name, as in ``join.joinables["metrics"]``; those of a list by their index, ``"0"``.
 
     Raises:
         JoinError: (a ``ValueError``) no joinables, or joinables with different process groups, or a first one that
@@ -91,7 +93,7 @@ class Join:
 
     def __init__(
         self,
-        joinables: Sequence[Any],
+        joinables: Sequence[Any] | Mapping[str, Any],
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
@@ -106,30 +108,32 @@ class Join:
             raise JoinError(
                 f"joinables must be a list, as in Join([model, optimizer]), not a {type(joinables).__name__}"
             )
-        listed = list(joinables)
-        if not listed:
+        named = joinables if isinstance(joinables, Mapping) else {str(i): each for i, each in enumerate(joinables)}
+        if not named:
             raise JoinError("The join context manager requires at least one joinable")
         if not timeout > 0:
             raise JoinError(f"join.timeout must be a number of seconds above 0, not {timeout!r}")
-        self._joinables = adapt(listed)
+        adapted = adapt(named)
+        self.joinables: Mapping[str, Any] = {
+            name: each.joinable if isinstance(each, ForeignJoinable) else each for name, each in adapted.items()
+        }
+        self._joinables = list(adapted.values())
         self._enable = enable
         self._throw = throw_on_early_termination
-        self._mode = known_mode(mode)
+        self._mode = mode if mode is None else one_of("mode", mode, Mode)
         self._loader = loader
         self._timeout = timeout
-        self._average = known_average(average)
+        self._average = one_of("average over", average, Average)
         self._kwargs = kwargs
+        self._divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         self._group = common_group(self._joinables, process_group)
-        self._wire = Wire(self._group, self._joinables[0].join_device)
-        self._before: list[Any] | None = None
-        self._wiring: Wiring | None = None
-        self._plain: Attendance | None = None
-        self._attendance: Attendance | None = None
+        self._wire = TorchWire(self._group, self._joinables[0].join_device)
+        self._configs: list[Any] = []
+        self._session: JoinSession | None = None
         self._loop: Loop | None = None
-        self._given = Given()
-        self._sequence = 0
-        self._asked = 0
-        self._on_wire = _WireSteps()
+        self._failed = False  # so that some rank may still wait on a channel
+        self._counter = SampleCounter()
+        self._collectives = 0  # that this rank had run in the group when it entered
         self._hooks: list[JoinHook] | None = self._make_hooks()
 
     def __enter__(self) -> Join:
@@ -139,19 +143,22 @@ class Join:
                 "the process group was aborted when a join over it failed, so nothing can be sent over it any more; "
                 "end this process, or make a new process group"
             )
-        self._before = [getattr(joinable, "_join_config", None) for joinable in self._joinables]
-        self._given, self._on_wire = Given(), _WireSteps()
-        if self._hooks is None:  # entered again, as once an epoch
-            self._hooks = self._make_hooks()
+        self._counter, self._failed = SampleCounter(), False
+        self._configs = [getattr(joinable, "_join_config", None) for joinable in self._joinables]
         try:
+            if self._hooks is None:  # entered again, as once an epoch
+                self._hooks = self._make_hooks()
             if self._enable:
-                nesting.enter(self._borrow)
-                self._wiring = self._wired()
-                self._wiring.lifeline.start()
-                self._sequence = _collectives(self._group)
-                self._plain = self._wiring.plain(self._loader)
-            self._configure(self._plain)
-        except BaseException:
+                self._session = self._make_session()
+                self._session.start()
+                self._collectives = _collectives(self._group)
+                self._session.start_plain_loop(self._loader)
+            for i, joinable in enumerate(self._joinables):
+                joinable._join_config = JoinConfig(self._enable, self._throw, i == 0)
+                if self._session is not None:
+                    joinable.attach(self._session)
+        except BaseException as error:
+            self._failed = isinstance(error, PeerFailedError) or not isinstance(error, (JoinError, UnevenInputsError))
             self._restore()
             raise
         return self
@@ -160,13 +167,13 @@ class Join:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if self._enable:
+            if self._session is not None:
                 if error is None:
-                    self._finish()
+                    self._finish(self._session)
                 else:
-                    self._give_up(error)
+                    self._give_up(self._session, error)
         finally:
-            self._tell()
+            self._record()
             self._restore()
 
     @staticmethod
@@ -205,21 +212,21 @@ class Join:
             UnevenInputsError: told to throw, with planned lengths before the first step.
         """
         if not self._enable or self._mode == "torch":  # torch's wire is for loops that ranks leave
-            yield from self._given.counting(loader)
+            yield from self._counter.count(loader)
             return
-        if self._wiring is None:
+        if self._session is None:
             raise JoinError("join.iterate works inside the join: with stagereg.Join(...) as join: ...")
         if self._loop is not None and self._loop.running:
             raise JoinError(
                 "another join.iterate of this join has not come to its end, and only one runs at a time. Evaluate "
                 "after it, or loop over the loader itself under torch.no_grad(), with the metrics joinable for what "
-                "is told"
+                "is reported"
             )
-        self._leave_loop()
-        self._loop = loop = Loop(self._wiring, self._shadow_step, self._given)
-        self._configure(loop.start(loader))
-        yield from loop.run(loader, example, self._joinables[0].join_device)
-        self._configure(self._plain)
+        if self._loop is not None:
+            self._loop.leave()
+        self._loop = Loop(self._session, loader, self._shadow_step, self._counter)
+        yield from self._loop.run(example, self._wire.device)
+        self._session.end_loop()
 
     def mean(self, loss_sum: torch.Tensor, n: float | torch.Tensor, over: str | None = None) -> torch.Tensor:
         """Return the loss whose gradients, averaged over the ranks as DDP and FSDP do it, are those of a mean.
@@ -238,46 +245,46 @@ class Join:
         Returns:
             A scalar. Its mean over the ranks is the mean; its value on one rank is that rank's share only.
         """
-        over = self._average if over is None else known_average(over)
+        over = self._average if over is None else one_of("average over", over, Average)
         count = float(n)
-        if not self._enable or self._group.size() == 1:
+        world = self._group.size()
+        if not self._enable or world == 1:
             return weighted(loss_sum, count, 1.0 / max(count, 1e-300))
-        if self._wiring is None or self._wiring.tally is None:
+        responder = None if self._session is None else self._session.responder
+        if responder is None:
             raise JoinError(
                 "join.mean works inside the join, with join.iterate, or in a plain loop with join.mode=counted or "
-                "planned; on torch's wire (join.mode=torch) there is no room for it"
+                "planned; it is not to be had on torch's wire (join.mode=torch)"
             )
-        world = self._group.size()
-        if over == "world" and self._kwargs.get("divide_by_initial_world_size", True):
+        if over == "world" and self._divides_by_world:
             return weighted(loss_sum, count, 1.0 / max(count, 1e-300))
-        has_data = float(self._loop is None or not self._loop.empty)
-        samples, active = self._wiring.tally.sum(count, has_data)
-        # What the gradients are going to be divided by.
-        ranks = world if self._kwargs.get("divide_by_initial_world_size", True) else active
+        has_data = float(self._loop is None or not self._loop.membership.empty)
+        samples, active = responder.request(count, has_data)
+        ranks = world if self._divides_by_world else active  # by which the gradients are going to be divided
         if over == "samples":
             return weighted(loss_sum, count, ranks / samples if samples else 0.0)
         return weighted(loss_sum, count, ranks / (world if over == "world" else active) / max(count, 1e-300))
 
-    def _wired(self) -> Wiring:
-        divide = self._kwargs.get("divide_by_initial_world_size", True)
-        counts = any(joinable.counts(divide) for joinable in self._joinables if hasattr(joinable, "counts"))
-        return Wiring(self._group, self._joinables, self._mode, self._throw, counts, self._timeout)
+    # -- entering
 
     def _make_hooks(self) -> list[JoinHook]:
-        return [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+        """Have each joinable make its hook; it watches nothing before the join is entered."""
+        with contextlib.ExitStack() as every:
+            for joinable in self._joinables:
+                every.callback(joinable.detach)
+            return [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
 
-    def _configure(self, attendance: Attendance | None) -> None:
-        self._attendance = attendance
-        self._borrow(attendance)
-
-    def _borrow(self, attendance: Attendance | None) -> None:
-        """Give the joinables an attendance that is not the join's; with ``None`` its own again."""
-        attendance = self._attendance if attendance is None else attendance
-        self._look_at_wire()
-        for i, joinable in enumerate(self._joinables):
-            kind = NotedConfig if i == 0 else JoinConfig
-            joinable._join_config = kind(self._enable, self._throw, i == 0, attendance)
-        self._asked = self._times_asked()  # the joinable itself may look, on being told
+    def _make_session(self) -> JoinSession:
+        first = self._joinables[0]
+        return JoinSession(
+            self._group,
+            self._joinables,
+            self._mode,
+            self._throw,
+            any(joinable.needs_active_ranks(self._divides_by_world) for joinable in self._joinables),
+            type_name(first) if announces_through_torch(first) else "",
+            self._timeout,
+        )
 
     def _refuse_a_second_join(self) -> None:
         for joinable in self._joinables:
@@ -285,168 +292,122 @@ class Join:
             # torch's Join leaves its own configuration behind.
             if self._enable and isinstance(config, JoinConfig) and config.enable:
                 raise JoinError(
-                    f"a {type(joinable).__name__} is in another join already, which is still on; leave that one "
-                    "first, or put all that the loop uses in one join"
+                    f"a {type_name(joinable)} is in another join already, which is still on; leave that one first, or "
+                    "put all that the loop uses in one join"
                 )
 
     # -- leaving
 
-    def _finish(self) -> None:
+    def _finish(self, session: JoinSession) -> None:
         """This rank leaves the loop with nothing wrong."""
         try:
-            for joinable in self._joinables:
-                if getattr(joinable, "unfinished", False):
-                    raise JoinError(
-                        "this rank leaves the join after a forward without a backward, and the others wait for its "
-                        "gradients. Run forwards that are no training steps under torch.no_grad()."
-                    )
-            self._must_have_announced()
-            objection = self._shadow()
+            if any(joinable.has_unfinished_step for joinable in self._joinables):
+                raise JoinError(
+                    "this rank leaves the join after a forward without a backward, and the others wait for its "
+                    "gradients. Run forwards that are no training steps under torch.no_grad()."
+                )
+            self._must_have_announced(session)
+            objection = self._shadow(session)
         except UnevenInputsError as error:
-            self._thrown(error)
+            self._thrown(session, error)
             raise
         except BaseException as error:
-            told = self._told(error)
-            if told is error:
+            cause = self._cause_of(session, error)
+            if cause is error:
                 raise
-            raise told from error
+            raise cause from error
         if objection is not None:
             raise objection
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self, session: JoinSession, error: BaseException) -> None:
         """The loop body raised on this rank."""
         if type(error) is RuntimeError and str(error) == PEER_EXHAUSTED:
             raise UnevenInputsError(PEER_EXHAUSTED) from error  # raised by torch's notify, inside a torch joinable
         if isinstance(error, UnevenInputsError):
-            self._thrown(error)
+            self._thrown(session, error)
             return
-        told = self._told(error)
-        if told is not error:
-            raise told from error
-        if self._loop is not None and self._loop.empty:
+        cause = self._cause_of(session, error)
+        if cause is not error:
+            raise cause from error
+        if self._loop is not None and self._loop.membership.empty:
             error.add_note(
                 "This rank has no more data, and join.iterate ran the loop body on an empty batch to keep it in step "
                 "with the others. What the body does with samples must bear that there are none: x.flatten(1) in "
                 "place of x.view(len(x), -1), sums in place of means and maxima."
             )
 
-    def _told(self, error: BaseException) -> BaseException:
-        """Return what to raise in place of ``error``: what another rank has failed with, or itself, and tell others."""
+    def _cause_of(self, session: JoinSession, error: BaseException) -> BaseException:
+        """Return what to raise for ``error``: what another rank has failed with, or itself, after reporting it."""
+        self._failed = True
         if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # by the latter two all ranks leave together
             return error
         if isinstance(error, RuntimeError) and not isinstance(error, JoinError):
-            cause = self._lifeline.explain(error)
+            cause = session.detector.explain(error)
             if cause is not None:
                 return cause
-        self._lifeline.report(error)
+        session.detector.report(error)
         return error
 
-    def _thrown(self, error: BaseException) -> None:
-        """The join has thrown, here only or on all ranks; those go on, with nobody left answering."""
-        assert self._wiring is not None
-        if self._plan_failed():
-            self._lifeline.report(error)
-        elif self._wiring.tally is not None:
-            self._wiring.tally.close()
+    def _thrown(self, session: JoinSession, error: BaseException) -> None:
+        """The join has thrown, here only or on all ranks; those go on, and no rank answers them."""
+        membership = session.plain if self._loop is None else self._loop.membership
+        if isinstance(membership, StoreMembership):  # only this rank can know that it ran out of data too early
+            self._failed = True
+            session.detector.report(error)
+        else:
+            session.end_answers()
 
-    def _plan_failed(self) -> bool:
-        """Whether only this rank can know that it ran out of data too early."""
-        attendance = self._plain if self._loop is None else getattr(self._loop, "attendance", None)
-        return isinstance(attendance, PlannedAttendance)
-
-    @property
-    def _lifeline(self) -> Any:
-        assert self._wiring is not None
-        return self._wiring.lifeline
-
-    def _must_have_announced(self) -> None:
+    def _must_have_announced(self, session: JoinSession) -> None:
         """Refuse a first joinable that ran collectives and never said so; the others would wait for it, or worse."""
-        assert self._wiring is not None
         first = self._joinables[0]
-        announced = self._announced or self._wiring.steps > 0
-        if announced or hasattr(first, "unfinished") or _collectives(self._group) == self._sequence:
+        if session.steps or first.announces_itself or _collectives(self._group) == self._collectives:
             return
         raise JoinError(
-            f"the first joinable, a {type(first).__name__}, ran collectives but never announced this rank, so ranks "
-            "without data do not know of its steps. Call Join.notify_join_context(self) before the collectives of each."
+            f"the first joinable, a {type_name(first)}, ran collectives but never announced this rank, so ranks "
+            "without data do not know of its steps. Call stagereg.Join.notify_join_context(self) before the collectives"
+            " of each; a class that announces otherwise, as through torch's Join, says so by announces_itself = True."
         )
 
-    @property
-    def _announced(self) -> bool:
-        """Whether the first joinable has announced on torch's wire."""
-        return self._times_asked() > 0
-
-    def _times_asked(self) -> int:
-        return getattr(getattr(self._joinables[0], "_join_config", None), "asked", 0)
-
-    def _look_at_wire(self) -> None:
-        """Count what the first joinable has announced on torch's wire since its configuration was made."""
-        config = getattr(self._joinables[0], "_join_config", None)
-        if isinstance(config, NotedConfig) and config.attendance is None:
-            self._on_wire.taken += config.asked - self._asked
-            self._asked = config.asked
-
-    def _shadow(self) -> Warning | None:
+    def _shadow(self, session: JoinSession) -> Warning | None:
         """Stay until no rank is active any more; return a warning that the user's filters make an error."""
-        assert self._hooks is not None
-        for hook in self._hooks:
-            if (out_of_data := getattr(hook, "out_of_data", None)) is not None:
-                out_of_data()
-        last = self._leave_loop()
+        hooks = self._hooks or []
+        for hook in hooks:
+            if isinstance(hook, JoinHook):
+                hook.on_exhausted()
+        had_data = self._loop is None or self._loop.leave()
         steps = 0
         objection: Warning | None = None
-        while self._goes_on():
+        while self._wait_for_next_step(session):
             self._shadow_step()
             steps += 1
-            self._on_wire.shadowed += self._plain is None
             if steps == _SKEW + 1:
                 objection = self._warn_of_skew()
-        for hook in self._hooks:
-            hook.post_hook(steps == 0 and last)
-        if self._plain is not None and self._wiring is not None and self._wiring.tally is not None:
-            self._wiring.tally.close()
+        for hook in hooks:
+            hook.post_hook(steps == 0 and had_data)
+        if session.plain is not None:
+            session.end_answers(session.plain)
         return objection
 
-    def _goes_on(self) -> bool:
+    def _wait_for_next_step(self, session: JoinSession) -> bool:
         """Rank without data in a plain loop: whether some rank takes another step."""
-        if self._plain is not None:
-            return self._plain.absent() is not None and self._served()
-        if not self._wire.count():
+        if session.plain is not None:
+            goes_on = session.plain.wait_for_next_step() is not None
+            if goes_on:
+                session.answer()
+            return goes_on
+        if not self._wire.count_active():
             return False
         if self._throw:
-            self._wire.throw()
-        return True
-
-    def _leave_loop(self) -> bool:
-        """Take part by hooks in what is left of a loop over :meth:`iterate` that this rank has left by itself.
-
-        Returns:
-            Whether it had data in the last step, or there was no such loop.
-        """
-        loop = self._loop
-        if loop is None:
-            return True
-        if loop.leave():
-            self._served()
-            self._shadow_step()
-        while not loop.attendance.over and loop.attendance.absent() is not None:
-            self._served()
-            self._shadow_step()
-        loop.close()
-        return loop.attendance.shadowed == 0
-
-    def _served(self) -> bool:
-        assert self._wiring is not None
-        assert self._wiring.tally is not None
-        self._wiring.tally.serve()
+            self._wire.raise_exhausted()
+        session.followed += 1
         return True
 
     def _shadow_step(self) -> None:
-        assert self._hooks is not None
-        for hook in self._hooks:
-            if (before_step := getattr(hook, "before_step", None)) is not None:
-                before_step()
-        for hook in self._hooks:
+        hooks = self._hooks or []
+        for hook in hooks:
+            if isinstance(hook, JoinHook):  # torch's hooks have nothing to do before a step
+                hook.before_step()
+        for hook in hooks:
             hook.main_hook()
 
     def _warn_of_skew(self) -> Warning | None:
@@ -463,40 +424,30 @@ class Join:
             return error
         return None
 
-    def _tell(self) -> None:
-        """Tell what this join came to on this rank."""
-        given = {} if self._given.samples is None else {"samples": self._given.samples}
-        if self._wiring is not None:
-            self._look_at_wire()
-            shadowed = self._wiring.shadowed
-            taken = self._wiring.steps - shadowed + self._on_wire.taken
-            record.tell("join", steps=taken, shadowed=shadowed + self._on_wire.shadowed, **given)
-        elif self._given.batches:
-            record.tell("join", steps=self._given.batches, shadowed=0, **given)
+    def _record(self) -> None:
+        """Record how many steps this rank took in this join, and the samples it was given."""
+        counts: dict[str, int] = {} if self._counter.samples is None else {"samples": self._counter.samples}
+        if self._session is not None:
+            counts["shadowed"] = self._session.shadowed
+            if self._session.counts_steps:
+                counts["steps"] = self._session.steps - self._session.shadowed
+            record.emit("join", **counts)
+        elif self._counter.batches:
+            record.emit("join", steps=self._counter.batches, shadowed=0, **counts)
 
     def _restore(self) -> None:
         self._hooks = None
-        wiring, self._wiring = self._wiring, None
-        self._plain = self._attendance = self._loop = None
+        self._loop = None
+        session, self._session = self._session, None
         with contextlib.ExitStack() as every:  # whatever one of them raises
-            if self._enable:
-                every.callback(nesting.leave, self._borrow)
-            if wiring is not None:
-                every.callback(wiring.lifeline.stop)
-            before = self._before or [None] * len(self._joinables)
-            for joinable, config in zip(self._joinables, before, strict=True):
+            if session is not None:
+                if self._failed:
+                    every.callback(discard_channels, self._group)
+                every.callback(session.stop)
+            for joinable, config in zip(self._joinables, self._configs, strict=True):
                 put_back = JoinConfig.construct_disabled_join_config() if config is None else config
                 every.callback(setattr, joinable, "_join_config", put_back)
-                if (leave := getattr(joinable, "join_exit", None)) is not None:
-                    every.callback(leave)
-
-
-@dataclass
-class _WireSteps:
-    """Steps of this rank on torch's wire: those that it announced, and those that others did while it had no data."""
-
-    taken: int = 0
-    shadowed: int = 0
+                every.callback(joinable.detach)
 
 
 def _collectives(group: Any) -> int:
@@ -509,7 +460,8 @@ def _collectives(group: Any) -> int:
 
 @register("join", "default")
 def configured(
-    joinables: Sequence[Any],
+    objects: Sequence[Any] | None = None,
+    joinables: Mapping[str, Callable[..., Joinable]] | None = None,
     enable: bool = True,
     throw: bool = False,
     mode: Mode = "auto",
@@ -517,22 +469,36 @@ def configured(
     average: Average = "samples",
     timeout: float = 60.0,
     loader: Any = None,
+    **runtime: Any,
 ) -> Join:
-    """Make a :class:`Join` from configuration: ``stagereg.instantiate(cfg.join, [model, optimizer])``.
+    """Make a :class:`Join` from configuration: ``stagereg.instantiate(cfg.join, model=model, optimizer=optimizer)``.
+
+    Each object is bound to the joinable of its name in ``joinables``; one that has none there is adapted, as in
+    :class:`Join`. The objects come first, in the order in which they are given, then joinables that need no object.
 
     Args:
-        joinables: as in :class:`Join`.
+        objects: the objects in a list, where they need no names.
+        joinables: by name, what makes a joinable of the object of that name; ``joinable@join.joinables.model=fsdp2`` on
+            the command line. It is called with the object, or, if that is a mapping, with its items as keyword
+            arguments, or with nothing if there is none.
         enable: False makes the context do nothing.
         throw: when a rank runs out of data, raise on all ranks at the same step.
         mode: as in :class:`Join`; here "auto" goes for plain loops too, so all ranks have to run stagereg.
         divide_by_initial_world_size: True: gradients are sums over the active ranks divided by the world size;
             False: divided by the number of active ranks.
         average: what ``join.mean`` is a mean over, as in :meth:`Join.mean`.
-        timeout: seconds until a rank that is not heard of is an error on all others, as in :class:`Join`.
+        timeout: seconds until a rank that does not answer is an error on all others, as in :class:`Join`.
         loader: for a plain loop, what it loops over, so that a length can be planned with.
+        **runtime: the program's objects by name.
+
+    Raises:
+        JoinError: a joinable has no object and needs one, or an object has no joinable and needs one.
     """
+    if objects is not None and not isinstance(objects, Iterable):
+        raise JoinError(f"joinables must be a list, as in [model, optimizer], not a {type(objects).__name__}")
+    given = {**{str(i): each for i, each in enumerate(objects or ())}, **runtime}
     return Join(
-        joinables,
+        _bound(dict(joinables or {}), given),
         enable=enable,
         throw_on_early_termination=throw,
         mode=mode,
@@ -541,3 +507,40 @@ def configured(
         average=average,
         divide_by_initial_world_size=divide_by_initial_world_size,
     )
+
+
+def _bound(factories: dict[str, Callable[..., Joinable]], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the objects, each made a joinable by the factory of its name, and what the other factories make alone."""
+    for name in (name for name, factory in factories.items() if factory is None):
+        raise JoinError(
+            f"join.joinables.{name} is null. Choose a joinable, as in joinable@join.joinables.{name}=ddp, or leave it "
+            f"out: ~joinable@join.joinables.{name}"
+        )
+    bound = {name: _joinable(name, thing, factories, given) for name, thing in given.items()}
+    return bound | {name: _make(name, factory, given) for name, factory in factories.items() if name not in given}
+
+
+def _joinable(name: str, thing: Any, factories: Mapping[str, Callable[..., Joinable]], given: Mapping[str, Any]) -> Any:
+    """Return the joinable of one object: of the factory of its name, or else as in a list of bare objects."""
+    if name in factories:
+        return _make(name, factories[name], given)
+    try:
+        return adapted(thing)
+    except JoinError as error:
+        close = nearest(name, [*factories, *inspect.signature(configured).parameters])
+        what = f"the join has no joinable {name!r}.{close} There is: {', '.join(factories) or 'none'}. "
+        raise JoinError((what if close or factories else "") + str(error)) from None
+
+
+def _make(name: str, factory: Callable[..., Joinable], given: Mapping[str, Any]) -> Joinable:
+    thing = given.get(name)
+    args, kwargs = ((), thing) if isinstance(thing, Mapping) else ((thing,) if name in given else (), {})
+    try:
+        inspect.signature(factory).bind(*args, **kwargs)
+    except TypeError as error:
+        close = nearest(name, given) if name not in given else ""
+        raise JoinError(
+            f"join.joinables.{name} cannot be made: {error}. Give it by name, as in stagereg.instantiate(cfg.join, "
+            f"{name}=...).{close} Given: {', '.join(given) or 'nothing'}"
+        ) from None
+    return factory(*args, **kwargs)

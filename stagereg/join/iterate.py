@@ -14,11 +14,10 @@ import torch
 
 from stagereg.errors import JoinError
 from stagereg.join.empty import emptied, fetch, publish
-from stagereg.join.samples import Given
-from stagereg.join.session import Wiring
-from stagereg.join.tally import Tally
-from stagereg.kernel.channel import appears
-from stagereg.kernel.membership import Attendance
+from stagereg.join.samples import SampleCounter
+from stagereg.join.session import JoinSession
+from stagereg.kernel.channel import wait_for_keys
+from stagereg.kernel.membership import Membership
 
 __all__ = ["Loop"]
 
@@ -26,106 +25,112 @@ _NOTHING = object()
 
 
 class Loop:
-    """One loop over a loader, on one rank.
+    """One loop over a loader, on one rank. Constructing it is collective: lengths are exchanged.
 
     Args:
-        wiring: of its join.
-        shadow: takes part in a step by hooks, for a body that has nothing to do with an empty batch.
-        given: counts this rank's batches.
+        session: of its join.
+        loader: this rank's batches.
+        shadow: takes part in a step by hooks, for a body that has skipped an empty batch.
+        counter: counts this rank's batches.
 
     Attributes:
-        attendance: who still has data, once it has started.
+        membership: who still has data.
         running: whether its generator has begun, and has neither ended nor been closed.
     """
 
-    attendance: Attendance
-
-    def __init__(self, wiring: Wiring, shadow: Callable[[], None], given: Given) -> None:
+    def __init__(
+        self, session: JoinSession, loader: Iterable[Any], shadow: Callable[[], None], counter: SampleCounter
+    ) -> None:
         self.running = False
-        self._started = False
         self._closed = False
-        self._wiring = wiring
+        self._session = session
+        self._loader = loader
         self._shadow = shadow
-        self._given = given
+        self._counter = counter
+        self._key = f"example/{session.loops}"
+        self.membership: Membership = session.start_loop(loader)
 
-    def start(self, loader: Iterable[Any]) -> Attendance:
-        """Exchange what there is to be exchanged; collective."""
-        self.attendance = self._wiring.looped(loader)
-        self._started = True
-        return self.attendance
-
-    def run(self, loader: Iterable[Any], example: Any, device: torch.device) -> Iterator[Any]:
+    def run(self, example: Any, device: torch.device) -> Iterator[Any]:
         """Yield this rank's batches, then empty ones for as long as others have some.
 
         Args:
-            loader: what :meth:`start` was called with.
             example: a batch to be emptied, or ``None``.
             device: for empty batches that come from another rank.
         """
         self.running = True
         try:
-            yield from self._run(loader, example, device)
+            yield from self._run(example, device)
         finally:
             self.running = False
 
-    @property
-    def empty(self) -> bool:
-        """Whether the body runs on an empty batch."""
-        return self._started and self.attendance.empty
-
-    def _run(self, loader: Iterable[Any], example: Any, device: torch.device) -> Iterator[Any]:
-        attendance = self.attendance
-        cut = _NOTHING if example is None else _emptied(example)
-        key = f"example/{self._wiring.loops}"
+    def _run(self, example: Any, device: torch.device) -> Iterator[Any]:
+        membership = self.membership
+        empty = _NOTHING if example is None else _emptied_if_possible(example)
         batch = _NOTHING
-        for i, batch in enumerate(loader):
-            if i == 0 and self._wiring.store is not None:
-                try:
-                    publish(self._wiring.store, key, batch if cut is _NOTHING else cut)
-                except JoinError:  # told to those who may ask for it
-                    if cut is _NOTHING and not attendance.even:
-                        raise
-            attendance.expected = True
-            self._given.add(batch)
+        for i, batch in enumerate(self._loader):
+            if i == 0:
+                self._publish(batch, empty)
+            membership.expected = True
+            self._counter.add(batch)
             yield batch
-        attendance.expected = False
-        while attendance.absent() is not None:
-            if cut is _NOTHING:
-                cut = self._from_others(key, device) if batch is _NOTHING else emptied(batch)
-            batch = _NOTHING
-            attendance.cover()
-            attendance.empty = True
-            yield cut
-            attendance.empty = False
-            if attendance.covered:  # the body passed over it, so it also calls no join.mean
-                self._tally.serve()
-                self._shadow()
+        membership.expected = False
+        while membership.wait_for_next_step() is not None:
+            if empty is _NOTHING:
+                empty = self._from_other_rank(device) if batch is _NOTHING else emptied(batch)
+            batch = _NOTHING  # so that its memory can be freed
+            membership.expect_empty_step()
+            membership.empty = True
+            yield empty
+            membership.empty = False
+            if membership.expects_empty_step:  # the body has skipped it, so it also calls no join.mean
+                self.shadow_step()
         self.close()
+
+    def leave(self) -> bool:
+        """Take part by hooks in what is left of the loop, which this rank has left by itself.
+
+        Returns:
+            Whether this rank had data in the last step.
+        """
+        membership = self.membership
+        membership.empty = False
+        if membership.expects_empty_step:
+            self.shadow_step()
+        while not membership.over and membership.wait_for_next_step() is not None:
+            self.shadow_step()
+        self.close()
+        return membership.shadowed == 0
+
+    def shadow_step(self) -> None:
+        """Take part in a step by hooks, and in its means by zeros."""
+        self._session.answer()
+        self._shadow()
 
     def close(self) -> None:
         """The loop is over on all ranks; twice is harmless."""
         if not self._closed:
             self._closed = True
-            self._tally.close()
+            self._session.end_answers(self.membership)
 
-    @property
-    def _tally(self) -> Tally:
-        assert self._wiring.tally is not None
-        return self._wiring.tally
+    def _publish(self, batch: Any, empty: Any) -> None:
+        """Give an empty batch to ranks that have none of their own."""
+        if self._session.store is not None:
+            try:
+                publish(self._session.store, self._key, batch if empty is _NOTHING else empty)
+            except JoinError:  # published too, for ranks that ask for a batch
+                if empty is _NOTHING and not self.membership.even:
+                    raise
 
-    def leave(self) -> bool:
-        """Whether this rank left before it ran a step that others have begun; it has no body any more."""
-        self.attendance.empty = False
-        return self.attendance.covered
-
-    def _from_others(self, key: str, device: torch.device) -> Any:
-        """Return the empty batch of a rank that had one: it has told before its first step began."""
-        store: Any = self._wiring.store
-        self._wiring.lifeline.wait(lambda seconds: appears(store, key, seconds), "telling how a batch looks")
-        return fetch(store, key, device)
+    def _from_other_rank(self, device: torch.device) -> Any:
+        """Return the empty batch of a rank that had one: it has published that before its first step began."""
+        store: Any = self._session.store
+        self._session.detector.wait(
+            lambda seconds: wait_for_keys(store, self._key, seconds), "publishing an empty batch"
+        )
+        return fetch(store, self._key, device)
 
 
-def _emptied(example: Any) -> Any:
+def _emptied_if_possible(example: Any) -> Any:
     try:
         return emptied(example)
     except JoinError:

@@ -1,39 +1,48 @@
-"""What takes part in a join, under torch's names.
+"""What takes part in a join, and what a rank without data does for it, under torch's names.
 
 Signatures and behaviour are those of ``torch.distributed.algorithms.join`` (torch 2.13). torch's own joinables are
-:class:`Joinable` s here by ``isinstance``, and the ones here go into torch's ``Join``.
+:class:`Joinable` s here by ``isinstance``, and the ones here go into torch's ``Join``. What stagereg's ``Join`` uses
+beyond torch's members is declared here with a default, so a subclass overrides only what it needs.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
 
-from stagereg.errors import JoinableNotInitializedError
-from stagereg.kernel.membership import Attendance
-from stagereg.kernel.shadow import Wire
+from stagereg.errors import JoinableNotInitializedError, JoinError
+from stagereg.join.session import JoinSession
+from stagereg.kernel.shadow import TorchWire
 
-__all__ = ["JoinConfig", "JoinHook", "Joinable", "NotedConfig", "notify"]
+__all__ = ["JoinConfig", "JoinHook", "Joinable", "is_native", "notify", "serves"]
+
+J = TypeVar("J", bound="Joinable")
 
 
 class JoinHook:
     """What a rank without data does for one joinable.
 
-    ``main_hook`` runs once for every step that the active ranks take, and takes part in the collectives of that step;
-    ``post_hook`` runs once when all ranks have joined. A subclass overrides either. If it also has a ``before_step``,
-    stagereg's ``Join`` calls that for all hooks in order, before the first ``main_hook`` of each step; and an
-    ``out_of_data`` once this rank has left its loop, before it waits for the others.
+    A subclass overrides what it needs. torch's ``Join`` calls ``main_hook`` and ``post_hook`` only. A hook that is
+    chosen in a config is constructed with its joinable as first argument, and with its options.
     """
+
+    def on_exhausted(self) -> None:
+        """This rank has left its loop and is about to wait for the others. Called once."""
+
+    def before_step(self) -> None:
+        """A step has begun on ranks with data. Called on all hooks in order, before the first ``main_hook``."""
 
     def main_hook(self) -> None:
         """Take part in one step: forward, backward and optimizer step of the active ranks. Joined ranks only."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Finish, on every rank.
+        """Finish, on every rank, when all ranks have joined. Called once.
 
         Args:
             is_last_joiner: whether this rank was among the last to run out of data.
@@ -47,13 +56,11 @@ class JoinConfig(NamedTuple):
         enable: whether the join is on.
         throw_on_early_termination: whether it throws when some rank runs out of data.
         is_first_joinable: whether this joinable is the one that announces its rank each step.
-        attendance: how it does so, where all ranks run stagereg's join; ``None`` on torch's wire, and outside a join.
     """
 
     enable: bool
     throw_on_early_termination: bool
     is_first_joinable: bool
-    attendance: Attendance | None = None
 
     @staticmethod
     def construct_disabled_join_config() -> JoinConfig:
@@ -61,29 +68,37 @@ class JoinConfig(NamedTuple):
         return JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
 
 
-class NotedConfig(JoinConfig):
-    """The configuration of a first joinable; knows how often it has been asked, which is how announcing begins.
-
-    Attributes:
-        asked: how often ``is_first_joinable`` was read, as torch's and stagereg's ``notify_join_context`` do.
-    """
-
-    asked = 0
-
-    @property
-    def is_first_joinable(self) -> bool:
-        """As in :class:`JoinConfig`."""
-        self.asked += 1
-        return self[2]
-
-
 class Joinable(ABC):
     """Something with collectives of its own in every training step.
 
     A subclass calls this constructor, and calls ``Join.notify_join_context(self)`` before its collectives of each step.
     The first joinable of a join announces the rank through that call; for the others it does nothing.
+
+    stagereg's ``Join`` calls ``join_hook`` and :meth:`detach` in its constructor, :meth:`attach` when it is entered,
+    and :meth:`detach` on every way out. torch's ``Join`` calls ``join_hook`` alone.
+
+    Attributes:
+        runs_first: whether it has to be the first joinable, wherever the user lists it.
+        has_no_collectives: whether it has no collectives itself, so that it cannot announce the rank.
+        announces_itself: whether it announces in another way than by stagereg's ``Join.notify_join_context``: by the
+            forward of a module, or through torch's ``Join``.
+        reduces_gradients: whether ranks reduce the gradients of a model by it; what follows steps only where
+            they were reduced.
+        reduced: whether the step that was shadowed last ended with reduced gradients, if it does reduce some.
+        after: the joinable of the model whose gradients this one needs; ``None``: the nearest one listed before it.
+        hook: makes its hook when called with the joinable; ``None``: the hook of its own kind.
+        session: the join it is in, while stagereg's ``Join`` has it attached.
     """
 
+    runs_first: bool = False
+    has_no_collectives: bool = False
+    announces_itself: bool = False
+    reduces_gradients: bool = False
+    reduced: bool = True
+    after: Joinable | None = None
+    module: nn.Module | None = None
+    hook: Callable[..., JoinHook] | None = None
+    session: JoinSession | None = None
     _join_config: Any
 
     @abstractmethod
@@ -105,15 +120,80 @@ class Joinable(ABC):
     def join_process_group(self) -> Any:
         """The process group of the collectives; the same for all joinables of a join."""
 
-    def join_exit(self) -> None:  # noqa: B027 (most joinables have nothing to put back)
-        """Put back what ``join_hook`` changed outside itself. Called by stagereg's ``Join`` on every way out."""
+    def attach(self, session: JoinSession) -> None:
+        """The join has been entered. Called before the first step; ``session`` lasts until :meth:`detach`."""
+        self.session = session
+
+    def detach(self) -> None:
+        """Put back whatever ``join_hook`` and ``attach`` changed outside this object. Twice is harmless."""
+        self.session = None
+
+    def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
+        """Whether its step depends on which ranks are active; ranks then exchange that in every step."""
+        return False
+
+    @property
+    def has_unfinished_step(self) -> bool:
+        """Whether this rank has begun a step that the others cannot finish without it."""
+        return False
+
+    def make_hook(self, default: Callable[[Any], JoinHook]) -> JoinHook:
+        """Return the hook of this joinable: of :attr:`hook` if that was chosen, else of ``default``.
+
+        Raises:
+            JoinError: what was chosen makes no hook.
+        """
+        hook = (self.hook or default)(self)
+        if not callable(getattr(hook, "main_hook", None)) or not callable(getattr(hook, "post_hook", None)):
+            raise JoinError(
+                f"the hook of a {type(self).__name__} must have main_hook and post_hook, as a JoinHook has; "
+                f"{self.hook!r} made a {type(hook).__name__}"
+            )
+        return hook
+
+    def model_before(self) -> Joinable | None:
+        """Return the joinable of the model whose gradients this one needs: :attr:`after`, or the nearest before it."""
+        if self.after is not None or self.session is None:
+            return self.after
+        found: Joinable | None = self.session.model_before(self)
+        return found
+
+    def is_due(self) -> bool:
+        """Whether the active ranks step their optimizers in the step that is shadowed: not while they accumulate."""
+        model = self.model_before()
+        return model is None or model.reduced
 
 
 Joinable.register(TorchJoinable)  # type: ignore[type-abstract]
 
 
-def notify(joinable: Any) -> dist.Work | None:
-    """See :meth:`stagereg.Join.notify_join_context`."""
+def is_native(joinable: object) -> TypeGuard[Joinable]:
+    """Whether an object has all members of :class:`Joinable` and announces here, which torch's joinables do not."""
+    kind = type(joinable)
+    return Joinable in kind.__mro__ and TorchJoinable not in kind.__mro__
+
+
+def serves(hook: JoinHook, joinable: object, kind: type[J]) -> J:
+    """Return the joinable that a hook was constructed with.
+
+    Raises:
+        JoinError: it is of another kind than the hook serves.
+    """
+    if not isinstance(joinable, kind):
+        raise JoinError(
+            f"a {type(hook).__name__} is the hook of a {kind.__name__}, and was chosen for a {type(joinable).__name__}."
+            f" Choose a join_hook for a {type(joinable).__name__}, or none: ~join_hook@join.joinables.NAME.hook"
+        )
+    return joinable
+
+
+def notify(joinable: Any, reduces: bool = True) -> dist.Work | None:
+    """Announce that this rank begins a step; see :meth:`stagereg.Join.notify_join_context`.
+
+    Args:
+        joinable: only the first of a join announces.
+        reduces: whether the step's gradients will be reduced among the ranks.
+    """
     if not hasattr(joinable, "_join_config"):
         raise JoinableNotInitializedError(
             f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor"
@@ -121,14 +201,16 @@ def notify(joinable: Any) -> dist.Work | None:
     config = joinable._join_config
     if not config.is_first_joinable or not config.enable:
         return None
-    attendance = getattr(config, "attendance", None)
-    if attendance is not None:
-        attendance.begin()
-        if config.throw_on_early_termination:
-            attendance.heed()
-        return None
-    wire = Wire(joinable.join_process_group, joinable.join_device)
+    session = joinable.session if is_native(joinable) else None
+    if session is not None:
+        if (membership := session.membership) is not None:
+            membership.begin(reduces)
+            if config.throw_on_early_termination:
+                membership.raise_if_exhausted()
+            return None
+        session.announced += 1
+    wire = TorchWire(joinable.join_process_group, joinable.join_device)
     work = wire.announce()
     if config.throw_on_early_termination:
-        wire.heed()
+        wire.raise_if_exhausted()
     return work

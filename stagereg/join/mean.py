@@ -7,23 +7,13 @@ sum over all samples.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
-from stagereg.errors import JoinError
-from stagereg.join.session import unknown
-
-__all__ = ["Average", "known_average", "weighted"]
+__all__ = ["Average", "weighted"]
 
 Average = Literal["samples", "world", "active"]
-
-
-def known_average(average: str) -> str:
-    """Return ``average``. Raises: ``JoinError`` if there is none of that name."""
-    if average not in get_args(Average):
-        raise JoinError(f"there is no average over {average!r}.{unknown(str(average), get_args(Average))}")
-    return average
 
 
 def weighted(loss_sum: torch.Tensor, n: float, factor: float) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Given", "samples_in"]
+__all__ = ["SampleCounter", "samples_in"]
 
 _DEPTH = 4
 _WIDTH = 8
@@ -24,7 +24,7 @@ _LEAVES = (str, bytes, int, float, type(None))
 """What needs no closer look, and is what many parts are."""
 
 
-class Given:
+class SampleCounter:
     """What one rank was given by the loops of one join; empty batches that keep it in step are not given.
 
     Attributes:
@@ -36,7 +36,7 @@ class Given:
         self.batches = 0
         self.samples: int | None = None
 
-    def counting(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def count(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield what ``loader`` does, and count it."""
         for batch in loader:
             self.add(batch)

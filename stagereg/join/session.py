@@ -1,75 +1,58 @@
-"""What a join goes over: which ranks, which wire, and for each loop over the data, how to know who still has some."""
+"""One join on one rank, from entering to leaving: its ranks, its steps, and for each loop who still has data.
+
+A joinable gets the session by ``attach``. The session knows process groups, loaders' lengths and the modes of a join;
+it does not know what a joinable or a hook does in a step.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable as TorchJoinable
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError, nearest
-from stagereg.join.alarm import Lifeline
-from stagereg.join.joinable import Joinable
-from stagereg.join.tally import Tally
-from stagereg.kernel.channel import Line, side_groups, side_line
-from stagereg.kernel.membership import Attendance, CountedAttendance, PlannedAttendance
+from stagereg.join.failure import FailureDetector
+from stagereg.join.responder import SumResponder
+from stagereg.kernel.channel import ControlChannel, control_channel, resources_of
+from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
 
-__all__ = ["Mode", "Wiring", "common_group", "known_mode", "length_of", "unknown"]
+__all__ = ["JoinSession", "Mode", "one_of"]
 
 Mode = Literal["planned", "counted", "torch", "auto"]
 
-_numbers: Counter[str] = Counter()
-_POLLED = ("attendance", "tally")
-"""Lines on which nobody waits without looking up, however long a rank takes to come."""
+
+def one_of(what: str, name: str, choices: Any) -> str:
+    """Return ``name``. Raises: ``JoinError`` with the nearest name if it is none of a ``Literal``'s."""
+    names: Sequence[str] = get_args(choices)
+    if name not in names:
+        raise JoinError(f"there is no {what} {name!r}.{nearest(str(name), names)} One of: {', '.join(names)}")
+    return name
 
 
-def known_mode(mode: str | None) -> str | None:
-    """Return ``mode``. Raises: ``JoinError`` if there is none of that name."""
-    if mode is not None and mode not in get_args(Mode):
-        raise JoinError(f"there is no mode {mode!r}.{unknown(str(mode), get_args(Mode))}")
-    return mode
-
-
-def unknown(name: str, choices: Sequence[str]) -> str:
-    """Say which name was meant, and which there are."""
-    return f"{nearest(name, choices)} One of: {', '.join(choices)}"
-
-
-def common_group(joinables: Sequence[Any], given: dist.ProcessGroup | None) -> Any:
-    """Return the process group of the joinables. Raises: ``JoinError`` if they have different ones."""
-    own = [joinable for joinable in joinables if not getattr(joinable, "silent", False)]  # the others talk to nobody
-    groups: list[Any] = [joinable.join_process_group or dist.group.WORLD for joinable in own]
-    if any(group != groups[0] for group in groups):
-        raise JoinError("Using join context manager with multiple process groups")
-    return groups[0] if given is None else given
-
-
-def length_of(loader: Any) -> int | None:
-    """Return how many batches a loader says that it has, or ``None`` if it does not know."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError, AttributeError):
-        return None
-
-
-class Wiring:
-    """One join's, from its entry to its exit. Constructed by all ranks in the same order.
+class JoinSession:
+    """All ranks construct theirs in the same order.
 
     Args:
         group: the ranks.
-        joinables: what takes part.
+        joinables: what takes part, in order.
         mode: as the user chose it.
         throw: whether uneven inputs are an error.
-        counts: whether what a step does depends on who is active, so that a plan is not enough.
-        timeout: seconds after which a rank that does not come is an error.
+        needs_active_ranks: whether a step depends on who is active, so that planned lengths are not enough.
+        foreign: the type of a first joinable that announces through torch's ``Join``, and whose steps on torch's wire
+            are not counted; empty if it announces here.
+        timeout_s: seconds after which a rank that does not come is an error.
 
     Attributes:
-        loops: how many loops there were.
-        lifeline: by which ranks hear of each other's failures.
-        store: of this join alone.
+        joinables: what takes part, in order.
+        announced: how many steps the first joinable has announced on torch's wire.
+        followed: how many steps of torch's wire this rank has taken part in without data.
+        loops: how many loops have asked who has data.
+        detector: finds and reports failures of ranks.
+        store: of this join alone; ``None`` if there is one rank.
+        responder: sums for :meth:`stagereg.Join.mean`; ``None`` on torch's wire.
     """
 
     def __init__(
@@ -78,24 +61,110 @@ class Wiring:
         joinables: Sequence[Any],
         mode: str | None,
         throw: bool,
-        counts: bool,
-        timeout: float,
+        needs_active_ranks: bool,
+        foreign: str,
+        timeout_s: float,
     ) -> None:
-        name = f"stagereg/join/{_numbers[group.group_name]}"
-        _numbers[group.group_name] += 1
+        name = resources_of(group).next_join()
+        self.joinables = joinables
+        self.announced = 0
+        self.followed = 0
+        self.loops = 0
+        self.detector = FailureDetector(group, timeout_s, name, self._current_step)
+        self.store = PrefixStore(name, group.get_group_store()) if group.size() > 1 else None
+        self.responder: SumResponder | None = None
         self._group = group
         self._mode = mode
         self._throw = throw
-        self._counts = counts
-        self._foreign = _speaks_torch(joinables[0])
-        self.loops = 0
-        self._attendances: list[Attendance] = []
-        self.lifeline = Lifeline(group, timeout, name, also=side_groups(group, but=_POLLED))
-        self.store = PrefixStore(name, group.get_group_store()) if group.size() > 1 else None
-        self.tally: Tally | None = None
+        self._needs_active_ranks = needs_active_ranks
+        self._foreign = foreign
+        self._memberships: list[Membership] = []
+        self._plain: Membership | None = None
+        self._current: Membership | None = None
+        self._suspended: Membership | None = None
 
-    def plain(self, loader: Any) -> Attendance | None:
-        """For a loop that ranks leave when they run out of data; ``None`` if it goes over torch's wire. Collective."""
+    @property
+    def membership(self) -> Membership | None:
+        """How this rank knows who has data in the loop that runs; ``None`` where it goes over torch's wire."""
+        return self._current if self._suspended is None else self._suspended
+
+    @property
+    def plain(self) -> Membership | None:
+        """The same for a loop that ranks leave when they run out of data."""
+        return self._plain
+
+    @property
+    def steps(self) -> int:
+        """How many steps have begun in all loops so far, on this rank or on others while it had no data."""
+        return self.announced + self.followed + sum(membership.steps for membership in self._memberships)
+
+    @property
+    def shadowed(self) -> int:
+        """How many of them came while this rank had no data."""
+        return self.followed + sum(membership.shadowed for membership in self._memberships)
+
+    def model_before(self, joinable: Any) -> Any:
+        """Return the nearest joinable before ``joinable`` that reduces the gradients of a model, or ``None``."""
+        found = None
+        for each in self.joinables:
+            if each is joinable:
+                break
+            found = each if each.reduces_gradients else found
+        return found
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether :attr:`steps` has those of this rank, which a joinable of torch's announces without it."""
+        return not self._foreign
+
+    def start(self) -> None:
+        """Enter; the join around this one must not be used from now on."""
+        if _entered.sessions:
+            _entered.sessions[-1]._suspended = _Suspended()
+        _entered.sessions.append(self)
+        self.detector.start()
+
+    def start_plain_loop(self, loader: Any) -> None:
+        """Enter a loop that ranks leave when they run out of data; ``loader``: its loader, if known. Collective."""
+        self._plain = self._current = self._membership_of_plain_loop(loader)
+
+    def stop(self) -> None:
+        """Leave, whatever has happened; the join around this one goes on."""
+        if self in _entered.sessions:
+            _entered.sessions.remove(self)
+            if _entered.sessions:
+                _entered.sessions[-1]._suspended = None
+        self.detector.stop()
+
+    def start_loop(self, loader: Any) -> Membership:
+        """Enter a loop whose body runs on all ranks. Collective."""
+        if self._foreign:
+            raise JoinError(
+                f"join.iterate needs a first joinable that announces through stagereg's Join, but {self._foreign} "
+                "does so through torch's. Put the model first."
+            )
+        self._current = self._membership_of_loop(loader)
+        return self._current
+
+    def end_loop(self) -> None:
+        """The loop has ended on all ranks."""
+        self._current = self._plain
+
+    def answer(self) -> None:
+        """This rank has no data in the step that has begun: answer other ranks' :meth:`stagereg.Join.mean` by zeros."""
+        if self.responder is not None:
+            self.responder.start()
+
+    def end_answers(self, loop: Membership | None = None) -> None:
+        """The loop has ended; returns when it has on all ranks.
+
+        Args:
+            loop: the loop, if it is over. Where all ranks took all of its steps, none answers, and nothing is to end.
+        """
+        if self.responder is not None and not (loop is not None and loop.all_took_every_step):
+            self.responder.close()
+
+    def _membership_of_plain_loop(self, loader: Any) -> Membership | None:
         if self._mode == "torch" or (self._mode is None and loader is None):
             return None
         if self._foreign:
@@ -106,134 +175,109 @@ class Wiring:
                 f"{self._foreign} does so through torch's. Put a DDP module first, or use join.mode=torch."
             )
         if loader is None and self._mode == "planned":
-            return _NoPlan(self._group.rank(), self._group.size())
-        return self._attendance(loader)
+            return _NoPlan()
+        return self._membership_of_loop(loader)
 
-    def looped(self, loader: Any) -> Attendance:
-        """For a loop whose body runs on all ranks. Collective."""
-        if self._foreign:
-            raise JoinError(
-                f"join.iterate needs a first joinable that announces through stagereg's Join, but {self._foreign} "
-                "does so through torch's. Put the model first."
+    def _membership_of_loop(self, loader: Any) -> Membership:
+        if self.responder is None:
+            self.responder = SumResponder(
+                control_channel(self._group, "mean", self._wait_for_ranks), 2, self.detector.wait
             )
-        return self._attendance(loader)
-
-    def _attendance(self, loader: Any) -> Attendance:
-        if self.tally is None:
-            self.tally = Tally(side_line(self._group, "tally", self._patiently), 2, self.lifeline.wait)
-        line = side_line(self._group, "attendance", self._patiently)
-        number = self.loops
+        channel = control_channel(self._group, "membership", self._wait_for_ranks)
+        membership = self._planned(channel, loader)
+        if membership is None or self._needs_active_ranks:
+            membership = AllReduceMembership(channel, self._throw, self.detector.wait, _length_of(loader))
         self.loops += 1
-        length = length_of(loader)
-        made = self._made(line, loader, length, number)
-        self._attendances.append(made)
-        self.lifeline.note(step=_Steps(made))
-        return made
+        self._memberships.append(membership)
+        return membership
 
-    @property
-    def steps(self) -> int:
-        """How many steps have begun beside torch's wire, in all loops so far."""
-        return sum(attendance.steps for attendance in self._attendances)
-
-    @property
-    def shadowed(self) -> int:
-        """How many of them came while this rank had no data."""
-        return sum(attendance.shadowed for attendance in self._attendances)
-
-    def _made(self, line: Line, loader: Any, length: int | None, number: int) -> Attendance:
-        if self._mode != "counted" and (loader is not None or self._mode == "planned"):
-            lengths = self._lengths(self._told_lengths(line, length))
-            if lengths is not None:
-                planned = PlannedAttendance(
-                    self._group.rank(), lengths, self._words(number), self._throw, self.lifeline.wait
-                )
-                if not self._counts:
-                    return planned
-        return CountedAttendance(line, self._throw, self.lifeline.wait, length)
-
-    def _told_lengths(self, line: Line, length: int | None) -> list[int | None]:
-        """Return every rank's length."""
-        mine = [0.0] * line.size
-        mine[line.rank] = 0.0 if length is None else length + 1.0
-        pending = line.add(mine)
-        self._patiently(pending.ready, "the join")
-        return [int(told) - 1 if told else None for told in pending.wait()]
-
-    def _patiently(self, ready: Callable[[float], bool], what: str) -> None:
-        """Wait for as long as it takes, but not for a rank that has failed: others may still prepare their data."""
-        while not ready(0.5):
-            self.lifeline.check()
-
-    def _lengths(self, told: list[int | None]) -> list[int] | None:
-        known = [length for length in told if length is not None]
-        if len(known) == len(told):
-            return known
+    def _planned(self, channel: ControlChannel, loader: Any) -> Membership | None:
+        """Return a membership by the ranks' lengths; ``None`` if they are not to be used, or some have none."""
+        if self._mode == "counted" or (loader is None and self._mode != "planned"):
+            return None
+        lengths = self._gather_lengths(channel, _length_of(loader))
+        unknown = [str(rank) for rank, length in enumerate(lengths) if length is None]
+        if not unknown:
+            store: Any = HashStore() if self.store is None else PrefixStore(f"loop/{self.loops}", self.store)
+            known = [length for length in lengths if length is not None]
+            return StoreMembership(channel, known, store, self._throw, self.detector.wait)
         if self._mode == "planned":
-            silent = ", ".join(str(rank) for rank, length in enumerate(told) if length is None)
             raise JoinError(
-                f"join.mode=planned needs the length of every rank's loader, and that of rank {silent} has none. Give "
-                "it a __len__, or use join.mode=counted, or auto, which counts where lengths are missing."
+                f"join.mode=planned needs the length of every rank's loader, and that of rank {', '.join(unknown)} has "
+                "none. Give it a __len__, or use join.mode=counted, or auto, which counts where lengths are missing."
             )
         return None
 
-    def _words(self, number: int) -> Any:
-        return _Alone() if self.store is None else PrefixStore(f"loop/{number}", self.store)
+    def _gather_lengths(self, channel: ControlChannel, length: int | None) -> list[int | None]:
+        mine = [0.0] * channel.size
+        mine[channel.rank] = 0.0 if length is None else length + 1.0
+        pending = channel.add(mine)
+        self._wait_for_ranks(pending.ready, "the join")
+        return [int(value) - 1 if value else None for value in pending.wait()]
+
+    def _current_step(self) -> int | None:
+        """The step that this rank is in, for the error messages of others; ``None`` if that is not known."""
+        return self._memberships[-1].steps if self._memberships else None
+
+    def _wait_for_ranks(self, ready: Callable[[float], bool], what: str) -> None:
+        """Wait without a time limit, since other ranks may still prepare their data; raises if a rank has failed."""
+        while not ready(0.5):
+            self.detector.check()
 
 
-class _NoPlan(Attendance):
-    """Of a planned join that was not told of any loader, and is used without ``iterate``."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size, False, lambda ready, what: None)
-
-    def read(self) -> Any:
-        raise self._error()
-
-    def _begin(self, syncing: bool) -> None:
-        raise self._error()
-
-    def _absent(self) -> Any:
-        return None  # the join may have been used with iterate
-
-    def _error(self) -> JoinError:
-        return JoinError(
-            "join.mode=planned has to know how many batches there are: loop over join.iterate(loader), or give the "
-            "loader to the join, as in stagereg.instantiate(cfg.join, [model, optimizer], loader=loader)."
-        )
-
-
-class _Alone:
-    """The store of a rank that is alone: it is the last to leave, and finds its own word."""
+class _Entered(threading.local):
+    """The joins that are on in a thread, outermost first."""
 
     def __init__(self) -> None:
-        self._words: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str, /) -> None:
-        self._words[key] = value.encode()
-        if len(self._words) > 8:
-            del self._words[next(iter(self._words))]
-
-    def get(self, key: str, /) -> bytes:
-        return self._words[key]
-
-    def check(self, keys: list[str], /) -> bool:
-        return all(key in self._words for key in keys)
-
-    def add(self, key: str, amount: int, /) -> int:
-        return amount
+        self.sessions: list[JoinSession] = []
 
 
-def _speaks_torch(joinable: Any) -> str:
-    """Return the name of a joinable's type if it notifies through torch's ``Join``; empty if not."""
-    kind = type(joinable)
-    return "" if Joinable in kind.__mro__ and TorchJoinable not in kind.__mro__ else kind.__name__
+_entered = _Entered()
+"""Global, as a nested join does not know the one around it."""
 
 
-class _Steps:
-    """How many steps a rank has begun, whenever it is asked; for what is said of it if it fails."""
+def _length_of(loader: Any) -> int | None:
+    """Return how many batches a loader says that it has, or ``None`` if it does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
 
-    def __init__(self, attendance: Attendance) -> None:
-        self._attendance = attendance
 
-    def __str__(self) -> str:
-        return str(self._attendance.steps)
+class _Unusable(Membership):
+    """A membership of which no step can begin."""
+
+    message: str
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, False, lambda ready, what: None)
+
+    def read(self) -> Any:
+        raise JoinError(self.message)
+
+    def check(self) -> None:
+        raise JoinError(self.message)
+
+    def _begin(self, syncing: bool) -> None:
+        raise JoinError(self.message)
+
+    def _wait_for_next_step(self) -> Any:
+        return None  # the join may have been used with iterate
+
+
+class _NoPlan(_Unusable):
+    """Of a planned join that has no loader, and is used without ``iterate``."""
+
+    message = (
+        "join.mode=planned has to know how many batches there are: loop over join.iterate(loader), or give the "
+        "loader to the join, as in stagereg.instantiate(cfg.join, [model, optimizer], loader=loader)."
+    )
+
+
+class _Suspended(_Unusable):
+    """Of a join inside which another one has been entered: ranks without data answer only the inner one."""
+
+    message = (
+        "a joinable of an outer join was used inside an inner one, where ranks without data do not answer it. "
+        "Put all that the inner loop uses in the inner join, or in one join alone."
+    )

@@ -1,89 +1,146 @@
-"""A module's forward announces its rank, once a training step.
+"""Where a training step begins: with the forward of a module, which is watched once for all that needs it.
 
-Where all ranks run stagereg's join, announcing is no business of the module itself, so it can be done for any: DDP,
-FSDP, or a plain one. A step begins with the first forward that builds a graph, and ends when a backward through one of
-its outputs begins. So a second forward before that backward is no second step, and a forward under ``no_grad`` is none:
-unless the loop runs its body on all ranks, where the first forward on each batch is a step, whatever it is for.
+A step begins with the first forward that builds a graph, and ends when a backward through one of its outputs begins. So
+a second forward before that backward is no second step, and a forward under ``no_grad`` is none; unless the loop runs
+its body on all ranks, where the first forward on each batch is a step, whatever it is for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Announcer"]
+from stagereg.join.joinable import Joinable, notify
+from stagereg.join.session import JoinSession
+from stagereg.kernel.membership import Membership
+
+__all__ = ["StepTracker", "TrackedJoinable", "differentiable"]
 
 
-class Announcer:
-    """Watches the forwards of a module until :meth:`remove`.
+class StepTracker:
+    """Watches the forwards of a joinable's module until :meth:`remove`, and calls the joinable's methods.
 
     Args:
+        joinable: is told of steps while its ``_join_config`` is enabled.
         module: whose forward begins a step.
-        begins: called where a step begins, before the forward does anything.
-        enters: called before every forward, with whether it begins a step.
-        leaves: called after every forward, with whether it began a step; also where the forward raised.
-        expects: tells whether the first forward on a batch is due.
+
+    Attributes:
+        begun: how many steps have begun.
+        is_open: whether a step has begun of which no backward has run.
+        in_step: whether a forward runs that has begun a step.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        begins: Callable[[], None],
-        enters: Callable[[bool], None] = lambda began: None,
-        leaves: Callable[[bool], None] = lambda began: None,
-        expects: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._begins, self._enters, self._leaves, self._expects = begins, enters, leaves, expects
-        self._open = False
-        self._began = False
+    def __init__(self, joinable: TrackedJoinable, module: nn.Module) -> None:
+        self.begun = 0
+        self.is_open = False
+        self.in_step = False
+        self._joinable = joinable
+        self._seen = False  # whether the joinable was told of the forward that runs
         self._handles: list[Any] = [
-            module.register_forward_pre_hook(self._before, prepend=True),
+            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
         ]
-
-    @property
-    def open(self) -> bool:
-        """Whether a step has begun of which no backward has run."""
-        return self._open
-
-    def close(self) -> None:
-        """The step is over, whatever ran of it."""
-        self._open = False
 
     def remove(self) -> None:
         """Stop watching."""
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, *_: Any) -> None:
-        training = torch.is_grad_enabled()
-        if torch._C._current_graph_task_id() != -1:  # a backward computes again what was not kept for it
-            self._began = False
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._seen = False
+        if _in_backward() or not self._joinable._join_config.enable:
             return
-        begins = not self._open and (training or self._expects())
-        self._began = False  # if it raises, no step has begun
+        training = torch.is_grad_enabled()
+        begins = not self.is_open and (training or self._joinable.awaits_forward())
         if begins:
-            self._begins()
-            self._open = training
-        self._began = begins
-        self._enters(self._began)
+            self._joinable.on_step()  # if it raises, no step has begun
+            self.begun += 1
+            self.is_open = training
+        self._seen, self.in_step = True, begins
+        self._joinable.before_forward(begins, args, kwargs)
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if not self._seen or _in_backward():
             return
-        self._leaves(self._began)
+        self._seen, began, self.in_step = False, self.in_step, False
+        self._joinable.after_forward(began)
         if torch.is_grad_enabled():
-            leaves = [
-                leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-            ]
-            for leaf in leaves:
-                leaf.register_hook(self._backward)
-            if not leaves:  # no backward can be seen
-                self._open = False
+            tensors = differentiable(output)
+            for tensor in tensors:
+                tensor.register_hook(self._on_backward)
+            if not tensors:  # no backward can be seen
+                self.is_open = False
 
-    def _backward(self, gradient: torch.Tensor) -> None:
-        self._open = False
+    def _on_backward(self, gradient: torch.Tensor) -> None:
+        self.is_open = False
+        self._joinable.on_backward()
+
+
+class TrackedJoinable(Joinable):
+    """A joinable whose steps begin with the forward of its module.
+
+    In torch's ``Join`` it watches from ``join_hook`` on, in stagereg's from :meth:`attach` on, until :meth:`detach`.
+    """
+
+    announces_itself = True
+    tracker: StepTracker | None = None
+
+    def attach(self, session: JoinSession) -> None:
+        """Begin to watch the module."""
+        super().attach(session)
+        self.watch()
+
+    def watch(self) -> None:
+        """Begin to watch the module, if it is not watched."""
+        if self.tracker is None:
+            assert self.module is not None
+            self.tracker = StepTracker(self, self.module)
+
+    def detach(self) -> None:
+        """Stop watching."""
+        if self.tracker is not None:
+            self.tracker.remove()
+            self.tracker = None
+        super().detach()
+
+    @property
+    def has_unfinished_step(self) -> bool:
+        """Whether a step of this rank has begun without a backward."""
+        return self.tracker is not None and self.tracker.is_open
+
+    @property
+    def membership(self) -> Membership | None:
+        """How the join knows who has data; ``None`` on torch's wire."""
+        return None if self.session is None else self.session.membership
+
+    def awaits_forward(self) -> bool:
+        """Whether the loop has given its body a batch of which no step has begun, so that any forward is one."""
+        membership = self.membership
+        return membership is not None and self._join_config.is_first_joinable and membership.expected
+
+    def on_step(self) -> None:
+        """A step begins: announce it, before the forward does anything."""
+        notify(self)
+
+    def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward begins. Called after :meth:`on_step` if it begins a step."""
+
+    def after_forward(self, is_step: bool) -> None:
+        """A forward has ended, or has raised."""
+
+    def on_backward(self) -> None:
+        """A gradient has reached an output of the module. Called once for each of them."""
+
+
+def differentiable(output: Any) -> list[torch.Tensor]:
+    """Return the tensors in ``output`` through which a backward can run."""
+    tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _in_backward() -> bool:
+    """Whether a backward runs; it computes forwards again of which the results were not kept (checkpointing)."""
+    return torch._C._current_graph_task_id() != -1

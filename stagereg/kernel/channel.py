@@ -1,15 +1,20 @@
-"""Small collectives beside those of training: sums of a few numbers, and objects gathered, among the same ranks.
+"""Control channels: small collectives beside those of training, among the same ranks.
 
-What a join has to say each step goes over a gloo group of its own, on the CPU. It can never be paired with a collective
-of the training step, whatever the step does; and it costs an accelerator nothing, since nobody waits for a stream.
+What a join exchanges goes over gloo connections of its own, on the CPU. So it is never paired with a collective of the
+training step, and an accelerator's stream does not wait for it.
 
-A :class:`Line` is all that the join's protocol knows of the network, so the protocol also runs on a line that lies
-within one process.
+Connections and threads cost milliseconds to make. They are made once for a process group and kept on its
+:class:`GroupResources` until the group is destroyed, or a join over it fails. The protocols of a join know a channel
+only as :class:`ControlChannel`, so they also run on channels within one process.
 """
 
 from __future__ import annotations
 
+import pickle
+import queue
+import threading
 import time
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,24 +25,38 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-__all__ = ["Line", "Pending", "Waiting", "Words", "appears", "side_groups", "side_line"]
+__all__ = [
+    "ControlChannel",
+    "GroupResources",
+    "KeyValueStore",
+    "PendingSum",
+    "Waiting",
+    "WorkerThread",
+    "control_channel",
+    "resources_of",
+    "wait_for_keys",
+]
 
 Waiting = Callable[[Callable[[float], bool], str], None]
 """Calls a function with seconds to wait, again and again until it returns True; the text says what is waited for."""
+_TORCHS_LIMIT = timedelta(minutes=30)
+"""Torch's own limit for an operation."""
+_CLOSE_S = 1.0
+"""Seconds that a thread gets to end; it needs them only if the store does not answer."""
 
 
-class Pending(Protocol):
+class PendingSum(Protocol):
     """A sum that is under way."""
 
     def ready(self, seconds: float) -> bool:
-        """Wait so long at most; return whether the sum is there. Raises what the collective failed with."""
+        """Wait at most so long; return whether the sum is there. Raises what the collective failed with."""
 
     def wait(self) -> list[float]:
-        """Wait for the sum, of all ranks' values place by place."""
+        """Wait for the sums, one for each of the values."""
 
 
-class Line(Protocol):
-    """Some ranks that exchange small things. All of them make the same calls in the same order, one thread at a time.
+class ControlChannel(Protocol):
+    """Ranks that exchange small things. All of them make the same calls in the same order, one thread at a time.
 
     Attributes:
         rank: this rank among them.
@@ -47,37 +66,132 @@ class Line(Protocol):
     rank: int
     size: int
 
-    def add(self, values: Sequence[float]) -> Pending:
+    def add(self, values: Sequence[float]) -> PendingSum:
         """Begin to sum ``values`` over the ranks; returns at once. All ranks give as many."""
 
     def gather(self, thing: Any) -> list[Any]:
         """Return what all ranks gave, in rank order; it is pickled. Waits for all of them."""
 
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run ``job``, which may use the channel, on the channel's own thread."""
 
-def side_line(group: dist.ProcessGroup, purpose: str, waiting: Waiting | None = None) -> Line:
-    """Return the line of ``group``'s ranks for ``purpose``; collective where it is the first time, which makes a group.
 
-    Lines are kept for as long as their group: another join over the same ranks has the same one.
+class KeyValueStore(Protocol):
+    """What a join needs of a store: torch's stores have it."""
+
+    def set(self, key: str, value: str, /) -> Any:
+        """Write a key. Does not wait for other ranks."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key that is there."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of them are there."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, and return the sum."""
+
+
+class WorkerThread:
+    """A daemon thread that runs jobs in the order in which they were submitted, from the first one on.
+
+    Attributes:
+        closing: whether :meth:`close` was called; a job that runs for long ends then.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.closing = False
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run ``job`` after those before it. It handles its own errors."""
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after the job that runs; waits a second at most."""
+        self.closing = True
+        self._jobs.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None and not self.closing:
+            job()
+            del job  # what it refers to, such as the process group, is not kept while the thread waits
+
+
+class GroupResources:
+    """What joins over one process group keep from one to the next. See :func:`resources_of`.
+
+    Attributes:
+        aborted: whether the group was aborted on this rank.
+        heartbeat: the thread of the failure detector.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.aborted = False
+        self._number = number
+        self._joins = 0
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self.heartbeat = WorkerThread("stagereg-heartbeat")
+        self._channels: dict[str, _GlooChannel] = {}
+
+    def next_join(self) -> str:
+        """A prefix for the store's keys of one join; the same on all ranks, which enter joins in the same order."""
+        self._joins += 1
+        return f"stagereg/{self._number}/join/{self._joins}"
+
+    def channel(self, group: dist.ProcessGroup, purpose: str, waiting: Waiting | None) -> ControlChannel:
+        """See :func:`control_channel`."""
+        channel = self._channels.get(purpose)
+        if channel is None:
+            key = f"stagereg/{self._number}/channel/{self._joins}/{purpose}"
+            channel = self._channels[purpose] = _GlooChannel(group, key, waiting)
+        return channel
+
+    def backends(self, polled: bool = True) -> list[Any]:
+        """The gloo backends of the channels; with ``polled=False`` without those on which no rank waits for long."""
+        channels = [channel for channel in self._channels.values() if polled or not channel.polled]
+        return [channel.backend for channel in channels if channel.backend is not None]
+
+    def close(self) -> None:
+        """End all threads and let go of the channels. What is asked for afterwards is made anew."""
+        heartbeat, channels = self.heartbeat, self._channels
+        self._fresh()
+        for thread in (heartbeat, *(channel.thread for channel in channels.values())):
+            thread.close()
+
+
+def resources_of(group: dist.ProcessGroup) -> GroupResources:
+    """Return the resources of a process group. They are closed when the group is destroyed, and at exit."""
+    found = _resources.get(group)
+    if found is None:
+        found = _resources[group] = GroupResources(_numbers[group.group_name])
+        _numbers[group.group_name] += 1
+        weakref.finalize(group, found.close)
+    return found
+
+
+def control_channel(group: dist.ProcessGroup, purpose: str, waiting: Waiting | None = None) -> ControlChannel:
+    """Return the channel of ``group``'s ranks for ``purpose``. The first call connects the ranks, so it is collective.
 
     Args:
         group: the ranks.
-        purpose: what is exchanged; a line for one never meets another's.
-        waiting: how to wait for the other ranks to make the group too; ``None``: for as long as torch does.
+        purpose: what is exchanged; a channel for one never meets another's.
+        waiting: how to wait for the other ranks to connect; the channel is then one whose sums are only polled.
+            ``None``: waits for as long as torch does.
     """
-    if group.size() == 1:
-        return _Alone()
-    line = _lines.get((group.group_name, purpose))
-    if line is None or line.of is not group:  # a group that came after one of the same name was destroyed
-        line = _lines[group.group_name, purpose] = _GlooLine(group, _made(group, purpose, waiting))
-    return line
+    return resources_of(group).channel(group, purpose, waiting)
 
 
-def side_groups(group: dist.ProcessGroup, but: Sequence[str]) -> list[dist.ProcessGroup]:
-    """The process groups that have been made for lines of ``group``'s ranks, for other purposes than these."""
-    return [line.group for (_, purpose), line in _lines.items() if line.of is group and purpose not in but]
-
-
-class _Done:
+class _SumDone:
     def __init__(self, values: Sequence[float]) -> None:
         self._values = list(values)
 
@@ -88,20 +202,7 @@ class _Done:
         return self._values
 
 
-class _Alone:
-    """The line of a rank that is alone."""
-
-    rank = 0
-    size = 1
-
-    def add(self, values: Sequence[float]) -> Pending:
-        return _Done(values)
-
-    def gather(self, thing: Any) -> list[Any]:
-        return [thing]
-
-
-class _Sum:
+class _GlooSum:
     def __init__(self, values: array[float], work: Any) -> None:
         self._values = values
         self._work = work
@@ -114,7 +215,7 @@ class _Sum:
             except RuntimeError:
                 if self._work.is_completed():
                     self._work.wait()  # raises what it failed with
-                return False  # it goes on, whoever waits
+                return False  # the sum goes on
             self._there = True
         return True
 
@@ -124,64 +225,58 @@ class _Sum:
         return self._values.tolist()
 
 
-class _GlooLine:
-    def __init__(self, of: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-        self.of, self.group = of, group
-        self.rank, self.size = of.rank(), of.size()
-        # Past what torch does around a collective for users: a sum a step is to be lost beside the step.
-        self._gloo: Any = group._get_backend(torch.device("cpu"))
-        self._options = dist.AllreduceOptions()
+class _GlooChannel:
+    """A channel over a gloo backend that no torch registry knows, so destroying groups elsewhere does not touch it."""
 
-    def add(self, values: Sequence[float]) -> Pending:
+    def __init__(self, group: dist.ProcessGroup, key: str, waiting: Waiting | None) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.polled = waiting is not None
+        self.thread = WorkerThread(f"stagereg-{key.rpartition('/')[2]}")
+        self.backend: Any = None
+        self._options = dist.AllreduceOptions()
+        if self.size == 1:
+            return
+        store: Any = PrefixStore(key, group.get_group_store())
+        if waiting is not None:
+            # Gloo waits for the others inside a call of the store, where an error of another rank does not reach this
+            # thread, and where it keeps the store's connection from this process's other threads.
+            store.set(f"here/{self.rank}", "")
+            ranks = [f"here/{rank}" for rank in range(self.size)]
+            waiting(lambda seconds: wait_for_keys(store, ranks, seconds), "the join")
+        self.backend = dist.ProcessGroupGloo(store, self.rank, self.size, _TORCHS_LIMIT)
+
+    def add(self, values: Sequence[float]) -> PendingSum:
+        if self.backend is None:
+            return _SumDone(values)
         mine = array("d", values)
-        return _Sum(mine, self._gloo.allreduce([torch.frombuffer(mine, dtype=torch.float64)], self._options))
+        return _GlooSum(mine, self.backend.allreduce([torch.frombuffer(mine, dtype=torch.float64)], self._options))
 
     def gather(self, thing: Any) -> list[Any]:
-        things: list[Any] = [None] * self.size
-        dist.all_gather_object(things, thing, group=self.group)
-        return things
+        if self.backend is None:
+            return [thing]
+        mine = pickle.dumps(thing)
+        lengths = [0.0] * self.size
+        lengths[self.rank] = len(mine)
+        lengths = self.add(lengths).wait()
+        longest = int(max(lengths))
+        buffers = [bytearray(longest) for _ in lengths]
+        tensors = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers]
+        padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
+        self.backend.allgather([tensors], [padded]).wait()
+        return [pickle.loads(buffer) for buffer in buffers]  # what comes after the pickle is not read
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self.thread.submit(job)
 
 
-def _made(of: dist.ProcessGroup, purpose: str, waiting: Waiting | None) -> dist.ProcessGroup:
-    """Make a group of the same ranks, once all of them are about to.
-
-    Torch waits for the others in the store, where nothing reaches this thread, and where it keeps the store's
-    connection from the process's other threads.
-    """
-    if waiting is not None:
-        number = _made_before[of.group_name, purpose]
-        _made_before[of.group_name, purpose] += 1
-        store: Any = PrefixStore(f"stagereg/side/{of.group_name}/{purpose}/{number}", of.get_group_store())
-        store.set(str(of.rank()), "here")
-        ranks = [str(rank) for rank in range(of.size())]
-        waiting(lambda seconds: appears(store, ranks, seconds), "the join")
-    return dist.new_group(dist.get_process_group_ranks(of), backend="gloo", use_local_synchronization=True)
-
-
-class Words(Protocol):
-    """What a join needs of a store: torch's stores have it."""
-
-    def set(self, key: str, value: str, /) -> Any:
-        """Leave a word; waits for nobody."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return a word that is there."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all of them are there."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, and return what it has become."""
-
-
-def appears(words: Words, key: str | Sequence[str], seconds: float) -> bool:
+def wait_for_keys(store: KeyValueStore, key: str | Sequence[str], seconds: float) -> bool:
     """Wait for a key, or several, so many seconds at most; return whether they are there.
 
     It looks less and less often: first it is a matter of microseconds, later of a long forward pass.
     """
     keys = [key] if isinstance(key, str) else list(key)
     started = time.monotonic()
-    while not words.check(keys):
+    while not store.check(keys):
         waited = time.monotonic() - started
         if waited > seconds:
             return False
@@ -189,5 +284,7 @@ def appears(words: Words, key: str | Sequence[str], seconds: float) -> bool:
     return True
 
 
-_made_before: Counter[tuple[str, str]] = Counter()
-_lines: dict[tuple[str, str], _GlooLine] = {}
+_resources: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupResources] = weakref.WeakKeyDictionary()
+"""Global because a process group is not ours to put an attribute on."""
+_numbers: Counter[str] = Counter()
+"""How many groups had this name. Global because a later group of the same name finds the keys of an earlier one."""

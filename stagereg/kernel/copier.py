@@ -1,15 +1,15 @@
 """The copy: a state dict in, an equal and independent state dict in host memory out.
 
-:class:`HostCopier` is what every stager is built on. It walks the state dict (``tree``), fits a plan to it or keeps the
-one it has (``layout``), borrows memory (``memory``) and has the bytes moved (``moves``): host memory by a few threads,
-an accelerator's on a stream of its own, which waits for the work already queued by the caller and makes the caller's
-stream wait for nothing.
+:class:`HostCopier` is what stagers are built on. It takes the state dict apart (``state_dict``), plans where its bytes
+go or keeps the plan it has (``layout``), leases memory (``memory``) and has the bytes moved (``transfer``): host memory
+by a few threads, an accelerator's on a stream of its own, which waits for the work already queued by the caller and
+makes the caller's stream wait for nothing.
 
 When :meth:`HostCopier.copy` returns, the bytes are there: no later write to the source shows in the copy. What is
 handed out stays as it is until the last tensor over it is gone. Plans and memory are reused; correctness never depends
-on it, since the plan's signature (addresses, shapes, dtypes, strides) is compared on every call.
+on it, since addresses, shapes, dtypes and strides are compared on every call.
 
-A stager that copies in another order takes a :class:`Draft`, which is a copy whose bytes are not there yet.
+A stager that copies in another order takes a :class:`PendingCopy`, which is a copy whose bytes are not there yet.
 """
 
 from __future__ import annotations
@@ -22,30 +22,34 @@ from typing import Any
 
 import torch
 
-import stagereg.kernel.room as room
-from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.layout import Layout, Piece, Region, lay_out, sign
-from stagereg.kernel.memory import Loan, Pool
-from stagereg.kernel.replay import Match, Replay
-from stagereg.kernel.state_dict import Skeleton, path_to, unravel
-from stagereg.kernel.transfer import Mover
+from stagereg.errors import StagingError
+from stagereg.kernel.layout import Layout, Region, plan_layout, region_bytes, signature, tensors_over
+from stagereg.kernel.memory import Lease, Pool, register_padding
+from stagereg.kernel.state_dict import Recognizer, TreeSpec, flatten, path_to
+from stagereg.kernel.transfer import CopyEngine
 
-__all__ = ["Draft", "HostCopier", "naming", "no_collection"]
+__all__ = ["HostCopier", "PendingCopy", "naming", "no_collection"]
 
 
 @dataclass(slots=True)
-class Draft:
+class PendingCopy:
     """Memory for a copy that has no content yet.
 
     Attributes:
         sources: the tensors to be copied; holding them keeps their memory alive.
         layout: where their bytes are to go.
-        loan: the memory.
+        lease: of the memory.
+        view: the memory.
+        address: of its first byte.
+        spec: the copy without its tensors; None for a copy of tensors alone.
     """
 
     sources: Sequence[torch.Tensor]
     layout: Layout
-    loan: Loan
+    lease: Lease
+    view: memoryview
+    address: int
+    spec: TreeSpec | None = None
     _staged: list[torch.Tensor] | None = None
 
     @property
@@ -53,20 +57,27 @@ class Draft:
         """The tensors over the memory, one for each source; made when they are first asked for."""
         if self._staged is None:
             with torch.no_grad():
-                self._staged = _tensors_over(self.loan, self.layout, self.sources)
+                self._staged = tensors_over(self.view, self.layout, self.sources)
         return self._staged
 
     def pairs(
         self, regions: Sequence[Region], packed: Sequence[int]
     ) -> dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return what ``Mover.fetch`` takes, by device, for some of the layout's regions and packed tensors."""
+        """Return what ``CopyEngine.fetch`` takes, by device, for some of the layout's regions and packed tensors."""
         away: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for region in regions:
-            owner = self.sources[region.source]
-            away.setdefault(owner.device, []).append(_region_pair(self.loan, region, owner))
+            source = region_bytes(region, self.sources[region.source])
+            to = torch.frombuffer(self.view, dtype=torch.uint8, count=region.nbytes, offset=region.offset)
+            away.setdefault(source.device, []).append((to, source))
         for i in packed:
             away.setdefault(self.sources[i].device, []).append((self.staged[i], self.sources[i]))
         return away
+
+    def unflatten(self) -> Any:
+        """Return the state dict's copy. To be called once."""
+        assert self.spec is not None
+        with torch.no_grad(), no_collection():
+            return self.lease.hand_out(self.spec.unflatten(self.staged))
 
 
 class HostCopier:
@@ -75,25 +86,23 @@ class HostCopier:
     Args:
         pool: where the memory comes from; closed together with the copier.
         threads: threads that copy from host memory, the caller's among them.
-        type_check: refuse leaves of types that torch's checkpoint does not name (see :func:`.tree.unravel`).
+        type_check: refuse leaves of types that torch's checkpoint does not name (see :func:`.state_dict.flatten`).
 
     One thread at a time may call it.
     """
 
     def __init__(self, pool: Pool, threads: int = 2, type_check: bool = False) -> None:
-        self.mover = Mover(threads)
+        self.engine = CopyEngine(threads)
+        self.pool = pool
         self.type_check = type_check
-        self._pool = pool
         self.margins = (0, 0)
         self._layout: Layout | None = None
-        self._is_new = False
-        self._replay: Replay | None = None
-        self._closed = False
+        self._recognizer: Recognizer | None = None
 
-    def leave_room(self, before: int, after: int) -> None:
-        """Leave bytes free around each tensor from the next copy on, see :func:`.room.room_around`."""
+    def reserve_padding(self, before: int, after: int) -> None:
+        """Leave bytes free around each tensor from the next copy on, see :func:`.memory.padding_around`."""
         self.margins = (before, after)
-        self._layout = self._replay = None
+        self._layout = self._recognizer = None
 
     def copy(self, state: Any) -> Any:
         """Return an independent copy of ``state`` in host memory.
@@ -102,81 +111,83 @@ class HostCopier:
             StagingError: an entry cannot be staged (its path is named), or memory ran out; the copier stays usable.
             StagerClosedError: after :meth:`close`.
         """
-        taken = self.take(state)
-        with naming(state):
-            staged = self.copy_tensors(taken.tensors, taken.layout)
-        self.remember(state, taken)
-        with torch.no_grad(), no_collection():
-            return taken.fill(staged)
+        pending = self.prepare(state)
+        self.fill(pending)
+        return pending.unflatten()
 
-    def take(self, state: Any) -> Skeleton | Match:
-        """Take ``state`` apart, the short way if it is as it was the last time. Raises as :meth:`copy` does."""
-        self.check_open()
-        with torch.no_grad(), no_collection():
-            match = self._replay.match(state) if self._replay is not None else None
-            return match or unravel(state, self.type_check)
-
-    def remember(self, state: Any, taken: Skeleton | Match) -> None:
-        """Have the next :meth:`take` go the short way, where ``state`` has just been laid out anew."""
-        if self._is_new and self._layout is not None and not self.type_check:
-            with torch.no_grad(), no_collection():
-                self._replay = Replay.of(state, taken.tensors, self._layout)
-        self._is_new = False
-
-    def copy_tensors(self, tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> list[torch.Tensor]:
+    def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return independent copies of plain strided tensors; what shares memory goes on sharing it.
-
-        Args:
-            tensors: on any devices.
-            layout: the plan for them, if one is known to fit.
 
         Raises:
             StagingError: one cannot be staged; ``path`` is its index. Or memory ran out.
             StagerClosedError: after :meth:`close`.
         """
-        draft = self.draft(tensors, layout)
-        layout = draft.layout
-        moving = self.mover.start(draft.loan.address, layout.batch)
+        self.check_open()
+        with torch.no_grad(), no_collection():
+            layout = self._plan(tensors)
+        pending = self.lease(tensors, layout)
+        self.fill(pending)
+        return pending.staged
+
+    def prepare(self, state: Any) -> PendingCopy:
+        """Do all of :meth:`copy` but the copying. Raises as that does."""
+        spec, layout = self.plan(state)
+        return self.lease(spec.tensors, layout, spec)
+
+    def plan(self, state: Any) -> tuple[TreeSpec, Layout]:
+        """Take ``state`` apart and plan where it goes; the short way if it is as it was the last time."""
+        self.check_open()
+        with torch.no_grad(), no_collection():
+            if self._recognizer is not None and self._layout is not None:
+                known = self._recognizer.match(state)
+                if known is not None:
+                    return known, self._layout
+            spec, before = flatten(state, self.type_check), self._layout
+            with naming(state):
+                layout = self._plan(spec.tensors)
+            if layout is not before and not self.type_check:
+                self._recognizer = Recognizer.of(state, spec.tensors)
+            return spec, layout
+
+    def lease(self, tensors: Sequence[torch.Tensor], layout: Layout, spec: TreeSpec | None = None) -> PendingCopy:
+        """Return memory for a copy that is laid out so."""
+        lease = self.pool.lease()
+        ref = self.pool.take(layout.nbytes)
+        view = lease.view(ref)
+        if self.margins != (0, 0):
+            register_padding(view, self.margins, layout.spans)
+        return PendingCopy(tensors, layout, lease, view, ref.address, spec)
+
+    def fill(self, pending: PendingCopy) -> None:
+        """Copy the bytes; return when they are there."""
+        layout = pending.layout
+        moving = self.engine.start(pending.address, layout.batch)
         try:
             with torch.no_grad(), no_collection():
-                staged = draft.staged
-                away = draft.pairs(layout.remote, layout.packed)
-                events = [self.mover.fetch(device, pairs) for device, pairs in away.items()]
+                pending.staged  # noqa: B018  # made while other threads copy
+                away = pending.pairs(layout.remote, layout.packed)
+                events = [self.engine.fetch(device, pairs) for device, pairs in away.items()]
         finally:
             moving.finish()
         for event in events:
             if event is not None:
                 event.synchronize()
-        return staged
-
-    def draft(self, tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> Draft:
-        """Do all of :meth:`copy_tensors` but the copying. Raises as that does."""
-        self.check_open()
-        if layout is None:
-            with torch.no_grad(), no_collection():
-                layout = self._fit(tensors)
-        loan = self._pool.borrow(layout.nbytes)
-        if self.margins != (0, 0):
-            room.tell(loan.view, loan.address, loan.nbytes, self.margins, layout.spans)
-        return Draft(tensors, layout, loan)
 
     def check_open(self) -> None:
         """Raise ``StagerClosedError`` after :meth:`close`."""
-        if self._closed:
-            raise StagerClosedError
+        self.pool.check_open()
 
     def close(self) -> None:
         """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
-        self._closed = True
-        self._layout = self._replay = None
-        self._pool.close()
-        self.mover.close()
+        self._layout = self._recognizer = None
+        self.pool.close()
+        self.engine.close()
 
-    def _fit(self, tensors: Sequence[torch.Tensor]) -> Layout:
-        signature = sign(tensors)
-        if self._layout is None or self._layout.signature != signature:
-            self._layout = lay_out(tensors, signature, self.margins)
-            self._is_new, self._replay = True, None
+    def _plan(self, tensors: Sequence[torch.Tensor]) -> Layout:
+        rows = signature(tensors)
+        if self._layout is None or self._layout.signature != rows:
+            self._layout = plan_layout(tensors, rows, self.margins)
+            self._recognizer = None
         return self._layout
 
 
@@ -201,35 +212,3 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _region_pair(loan: Loan, region: Region, owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A region as bytes: where it goes, and where it lies on its device."""
-    source = torch.empty(0, dtype=torch.uint8, device=owner.device)
-    source.set_(owner.untyped_storage(), region.begin, (region.nbytes,), (1,))
-    return torch.frombuffer(loan.view, dtype=torch.uint8, count=region.nbytes, offset=region.offset), source
-
-
-# -- tensors over a loan
-
-
-def _tensors_over(loan: Loan, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Make the staged tensors; those of one region share one storage, which has the region's bytes and no more."""
-    view, frombuffer = loan.view, torch.frombuffer
-    made: list[Any] = [each and frombuffer(view, dtype=each[0], count=each[1], offset=each[2]) for each in layout.alone]
-    shared: dict[int, torch.Tensor] = {}
-    for i in layout.unfinished:
-        piece = layout.pieces[i]
-        made[i] = made[i].resize_(piece.shape) if piece.alone else _tensor_over(loan, piece, tensors[i].dtype, shared)
-    return made
-
-
-def _tensor_over(loan: Loan, piece: Piece, dtype: torch.dtype, shared: dict[int, torch.Tensor]) -> torch.Tensor:
-    if piece.span == 0:
-        return torch.empty_strided(piece.shape, piece.stride, dtype=dtype, device="cpu")
-    base = shared.get(piece.offset)
-    if base is None:
-        base = torch.frombuffer(loan.view, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
-        shared[piece.offset] = base
-    made = torch.empty(0, dtype=dtype, device="cpu")
-    return made.set_(base.untyped_storage(), piece.start, piece.shape, piece.stride)

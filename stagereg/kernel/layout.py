@@ -5,7 +5,8 @@ are put in one *region*, so that tied weights are copied once and stay tied; a v
 storage's. A view with holes (a column of a matrix) keeps its strides while the holes cost less than the data or than a
 page; beyond that it is packed, and its copy is contiguous.
 
-It reads addresses and shapes and copies nothing.
+It reads addresses and shapes and copies nothing. :func:`tensors_over` makes the copy's tensors over memory that is
+laid out so.
 """
 
 from __future__ import annotations
@@ -13,22 +14,35 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from stagereg.errors import StagingError
-from stagereg.kernel.leaves import why_without_data
+from stagereg.kernel.state_dict import why_without_data
 from stagereg.kernel.transfer import Batch, Move
 
-__all__ = ["ALIGNMENT", "Layout", "Piece", "Region", "Signature", "lay_out", "sign"]
+__all__ = [
+    "ALIGNMENT",
+    "Layout",
+    "Piece",
+    "Region",
+    "Signature",
+    "plan_layout",
+    "region_bytes",
+    "signature",
+    "span_of",
+    "tensors_over",
+]
 
 ALIGNMENT = 64
 """Bytes: where a region may start in host memory; a cache line, and a multiple of every dtype's size."""
 
 _PAGE = 4096
 
-Signature = list[tuple[object, ...]]
-"""What must be equal for a layout to fit again, one tuple a tensor."""
+Signature = list[tuple[int, torch.dtype, torch.Size, tuple[int, ...], int, int, int]]
+"""What must be equal for a layout to fit again. Of each tensor: address, dtype, shape, stride, address and bytes of the
+storage, device."""
 
 
 @dataclass(slots=True)
@@ -37,7 +51,6 @@ class Region:
 
     Attributes:
         source: index of a tensor whose storage has the bytes.
-        begin: first byte, counted from the start of that storage.
         address: where it starts in the source device's memory.
         nbytes: its length in bytes.
         offset: where its copy starts in host memory.
@@ -45,7 +58,6 @@ class Region:
     """
 
     source: int
-    begin: int
     address: int
     nbytes: int
     offset: int = 0
@@ -105,7 +117,7 @@ class Layout:
     unfinished: list[int]
 
 
-def sign(tensors: Sequence[torch.Tensor]) -> Signature:
+def signature(tensors: Sequence[torch.Tensor]) -> Signature:
     """Return what a layout depends on. Costs about half a microsecond a tensor.
 
     Raises:
@@ -123,106 +135,90 @@ def sign(tensors: Sequence[torch.Tensor]) -> Signature:
     return rows
 
 
-def lay_out(tensors: Sequence[torch.Tensor], signature: Signature, margins: tuple[int, int] = (0, 0)) -> Layout:
+def span_of(x: torch.Tensor) -> int:
+    """Return the elements from the first of ``x`` in memory to its last, both included; 0 for an empty tensor."""
+    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
+def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple[int, int] = (0, 0)) -> Layout:
     """Plan host memory for plain strided tensors.
 
     Args:
         tensors: on any devices.
-        signature: what :func:`sign` says of them.
+        rows: their :func:`signature`.
         margins: bytes to be left free before and after each region.
 
     Raises:
         StagingError: a tensor reaches beyond its storage, as after its storage was freed; ``path`` is the index.
     """
     pieces: list[Piece] = []
-    kept: list[tuple[str, int, int, int]] = []  # device, first byte, byte after the last, tensor
-    holed: list[int] = []
-    for i, x in enumerate(tensors):
-        shape, stride = tuple(x.shape), tuple(x.stride())
-        empty = x.numel() == 0
-        span = 0 if empty else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        pieces.append(Piece(shape, stride, span))
-        if empty:
-            continue
+    runs: list[_Run] = []
+    holed: list[_Run] = []
+    for i, (x, (address, _, shape, stride, base, available, _)) in enumerate(zip(tensors, rows, strict=True)):
         size = x.element_size()
-        address, base, room = _numbers(signature[i])
-        if address == 0 or address + span * size > base + room:
-            freed = f"it needs {span * size} bytes but its storage holds {room}; was it freed or resized while in use?"
+        span = span_of(x)
+        pieces.append(Piece(tuple(shape), tuple(stride), span))
+        if not span:
+            continue
+        if address == 0 or address + span * size > base + available:
+            freed = f"it needs {span * size} bytes but its storage holds {available}; was it freed or resized in use?"
             raise StagingError([i], why_without_data(x) or freed)
-        if span * size > max(2 * x.numel() * size, _PAGE):
-            holed.append(i)
-        else:
-            kept.append((str(x.device), address, address + span * size, i))
+        wide = span * size > max(2 * x.numel() * size, _PAGE)
+        (holed if wide else runs).append((str(x.device), address, address + span * size, i))
 
-    regions = _merge(kept, tensors, signature)
-    packed = _adopt(holed, regions, tensors, signature, pieces)
-    nbytes = _place(regions, packed, tensors, signature, pieces, margins)
+    regions = _merge(runs, rows)
+    packed = _adopt(holed, regions, tensors)
+    nbytes = _assign(regions, packed, tensors, rows, pieces, margins)
     local = [r for r in regions if tensors[r.source].device.type == "cpu"]
     remote = [r for r in regions if tensors[r.source].device.type != "cpu"]
     moves = [(r.offset, r.address, r.nbytes) for r in local]
     spans = {piece.offset: piece.nbytes for piece in pieces if piece.alone}
     alone = [(x.dtype, p.span, p.offset) if p.alone else None for p, x in zip(pieces, tensors, strict=True)]
     unfinished = [i for i, piece in enumerate(pieces) if not piece.alone or len(piece.shape) != 1]
-    return Layout(signature, pieces, moves, Batch(moves), remote, packed, local, nbytes, spans, alone, unfinished)
+    return Layout(rows, pieces, moves, Batch(moves), remote, packed, local, nbytes, spans, alone, unfinished)
 
 
-def _numbers(row: tuple[object, ...]) -> tuple[int, int, int]:
-    address, base, room = row[0], row[4], row[5]
-    assert isinstance(address, int)
-    assert isinstance(base, int)
-    assert isinstance(room, int)
-    return address, base, room
+_Run = tuple[str, int, int, int]  # device, first byte, byte after the last, index of the tensor
 
 
-def _merge(
-    kept: list[tuple[str, int, int, int]], tensors: Sequence[torch.Tensor], signature: Signature
-) -> list[Region]:
-    """Join spans that overlap, or that touch within one storage."""
+def _merge(runs: list[_Run], rows: Signature) -> list[Region]:
+    """Join runs that overlap, or that touch within one storage."""
     regions: list[Region] = []
     last: tuple[str, int] | None = None  # device and storage of the newest region
-    for device, begin, end, i in sorted(kept):
-        _, base, _ = _numbers(signature[i])
-        region = regions[-1] if regions else None
-        if region is not None and last == (device, base) and begin <= region.address + region.nbytes:
-            region.nbytes = max(region.nbytes, end - region.address)
-            region.members.append(i)
+    for device, begin, end, i in sorted(runs):
+        base = rows[i][4]
+        if last == (device, base) and begin <= regions[-1].address + regions[-1].nbytes:
+            regions[-1].nbytes = max(regions[-1].nbytes, end - regions[-1].address)
+            regions[-1].members.append(i)
             continue
         aligned = base + (begin - base) // 16 * 16  # so that a view of a wider dtype starts on its own grid
-        regions.append(Region(i, aligned - base, aligned, end - aligned, members=[i]))
+        regions.append(Region(i, aligned, end - aligned, members=[i]))
         last = (device, base)
     return regions
 
 
-def _adopt(
-    holed: list[int],
-    regions: list[Region],
-    tensors: Sequence[torch.Tensor],
-    signature: Signature,
-    pieces: list[Piece],
-) -> list[int]:
+def _adopt(holed: list[_Run], regions: list[Region], tensors: Sequence[torch.Tensor]) -> list[int]:
     """Give a view with holes to the region it lies in, if any; return those that must be packed."""
     starts = [(str(tensors[r.source].device), r.address) for r in regions]
     packed: list[int] = []
-    for i in holed:
-        address, _, _ = _numbers(signature[i])
-        end = address + pieces[i].span * tensors[i].element_size()
-        at = bisect_right(starts, (str(tensors[i].device), address)) - 1
-        if at >= 0 and starts[at][0] == str(tensors[i].device) and end <= regions[at].address + regions[at].nbytes:
+    for device, begin, end, i in holed:
+        at = bisect_right(starts, (device, begin)) - 1
+        if at >= 0 and starts[at][0] == device and end <= regions[at].address + regions[at].nbytes:
             regions[at].members.append(i)
         else:
             packed.append(i)
     return packed
 
 
-def _place(
+def _assign(
     regions: list[Region],
     packed: list[int],
     tensors: Sequence[torch.Tensor],
-    signature: Signature,
+    rows: Signature,
     pieces: list[Piece],
     margins: tuple[int, int],
 ) -> int:
-    """Hand out host offsets; same packed views get the same one. Return the bytes needed."""
+    """Assign host offsets; equal packed views get the same one. Return the bytes needed."""
     before, after = _aligned(margins[0]), margins[1]
     cursor = 0
     for region in regions:
@@ -230,10 +226,10 @@ def _place(
         cursor = _aligned(region.offset + region.nbytes + after)
         for i in region.members:
             piece, size = pieces[i], tensors[i].element_size()
-            address, _, _ = _numbers(signature[i])
-            piece.start, piece.offset, piece.nbytes = (address - region.address) // size, region.offset, region.nbytes
+            start = (rows[i][0] - region.address) // size
+            piece.start, piece.offset, piece.nbytes = start, region.offset, region.nbytes
             if len(region.members) == 1:  # its storage need not have what alignment has added in front
-                piece.start, piece.offset, piece.nbytes = 0, region.offset + piece.start * size, piece.span * size
+                piece.start, piece.offset, piece.nbytes = 0, region.offset + start * size, piece.span * size
                 piece.alone = piece.stride == _row_major(piece.shape)
     first: dict[tuple[object, ...], int] = {}
     for i in packed:
@@ -241,7 +237,7 @@ def _place(
         piece.stride = tuple(torch.empty_like(x, device="meta").stride())
         piece.span = x.numel()
         piece.nbytes = piece.span * x.element_size()
-        piece.offset = first.setdefault((x.device, x.data_ptr(), x.dtype, x.shape, x.stride()), cursor)
+        piece.offset = first.setdefault((x.device, *rows[i][:4]), cursor)
         if piece.offset == cursor:
             cursor += _aligned(piece.nbytes)
     return cursor
@@ -258,3 +254,41 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
         stride.append(step)
         step *= n
     return tuple(reversed(stride))
+
+
+def tensors_over(
+    view: memoryview, layout: Layout, sources: Sequence[torch.Tensor], base: int = 0
+) -> list[torch.Tensor]:
+    """Make the staged tensors; those of one region share one storage, which has the region's bytes and no more.
+
+    Args:
+        view: of host memory.
+        layout: where they lie.
+        sources: what it was planned for.
+        base: where the layout begins in the view.
+    """
+    frombuffer = torch.frombuffer
+    made: list[Any] = [
+        each and frombuffer(view, dtype=each[0], count=each[1], offset=base + each[2]) for each in layout.alone
+    ]
+    shared: dict[int, torch.Tensor] = {}
+    for i in layout.unfinished:
+        piece, dtype = layout.pieces[i], sources[i].dtype
+        if piece.alone:
+            made[i].resize_(piece.shape)
+        elif piece.span == 0:
+            made[i] = torch.empty_strided(piece.shape, piece.stride, dtype=dtype, device="cpu")
+        else:
+            if piece.offset not in shared:
+                at = base + piece.offset
+                shared[piece.offset] = frombuffer(view, dtype=torch.uint8, count=piece.nbytes, offset=at)
+            storage = shared[piece.offset].untyped_storage()
+            made[i] = torch.empty(0, dtype=dtype, device="cpu").set_(storage, piece.start, piece.shape, piece.stride)
+    return made
+
+
+def region_bytes(region: Region, owner: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a region where they lie; ``owner`` is the tensor ``region.source``."""
+    storage = owner.untyped_storage()
+    source = torch.empty(0, dtype=torch.uint8, device=owner.device)
+    return source.set_(storage, region.address - storage.data_ptr(), (region.nbytes,), (1,))

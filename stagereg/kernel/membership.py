@@ -1,34 +1,35 @@
-"""Who still has data, step by step: the protocol of a join in which all ranks run stagereg's.
+"""Membership: which ranks still have data, step by step, in a join in which all ranks run stagereg's.
 
-A step *begins* on a rank with data when its first joinable says so. A rank without data asks, once a step, whether it
-has begun anywhere: if so, it takes part in that step, in whatever way; if not, nobody has data any more.
+A step *begins* on a rank with data when its first joinable announces it. A rank without data asks, once a step, whether
+the step has begun anywhere: if so, it takes part in that step; if not, no rank has data any more. Two protocols:
 
-Two ways to know. *Counted*: every rank adds its presence into one asynchronous sum per step; a rank with data reads it
-when it has to, late in its forward pass, and need not at all if nothing depends on it. Ranks that know how many batches
-they have say with each step whether it is their last, so that a throw is known before it is due, and costs no waiting.
-*Planned*: the lengths are known from the start, so there is nothing to sum; a rank with data only leaves a word in the
-process group's store, which costs it a few microseconds and waits for nobody, and ranks without data look for that
-word. A plan may be wrong: who leaves early, skips batches or goes on for longer is followed all the same, since the
-word counts and not the plan.
+* :class:`AllReduceMembership` (mode ``counted``): every rank adds its presence into one asynchronous sum per step. A
+  rank with data reads it late in its forward pass, and not at all if nothing depends on it. Ranks that know how many
+  batches they have add whether it is their last, so a throw is known before it is due, and costs no waiting.
+* :class:`StoreMembership` (mode ``planned``): the lengths are known from the start, so nothing is summed. A rank with
+  data writes a key in the process group's store for each step, which takes microseconds and does not wait; ranks
+  without data look for it. A plan may be wrong: a rank that leaves early, skips batches or goes on for longer is
+  followed all the same, since the keys count and not the plan.
 
-It knows nothing of joinables, loaders or torch's wire (:mod:`stagereg.kernel.shadow`).
+Joinables, loaders and torch's wire (:mod:`stagereg.kernel.shadow`) are left to others.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stagereg.errors import JoinError, UnevenInputsError
-from stagereg.kernel.channel import Line, Pending, Waiting, Words, appears
+from stagereg.kernel.channel import ControlChannel, KeyValueStore, PendingSum, Waiting
 
-__all__ = ["Attendance", "CountedAttendance", "PlannedAttendance", "Roll", "until"]
+__all__ = ["ActiveRanks", "AllReduceMembership", "Membership", "StoreMembership", "wait_until"]
 
 
 @dataclass(frozen=True)
-class Roll:
-    """Who takes part in a step.
+class ActiveRanks:
+    """The ranks that take part in a step.
 
     Attributes:
         active: for each rank, whether it has data; empty where that is not known.
@@ -40,7 +41,7 @@ class Roll:
 
     @property
     def known(self) -> bool:
-        """Whether it says who is active."""
+        """Whether it is known which ranks are active."""
         return bool(self.active)
 
     @property
@@ -54,13 +55,13 @@ class Roll:
         return max(rank for rank, active in enumerate(self.active) if active)
 
 
-def until(ready: Callable[[float], bool], what: str) -> None:
+def wait_until(ready: Callable[[float], bool], what: str) -> None:
     """Wait for as long as it takes: a :data:`Waiting` that trusts its peers."""
     while not ready(60.0):
         pass
 
 
-class Attendance(ABC):
+class Membership(ABC):
     """One rank's part in the protocol, for one loop over its data.
 
     Attributes:
@@ -68,13 +69,17 @@ class Attendance(ABC):
         shadowed: how many of them came since it ran out of data.
         over: whether no rank has data any more.
         even: whether all ranks are known to have as many batches.
+        all_took_every_step: once it is over, whether every rank had data in every step; the same on all ranks.
         expected: whether the loop has given its body a batch of which no step has begun.
         empty: whether the loop's body runs on an empty batch.
+        expects_empty_step: whether it has not begun its step yet.
     """
 
     even = False
+    all_took_every_step = True
     expected = False
     empty = False
+    expects_empty_step = False
 
     def __init__(self, rank: int, size: int, throw: bool, waiting: Waiting) -> None:
         self.steps = 0
@@ -84,7 +89,6 @@ class Attendance(ABC):
         self._size = size
         self._throw = throw
         self._waiting = waiting
-        self._covered = False
 
     def begin(self, syncing: bool = True) -> None:
         """Rank with data: a step begins.
@@ -93,36 +97,30 @@ class Attendance(ABC):
             syncing: whether its gradients will be reduced among the ranks.
         """
         self.expected = False
-        if self._covered:  # the body of a rank without data runs, in a step that others have begun
-            self._covered = False
-            return
-        if self.empty:  # ... and takes another step on the same empty batch, as the others do on theirs
-            self.absent()
-            return
-        self._begin(syncing)
-        self.steps += 1
+        if self.expects_empty_step:  # the body of a rank without data runs, in a step that others have begun
+            self.expects_empty_step = False
+        elif self.empty:  # ... and takes another step on the same empty batch, as the others do on theirs
+            self.wait_for_next_step()
+        else:
+            self._begin(syncing)
+            self.steps += 1
 
     def check(self) -> None:  # noqa: B027 (most have nothing against it)
         """Any joinable but the first, in place of :meth:`begin`. Raises: ``JoinError`` if it must not be used now."""
 
-    def cover(self) -> None:
-        """Rank without data: its loop body is about to run all the same, and its next :meth:`begin` is no news."""
-        self._covered = self.expected = True
-
-    @property
-    def covered(self) -> bool:
-        """Whether such a body has not begun its step yet."""
-        return self._covered
+    def expect_empty_step(self) -> None:
+        """Rank without data: the body will run on an empty batch, so the next :meth:`begin` is not announced."""
+        self.expects_empty_step = self.expected = True
 
     @abstractmethod
-    def read(self) -> Roll:
-        """Who takes part in the step that has begun; waits for the other ranks to begin it or to run out of data.
+    def read(self) -> ActiveRanks:
+        """Return who takes part in the step that has begun; waits for the other ranks to begin it or to run out.
 
         Raises:
             UnevenInputsError: the join is to throw, and some rank has run out of data.
         """
 
-    def heed(self) -> None:  # noqa: B027 (a plan has been heeded before the first step)
+    def raise_if_exhausted(self) -> None:  # noqa: B027 (a plan is checked before the first step)
         """Rank with data, in a join that throws, after :meth:`begin` and before the step changes anything.
 
         Waits for the other ranks only if some of them did not know whether they would take this step.
@@ -131,7 +129,7 @@ class Attendance(ABC):
             UnevenInputsError: some rank has run out of data.
         """
 
-    def absent(self) -> Roll | None:
+    def wait_for_next_step(self) -> ActiveRanks | None:
         """Rank without data, once a step: wait until the step has begun on some rank.
 
         Returns:
@@ -140,16 +138,14 @@ class Attendance(ABC):
         Raises:
             UnevenInputsError: the join is to throw, and other ranks still have data.
         """
-        self._covered = False
-        if self.over:
-            return None
-        roll = self._absent()
-        if roll is None:
+        self.expects_empty_step = False
+        found = None if self.over else self._wait_for_next_step()
+        if found is None:
             self.over = True
             return None
         self.steps += 1
         self.shadowed += 1
-        return roll
+        return found
 
     def _ran_out(self) -> UnevenInputsError:
         return UnevenInputsError(
@@ -160,85 +156,93 @@ class Attendance(ABC):
     def _begin(self, syncing: bool) -> None: ...
 
     @abstractmethod
-    def _absent(self) -> Roll | None: ...
+    def _wait_for_next_step(self) -> ActiveRanks | None: ...
 
 
 _ABSENT, _UNSURE, _MORE, _LAST = 0.0, 1.0, 2.0, 3.0
-"""What a rank adds in its place: no data, a step, a step with another to come, the last step."""
+"""What a rank adds as its presence: no data, a step, a step with another to come, the last step."""
 
 
-class CountedAttendance(Attendance):
+class AllReduceMembership(Membership):
     """One asynchronous sum a step.
 
     Args:
-        line: on which the ranks sum.
+        channel: on which the ranks sum.
         throw: whether a rank's running out of data is an error on all ranks.
         waiting: how to wait.
         length: how many steps this rank expects to begin, if it knows. A rank that runs out before is thrown for one
             step later, which it still takes part in.
     """
 
-    def __init__(self, line: Line, throw: bool = False, waiting: Waiting = until, length: int | None = None) -> None:
-        super().__init__(line.rank, line.size, throw, waiting)
-        self._line = line
+    def __init__(
+        self,
+        channel: ControlChannel,
+        throw: bool = False,
+        waiting: Waiting = wait_until,
+        length: int | None = None,
+    ) -> None:
+        super().__init__(channel.rank, channel.size, throw, waiting)
+        self._channel = channel
         self._length = length
-        self._pending: Pending | None = None
-        self._values = [_UNSURE] * line.size + [float(line.size)]
-        self._roll = Roll((True,) * line.size, line.size)
-        self._number = 0
-        self._sure = False  # whether the step that has begun is one that all ranks had said they would take
+        self._pending: PendingSum | None = None
+        self._values = [_UNSURE] * channel.size + [float(channel.size)]
+        self._active = ActiveRanks((True,) * channel.size, channel.size)
+        self._number = 0  # of the step that is summed
+        self._sure = False  # whether the step that has begun is one that all ranks had announced they would take
 
-    def read(self) -> Roll:
-        """See :meth:`Attendance.read`."""
-        roll = self._read()
+    def read(self) -> ActiveRanks:
+        """See :meth:`Membership.read`."""
+        active = self._read()
         if self._throw and not self._sure:
             self._stop_if_absent(self.steps - 1)
-        return roll
+        return active
 
-    def heed(self) -> None:
-        """See :meth:`Attendance.heed`."""
+    def raise_if_exhausted(self) -> None:
+        """See :meth:`Membership.raise_if_exhausted`."""
         if not self._sure:
             self.read()
 
-    def _read(self) -> Roll:
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._waiting(pending.ready, "the next step")
-            values = pending.wait()
-            if values == self._values:
-                return self._roll
+    def _read(self) -> ActiveRanks:
+        if self._pending is None:
+            return self._active
+        pending, self._pending = self._pending, None
+        self._waiting(pending.ready, "the next step")
+        values = pending.wait()
+        if values != self._values:
             self._values = values
-            *active, syncing = values
-            self._roll = Roll(tuple(value > 0 for value in active), int(syncing))
-            if self._roll.syncing not in (0, self._roll.count):
+            *presences, syncing = values
+            self._active = found = ActiveRanks(tuple(presence > 0 for presence in presences), int(syncing))
+            if 0 < found.count < self._size:
+                self.all_took_every_step = False
+            if found.syncing not in (0, found.count):
                 raise JoinError(
-                    f"in step {self._number}, {self._roll.syncing} of {self._roll.count} ranks reduce their gradients "
-                    "and the others do not (no_sync). Decide by the number of the step, which all ranks have alike, "
-                    "and not by what is left of a rank's own data."
+                    f"in step {self._number}, {found.syncing} of {found.count} ranks reduce their gradients and the "
+                    "others do not (no_sync). Decide by the number of the step, which all ranks have alike, and not by "
+                    "what is left of a rank's own data."
                 )
-        return self._roll
+        return self._active
 
     def _begin(self, syncing: bool) -> None:
         self._look_back()
         presence = _UNSURE if self._length is None else _MORE if self.steps + 1 < self._length else _LAST
         self._add(presence, syncing)
 
-    def _absent(self) -> Roll | None:
+    def _wait_for_next_step(self) -> ActiveRanks | None:
         self._look_back()
         self._add(_ABSENT, False)
-        roll = self._read()
-        if not roll.count:
+        active = self._read()
+        if not active.count:
             return None
         if self._throw and not self._sure:
             raise self._ran_out()
-        return roll
+        return active
 
     def _add(self, presence: float, syncing: bool) -> None:
         values = [0.0] * (self._size + 1)
         values[self._rank] = presence
         values[-1] = float(syncing)
         self._number = self.steps + 1
-        self._pending = self._line.add(values)
+        self._pending = self._channel.add(values)
 
     def _look_back(self) -> None:
         """Read the sum of the step before, which has long arrived, and stop where it says that this one is uneven."""
@@ -248,13 +252,13 @@ class CountedAttendance(Attendance):
         self._stop_if_absent(self.steps)
         presences = self._values[:-1]
         last = [rank for rank, presence in enumerate(presences) if presence == _LAST]
-        if last and _MORE in presences:  # who does not know may come to its end in the same step
+        if last and _MORE in presences:  # a rank that does not know may come to its end in the same step
             raise self._stop(last, self.steps)
         self._sure = all(presence == _MORE for presence in presences)
 
     def _stop_if_absent(self, taken: int) -> None:
-        if self._roll.count < self._size:
-            raise self._stop([rank for rank, active in enumerate(self._roll.active) if not active], taken)
+        if self._active.count < self._size:
+            raise self._stop([rank for rank, active in enumerate(self._active.active) if not active], taken)
 
     def _stop(self, gone: Sequence[int], taken: int) -> UnevenInputsError:
         if self._rank in gone:
@@ -263,16 +267,17 @@ class CountedAttendance(Attendance):
         return UnevenInputsError(f"Rank {ranks} exhausted all inputs, so all ranks stop after step {taken}.")
 
 
-_SYNCING, _OVER = b"1", b"over"
+_LEAVE_S, _LOOK_S = 0.02, 0.002
+"""Seconds for which a rank waits for the others to leave before it looks for another step, and between two looks."""
 
 
-class PlannedAttendance(Attendance):
-    """No collective at all.
+class StoreMembership(Membership):
+    """No sum but one, when a rank leaves.
 
     Args:
-        rank: this rank.
+        channel: on which nothing else is summed meanwhile.
         lengths: how many batches each rank announced.
-        words: where the ranks leave word, with keys that nothing else uses.
+        store: with keys that nothing else uses; ``begun/<step>`` is written, 1 if its gradients are reduced, else 0.
         throw: whether uneven lengths are an error on all ranks, before the first step.
         waiting: how to wait.
 
@@ -281,45 +286,64 @@ class PlannedAttendance(Attendance):
     """
 
     def __init__(
-        self, rank: int, lengths: Sequence[int], words: Words, throw: bool = False, waiting: Waiting = until
+        self,
+        channel: ControlChannel,
+        lengths: Sequence[int],
+        store: KeyValueStore,
+        throw: bool = False,
+        waiting: Waiting = wait_until,
     ) -> None:
-        super().__init__(rank, len(lengths), throw, waiting)
-        self._words = words
-        self._left = False
-        self._roll = Roll()
-        self.even = len(set(lengths)) == 1
+        super().__init__(channel.rank, channel.size, throw, waiting)
+        self._channel = channel
+        self._store = store
+        self._taken: PendingSum | None = None
+        self._active = ActiveRanks()
+        self._planned = max(lengths)
+        self.even = min(lengths) == self._planned
         if throw and not self.even:
-            told = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(lengths))
-            shortest = min(lengths)
+            each = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(lengths))
             raise UnevenInputsError(
-                f"The inputs are uneven, so no step was taken: {told} batches.", lengths.index(shortest)
+                f"The inputs are uneven, so no step was taken: {each} batches.", lengths.index(min(lengths))
             )
 
-    def read(self) -> Roll:
-        """See :meth:`Attendance.read`; never waits, and does not know who is active."""
-        return self._roll
+    def read(self) -> ActiveRanks:
+        """See :meth:`Membership.read`; never waits, and does not know who is active."""
+        return self._active
 
     def _begin(self, syncing: bool) -> None:
-        self._roll = Roll(syncing=int(syncing))
-        self._words.set(f"begun/{self.steps}", "1" if syncing else "0")
+        self._active = ActiveRanks(syncing=int(syncing))
+        self._store.set(f"begun/{self.steps}", "1" if syncing else "0")
 
-    def _absent(self) -> Roll | None:
-        if not self._left:
-            self._left = True
-            self._leave()
+    def _wait_for_next_step(self) -> ActiveRanks | None:
+        if self._taken is None:
+            taken = [0.0] * self._size
+            taken[self._rank] = self.steps
+            self._taken = self._channel.add(taken)
+        self._waiting(self._next_is_known, "the next step")
         key = f"begun/{self.steps}"
-        self._waiting(lambda seconds: appears(self._words, key, seconds), "the next step")
-        word = self._words.get(key)
-        self._roll = Roll(syncing=int(word == _SYNCING))
-        if word == _OVER:
+        if not self._store.check([key]):
             return None
         if self._throw:
             raise self._ran_out()
-        return self._roll
+        self._active = ActiveRanks(syncing=int(self._store.get(key)))
+        return self._active
 
-    def _leave(self) -> None:
-        """Tell how many steps this rank has taken; who is last to do so knows what all ranks come to wait for."""
-        self._words.set(f"taken/{self._rank}", str(self.steps))
-        if self._words.add("left", 1) == self._size:
-            taken = max(int(self._words.get(f"taken/{rank}")) for rank in range(self._size))
-            self._words.set(f"begun/{taken}", "over")
+    def _next_is_known(self, seconds: float) -> bool:
+        """Wait until the next step has begun, or all ranks have left and it was the last; so many seconds at most."""
+        assert self._taken is not None
+        started = time.monotonic()
+        # By the plan all ranks have left, or are about to; otherwise it looks less and less often.
+        pause = _LEAVE_S if seconds and self.steps >= self._planned else 0.0
+        while True:
+            if self._taken.ready(pause):
+                taken = self._taken.wait()
+                if max(taken) == self.steps:
+                    self.all_took_every_step = min(taken) == self.steps
+                    return True
+                time.sleep(min(pause, _LOOK_S))
+            if self._store.check([f"begun/{self.steps}"]):
+                return True
+            waited = time.monotonic() - started
+            if waited > seconds:
+                return False
+            pause = min(waited / 8, _LOOK_S)

@@ -1,16 +1,23 @@
-"""Host memory that is lent out, and comes back when its last reader is gone.
+"""Host memory for copies: blocks, and the pool that lends them.
 
-An :class:`Arena` is one block: page-locked where an accelerator is there to profit, otherwise ordinary pages that were
-touched ahead of use. A :class:`Pool` lends arenas. What it lends is a ``memoryview``; every tensor made over that view
-(``torch.frombuffer``) keeps it alive through its storage, so the loan ends when the last storage is freed, whoever held
-it, on whatever thread. No reference count is kept by hand.
+A :class:`Block` is whole pages of memory: page-locked where an accelerator profits from it, otherwise touched ahead of
+use. A :class:`Pool` lends blocks. One copy may lie in several blocks, and several copies may share one, so the pool
+counts two things apart:
 
-An arena may be of another making (:class:`Pool`'s ``make``), such as one that other processes read as well; then
-:attr:`Arena.idle` says when all of them are done.
+- A :class:`Lease` is one copy that is out; the pool bounds their number. It ends when the last tensor of the copy is
+  freed, or when the copy's reader calls :meth:`Pool.release`.
+- A :class:`BlockRef` is a block in use. The block comes back when the reference is gone: when no tensor lies in it, of
+  whichever copy, and when nobody keeps the reference to share the block with copies to come.
 
-A pool lends at most ``max_in_flight`` arenas at once. Who asks for more waits for a writer to let go, and only as long
-as one can be seen (``writers``): if no other thread holds a copy, or ``wait_s`` is over, fresh memory is taken and a
-warning says so once. So waiting never deadlocks, and memory that is lent is never handed out again.
+:meth:`Lease.view` returns a view of a block that holds both. A tensor over it (``torch.frombuffer``) keeps the view
+alive through its storage, on whatever thread it is held. Python's own references do the counting, so a block that a
+tensor lies in is never lent again.
+
+If ``max_in_flight`` copies are out, :meth:`Pool.lease` waits for one: at most ``wait_s`` seconds if the reader has
+promised to release its copies (:meth:`Pool.expect_release`), at most one second otherwise. After that it goes on, the
+copy gets fresh memory, and a warning is logged once. From then on, a reader without the promise is not waited for.
+
+What is left free around the tensors in a block, for a storage, is found with :func:`padding_around`.
 """
 
 from __future__ import annotations
@@ -19,24 +26,42 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 import mmap
 import os
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.waiting import OVERDRAWN, wait_while
-from stagereg.kernel.writers import COPY_THREADS, writer_at_work
 
-__all__ = ["Arena", "Loan", "Pool"]
+__all__ = [
+    "WAIT_WITHOUT_RELEASE_S",
+    "Block",
+    "BlockRef",
+    "Lease",
+    "Padding",
+    "Pool",
+    "padding_around",
+    "register_padding",
+    "view_of",
+]
 
 log = logging.getLogger("stagereg")
 
+T = TypeVar("T")
+
+WAIT_WITHOUT_RELEASE_S = 1.0
+"""Seconds that the pool waits at most for a reader that has not promised to release its copies."""
+
+_POLL_S = 0.02  # how often another process is asked whether it still reads a block
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _HUGE_PAGE = 2**21
@@ -44,7 +69,7 @@ _PAGE = 4096
 _WORTH_TOUCHING = 2**22
 
 
-class Arena:
+class Block:
     """One block of host memory, whole pages.
 
     Args:
@@ -54,18 +79,21 @@ class Arena:
 
     Attributes:
         nbytes: bytes there are, a multiple of 4096.
-        address: of the first byte, a multiple of 4096.
         pinned: whether it is page-locked.
     """
 
     def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
-        self.nbytes = -(-max(nbytes, 1) // _PAGE) * _PAGE
-        self.pinned = False
-        self._owner: object = None
-        if pin:
-            self._pin()
-        if not self.pinned:
-            self._map(threads)
+        self.nbytes = _whole_pages(nbytes)
+        locked = self._lock() if pin else None
+        self.pinned = locked is not None
+        self._memory = self._map() if locked is None else locked
+        if not self.pinned and self.nbytes >= _WORTH_TOUCHING and sys.platform.startswith("linux"):
+            self._touch(threads)
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte, a multiple of 4096."""
+        return self._memory.data_ptr()
 
     @property
     def idle(self) -> bool:
@@ -74,28 +102,22 @@ class Arena:
 
     def view(self) -> memoryview:
         """A new view of the whole block. The block lives while any view does."""
-        block = (ctypes.c_char * self.nbytes).from_address(self.address)
-        block._owner = self._owner  # type: ignore[attr-defined]
-        return memoryview(block).cast("B")
+        return view_of(self._memory)
 
-    def _pin(self) -> None:
+    def _lock(self) -> torch.Tensor | None:
         try:
-            block = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             log.warning("stagereg: %d bytes could not be page-locked (%s); using pageable memory", self.nbytes, error)
-            return
-        self._owner, self.address, self.pinned = block, block.data_ptr(), True
+            return None
 
-    def _map(self, threads: int) -> None:
+    def _map(self) -> torch.Tensor:
         # Private pages: the shared ones that mmap makes by default are slower to get and cannot be huge.
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
         try:
-            block = mmap.mmap(-1, self.nbytes, **private)
+            return torch.frombuffer(mmap.mmap(-1, self.nbytes, **private), dtype=torch.uint8)
         except (OSError, MemoryError, ValueError) as error:
             raise StagingError([], f"no {self.nbytes / 2**30:.2f} GiB of host memory to be had ({error})") from error
-        self._owner, self.address = block, ctypes.addressof(ctypes.c_char.from_buffer(block))
-        if self.nbytes >= _WORTH_TOUCHING and sys.platform.startswith("linux"):
-            self._touch(threads)
 
     def _touch(self, threads: int) -> None:
         """Have the kernel back the pages now, on several threads, instead of one fault at a time during the copy.
@@ -117,37 +139,87 @@ class Arena:
             worker.join()
 
 
-class Loan:
-    """An arena for one copy.
+def view_of(memory: torch.Tensor) -> memoryview:
+    """Return a new view of a tensor of bytes, which lives while the view does."""
+    block = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
+    block._owner = memory  # type: ignore[attr-defined]
+    return memoryview(block).cast("B")
+
+
+class BlockRef:
+    """A block in use. It comes back to its pool when nothing refers to this any more.
 
     Attributes:
-        view: what tensors are made over; the loan ends when it is gone.
-        address: of the first byte.
-        nbytes: of the whole arena.
-        pinned: whether the memory is page-locked.
+        nbytes: of the whole block.
     """
 
-    __slots__ = ("address", "nbytes", "pinned", "view")
+    __slots__ = ("__weakref__", "_block", "nbytes")
 
-    def __init__(self, arena: Arena, view: memoryview) -> None:
-        self.view = view
-        self.address = arena.address
-        self.nbytes = arena.nbytes
-        self.pinned = arena.pinned
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        self.nbytes = block.nbytes
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; for a block of shared memory, valid in a forked child once it has taken a view."""
+        return self._block.address
+
+    def view(self) -> memoryview:
+        """A new view of the block, which is in use while the view lives."""
+        view = self._block.view()
+        owner: Any = view.obj
+        owner.held = self
+        return view
+
+
+class Lease:
+    """One copy that is out, see :meth:`Pool.lease`."""
+
+    __slots__ = ("__weakref__", "_copies", "_serial")
+
+    def __init__(self, serial: int, copies: weakref.WeakValueDictionary[int, Lease]) -> None:
+        self._serial = serial
+        self._copies = copies
+
+    def view(self, ref: BlockRef) -> memoryview:
+        """A new view of a block for this copy. While it lives, the block is in use and the lease goes on."""
+        view = ref.view()
+        owner: Any = view.obj
+        owner.held = (self, ref)  # a tuple lets go of its last item first: the block is back before the lease ends
+        return view
+
+    def hand_out(self, copy: T) -> T:
+        """Return ``copy``, by which :meth:`Pool.release` then knows this lease."""
+        self._copies[id(copy)] = self
+        return copy
 
 
 class Pool:
-    """Lends arenas, a bounded number at once.
+    """Lends blocks to a bounded number of copies at once.
+
+    One copy in one block::
+
+        lease, ref = pool.lease(), pool.take(nbytes)
+        view = lease.view(ref)  # tensors are made over it with torch.frombuffer
+        return lease.hand_out(state_dict_of_those_tensors)
+
+    Copies that share memory keep the ``ref`` and take a view of it for each lease. Unused blocks are kept, the largest
+    first, up to ``max_in_flight`` times what one copy needs.
+
+    One thread at a time may call :meth:`lease` and :meth:`take`; any thread may call :meth:`release` and :meth:`close`.
 
     Args:
-        max_in_flight: loans at once before one has to wait.
-        wait_s: seconds that one waits at most while a writer is at work.
-        keep: reuse an arena that came back; otherwise free it.
+        max_in_flight: leases at once before :meth:`lease` waits; None for no bound.
+        wait_s: seconds that it waits at most.
+        keep: use a block again that came back; otherwise it is freed.
         pin: page-lock; None means where an accelerator is available. Where that cannot be, pageable memory is used and
-            one log line says so.
+            logged once.
         threads: threads that touch new pages.
-        reserve: bytes of a first arena that is made at once, in the background; 0 for none.
-        make: what makes an arena of so many bytes, page-locked or not, with so many threads.
+        reserve: bytes of a first block that is made at once, in the background; 0 for none.
+        make: makes a block of so many bytes, page-locked or not, with so many threads.
+
+    Attributes:
+        readers_release: whether the reader has promised to release its copies.
     """
 
     def __init__(
@@ -158,146 +230,218 @@ class Pool:
         pin: bool | None = None,
         threads: int = 2,
         reserve: int = 0,
-        make: Callable[[int, bool, int], Arena] = Arena,
+        make: Callable[[int, bool, int], Block] = Block,
     ) -> None:
         if max_in_flight is not None and max_in_flight < 1:
             raise StagingError([], f"max_in_flight must be at least 1, not {max_in_flight}")
-        self._max = max_in_flight
-        self._wait_s = wait_s
+        self.max_in_flight = math.inf if max_in_flight is None else max_in_flight
+        self.wait_s = wait_s
         self._keep = keep
-        self._threads = threads
-        self._make = make
-        self._pin = self._can_pin(pin)
-        self._free: list[Arena] = []
-        self._lent: dict[int, tuple[int, int]] = {}  # serial number of a loan -> address and bytes of its arena
-        self._returned: queue.SimpleQueue[tuple[int, Arena | None]] = queue.SimpleQueue()  # put() is safe in finalizers
-        self._serial = 0
-        self._overdrawn = False
-        self._closed = False
-        self._lock = threading.Lock()
-        self._reserving: threading.Thread | None = None
-        if reserve:
-            self._reserving = threading.Thread(target=self._reserve, args=(reserve,), name=f"{COPY_THREADS}-reserve")
-            self._reserving.start()
-
-    def _reserve(self, nbytes: int) -> None:
-        try:
-            self._free.append(self._make(nbytes, self._pin, self._threads))
-        except StagingError as error:
-            log.warning("stagereg: nothing was reserved, memory is taken when it is needed: %s", error)
-
-    def _can_pin(self, pin: bool | None) -> bool:
         there = torch.accelerator.is_available()
-        first = os.environ.get("LOCAL_RANK", "0") == "0"  # of the ranks on this machine, which would all say the same
-        if not there and pin is not False and self._keep and first:
+        first = os.environ.get("LOCAL_RANK", "0") == "0"  # of the ranks on this machine, which would all log the same
+        if keep and pin is not False and not there and first:
             log.warning(
                 "stagereg: no accelerator here, so copies are staged in pre-faulted pageable memory, not page-locked"
             )
-        return there and pin is not False
+        self._pin = there and pin is not False
+        self._threads = threads
+        self._reserve = reserve
+        self._make = make
+        self._free: list[Block] = []
+        self._expected = 0
+        self._out: set[int] = set()
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # put() is safe in finalizers
+        self._returned: queue.SimpleQueue[Block] = queue.SimpleQueue()
+        self._copies: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+        self._serial = 0
+        self._overdrawn = False
+        self._closed = False
+        self.readers_release = False
+        self._reserving: threading.Thread | None = None
+        if reserve:
+            self._reserving = threading.Thread(target=self._make_reserve, name="stagereg-copy-reserve")
+            self._reserving.start()
 
     @property
     def in_flight(self) -> int:
-        """Loans that are still out."""
+        """Copies that are still out, in this process or in another one that reads them."""
         self._collect()
-        return self._out()
+        return len(self._out) + sum(not block.idle for block in self._free)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory kept for the next loan."""
+        """Bytes of the blocks that are kept for copies to come."""
         self._collect()
-        return sum(arena.nbytes for arena in self._free)
+        return sum(block.nbytes for block in self._free)
 
-    def borrow(self, nbytes: int) -> Loan:
-        """Lend ``nbytes`` bytes, waiting if ``max_in_flight`` loans are out.
+    def lease(self) -> Lease:
+        """Return a lease for one more copy, waiting if ``max_in_flight`` are out.
+
+        Raises:
+            StagerClosedError: after :meth:`close`, also while it waits.
+        """
+        self.check_open()
+        if self.in_flight >= self.max_in_flight:
+            self._wait()
+        self._serial += 1
+        lease = Lease(self._serial, self._copies)
+        self._out.add(self._serial)
+        weakref.finalize(lease, self._ended.put, self._serial).atexit = False
+        return lease
+
+    def take(self, nbytes: int, at_most: float = math.inf) -> BlockRef:
+        """Return a block of ``nbytes`` bytes or more that nobody else has: a kept one up to ``at_most``, or a new one.
 
         Raises:
             StagerClosedError: after :meth:`close`.
             StagingError: there is no memory left.
         """
-        with self._lock:
-            if self._closed:
-                raise StagerClosedError
-            self._await_reserve()
-            self._collect()
-            if self._max is not None and self._out() >= self._max:
-                self._await_return()
-            arena = self._take(nbytes)
-            view = arena.view()
-            self._serial += 1
-            self._lent[self._serial] = (arena.address, arena.nbytes)
-            finalizer = weakref.finalize(view, _give_back, weakref.ref(self), self._serial, arena)
-            finalizer.atexit = False
-            return Loan(arena, view)
+        self.check_open()
+        if nbytes > self._expected:
+            self.expect(nbytes)
+        self._await_reserve()
+        self._collect()
+        fitting = [block for block in self._free if nbytes <= block.nbytes <= at_most and block.idle]
+        if fitting:
+            block = min(fitting, key=lambda block: block.nbytes)
+            self._free.remove(block)
+        else:
+            block = self._make(nbytes, self._pin, self._threads)
+        ref = BlockRef(block)
+        weakref.finalize(ref, _give_back, weakref.ref(self), block).atexit = False
+        return ref
+
+    def expect(self, nbytes: int) -> None:
+        """Set how many bytes one copy needs in all, and free blocks that are smaller.
+
+        Where it takes one block each, the pool knows by itself.
+        """
+        self._await_reserve()
+        self._collect()
+        self._expected = nbytes
+        self._free = [block for block in self._free if block.nbytes >= nbytes]
+
+    def expect_release(self) -> None:
+        """Wait up to ``wait_s`` for copies from now on: their reader promises to :meth:`release` each."""
+        self.readers_release = True
+
+    def release(self, copy: object) -> None:
+        """End the lease of a copy that was handed out, and empty it if it is a dict; on any thread.
+
+        Memory that somebody else still holds tensors over is not used again before they are gone.
+        """
+        lease = self._copies.pop(id(copy), None)
+        if isinstance(copy, dict):
+            copy.clear()  # first, so that the blocks are back when a waiting ``lease`` goes on
+        if lease is not None:
+            self._ended.put(lease._serial)
+
+    def check_open(self) -> None:
+        """Raise ``StagerClosedError`` after :meth:`close`."""
+        if self._closed:
+            raise StagerClosedError
 
     def close(self) -> None:
-        """Free what is kept. Memory still lent lives until its readers let go. Closing twice is harmless."""
+        """Free what is kept. Memory still in use lives until its readers let go. Closing twice is harmless."""
         self._closed = True
         self._await_reserve()
-        self._collect()  # what has come back and was not looked at yet
+        self._collect()
         self._free.clear()
 
-    # -- the books
+    def _wait(self) -> None:
+        gc.collect()  # a copy in a dead reference cycle is held by no reader
+        limit = self.wait_s if self.readers_release else min(self.wait_s, WAIT_WITHOUT_RELEASE_S)
+        until = time.monotonic() + (0.0 if self._overdrawn and not self.readers_release else limit)
+        while self.in_flight >= self.max_in_flight:
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            with contextlib.suppress(queue.Empty):
+                self._out.discard(self._ended.get(timeout=min(left, _POLL_S)))
+            self.check_open()
+        else:
+            return
+        if not self._overdrawn:
+            self._overdrawn = True
+            text = "stagereg: %d staged copies are still held after %.1f s, so fresh memory is taken; "
+            text += "drop copies that are no longer needed, or raise max_in_flight"
+            log.warning(text, self.in_flight, limit)
 
-    def _out(self) -> int:
-        """Arenas that nobody may write to."""
-        return len(self._lent) + sum(not arena.idle for arena in self._free)
+    def _collect(self) -> None:
+        """Take note of the leases that have ended and the blocks that have come back."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._out.discard(self._ended.get_nowait())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._free.append(self._returned.get_nowait())
+        most = 0 if self._closed else max(self._reserve, self.max_in_flight * _whole_pages(self._expected))
+        while sum(block.nbytes for block in self._free) > most:
+            self._free.remove(min(self._free, key=lambda block: block.nbytes))
+
+    def _make_reserve(self) -> None:
+        try:
+            self._returned.put(self._make(self._reserve, self._pin, self._threads))
+        except StagingError as error:
+            log.warning("stagereg: nothing was reserved, memory is taken when it is needed: %s", error)
 
     def _await_reserve(self) -> None:
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
 
-    def _take(self, nbytes: int) -> Arena:
-        idle = [arena for arena in self._free if arena.idle]
-        fitting = [arena for arena in idle if nbytes <= arena.nbytes]
-        if fitting:
-            best = min(fitting, key=lambda arena: arena.nbytes)
-            self._free.remove(best)
-            return best
-        # Too small for this state, which has grown; or read by another process, which keeps what it has open.
-        self._free.clear()
-        return self._make(nbytes, self._pin, self._threads)
 
-    def _collect(self) -> None:
-        while True:
-            try:
-                self._take_back(*self._returned.get_nowait())
-            except queue.Empty:
-                return
-
-    def _take_back(self, serial: int, arena: Arena | None) -> None:
-        self._lent.pop(serial, None)
-        if arena is None or not self._keep or self._closed:
-            return
-        if self._max is None or len(self._free) < self._max:
-            self._free.append(arena)
-
-    # -- waiting
-
-    def _await_return(self) -> None:
-        gc.collect()  # a copy in a dead reference cycle is nobody's copy
-        if wait_while(self._at_work, self._returned_enough, self._wait_s, patient=not self._overdrawn):
-            return
-        if not self._overdrawn:
-            self._overdrawn = True
-            log.warning(OVERDRAWN, self._out())
-
-    def _at_work(self) -> bool:
-        read_elsewhere = any(not arena.idle for arena in self._free)
-        return read_elsewhere or writer_at_work(list(self._lent.values()))
-
-    def _returned_enough(self, timeout_s: float) -> bool:
-        if timeout_s:
-            with contextlib.suppress(queue.Empty):
-                self._take_back(*self._returned.get(timeout=timeout_s))
-        self._collect()
-        if self._closed:
-            raise StagerClosedError
-        return self._max is None or self._out() < self._max
+def _whole_pages(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // _PAGE) * _PAGE
 
 
-def _give_back(pool: weakref.ref[Pool], serial: int, arena: Arena) -> None:
-    """End a loan. Runs wherever the last reference died, in a finalizer: takes no lock."""
+def _give_back(pool: weakref.ref[Pool], block: Block) -> None:
+    """End the use of a block. Runs wherever the last reference died, in a finalizer: takes no lock."""
     owner = pool()
-    if owner is not None:
-        owner._returned.put((serial, arena if owner._keep and not owner._closed else None))
+    if owner is not None and owner._keep and not owner._closed:
+        owner._returned.put(block)
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """The free bytes around a staged tensor, for a storage that writes a file's image in place.
+
+    Attributes:
+        address, nbytes: of the whole block that the copy lies in; multiples of 4096 bytes, and all of it may be read.
+        before, after: bytes next to the tensor's first and last byte that nothing else uses. They belong to whoever
+            holds the tensor.
+    """
+
+    address: int
+    nbytes: int
+    before: int
+    after: int
+
+
+# Global, since a storage has nothing but the tensor to find its padding by. The padding of the tensors in a block, and
+# offset and bytes of each.
+_padded: dict[int, tuple[Padding, dict[int, int]]] = {}
+
+
+def register_padding(view: memoryview, margins: tuple[int, int], spans: dict[int, int]) -> None:
+    """Record padding for :func:`padding_around`, as long as ``view`` lives.
+
+    Args:
+        view: of a whole block.
+        margins: bytes that are free before and after each tensor.
+        spans: offset in the block and bytes of each tensor that has such margins to itself.
+    """
+    address = torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
+    _padded[id(view)] = Padding(address, view.nbytes, *margins), spans
+    weakref.finalize(view, _padded.pop, id(view), None).atexit = False
+
+
+def padding_around(x: torch.Tensor) -> Padding | None:
+    """Return the padding of a contiguous staged tensor; None where it has none, or shares its memory."""
+    if x.device.type != "cpu" or x.layout is not torch.strided or not x.is_contiguous():
+        return None
+    address = x.data_ptr()
+    for padding, spans in tuple(_padded.values()):
+        if padding.address <= address < padding.address + padding.nbytes:
+            return padding if spans.get(address - padding.address) == x.nbytes else None
+    return None

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from stagereg.errors import JoinError, UnevenInputsError, nearest
 
-__all__ = ["PEER_EXHAUSTED", "Collective", "Wire", "shadow"]
+__all__ = ["PEER_EXHAUSTED", "Collective", "TorchWire", "shadow"]
 
 PEER_EXHAUSTED = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
 """What an active rank raises, in torch's words."""
@@ -30,7 +30,7 @@ Op = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"
 Reduction = Literal["sum", "avg", "product", "min", "max"]
 
 
-class Wire:
+class TorchWire:
     """One rank's end of the wire.
 
     Args:
@@ -53,16 +53,16 @@ class Wire:
         assert work is not None
         return work
 
-    def count(self) -> int:
+    def count_active(self) -> int:
         """Joined rank, once a step: how many ranks are still active. Waits for them."""
         return int(self._sum(0.0))
 
-    def heed(self) -> None:
+    def raise_if_exhausted(self) -> None:
         """Active rank that may have to throw, after :meth:`announce`: raise if some rank is out of data."""
         if self._sum(0.0):
             raise UnevenInputsError(PEER_EXHAUSTED)
 
-    def throw(self) -> None:
+    def raise_exhausted(self) -> None:
         """Joined rank: make the active ranks raise in :meth:`heed`, and raise here."""
         self._sum(1.0)
         rank = dist.get_rank(self.group)

@@ -1,26 +1,31 @@
 """Moving bytes: ``memmove`` on a few threads, and non-blocking copies on side streams.
 
 ctypes lets go of the GIL during a ``memmove``, and one large ``memmove`` uses the C library's non-temporal path, which
-``Tensor.copy_`` never does. A :class:`Mover` knows addresses and nothing of state dicts; which bytes go where is said
-by ``layout``.
+``Tensor.copy_`` never does. Many small pieces are copied by one system call (:func:`read_many`), also without the GIL.
+
+A :class:`CopyEngine` knows addresses and nothing of state dicts; ``layout`` decides which bytes go where.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
+from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import torch
 
 from stagereg.errors import StagingError
-from stagereg.kernel.vectored import AT_ONCE, Pieces, read_many
-from stagereg.kernel.writers import COPY_THREADS
 
-__all__ = ["Batch", "Job", "Move", "Mover", "move", "split"]
+__all__ = ["COPY_THREADS", "Batch", "CopyEngine", "CopyTask", "Move", "Pieces", "move", "read_many", "split"]
+
+COPY_THREADS = "stagereg-copy"
+"""How the names of copying threads begin."""
 
 Move = tuple[int, int, int]
 """Offset in host memory, address of the source, bytes."""
@@ -30,9 +35,10 @@ _MANY = 64  # so many small moves are worth a system call that takes them all
 _SPLIT_BYTES = 2**20  # less than this, or fewer small moves than that, and another thread costs more than it saves
 _SPLIT_COUNT = 2048
 _BLOCKS = 4
+_AT_ONCE = 1024  # pieces that one system call takes (IOV_MAX)
 
 
-class Mover:
+class CopyEngine:
     """Threads and streams that copy. One thread at a time may call it.
 
     Args:
@@ -42,21 +48,24 @@ class Mover:
     def __init__(self, threads: int) -> None:
         if threads < 1:
             raise StagingError([], f"threads must be at least 1, not {threads}")
-        self._threads = threads
-        self._workers: ThreadPoolExecutor | None = None
+        self.threads = threads
+        self._workers = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix=COPY_THREADS)  # started when needed
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def memmove(self, base: int, batch: Batch) -> None:
         """Copy host memory to host memory; ``base`` is what the offsets count from. Returns when it is done."""
         self.start(base, batch).finish()
 
-    def start(self, base: int, batch: Batch) -> Job:
+    def start(self, base: int, batch: Batch) -> CopyTask:
         """Begin what :meth:`memmove` does, on the other threads, where there is enough for them."""
-        job = Job(base, batch.pieces(self._threads))
-        if batch.worth_sharing:
-            for _ in range(self._threads - 1):
-                self._crew().submit(job.work)
-        return job
+        return self.run(CopyTask(base, batch.pieces(self.threads)), batch.worth_sharing)
+
+    def run(self, task: CopyTask, shared: bool) -> CopyTask:
+        """Have the other threads work on ``task`` too, if ``shared``; the caller has to finish it."""
+        if shared:
+            for _ in range(self.threads - 1):
+                self._workers.submit(task.work)
+        return task
 
     def fetch(
         self,
@@ -70,7 +79,7 @@ class Mover:
         none, behind what the caller has queued so far; the caller's stream is not made to wait.
 
         Returns:
-            The event that tells when they are done; None from host memory, where they are.
+            The event of their end; None from host memory, where they are.
         """
         if device.type == "cpu":
             for to, source in pairs:
@@ -90,17 +99,10 @@ class Mover:
     def close(self) -> None:
         """End the threads. Closing twice is harmless."""
         self._streams.clear()
-        if self._workers is not None:
-            self._workers.shutdown(wait=True)
-            self._workers = None
-
-    def _crew(self) -> ThreadPoolExecutor:
-        if self._workers is None:
-            self._workers = ThreadPoolExecutor(self._threads - 1, thread_name_prefix=COPY_THREADS)
-        return self._workers
+        self._workers.shutdown(wait=True)
 
 
-class Job:
+class CopyTask:
     """Pieces of work on one block of memory, of which any thread may take the next.
 
     Args:
@@ -151,44 +153,34 @@ class Batch:
 
     def __init__(self, moves: Sequence[Move]) -> None:
         small = [move for move in moves if move[2] < _SMALL_BYTES]
-        self._few = small if len(small) < _MANY else []
-        self._many = [_Small(small[at : at + AT_ONCE]) for at in range(0, len(small), AT_ONCE)] if not self._few else []
+        self._small = [_Small(small[at : at + _AT_ONCE]) for at in range(0, len(small), _AT_ONCE)]
         self._large = [move for move in moves if move[2] >= _SMALL_BYTES]
         large = sum(nbytes for _, _, nbytes in self._large) >= _SPLIT_BYTES
         self.worth_sharing = large or len(small) >= _SPLIT_COUNT
         self._pieces: dict[int, list[Callable[[int], None]]] = {}
 
     def pieces(self, threads: int) -> list[Callable[[int], None]]:
-        """Return the moves as a :class:`Job` takes them; the large ones as equal shares for some threads."""
+        """Return the moves as a :class:`CopyTask` takes them; the large ones as equal shares for some threads."""
         made = self._pieces.get(threads)
         if made is None:
             shares = split(self._large, threads if self.worth_sharing else 1) if self._large else []
-            plain = [functools.partial(move, moves=moves) for moves in (*shares, self._few) if moves]
-            made = self._pieces[threads] = [*plain, *self._many]
+            made = self._pieces[threads] = [*(functools.partial(move, moves=moves) for moves in shares), *self._small]
         return made
 
 
 class _Small:
-    """Small moves, made by one system call."""
+    """Small moves, made by one system call where that is worth it."""
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self._moves = moves
-        self._sizes = [nbytes for _, _, nbytes in moves]
-        self._sources = Pieces([source for _, source, _ in moves], self._sizes)
-        self._targets: dict[int, Pieces] = {}
+        sizes = [nbytes for _, _, nbytes in moves]
+        self._sources = Pieces([source for _, source, _ in moves], sizes)
+        # Blocks of memory are used in turns, so the last few are remembered.
+        self._targets = functools.lru_cache(_BLOCKS)(lambda base: Pieces([base + to for to, _, _ in moves], sizes))
 
     def __call__(self, base: int) -> None:
-        if not read_many(self._at(base), self._sources):
+        if len(self._moves) < _MANY or not read_many(self._targets(base), self._sources):
             move(base, self._moves)
-
-    def _at(self, base: int) -> Pieces:
-        """Where they go; blocks of memory are used in turns, so the last few are remembered."""
-        pieces = self._targets.get(base)
-        if pieces is None:
-            if len(self._targets) >= _BLOCKS:
-                self._targets.clear()
-            pieces = self._targets[base] = Pieces([base + to for to, _, _ in self._moves], self._sizes)
-        return pieces
 
 
 def move(base: int, moves: Sequence[Move]) -> None:
@@ -202,13 +194,60 @@ def split(moves: Sequence[Move], ways: int) -> list[list[Move]]:
     """Deal ``moves`` out in ``ways`` shares of equal bytes, cutting a move where a share is full."""
     share = -(-sum(nbytes for _, _, nbytes in moves) // ways)
     shares: list[list[Move]] = [[]]
-    room = share
+    left = share
     for to, source, nbytes in moves:
         while nbytes:
-            if room == 0:
+            if left == 0:
                 shares.append([])
-                room = share
-            cut = min(nbytes, room)
+                left = share
+            cut = min(nbytes, left)
             shares[-1].append((to, source, cut))
-            to, source, nbytes, room = to + cut, source + cut, nbytes - cut, room - cut
+            to, source, nbytes, left = to + cut, source + cut, nbytes - cut, left - cut
     return shares
+
+
+class Pieces:
+    """Runs of memory as the system call takes them: an array of ``struct iovec``, address and bytes of each.
+
+    Args:
+        addresses: of the first bytes.
+        sizes: bytes of each.
+    """
+
+    def __init__(self, addresses: Iterable[int], sizes: Sequence[int]) -> None:
+        self._pairs = array("Q", chain.from_iterable(zip(addresses, sizes, strict=True)))
+        self._bytes = [sum(sizes[at : at + _AT_ONCE]) for at in range(0, len(sizes), _AT_ONCE)]
+
+    def parts(self) -> list[tuple[int, int, int]]:
+        """Return address, length and total bytes of each part that one call takes."""
+        address, count = self._pairs.buffer_info()
+        step = 2 * _AT_ONCE
+        return [
+            (address + at * self._pairs.itemsize, min(step, count - at) // 2, nbytes)
+            for at, nbytes in zip(range(0, count, step), self._bytes, strict=True)
+        ]
+
+
+def read_many(to: Pieces, source: Pieces) -> bool:
+    """Copy pieces of the same sizes, a thousand with one system call, and return whether that was done.
+
+    ``process_vm_readv`` of Linux copies from one process to another, or within one, which is always allowed. A sandbox
+    may refuse the call, and other systems lack it; the caller then copies piece by piece.
+    """
+    readv = _readv()
+    if readv is None:
+        return False
+    process = os.getpid()
+    for (ours, count, nbytes), (theirs, _, _) in zip(to.parts(), source.parts(), strict=True):
+        if readv(process, ours, count, theirs, count, 0) != nbytes:
+            return False
+    return True
+
+
+@functools.cache
+def _readv() -> Callable[..., int] | None:
+    readv = getattr(ctypes.CDLL(None), "process_vm_readv", None)
+    if readv is not None:
+        readv.restype = ctypes.c_ssize_t
+        readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+    return readv

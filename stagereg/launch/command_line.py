@@ -1,32 +1,33 @@
 """The command line of this program, and the one of its ranks that is made from it.
 
-Ranks run the same script in the same interpreter with the overrides of one job. What belongs to the parent alone, such
-as the launcher, the sweeper and the callbacks, is left out; the run directory is the parent's.
+Ranks run the same script in the same interpreter with the overrides of one job. What only the launcher uses, such as
+Hydra's launcher, sweeper and callbacks, is left out; the run directory is the launcher's.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Command", "overrides", "quoted", "wants_no_job", "wants_sweep", "without_callbacks", "without_logging"]
+__all__ = ["CommandLine", "overrides", "quoted", "wants_no_job", "wants_sweep", "without_callbacks", "without_logging"]
 
-_PARENTS_OWN = ("hydra.run", "hydra.sweep", "hydra.mode", "hydra.output_subdir", "hydra.launcher", "hydra.sweeper")
+_LAUNCHER_ONLY = {"run", "sweep", "mode", "output_subdir", "launcher", "sweeper"}
+"""Keys and groups below ``hydra`` that ranks do not get."""
 _LOGGING = ("hydra.job_logging", "hydra.hydra_logging", "hydra/job_logging", "hydra/hydra_logging")
-_PARENTS_OWN_GROUPS = ("hydra/launcher", "hydra/sweeper")
 
 
 @dataclass(frozen=True)
-class Command:
+class CommandLine:
     """How this program was started: ``start`` up to its script or module, and Hydra's own ``flags``."""
 
     start: tuple[str, ...]
     flags: tuple[str, ...]
 
     @classmethod
-    def of_this_process(cls) -> Command:
+    def of_this_process(cls) -> CommandLine:
         """Read it off the interpreter; to be called before anything changes ``sys.argv``."""
         arguments = sys.argv[1:]
         split = len(sys.orig_argv) - len(arguments)
@@ -40,14 +41,14 @@ class Command:
             "--config-name": known.config_name,
             "--config-dir": known.config_dir,
         }
-        flags = [word for flag, value in given.items() if value is not None for word in (flag, value)]
+        flags = [argument for flag, value in given.items() if value is not None for argument in (flag, value)]
         return cls(tuple(start), tuple(flags))
 
     def for_ranks(self, hydra: Any) -> list[str]:
         """The command of the ranks of one job; ``hydra`` is the ``hydra`` node of its composed config."""
         from omegaconf import OmegaConf
 
-        hydras = [override for override in hydra.overrides.hydra if not _is_parents_own(override)]
+        hydras = [each for each in hydra.overrides.hydra if re.split("[./=@]", each)[1] not in _LAUNCHER_ONLY]
         run = [f"hydra.run.dir={quoted(hydra.runtime.output_dir)}", "hydra.mode=RUN"]
         job = [
             f"hydra.job.{key}={quoted(hydra.job[key]) if key == 'id' else hydra.job[key]}"
@@ -72,8 +73,7 @@ def wants_no_job(arguments: list[str]) -> bool:
 def overrides(arguments: list[str]) -> list[str]:
     """The overrides among these arguments; those on the line that is being completed, where that is what they ask."""
     known = _parsed(arguments)
-    given: list[str] = known.overrides
-    return os.environ.get("COMP_LINE", "").split() if known.shell_completion else given
+    return os.environ.get("COMP_LINE", "").split() if known.shell_completion else list(known.overrides)
 
 
 def without_callbacks(hydra: Any) -> list[str]:
@@ -83,7 +83,7 @@ def without_callbacks(hydra: Any) -> list[str]:
 
 def without_logging(arguments: list[str]) -> list[str]:
     """The arguments without overrides of Hydra's logging: rank 0 alone logs, the others have none to override."""
-    return [word for word in arguments if not word.lstrip("+~").startswith(_LOGGING)]
+    return [argument for argument in arguments if not argument.lstrip("+~").startswith(_LOGGING)]
 
 
 def quoted(value: str) -> str:
@@ -92,12 +92,8 @@ def quoted(value: str) -> str:
 
 
 def _parsed(arguments: list[str]) -> Any:
+    # Hydra offers its parser nowhere else, and one of ours would miss the flags of its other releases.
     from hydra._internal.utils import get_args_parser
 
     known, _ = get_args_parser().parse_known_args(arguments)
     return known
-
-
-def _is_parents_own(override: str) -> bool:
-    key = override.lstrip("+~").partition("=")[0].partition("@")[0]
-    return any(key == own or key.startswith((f"{own}.", f"{own}/")) for own in (*_PARENTS_OWN, *_PARENTS_OWN_GROUPS))

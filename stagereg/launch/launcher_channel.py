@@ -1,20 +1,33 @@
-"""What goes between ``stagereg.main`` and its ranks: a word at the start, and files in a folder of the run."""
+"""What ``stagereg.main`` and its ranks exchange: an environment variable, and a JSON file a rank, its *status*.
+
+* ``in_job``: true once the rank runs the job; from then on an interrupt may find something to clean up.
+* ``pid``, ``grace_s``: the process, and the seconds it takes to save and exit after a signal; null if it does not.
+* ``exit``: the fields of the ``Preempted`` or ``Stopped`` that the rank has ended with.
+* ``error``: the message of the rank's failure, where it is a cause.
+* ``result``: rank 0's return value.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Handover"]
+from stagereg.errors import Preempted, Stopped
 
-_HANDOVER = "STAGEREG_HANDOVER"
+__all__ = ["LauncherChannel"]
+
+_VARIABLE = "STAGEREG_LAUNCHER"
 
 
 @dataclass(frozen=True)
-class Handover:
-    """What ``stagereg.main`` gives to the ranks it starts: its process id, a folder to answer in, the run's time."""
+class LauncherChannel:
+    """What a launcher gives to its ranks: its process id, the folder of the statuses, the time the run started at."""
 
     pid: int
     folder: Path
@@ -22,39 +35,48 @@ class Handover:
 
     def variables(self) -> dict[str, str]:
         """The environment variable that carries this to a rank."""
-        return {_HANDOVER: json.dumps(asdict(self) | {"folder": str(self.folder)})}
+        return {_VARIABLE: json.dumps(asdict(self) | {"folder": str(self.folder)})}
 
     @classmethod
-    def received(cls) -> Handover | None:
-        """What this process was given, or ``None`` when it was not started by ``stagereg.main``."""
-        text = os.environ.get(_HANDOVER)
+    def received(cls) -> LauncherChannel | None:
+        """The channel that this process was given, or ``None`` if ``stagereg.main`` has not started it."""
+        text = os.environ.get(_VARIABLE)
         if text is None:
             return None
         fields = json.loads(text)
         return cls(fields["pid"], Path(fields["folder"]), fields["started_at"])
 
-    def ready(self, rank: int) -> Path:
-        """Exists once the rank is in its job: from there on, an interrupt may find something to put in order."""
-        return self.folder / f"{rank}.ready"
+    def report(self, rank: int, **fields: Any) -> None:
+        """Add ``fields`` to the status of ``rank``; a reader sees the old status or the new one."""
+        beside = self.folder / f".{rank}.{os.getpid()}"
+        beside.write_text(json.dumps(self.status(rank) | fields))
+        beside.replace(self.folder / f"{rank}.json")
 
-    def listening(self, rank: int) -> Path:
-        """Exists while the rank listens for signals to leave."""
-        return self.folder / f"{rank}.listening"
+    def report_grace(self, rank: int, grace_s: float | None) -> None:
+        """Report that this process handles signals and how long it then takes; ``None`` when it no longer does."""
+        with contextlib.suppress(OSError):  # the folder is gone with the launcher, or the disk is full
+            self.report(rank, pid=os.getpid(), grace_s=grace_s)
 
-    def left(self, rank: int) -> Path:
-        """How the rank has left, if it was told to."""
-        return self.folder / f"{rank}.left"
+    def report_exit(self, rank: int, error: Preempted | Stopped) -> None:
+        """Report that the rank ends because the run was signalled."""
+        self.report(rank, exit=vars(error))
 
-    def error(self, rank: int) -> Path:
-        """What the rank has to tell about its failure, where it is not only a consequence of another rank's."""
-        return self.folder / f"{rank}.error"
+    def status(self, rank: int) -> dict[str, Any]:
+        """What the rank has reported; empty where it has not."""
+        try:
+            return dict(json.loads((self.folder / f"{rank}.json").read_text()))
+        except FileNotFoundError:
+            return {}
+
+    def exit_of(self, ranks: Iterable[int]) -> Preempted | Stopped | None:
+        """What the first of these ranks has ended with because the run was signalled, if one has."""
+        fields = next((status["exit"] for status in map(self.status, ranks) if "exit" in status), None)
+        if fields is None:
+            return None
+        fields["received"] = signal.Signals(fields["received"])
+        return Preempted(**fields) if "step" in fields else Stopped(**fields)
 
     def errors(self) -> dict[int, str]:
-        """What ranks have told, by rank; those of other machines among them, where they are the cause."""
-        files = sorted(self.folder.glob("*.error"), key=lambda file: int(file.stem))
-        return {int(file.stem): file.read_text() for file in files}
-
-    @property
-    def result(self) -> Path:
-        """Rank 0's return value, JSON."""
-        return self.folder / "result.json"
+        """The reported errors by rank; those of other machines among them, where they are the cause."""
+        ranks = sorted(int(file.stem) for file in self.folder.glob("[0-9]*.json"))
+        return {rank: status["error"] for rank in ranks if "error" in (status := self.status(rank))}

@@ -1,31 +1,31 @@
 """``stagereg.main``: Hydra's entry point for a training function, which also starts the ranks.
 
-One function, three ways to start it, the same code path inside a rank: plain ``python train.py nproc=2`` composes the
-config here and runs the job on local ranks (``launch``); ``torchrun`` has made this process a rank already (``rank``);
-``nproc=1``, or no ``nproc`` at all, runs the job right here as the only rank. Jobs of a sweep get fresh ranks each:
-in one process, a job would have the memory and the warm caches of those before it.
+Plain ``python train.py nproc=2`` composes the config in this process and runs the job on local ranks (``launch``).
+Under ``torchrun`` this process is a rank already (``rank``). With ``nproc=1``, or no ``nproc`` at all, the job runs in
+this process as the only rank. Each job of a sweep gets fresh ranks: in one process, a job would have the memory and the
+warm caches of those before it.
 
 Promises: an error of the project is one short message, any other one traceback, with the rank that failed, and exit
-code 1; Ctrl-C ends everything with 130, SIGTERM with 143. While a checkpointer listens, SIGTERM and SIGUSR1 have the
-ranks save and leave instead, with 75: the same command goes on (:mod:`stagereg.launch.preemption`).
+code 1; Ctrl-C ends everything with 130, SIGTERM with 143. While a checkpointer handles them, SIGTERM and SIGUSR1
+have the ranks save and exit with 75 instead, and the same command goes on (:mod:`stagereg.preemption`).
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import stagereg.shutdown as shutdown
+from stagereg.crash_report import format_error
 from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
-from stagereg.launch.command_line import Command, overrides, wants_no_job, wants_sweep, without_logging
+from stagereg.launch.command_line import CommandLine, overrides, wants_no_job, wants_sweep, without_logging
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
-from stagereg.launch.preempted_exit import say
-from stagereg.launch.rank import Rank, alone, described, environment, is_rank, leave
-from stagereg.launch.scheduler_task import Task
+from stagereg.launch.rank import Rank, alone, is_rank
+from stagereg.launch.resume_hint import print_exit
+from stagereg.launch.scheduler_task import SchedulerTask
 
 __all__ = ["main"]
 
@@ -43,7 +43,7 @@ def main(
     start; under ``torchrun`` the ranks given are used. Modules named by ``plugins``, in a config or on the command
     line, are imported before options are chosen (:mod:`stagereg.config.plugins`). What rank 0 returns is the job's
     return value, for sweepers and callbacks; from several ranks it comes as JSON. Meanwhile each rank records what
-    checkpointers, joins and :func:`stagereg.log` tell in the job's output directory. ``train(cfg)`` runs the function
+    checkpointers, joins and :func:`stagereg.log` emit, in the job's output directory. ``train(cfg)`` runs the function
     in this process, with no command line and no recording, and returns its value.
 
     Args:
@@ -53,15 +53,15 @@ def main(
 
     Raises:
         SystemExit: with code 1 after an error, which is on stderr by then; 130 after SIGINT and 143 after SIGTERM; 75
-            where the run has saved and left because it was signalled to.
+            where the run has saved and exited because it was signalled.
     """
 
     def decorate(task: Callable[[Any], Any]) -> Callable[..., Any]:
         @functools.wraps(task)
         def start(cfg: Any = None) -> Any:
             if cfg is not None:
-                return alone(_Work(task), cfg)
-            return _start(task, {"config_path": config_path, "config_name": config_name, **_base(version_base)})
+                return _with_plugins(functools.partial(alone, task), cfg)
+            return _start(task, {"config_path": config_path, "config_name": config_name, "version_base": version_base})
 
         return start
 
@@ -72,20 +72,20 @@ def _start(task: Callable[[Any], Any], arguments: dict[str, Any]) -> None:
     rank = None
     try:
         rank = Rank.current()
-        job = _Job(task, Command.of_this_process(), rank)
+        job = _Job(task, CommandLine.of_this_process(), rank)
         _import_plugins()
         if rank is not None:
             _follow(rank)
         _run_hydra(job, arguments)
     except KeyboardInterrupt:
         if is_rank():
-            leave(130)
+            shutdown.exit_now(130)
         print("stopped by SIGINT", file=sys.stderr)
         sys.exit(130)
     except StageregError as error:
         if rank is not None:
             rank.fail(error)
-        _say(error)
+        _print(error)
         sys.exit(1)
 
 
@@ -96,7 +96,7 @@ def _import_plugins() -> None:
     try:
         plugins.from_overrides(overrides(sys.argv[1:]))
     except plugins.PluginError:
-        if "COMP_LINE" not in os.environ:  # a word that is still being typed
+        if "COMP_LINE" not in os.environ:  # a name that is still being typed
             raise
 
 
@@ -106,7 +106,7 @@ def _follow(rank: Rank) -> None:
         raise LaunchError(_how_to_sweep(rank))
     if wants_no_job(sys.argv[1:]):
         if rank.rank > 0:
-            leave(0)
+            shutdown.exit_now(0)
         return
     given = sys.argv if rank.rank == 0 else without_logging(sys.argv)
     sys.argv = [*given, *rank.overrides()]
@@ -116,9 +116,9 @@ def _how_to_sweep(rank: Rank) -> str:
     """What to run in place of ``torchrun ... train.py -m``."""
     plain = f"python {sys.argv[0]} -m nproc={rank.local_world_size}"
     why = "a sweep needs fresh ranks for each job, torchrun starts them only once"
-    if not rank.far:
-        return f"{why}: run `{plain} ...`"
     nodes = rank.world_size // rank.local_world_size
+    if nodes == 1:
+        return f"{why}: run `{plain} ...`"
     slurm = f"hydra/launcher=submitit_slurm hydra.launcher.nodes={nodes}"
     return f"{why}: over {nodes} machines each job has to be a scheduler's own: run `{plain} {slurm} ...`, once"
 
@@ -126,90 +126,83 @@ def _how_to_sweep(rank: Rank) -> str:
 def _run_hydra(job: _Job, arguments: dict[str, Any]) -> None:
     """Run the job as ``hydra.main`` does; errors of the project are raised, all others printed by Hydra."""
     import hydra
+
+    # Hydra prints its errors without its own frames nowhere else; rewriting that would take a hundred lines.
     from hydra._internal.utils import run_and_report
+    from hydra.core.utils import env_override
 
     from stagereg.config.suggestions import explain
 
+    if arguments["version_base"] == "1.3" and not hydra.__version__.startswith("1.3."):
+        del arguments["version_base"]  # the default, which later releases warn of where it is named
     try:
-        with environment({_FULL_ERROR: "1"}):
+        with env_override({_FULL_ERROR: "1"}):
             hydra.main(**arguments)(job)()
     except StageregError:
         raise
     except Exception as error:
-        if told := explain(error):
-            raise ConfigError(told) from error
-        raised = error
-
-        def again() -> None:
-            raise raised
-
-        run_and_report(again)
+        if explanation := explain(error):
+            raise ConfigError(explanation) from error
+        run_and_report(functools.partial(_raise, error))
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The task, once the plugins that its config names are there, also where no option has asked for them."""
+def _raise(error: Exception) -> None:
+    raise error
 
-    task: Callable[[Any], Any]
 
-    def __call__(self, cfg: Any) -> Any:
-        from stagereg.config.plugins import from_config
+def _with_plugins(task: Callable[[Any], Any], cfg: Any) -> Any:
+    """Run the task once the plugins that its config names are imported, also where no option has asked for them."""
+    from stagereg.config.plugins import from_config
 
-        from_config(cfg)
-        return self.task(cfg)
+    from_config(cfg)
+    return task(cfg)
 
 
 class _Job:
     """What Hydra calls with the composed config; picklable, so that launchers can call it in other processes."""
 
-    def __init__(self, task: Callable[[Any], Any], command: Command, rank: Rank | None) -> None:
+    def __init__(self, task: Callable[[Any], Any], command: CommandLine, rank: Rank | None) -> None:
         # Hydra finds the script, and with it the config folder, through the function it unwraps from this.
         functools.update_wrapper(self, task)
-        self._task = _Work(task)
+        self._task = functools.partial(_with_plugins, task)
         self._command = command
         self._rank = rank
-        self._full_error = os.environ.get(_FULL_ERROR)
+        self._full_error = os.environ.get(_FULL_ERROR, "0")
 
     def __call__(self, cfg: Any) -> Any:
         from hydra.core.hydra_config import HydraConfig
+        from hydra.core.utils import env_override
         from hydra.types import RunMode
 
-        with environment({_FULL_ERROR: self._full_error}):
+        hydra = HydraConfig.get()
+        one_of_several = hydra.mode == RunMode.MULTIRUN
+        with env_override({_FULL_ERROR: self._full_error}):
             if self._rank is not None:
                 return self._rank.run(self._task, cfg)
             try:
-                return self._run(cfg)
+                return self._run(cfg, hydra, one_of_several)
             except StageregError as error:
-                if HydraConfig.get().mode == RunMode.MULTIRUN:
+                if one_of_several:
                     raise
-                _say(error)
+                _print(error)
                 # Hydra adds its own lines to any exception of a job, but not to this one.
                 raise SystemExit(1) from None
 
-    def _run(self, cfg: Any) -> Any:
-        from hydra.core.hydra_config import HydraConfig
-        from hydra.types import RunMode
+    def _run(self, cfg: Any, hydra: Any, one_of_several: bool) -> Any:
         from omegaconf import OmegaConf
 
         nproc = checked_nproc(OmegaConf.select(cfg, "nproc", default=1))
-        one_of_several = HydraConfig.get().mode == RunMode.MULTIRUN
-        if nproc > 1 or one_of_several or Task.current() is not None:
-            return launch(self._command, HydraConfig.get(), nproc)
+        if nproc > 1 or one_of_several or SchedulerTask.current() is not None:
+            return launch(self._command, hydra, nproc)
         try:
             return alone(self._task, cfg, recorded=True)
-        except (Preempted, Stopped) as left:
-            say(left, HydraConfig.get())
+        except (Preempted, Stopped) as error:
+            print_exit(error, hydra)
             raise
         except Exception as error:
-            raise RanksFailedError(f"rank 0: {described(error)}") from error
+            raise RanksFailedError(f"rank 0: {format_error(error)}") from error
 
 
-def _say(error: StageregError) -> None:
-    """Print an error; what ranks told begins with the rank instead of the program."""
+def _print(error: StageregError) -> None:
+    """Print an error; one of ranks begins with the rank instead of the program."""
     print(error if isinstance(error, RanksFailedError) else f"stagereg: {error}", file=sys.stderr, flush=True)
-
-
-def _base(version_base: str | None) -> dict[str, Any]:
-    """``version_base`` for the installed Hydra: from 1.4 on, naming the default only draws a warning."""
-    installed = tuple(int(part) for part in importlib.metadata.version("hydra-core").split(".")[:2])
-    return {} if version_base == "1.3" and installed >= (1, 4) else {"version_base": version_base}

@@ -1,7 +1,7 @@
 """This process as one of several tasks of a scheduler's job, each of which starts the ranks of its machine.
 
-``hydra/launcher=submitit_slurm hydra.launcher.nodes=4`` has submitit run the same job of a sweep on four machines at
-once. The tasks meet where the first one is, at a port made of the job's number, and their ranks are one run.
+``hydra/launcher=submitit_slurm hydra.launcher.nodes=4`` has submitit run one job of a sweep on four machines at once.
+The tasks meet on the machine of the first one, at a port derived from the job's number, and their ranks are one run.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 import zlib
 from dataclasses import dataclass
 
-__all__ = ["Task"]
+__all__ = ["SchedulerTask"]
 
 _PORTS = range(20_000, 32_000)
 """Below those that systems give to outgoing connections."""
 
 
 @dataclass(frozen=True)
-class Task:
+class SchedulerTask:
     """One of ``count`` tasks.
 
     Attributes:
@@ -25,25 +25,25 @@ class Task:
         count: two or more.
         machines: how many of them the tasks are on.
         job: the scheduler's name for the job.
-        meeting: host and port where task 0 waits for the others.
+        endpoint: host and port where task 0 waits for the others.
     """
 
     index: int
     count: int
     machines: int
     job: str
-    meeting: str
+    endpoint: str
 
     @classmethod
-    def current(cls) -> Task | None:
-        """What submitit says of this process; ``None`` where it is not below submitit, or the only task."""
+    def current(cls) -> SchedulerTask | None:
+        """The task that submitit has made of this process; ``None`` outside submitit, or if it is the only task."""
         if "SUBMITIT_EXECUTOR" not in os.environ:
             return None
         from submitit import JobEnvironment
 
         try:
             here = JobEnvironment()
-        except RuntimeError:  # the variable is there, but of a job that this one only was started in
+        except RuntimeError:  # the variable comes from a job that has started this process
             return None
         if here.num_tasks < 2:
             return None

@@ -1,6 +1,8 @@
-"""Stagers: one plugin a file, each a thin choice of when and into which memory the kernel copies.
+"""Stagers: one plugin a file, each a choice of when, and into which memory, the kernel copies.
 
-``protocol`` is what a stager is; ``host`` is the body shared by those that copy before they return (``blocking``,
-``pinned_cached``, ``shared``). ``incremental`` shares what did not change, and ``overlapped`` copies later, with
-``guard`` telling it what only an optimizer writes, and the moment before it does. ``torch_default`` is torch's own.
+``async_stager`` has the protocol; ``host`` the body of those that copy before they return (``blocking``,
+``pinned_cached``, ``shared``). ``bounded`` copies what fits into a bound on memory. ``incremental`` shares what did not
+change (``delta``, ``byte_compare``). ``overlapped`` copies later (``deferred_copy``); ``guard`` knows what only an
+optimizer writes and calls before it does, ``write_detector`` finds other writes. ``shared`` lets other processes read
+(``shared_memory``, ``tensor_bundle``). ``torch_default`` is torch's own.
 """

@@ -8,9 +8,19 @@ What torch leaves open, the contract settles: see :class:`AsyncStager`.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["AsyncStager", "StateDict"]
+if TYPE_CHECKING:
+    from torch.optim.optimizer import Optimizer
+
+__all__ = [
+    "AsyncStager",
+    "ReleasesCopies",
+    "ReservesPadding",
+    "SharesMemory",
+    "StateDict",
+    "WatchesOptimizers",
+]
 
 StateDict: TypeAlias = dict[str, Any]
 """Nested dicts, lists and tuples of tensors and other values, as ``torch.distributed.checkpoint`` takes them."""
@@ -61,3 +71,47 @@ class AsyncStager(Protocol):
     def close(self) -> None:
         """Free everything. Called once or more, after the last ``stage``."""
         return
+
+
+# What a stager may offer besides. A checkpointer asks with isinstance; a stager needs not inherit from these.
+
+
+@runtime_checkable
+class ReservesPadding(Protocol):
+    """A stager that can leave bytes free around tensors, for a storage that writes a file's image in place."""
+
+    def reserve_padding(self, before: int, after: int) -> None:
+        """Leave so many bytes free before and after each tensor in the copies to come.
+
+        :func:`stagereg.kernel.memory.padding_around` finds them. A tensor that shares its memory has none.
+        """
+
+
+@runtime_checkable
+class ReleasesCopies(Protocol):
+    """A stager whose reader may say when it is done with a copy, instead of only dropping it."""
+
+    def expect_release(self) -> None:
+        """Wait longer for this reader, which promises to release each copy. Called before the first ``stage``."""
+
+    def release(self, staged: StateDict) -> None:
+        """End the reader's use of a copy, on any thread.
+
+        Empties ``staged``, which is what ``stage`` or its future returned. The next ``stage`` does not wait for this
+        copy any more. Whoever else holds tensors of it keeps their memory: it is not used again before they are gone.
+        """
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """A stager whose copies another process may read where they lie, if ``shares_memory`` is True."""
+
+    shares_memory: ClassVar[bool]
+
+
+@runtime_checkable
+class WatchesOptimizers(Protocol):
+    """A stager that copies less at once if it knows an optimizer before its first step."""
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Take notice of ``optimizer``, which is about to train what will be staged."""

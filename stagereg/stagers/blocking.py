@@ -5,7 +5,8 @@ from __future__ import annotations
 from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.registry import register
-from stagereg.stagers.host import HostStager, copier_within
+from stagereg.stagers.bounded import copier_within
+from stagereg.stagers.host import HostStager
 
 __all__ = ["BlockingAsyncStager", "BlockingStager"]
 
@@ -16,12 +17,12 @@ class BlockingStager(HostStager):
 
     Args:
         max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work; then it takes memory
-            beyond the bound and says so once.
+        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
+            second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy, the caller's among them.
-        host_memory_gb: GiB of host memory for all copies together. Of a state that needs more, the largest tensors are
-            handed out as they are, on their device, and ``synchronize_staging`` waits until the writer has read them;
-            None for no bound.
+        host_memory_gb: GiB of host memory for all copies together; None for no bound. Of a state that needs more, the
+            largest tensors are handed out as they are, on their device, and ``synchronize_staging`` waits until the
+            writer has read them. A reader that does not release its copies gets memory beyond the bound instead.
         type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
             is deep-copied.
     """
@@ -35,7 +36,7 @@ class BlockingStager(HostStager):
         type_check: bool = False,
     ) -> None:
         pool = Pool(max_in_flight, wait_s, keep=False, pin=False, threads=threads)
-        super().__init__(copier_within(host_memory_gb, pool, max_in_flight, wait_s, threads, type_check))
+        super().__init__(copier_within(host_memory_gb, pool, threads, type_check))
 
 
 class BlockingAsyncStager(HostStager):

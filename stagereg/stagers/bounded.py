@@ -1,162 +1,163 @@
 """A copy that takes no more host memory than it is given: what does not fit is read where it is.
 
-:class:`BoundedCopier` copies as much of a state as fits into its bound. The rest, whole regions of it, is handed out as
-tensors over the source's own memory, each with a storage of its own that tells when its last reader is gone. A writer
-that takes one tensor after the other, as torch's do, then brings an accelerator's tensors over one by one, so that a
-state of any size needs no more host memory than the bound and what the writer has in hand. The price is that the source
-must not change until the writer has read those: :meth:`BoundedCopier.settle` returns when it has.
+:class:`BoundedCopier` copies as much of a state as fits into its bound. What becomes of the rest, whole regions of it,
+depends on the reader:
+
+- A reader that has promised to release its copies, as the project's checkpointer does, gets tensors over the source's
+  own memory. A writer that takes one tensor after the other then brings an accelerator's tensors over one by one, so a
+  state of any size needs no more host memory than the bound and what the writer has in hand. The source must not change
+  until the writer has read them: :meth:`BoundedCopier.settle` returns when it has.
+- For any other reader, such as torch's ``async_save``, the rest is copied into fresh memory beyond the bound, which is
+  logged once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import logging
 import queue
-import sys
+import time
 import weakref
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.utils.dlpack
 
 from stagereg.errors import StagingError
-from stagereg.kernel.copier import HostCopier
-from stagereg.kernel.layout import Layout, Region, lay_out, sign
+from stagereg.kernel.copier import HostCopier, no_collection
+from stagereg.kernel.layout import Layout, Region, plan_layout, region_bytes, signature
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.replay import Match
-from stagereg.kernel.state_dict import Skeleton
-from stagereg.kernel.waiting import wait_while
-from stagereg.kernel.writers import Block, writer_at_work
 
-__all__ = ["BoundedCopier"]
+__all__ = ["BoundedCopier", "copier_within"]
+
+_log = logging.getLogger("stagereg")
+
+
+def copier_within(host_memory_gb: float | None, pool: Pool, threads: int, type_check: bool) -> HostCopier:
+    """Return a copier over ``pool`` whose copies in flight take at most ``host_memory_gb`` GiB together; None: any."""
+    if host_memory_gb is None:
+        return HostCopier(pool, threads, type_check)
+    return BoundedCopier(pool, host_memory_gb, threads, type_check)
 
 
 class BoundedCopier(HostCopier):
-    """Copies what fits, and lends out the rest as it is.
+    """Copies what fits, and lends the rest as it is.
 
     Args:
         pool: where the memory comes from; closed together with the copier.
-        limit: bytes of host memory for one copy.
-        wait_s: seconds that :meth:`settle` waits at most from one release to the next.
+        host_memory_gb: GiB for all copies that may be in flight, together.
         threads: threads that copy from host memory, the caller's among them.
-        type_check: as for :class:`HostCopier`.
+        type_check: as for :class:`.HostCopier`.
+
+    Raises:
+        StagingError: the bound is not positive.
     """
 
-    def __init__(self, pool: Pool, limit: int, wait_s: float, threads: int = 2, type_check: bool = False) -> None:
+    def __init__(self, pool: Pool, host_memory_gb: float, threads: int = 2, type_check: bool = False) -> None:
+        if host_memory_gb <= 0:
+            raise StagingError([], f"host_memory_gb must be more than 0, not {host_memory_gb}; None is no bound")
         super().__init__(pool, threads, type_check)
-        self._limit = limit
-        self._wait_s = wait_s
-        self._whole: Layout | None = None
-        self._lent: dict[int, Block] = {}
-        self._released: queue.SimpleQueue[int] = queue.SimpleQueue()  # put() is safe in finalizers
+        self._limit = int(host_memory_gb * 2**30 / pool.max_in_flight)
+        self._beyond = HostCopier(Pool(max_in_flight=None, keep=False, pin=False), threads)
+        self._overdrawn = False
+        self._part: tuple[Layout, list[Region], Layout] | None = None
+        self._lent: set[int] = set()
+        self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()  # put() is safe in finalizers
         self._serial = 0
 
-    def remember(self, state: Any, taken: Skeleton | Match) -> None:
-        """Nothing: what is laid out is a part of the state."""
-
-    def copy_tensors(self, tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> list[torch.Tensor]:
-        """As :meth:`HostCopier.copy_tensors`; tensors that do not fit are over the source's memory, on its device."""
-        self.check_open()
-        with torch.no_grad():
-            whole = self._fit_whole(tensors)
-        staying = _beyond(whole, self._limit)
-        if not staying:
-            return super().copy_tensors(tensors)
-        lent: dict[int, torch.Tensor] = {}
-        copied = iter(super().copy_tensors(_all_but(staying, tensors)))
-        with torch.no_grad():
-            for region in staying:
-                lent.update(self._lend(region, whole, tensors))
-        return [lent[i] if i in lent else next(copied) for i in range(len(tensors))]
+    def copy(self, state: Any) -> Any:
+        """As :meth:`.HostCopier.copy`; tensors that do not fit may be over the source's memory, on its device."""
+        spec, whole = self.plan(state)
+        if whole.nbytes <= self._limit:
+            pending = self.lease(spec.tensors, whole, spec)
+            self.fill(pending)
+            return pending.unflatten()
+        staying, layout = self._split(whole, spec.tensors)
+        rest = sorted(i for region in staying for i in region.members)
+        part = _without(rest, spec.tensors)
+        pending = self.lease(part, layout)
+        self.fill(pending)
+        if self.pool.readers_release:
+            others = self._lend(staying, whole, spec.tensors)
+        else:
+            others = dict(zip(rest, self._copy_beyond([spec.tensors[i] for i in rest]), strict=True))
+        copied = iter(pending.staged)
+        staged = [others[i] if i in others else next(copied) for i in range(len(spec.tensors))]
+        with torch.no_grad(), no_collection():
+            return pending.lease.hand_out(spec.unflatten(staged))
 
     def settle(self) -> None:
         """Return when nobody reads the source any more.
 
-        Torch's ``async_save`` calls this with the copy still in a variable of its own, which it has handed to a writer
-        before and does not use again; so under it, staging is over when no writer is at work any more.
-
         Raises:
-            StagingError: somebody still holds a tensor that did not fit and is not at work on it, or has let go of none
-                for ``wait_s`` seconds. The source must not be written while it is held.
+            StagingError: somebody still holds a tensor that did not fit, and has let go of none for ``wait_s`` seconds.
+                The source must not be written while it is held.
         """
-        self._collect()
         if self._lent:
-            gc.collect()  # a copy in a dead reference cycle is nobody's copy
+            gc.collect()  # a copy in a dead reference cycle is held by no reader
+        until = time.monotonic() + self.pool.wait_s
         while self._lent:
-            if not wait_while(self._at_work, self._released_one, self._wait_s):
-                break
-        if not self._lent or (_handed_on() and not self._at_work()):
-            return
-        raise StagingError(
-            [],
-            f"{len(self._lent)} parts of the state did not fit into host_memory_gb, and whoever has the copy still "
-            "holds them without writing; drop the copy before the state changes, or give more memory",
-        )
+            try:
+                self._lent.discard(self._dropped.get(timeout=max(0.0, until - time.monotonic())))
+                until = time.monotonic() + self.pool.wait_s
+            except queue.Empty:
+                raise StagingError(
+                    [],
+                    f"{len(self._lent)} parts of the state did not fit into host_memory_gb, and are still held "
+                    f"{self.pool.wait_s:g} s later; drop the copy before the state changes, or give more memory",
+                ) from None
 
-    def _fit_whole(self, tensors: Sequence[torch.Tensor]) -> Layout:
-        signature = sign(tensors)
-        if self._whole is None or self._whole.signature != signature:
-            self._whole = lay_out(tensors, signature, self.margins)
-        return self._whole
+    def close(self) -> None:
+        super().close()
+        self._beyond.close()
 
-    def _lend(self, region: Region, layout: Layout, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        owner = tensors[region.source]
-        whole = torch.empty(0, dtype=torch.uint8, device=owner.device)
-        whole.set_(owner.untyped_storage(), region.begin, (region.nbytes,), (1,))
-        if owner.device.type != "cpu":  # readers queue their copies elsewhere
-            torch.accelerator.current_stream(owner.device).record_event().synchronize()
-        storage = torch.utils.dlpack.from_dlpack(whole).untyped_storage()
-        self._serial += 1
-        self._lent[self._serial] = (region.address, region.nbytes)
-        weakref.finalize(storage, self._released.put, self._serial).atexit = False
+    def _split(self, whole: Layout, tensors: Sequence[torch.Tensor]) -> tuple[list[Region], Layout]:
+        """Choose the largest regions, as many as must stay so that the others fit; return them and a plan for those."""
+        if self._part is None or self._part[0] is not whole:
+            excess = whole.nbytes - self._limit
+            staying: list[Region] = []
+            for region in sorted((*whole.regions, *whole.remote), key=lambda region: region.nbytes, reverse=True):
+                if excess <= 0:
+                    break
+                staying.append(region)
+                excess -= region.nbytes
+            part = _without([i for region in staying for i in region.members], tensors)
+            self._part = whole, staying, plan_layout(part, signature(part), self.margins)
+        return self._part[1:]
+
+    def _copy_beyond(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not self._overdrawn:
+            self._overdrawn = True
+            _log.warning(
+                "stagereg: %.3f GiB of the state do not fit into host_memory_gb, and the reader does not release its "
+                "copies, so they are copied into memory beyond it; a stagereg.Checkpointer keeps the bound",
+                sum(x.nbytes for x in tensors) / 2**30,
+            )
+        return self._beyond.copy_tensors(tensors)
+
+    def _lend(
+        self, regions: Sequence[Region], layout: Layout, tensors: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Return tensors over the source's memory; each region has a storage of its own that reports its end."""
         made: dict[int, torch.Tensor] = {}
-        for i in region.members:
-            x, piece = tensors[i], layout.pieces[i]
-            start = (x.data_ptr() - region.address) // x.element_size()
-            empty = torch.empty(0, dtype=x.dtype, device=x.device)
-            made[i] = empty.set_(storage, start, piece.shape, piece.stride)
+        for region in regions:
+            with torch.no_grad():
+                whole = region_bytes(region, tensors[region.source])
+            if whole.device.type != "cpu":  # readers queue their copies elsewhere
+                torch.accelerator.current_stream(whole.device).record_event().synchronize()
+            storage = torch.utils.dlpack.from_dlpack(whole).untyped_storage()
+            self._serial += 1
+            self._lent.add(self._serial)
+            weakref.finalize(storage, self._dropped.put, self._serial).atexit = False
+            for i in region.members:
+                x, piece = tensors[i], layout.pieces[i]
+                start = (x.data_ptr() - region.address) // x.element_size()
+                empty = torch.empty(0, dtype=x.dtype, device=x.device)
+                made[i] = empty.set_(storage, start, piece.shape, piece.stride)
         return made
 
-    def _at_work(self) -> bool:
-        return writer_at_work(list(self._lent.values()))
 
-    def _released_one(self, timeout_s: float) -> bool:
-        before = len(self._lent)
-        if timeout_s:
-            with contextlib.suppress(queue.Empty):
-                self._lent.pop(self._released.get(timeout=timeout_s), None)
-        self._collect()
-        return len(self._lent) < before
-
-    def _collect(self) -> None:
-        while not self._released.empty():
-            self._lent.pop(self._released.get(), None)
-
-
-def _handed_on() -> bool:
-    """Whether the caller is torch's checkpointing, which keeps a copy that it does not use again."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint."):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _beyond(layout: Layout, limit: int) -> list[Region]:
-    """The largest regions, as many as must stay so that the others fit."""
-    excess = layout.nbytes - limit
-    staying: list[Region] = []
-    for region in sorted((*layout.regions, *layout.remote), key=lambda region: region.nbytes, reverse=True):
-        if excess <= 0:
-            break
-        staying.append(region)
-        excess -= region.nbytes
-    return staying
-
-
-def _all_but(staying: Sequence[Region], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    left = {i for region in staying for i in region.members}
+def _without(indices: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    left = set(indices)
     return [x for i, x in enumerate(tensors) if i not in left]

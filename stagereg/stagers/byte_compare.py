@@ -1,6 +1,6 @@
 """Comparing memory with memory, byte by byte, on a few threads.
 
-``memcmp`` is exact and reads both sides once; ctypes lets go of the GIL meanwhile. A hash would read one side and be
+``memcmp`` is exact and reads both sides once; ctypes releases the GIL meanwhile. A hash would read one side and be
 wrong once in a while, and a wrong "equal" is a wrong checkpoint.
 """
 
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
-from stagereg.kernel.writers import COPY_THREADS
+from stagereg.kernel.transfer import CopyEngine, CopyTask
 
-__all__ = ["Comparer", "Pair", "same_elements"]
+__all__ = ["Pair", "differing", "same_elements"]
+
+Pair = tuple[int, int, int, int]
+"""Two runs of bytes in host memory: a label, the two addresses, bytes of each."""
 
 _CHUNK_BYTES = 2**22
 _WORTH_A_THREAD = 2**20
@@ -26,55 +27,28 @@ _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcmp.restype = ctypes.c_int
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two runs of bytes in host memory.
+def differing(pairs: Sequence[Pair], engine: CopyEngine) -> set[int]:
+    """Return the labels of the pairs that are not equal, compared on the threads of ``engine``.
 
-    Attributes:
-        label: what they belong to.
-        one, other: addresses.
-        nbytes: bytes of each.
+    A label is looked at no further once it differs.
     """
+    found: set[int] = set()
+    chunks = iter(  # taking from a list's iterator is one step under the GIL
+        [
+            (label, one + at, other + at, min(_CHUNK_BYTES, nbytes - at))
+            for label, one, other, nbytes in pairs
+            for at in range(0, nbytes, _CHUNK_BYTES)
+        ]
+    )
 
-    label: int
-    one: int
-    other: int
-    nbytes: int
+    def compare(base: int) -> None:
+        for label, one, other, nbytes in chunks:
+            if label not in found and _memcmp(one, other, nbytes):
+                found.add(label)
 
-
-class Comparer:
-    """Threads that compare. One thread at a time may call it.
-
-    Args:
-        threads: threads that compare, the caller's among them.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._workers: ThreadPoolExecutor | None = None
-
-    def differing(self, pairs: Sequence[Pair]) -> set[int]:
-        """Return the labels of the pairs that are not equal. A label is looked at no further once it differs."""
-        found: set[int] = set()
-        total = sum(pair.nbytes for pair in pairs)
-        if self._threads == 1 or total < _WORTH_A_THREAD:
-            _compare(iter(pairs), found)
-            return found
-        chunks = [chunk for pair in pairs for chunk in _cut(pair)]
-        if self._workers is None:
-            self._workers = ThreadPoolExecutor(self._threads - 1, thread_name_prefix=COPY_THREADS)
-        todo = iter(chunks)  # a list's iterator: taking from it is one step under the GIL
-        pending = [self._workers.submit(_compare, todo, found) for _ in range(self._threads - 1)]
-        _compare(todo, found)
-        for each in pending:
-            each.result()
-        return found
-
-    def close(self) -> None:
-        """End the threads. Closing twice is harmless."""
-        if self._workers is not None:
-            self._workers.shutdown(wait=True)
-            self._workers = None
+    is_much = sum(nbytes for _, _, _, nbytes in pairs) >= _WORTH_A_THREAD
+    engine.run(CopyTask(0, [compare] * engine.threads), is_much).finish()
+    return found
 
 
 def same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -90,14 +64,3 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(x.numel(), dtype=x.dtype)
     flat.view(x.shape).copy_(x)
     return flat.view(torch.uint8)
-
-
-def _compare(todo: Iterator[Pair], found: set[int]) -> None:
-    for pair in todo:
-        if pair.label not in found and _memcmp(pair.one, pair.other, pair.nbytes):
-            found.add(pair.label)
-
-
-def _cut(pair: Pair) -> Iterator[Pair]:
-    for at in range(0, pair.nbytes, _CHUNK_BYTES):
-        yield Pair(pair.label, pair.one + at, pair.other + at, min(_CHUNK_BYTES, pair.nbytes - at))

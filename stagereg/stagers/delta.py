@@ -7,33 +7,36 @@ A group is treated in one of three ways:
 - ``compare``: its bytes are compared with those of its last copy, which is shared if they are equal;
 - ``always``: copied on every call, with all others of its kind into one block.
 
-Shared memory is never written again: a group that is copied anew gets other memory, unless nobody is left that holds
-the old one. Which tensors may be treated how is the stager's business; moving bytes and memory itself that of ``moves``
-and ``blocks``.
+Shared memory is never written again: a group that is copied anew gets other memory. Which tensors may be treated how is
+for the stager to decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal, TypeVar
 
 import torch
 
-import stagereg.kernel.room as room
 from stagereg.errors import StagingError
-from stagereg.kernel.copier import no_collection
-from stagereg.kernel.layout import ALIGNMENT, Layout, Piece, Region, Signature, lay_out, sign
-from stagereg.kernel.transfer import Batch, Move, Mover
-from stagereg.stagers.blocks import Block, Blocks, Lease
-from stagereg.stagers.byte_compare import Comparer, Pair, same_elements
+from stagereg.kernel.copier import HostCopier, PendingCopy, naming, no_collection
+from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, signature, span_of, tensors_over
+from stagereg.kernel.memory import BlockRef, Lease, Pool, register_padding
+from stagereg.kernel.state_dict import Recognizer, TreeSpec, flatten
+from stagereg.stagers.byte_compare import Pair, differing, same_elements
 
 __all__ = ["DeltaCopier", "Treatment"]
 
 Treatment = Literal["once", "compare", "always"]
 
+T = TypeVar("T")
+
 _COMPARED_TOGETHER = 2**22  # bytes: small neighbours are one group, and copied together when one of them differs
-_PLACED_TOGETHER = 2**25  # bytes: what is copied once lies in blocks of this size, or each in its own if it is larger
+_STORED_TOGETHER = 2**25  # bytes: groups that are copied once share blocks of this size
+_SLACK = 1.25  # a kept block is used again if it is at most so many times as large as what is needed
+_SMALL_BLOCK = 2**16  # bytes; one of up to this size is used in any case
 
 
 @dataclass(slots=True)
@@ -42,128 +45,111 @@ class _Group:
 
     Attributes:
         members: their indices.
-        how: how they are treated.
+        treatment: how they are treated.
         layout: where each lies in the group's bytes; its signature is what must stay the same.
-        block, base: where the last copy is, for groups that are shared; its first byte in the block.
+        ref, base: where the last copy is, if it may be shared: the block, and the group's first byte in it.
     """
 
     members: list[int]
-    how: Treatment
+    treatment: Treatment
     layout: Layout
-    block: Block | None = None
+    ref: BlockRef | None = None
     base: int = 0
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (self.treatment, *self.layout.signature)
 
-@dataclass(slots=True)
-class _Plan:
-    signature: Signature
-    treatments: list[Treatment]
-    groups: list[_Group]
-
-
-_Place = tuple[Block, int]
+    @property
+    def nbytes(self) -> int:
+        return -(-self.layout.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-class DeltaCopier:
-    """Copies lists of tensors to host memory, and shares what did not change.
+class DeltaCopier(HostCopier):
+    """Copies state dicts to host memory, and shares what did not change.
 
     Args:
-        blocks: where the memory comes from; closed together with the copier.
+        pool: where the memory comes from; closed together with the copier.
+        treat: returns how each of the tensors of a state dict is to be treated. A group follows its members that are
+            not ``once``, unless those which are cover all of its bytes.
+        verify: compare what is copied once with its copy.
         threads: threads that copy and compare in host memory, the caller's among them.
+        type_check: as for :class:`.HostCopier`.
 
     One thread at a time may call it.
     """
 
-    def __init__(self, blocks: Blocks, threads: int = 2) -> None:
-        self._mover = Mover(threads)
-        self._comparer = Comparer(threads)
-        self._blocks = blocks
-        self._margins = (0, 0)
-        self._plan: _Plan | None = None
+    def __init__(
+        self,
+        pool: Pool,
+        treat: Callable[[Any, Sequence[torch.Tensor]], list[Treatment]],
+        verify: bool,
+        threads: int = 2,
+        type_check: bool = False,
+    ) -> None:
+        super().__init__(pool, threads, type_check)
+        self._treat = treat
+        self._verify = verify
+        self._signature: Signature = []
+        self._treatments: list[Treatment] = []
+        self._groups: list[_Group] = []
 
-    def leave_room(self, before: int, after: int) -> None:
-        """Leave bytes free around each tensor that is always copied, see :func:`.room.room_around`.
+    def reserve_padding(self, before: int, after: int) -> None:
+        """Leave bytes free around each tensor that is always copied, see :func:`.memory.padding_around`.
 
-        Memory that several copies share has no room in it: its two writers would write there at the same time.
+        Memory that several copies share has no padding: their writers would write there at the same time.
         """
-        if self._margins != (before, after):
-            self._margins = (before, after)
-            self._plan = None
+        super().reserve_padding(before, after)
+        self.forget()
 
-    def check_open(self) -> None:
-        """Raise ``StagerClosedError`` after :meth:`close`."""
-        self._blocks.check_open()
-
-    def copy_tensors(
-        self, tensors: Sequence[torch.Tensor], treatments: list[Treatment], verify: bool = False
-    ) -> list[torch.Tensor]:
-        """Return copies of plain strided tensors; what shares memory goes on sharing it.
-
-        Args:
-            tensors: on any devices.
-            treatments: how each is to be treated. A group follows its members that are not ``once``, unless those which
-                are cover all of its bytes.
-            verify: compare what is copied once with its copy.
+    def copy(self, state: Any) -> Any:
+        """As :meth:`.HostCopier.copy`.
 
         Raises:
-            StagingError: one cannot be staged, or is not what was copied once; ``path`` is its index. Or memory ran
-                out. The copier stays usable.
-            StagerClosedError: after :meth:`close`.
+            StagingError: also if a tensor is not what was copied once, with ``verify``.
         """
         self.check_open()
-        with no_collection():
-            plan = self._fit(tensors, treatments)
-        if verify:  # before there is a lease, which would live as long as the error that has this frame
-            self._verify(plan, tensors)
-        lease = self._blocks.lease()
-        anew = self._to_be_copied(plan, tensors)
-        places = {id(g): (g.block, g.base) for g in plan.groups if g.block is not None}
-        places.update(self._place(anew))
-        views = {id(block): block.view(lease) for block, _ in places.values()}
-        with no_collection():
-            staged = _tensors_over(plan.groups, places, views, tensors)
-        self._move(anew, places, views, staged, tensors)
-        for group in anew:
-            if group.how != "always":
-                group.block, group.base = places[id(group)]
-            elif self._margins != (0, 0):
-                block, _ = places[id(group)]
-                view = views[id(block)]
-                room.tell(view, block.address, block.nbytes, self._margins, group.layout.spans)
-        return staged
+        with torch.no_grad(), naming(state):
+            with no_collection():
+                spec = self._take(state)
+            if self._verify:  # before there is a lease, which would live as long as the error that has this frame
+                self._refuse_changed(spec.tensors)
+            self._drop_changed(spec.tensors)
+            lease = self.pool.lease()
+            staged = self._copy_groups(spec.tensors, lease)
+        with torch.no_grad(), no_collection():
+            return lease.hand_out(spec.unflatten(staged))
 
     def forget(self) -> None:
         """Share nothing with earlier copies at the next call."""
-        self._plan = None
+        self._signature, self._treatments, self._groups, self._recognizer = [], [], [], None
 
     def close(self) -> None:
         """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
-        self._plan = None
-        self._blocks.close()
-        self._mover.close()
-        self._comparer.close()
+        self.forget()
+        super().close()
 
-    # -- the plan
-
-    def _fit(self, tensors: Sequence[torch.Tensor], treatments: list[Treatment]) -> _Plan:
-        plan = self._plan
-        signature = sign(tensors)
-        if plan is None or plan.signature != signature or plan.treatments != treatments:
-            kept = {_key(g): g for g in plan.groups if g.block is not None} if plan is not None else {}
-            groups = _groups(tensors, signature, treatments, self._margins)
+    def _take(self, state: Any) -> TreeSpec:
+        """Take ``state`` apart, and deal its tensors into groups, unless it is as it was the last time."""
+        known = self._recognizer.match(state) if self._recognizer is not None else None
+        if known is not None:
+            return known
+        spec = flatten(state, self.type_check)
+        rows, treatments = signature(spec.tensors), self._treat(state, spec.tensors)
+        if (rows, treatments) != (self._signature, self._treatments):
+            groups = _deal(spec.tensors, rows, treatments, self.margins)
+            before = {group.key: group for group in self._groups}
             for group in groups:
-                before = kept.get(_key(group))
-                if before is not None:
-                    group.block, group.base = before.block, before.base
-            plan = self._plan = _Plan(signature, treatments, groups)
-            self._blocks.expect(sum(group.layout.nbytes for group in groups))
-        return plan
+                if group.key in before:
+                    group.ref, group.base = before[group.key].ref, before[group.key].base
+            self.pool.expect(sum(group.nbytes for group in groups))
+            self._signature, self._treatments, self._groups = rows, treatments, groups
+            self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
+        return spec
 
-    # -- what changed
-
-    def _verify(self, plan: _Plan, tensors: Sequence[torch.Tensor]) -> None:
-        frozen = [group for group in plan.groups if group.how == "once" and group.block is not None]
-        wrong = [i for i in self._differing(frozen, tensors) if plan.treatments[i] == "once"]
+    def _refuse_changed(self, tensors: Sequence[torch.Tensor]) -> None:
+        once = [group for group in self._groups if group.treatment == "once"]
+        wrong = [i for i in self._differing(once, tensors) if self._treatments[i] == "once"]
         if wrong:
             raise StagingError(
                 [min(wrong)],
@@ -171,244 +157,140 @@ class DeltaCopier:
                 "out of 'frozen', or call forget() after loading other weights on purpose",
             )
 
-    def _to_be_copied(self, plan: _Plan, tensors: Sequence[torch.Tensor]) -> list[_Group]:
-        compared = [group for group in plan.groups if group.how == "compare" and group.block is not None]
-        differing = self._differing(compared, tensors)
+    def _drop_changed(self, tensors: Sequence[torch.Tensor]) -> None:
+        compared = [group for group in self._groups if group.treatment == "compare"]
+        changed = self._differing(compared, tensors)
         for group in compared:
-            if not differing.isdisjoint(group.members):
-                group.block = None
-        return [group for group in plan.groups if group.block is None]
+            if not changed.isdisjoint(group.members):
+                group.ref = None
 
     def _differing(self, groups: Iterable[_Group], tensors: Sequence[torch.Tensor]) -> set[int]:
-        """Indices of tensors whose bytes are not those of the last copy; not all of a group need be told."""
+        """Return the indices of tensors whose bytes are not those of the last copy, at least one of each group."""
         pairs: list[Pair] = []
-        odd: set[int] = set()
+        found: set[int] = set()
         for group in groups:
-            assert group.block is not None
-            start = group.block.address + group.base
-            for i, piece in zip(group.members, group.layout.pieces, strict=True):
-                x = tensors[i]
-                if piece.span == 0:
-                    continue
+            if group.ref is None:
+                continue
+            begin, copies = group.ref.address + group.base, None
+            for k, (i, piece) in enumerate(zip(group.members, group.layout.pieces, strict=True)):
+                x, size = tensors[i], tensors[i].element_size()
                 if x.device.type == "cpu" and piece.span == x.numel() and piece.stride == x.stride():
-                    size = x.element_size()
-                    at = start + piece.offset + piece.start * size
-                    pairs.append(Pair(i, x.data_ptr(), at, piece.span * size))
-                elif not same_elements(x, _tensor_over(group.block.view(Lease()), group.base, piece, x.dtype, {})):
-                    odd.add(i)
-        return odd | self._comparer.differing(pairs)
+                    pairs.append((i, x.data_ptr(), begin + piece.offset + piece.start * size, x.nbytes))
+                    continue
+                if copies is None:
+                    sources = [tensors[j] for j in group.members]
+                    copies = tensors_over(group.ref.view(), group.layout, sources, group.base)
+                if not same_elements(x, copies[k]):
+                    found.add(i)
+        return found | differing(pairs, self.engine)
 
-    # -- memory and bytes
+    def _copy_groups(self, tensors: Sequence[torch.Tensor], lease: Lease) -> list[torch.Tensor]:
+        """Copy the groups whose last copy is not shared; return all staged tensors."""
+        where = {id(group): (group.ref, group.base) for group in self._groups if group.ref is not None}
+        where.update(self._memory_for([group for group in self._groups if group.ref is None]))
+        views = {ref: lease.view(ref) for ref in {ref for ref, _ in where.values()}}
+        staged: list[Any] = [None] * len(tensors)
+        for group in self._groups:
+            ref, base = where[id(group)]
+            sources = [tensors[i] for i in group.members]
+            pending = PendingCopy(sources, group.layout, lease, views[ref][base:], ref.address + base)
+            if group.ref is None:
+                self.fill(pending)
+            if group.treatment != "always":
+                group.ref, group.base = ref, base
+            elif self.margins != (0, 0):
+                register_padding(pending.view, self.margins, group.layout.spans)
+            for i, x in zip(group.members, pending.staged, strict=True):
+                staged[i] = x
+        return staged
 
-    def _place(self, groups: Iterable[_Group]) -> dict[int, _Place]:
-        """Find memory for groups that have none; what is copied once shares blocks."""
-        places: dict[int, _Place] = {}
-        for batch in _batches(groups):
-            block = self._blocks.take(sum(_aligned(group.layout.nbytes) for group in batch))
-            cursor = 0
+    def _memory_for(self, groups: Sequence[_Group]) -> dict[int, tuple[BlockRef, int]]:
+        found: dict[int, tuple[BlockRef, int]] = {}
+        once = [group for group in groups if group.treatment == "once"]
+        others = [[group] for group in groups if group.treatment != "once"]
+        for batch in [*_batches(once, lambda group: group.nbytes, _STORED_TOGETHER), *others]:
+            nbytes, base = sum(group.nbytes for group in batch), 0
+            ref = self.pool.take(nbytes, at_most=max(_SLACK * nbytes, _SMALL_BLOCK))
             for group in batch:
-                places[id(group)] = block, cursor
-                cursor += _aligned(group.layout.nbytes)
-        return places
-
-    def _move(
-        self,
-        groups: Sequence[_Group],
-        places: dict[int, _Place],
-        views: dict[int, memoryview],
-        staged: Sequence[torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-    ) -> None:
-        moves: list[Move] = []
-        away: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for group in groups:
-            block, base = places[id(group)]
-            start = block.address + base
-            if group.how != "always":
-                moves += [(start + offset, address, nbytes) for offset, address, nbytes in group.layout.moves]
-            for region in group.layout.remote:
-                owner = tensors[group.members[region.source]]
-                away.setdefault(owner.device, []).append(_region_pair(views[id(block)], base, region, owner))
-            for i in (group.members[k] for k in group.layout.packed):
-                away.setdefault(tensors[i].device, []).append((staged[i], tensors[i]))
-        events = [self._mover.fetch(device, pairs) for device, pairs in away.items()]
-        if moves:
-            self._mover.memmove(0, Batch(moves))
-        for group in groups:
-            if group.how == "always":  # whose moves are the same each time, and dealt out already
-                block, base = places[id(group)]
-                self._mover.memmove(block.address + base, group.layout.batch)
-        for event in events:
-            if event is not None:
-                event.synchronize()
+                found[id(group)] = ref, base
+                base += group.nbytes
+        return found
 
 
 # -- groups
 
 
-def _groups(
-    tensors: Sequence[torch.Tensor], signature: Signature, treatments: Sequence[Treatment], margins: tuple[int, int]
+def _deal(
+    tensors: Sequence[torch.Tensor], rows: Signature, treatments: Sequence[Treatment], margins: tuple[int, int]
 ) -> list[_Group]:
-    always: list[int] = []
-    compared: list[list[int]] = []
-    groups: list[_Group] = []
+    dealt: dict[Treatment, list[list[int]]] = {"once": [], "compare": [], "always": []}
     for members in _overlapping(tensors):
-        how = _treatment_of(members, tensors, treatments)
-        if how == "always":
-            always += members
-        elif how == "compare":
-            compared.append(members)
-        else:
-            groups.append(_Group(members, how, _lay_out(members, tensors, signature)))
-    for members in _merged(compared, tensors):
-        groups.append(_Group(members, "compare", _lay_out(members, tensors, signature)))
-    if always:
-        groups.append(_Group(sorted(always), "always", _lay_out(sorted(always), tensors, signature, margins)))
+        dealt[_treatment_of(members, tensors, treatments)].append(members)
+    compared = _batches(dealt["compare"], lambda members: sum(tensors[i].nbytes for i in members), _COMPARED_TOGETHER)
+
+    def group(members: list[int], treatment: Treatment) -> _Group:
+        padding = margins if treatment == "always" else (0, 0)
+        return _Group(members, treatment, _layout_of(members, tensors, rows, padding))
+
+    groups = [group(members, "once") for members in dealt["once"]]
+    groups += [group(sorted(chain.from_iterable(batch)), "compare") for batch in compared]
+    if dealt["always"]:
+        groups.append(group(sorted(chain.from_iterable(dealt["always"])), "always"))
     return groups
 
 
-def _lay_out(
-    members: Sequence[int], tensors: Sequence[torch.Tensor], signature: Signature, margins: tuple[int, int] = (0, 0)
+def _layout_of(
+    members: Sequence[int], tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple[int, int]
 ) -> Layout:
     try:
-        return lay_out([tensors[i] for i in members], [signature[i] for i in members], margins)
+        return plan_layout([tensors[i] for i in members], [rows[i] for i in members], margins)
     except StagingError as error:
         (k,) = error.path
         assert isinstance(k, int)
         raise StagingError([members[k]], error.reason) from error
 
 
-def _key(group: _Group) -> tuple[object, ...]:
-    return (group.how, *group.layout.signature)
-
-
 def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Deal out the indices: tensors whose spans have a byte in common are together. Ordered by each one's first."""
-    found = [[i] for i, x in enumerate(tensors) if not x.numel()]
-    end, device = 0, ""
-    for where, begin, i in sorted((str(x.device), x.data_ptr(), i) for i, x in enumerate(tensors) if x.numel()):
-        if where == device and begin < end:
+    found: list[list[int]] = []
+    last, end = -1, 0
+    for device, begin, i in sorted((x.get_device(), x.data_ptr(), i) for i, x in enumerate(tensors)):
+        if found and device == last and begin < end:
             found[-1].append(i)
         else:
             found.append([i])
-            end, device = 0, where
-        end = max(end, begin + _span_bytes(tensors[i]))
-    return sorted((sorted(members) for members in found), key=lambda members: members[0])
-
-
-def _span_bytes(x: torch.Tensor) -> int:
-    return x.element_size() * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)))
+            last, end = device, 0
+        end = max(end, _end(tensors[i]))
+    return sorted(sorted(members) for members in found)
 
 
 def _treatment_of(
     members: Sequence[int], tensors: Sequence[torch.Tensor], treatments: Sequence[Treatment]
 ) -> Treatment:
-    others = [i for i in members if treatments[i] != "once"]
-    if not others:
-        return "once"
-    covered = _union(tensors[i] for i in members if treatments[i] == "once" and _is_dense(tensors[i]))
-    for i in others:
-        begin = tensors[i].data_ptr()
-        end = begin + _span_bytes(tensors[i])
-        if not any(a <= begin and end <= b for a, b in covered):
-            return "always" if any(treatments[i] == "always" for i in others) else "compare"
-    return "once"
+    """``once`` if all members are, or if those which are have every byte of the others; else what the others are."""
+    others = {treatments[i] for i in members} - {"once"}
+    ordered = sorted((tensors[i].data_ptr(), i) for i in members)
+    covered, last = ordered[0][0], max(_end(tensors[i]) for i in members)
+    for begin, i in ordered:
+        x = tensors[i]
+        if treatments[i] == "once" and begin <= covered and span_of(x) == x.numel():
+            covered = max(covered, _end(x))
+    return others.pop() if others and covered < last else "once"
 
 
-def _is_dense(x: torch.Tensor) -> bool:
-    return x.numel() > 0 and x.numel() * x.element_size() == _span_bytes(x)
+def _end(x: torch.Tensor) -> int:
+    return x.data_ptr() + span_of(x) * x.element_size()
 
 
-def _union(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    runs: list[tuple[int, int]] = []
-    for begin, end in sorted((x.data_ptr(), x.data_ptr() + _span_bytes(x)) for x in tensors):
-        if runs and begin <= runs[-1][1]:
-            runs[-1] = runs[-1][0], max(runs[-1][1], end)
-        else:
-            runs.append((begin, end))
-    return runs
-
-
-def _merged(groups: Iterable[list[int]], tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Join small groups up to a size that is worth a block; a large one stays by itself."""
-    small: list[int] = []
-    nbytes = 0
-    for members in groups:
-        size = sum(tensors[i].nbytes for i in members)
-        if size >= _COMPARED_TOGETHER:
-            yield members
-            continue
-        if nbytes + size > _COMPARED_TOGETHER:
-            yield sorted(small)
-            small, nbytes = [], 0
-        small += members
-        nbytes += size
-    if small:
-        yield sorted(small)
-
-
-def _batches(groups: Iterable[_Group]) -> Iterator[list[_Group]]:
-    batch: list[_Group] = []
-    nbytes = 0
-    for group in groups:
-        if group.how != "once" or group.layout.nbytes >= _PLACED_TOGETHER:
-            yield [group]
-            continue
-        if nbytes + group.layout.nbytes > _PLACED_TOGETHER:
+def _batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Deal out items in lists of at most ``limit`` bytes; a larger item is alone in its list."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        if batch and total + nbytes(item) > limit:
             yield batch
-            batch, nbytes = [], 0
-        batch.append(group)
-        nbytes += _aligned(group.layout.nbytes)
+            batch, total = [], 0
+        batch.append(item)
+        total += nbytes(item)
     if batch:
         yield batch
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-# -- tensors over blocks
-
-
-def _tensors_over(
-    groups: Sequence[_Group],
-    places: dict[int, _Place],
-    views: dict[int, memoryview],
-    tensors: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    made: list[torch.Tensor] = [_NOTHING] * len(tensors)
-    for group in groups:
-        block, base = places[id(group)]
-        view = views[id(block)]
-        shared: dict[int, torch.Tensor] = {}
-        for i, piece in zip(group.members, group.layout.pieces, strict=True):
-            dtype = tensors[i].dtype
-            if piece.alone:
-                flat = torch.frombuffer(view, dtype=dtype, count=piece.span, offset=base + piece.offset)
-                made[i] = flat if len(piece.shape) == 1 else flat.resize_(piece.shape)
-            else:
-                made[i] = _tensor_over(view, base, piece, dtype, shared)
-    return made
-
-
-_NOTHING = torch.empty(0)
-
-
-def _tensor_over(
-    view: memoryview, base: int, piece: Piece, dtype: torch.dtype, shared: dict[int, torch.Tensor]
-) -> torch.Tensor:
-    if piece.span == 0:
-        return torch.empty_strided(piece.shape, piece.stride, dtype=dtype, device="cpu")
-    whole = shared.get(piece.offset)
-    if whole is None:
-        whole = torch.frombuffer(view, dtype=torch.uint8, count=piece.nbytes, offset=base + piece.offset)
-        shared[piece.offset] = whole
-    made = torch.empty(0, dtype=dtype, device="cpu")
-    return made.set_(whole.untyped_storage(), piece.start, piece.shape, piece.stride)
-
-
-def _region_pair(view: memoryview, base: int, region: Region, owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A region as bytes: where it goes, and where it lies on its device."""
-    source = torch.empty(0, dtype=torch.uint8, device=owner.device)
-    source.set_(owner.untyped_storage(), region.begin, (region.nbytes,), (1,))
-    return torch.frombuffer(view, dtype=torch.uint8, count=region.nbytes, offset=base + region.offset), source

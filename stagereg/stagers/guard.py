@@ -1,6 +1,6 @@
 """What only an optimizer writes, and the moment before it does.
 
-A :class:`WriteGuard` calls back before any torch optimizer steps (a global step pre-hook, which fires for default,
+A :class:`WriteGuard` calls back before any torch optimizer steps (a global step pre-hook, which is called for default,
 foreach and fused implementations, for ``ZeroRedundancyOptimizer`` and the optimizer inside it) and before any module
 loads a state dict. It knows the optimizers that have stepped since it was made, or that it was shown, and so the memory
 that nothing else is meant to write between two steps: their parameters that require gradients, and their state.
@@ -12,39 +12,43 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from stagereg.kernel.state_dict import unravel
+from stagereg.kernel.state_dict import flatten
 
 __all__ = ["WriteGuard"]
-
-_callbacks: dict[int, Callable[[], None]] = {}
-_lock = threading.Lock()
 
 
 class WriteGuard:
     """Calls ``before_write`` before a write that it can foresee, on the thread that is about to write.
 
+    It does so until it is closed or gone.
+
     Args:
-        before_write: must not raise.
+        before_write: a bound method, which is held weakly; must not raise.
     """
 
     def __init__(self, before_write: Callable[[], None]) -> None:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._handle: RemovableHandle | None = None
-        _listen(id(self), before_write)
-        seen = self._optimizers
+        seen, reference = self._optimizers, weakref.WeakMethod(before_write)
+
+        def call() -> None:
+            method = reference()
+            if method is not None:
+                method()
 
         def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             seen.add(optimizer)
-            before_write()
+            call()
 
-        self._handle = register_optimizer_step_pre_hook(before_step)
+        handle = register_optimizer_step_pre_hook(before_step)
+        _add_load_hook(id(handle), call)
+        self._remove_hooks = weakref.finalize(self, _remove_hooks, handle)
+        self._remove_hooks.atexit = False
 
     def watch(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that has not stepped yet."""
@@ -53,15 +57,11 @@ class WriteGuard:
     def owned(self) -> dict[tuple[int, int], int]:
         """Return device index and address -> bytes of each tensor that only a known optimizer writes."""
         found = [x for optimizer in list(self._optimizers) for x in _written_by(optimizer)]
-        places = zip(map(torch.Tensor.get_device, found), map(torch.Tensor.data_ptr, found), strict=True)
-        return dict(zip(places, map(attrgetter("nbytes"), found), strict=True))
+        return {(x.get_device(), x.data_ptr()): x.nbytes for x in found}
 
     def close(self) -> None:
         """Call back no more. Twice is harmless."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-        _forget(id(self))
+        self._remove_hooks()
 
 
 def _written_by(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -71,31 +71,35 @@ def _written_by(optimizer: Optimizer) -> list[torch.Tensor]:
         found += [x for x in optimizer.state.get(p, {}).values() if isinstance(x, torch.Tensor)]
     if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in found):
         return found
-    return unravel(found).tensors  # DTensors come apart into the tensors inside
+    return flatten(found).tensors  # DTensors come apart into the tensors inside
 
 
-# torch has no hook that is called before any module loads, so the method is wrapped while a guard is there.
+# Global, since torch has no hook that is called before any module loads a state dict: while there are guards, this
+# module's function stands in place of the method, and calls those of all guards.
+_load_hooks: dict[int, Callable[[], None]] = {}
 _load_state_dict = torch.nn.Module.load_state_dict
+_lock = threading.RLock()  # a finalizer may remove a hook while this thread is adding one
 
 
 @functools.wraps(_load_state_dict)
-def _guarded(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    for callback in list(_callbacks.values()):
-        callback()
+def _load_after_hooks(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    for hook in list(_load_hooks.values()):
+        hook()
     return _load_state_dict(self, *args, **kwargs)
 
 
-def _listen(key: int, callback: Callable[[], None]) -> None:
+def _add_load_hook(key: int, hook: Callable[[], None]) -> None:
     global _load_state_dict
     with _lock:
-        if not _callbacks and torch.nn.Module.load_state_dict is not _guarded:
+        if not _load_hooks and torch.nn.Module.load_state_dict is not _load_after_hooks:
             _load_state_dict = torch.nn.Module.load_state_dict
-            torch.nn.Module.load_state_dict = _guarded  # type: ignore[method-assign]
-        _callbacks[key] = callback
+            torch.nn.Module.load_state_dict = _load_after_hooks  # type: ignore[method-assign]
+        _load_hooks[key] = hook
 
 
-def _forget(key: int) -> None:
+def _remove_hooks(handle: RemovableHandle) -> None:
+    handle.remove()
     with _lock:
-        was_there = _callbacks.pop(key, None) is not None
-        if was_there and not _callbacks and torch.nn.Module.load_state_dict is _guarded:
+        _load_hooks.pop(id(handle), None)
+        if not _load_hooks and torch.nn.Module.load_state_dict is _load_after_hooks:
             torch.nn.Module.load_state_dict = _load_state_dict  # type: ignore[method-assign]

@@ -1,29 +1,14 @@
-"""The stager that is done when ``stage`` returns: a kernel copier behind torch's protocol."""
+"""The stagers that are done when ``stage`` returns: a kernel copier behind torch's protocol."""
 
 from __future__ import annotations
 
-from stagereg.errors import StagingError
+from typing import Any
+
 from stagereg.kernel.copier import HostCopier
-from stagereg.kernel.memory import Pool
 from stagereg.stagers.async_stager import AsyncStager, StateDict
 from stagereg.stagers.bounded import BoundedCopier
 
-__all__ = ["HostStager", "copier_within"]
-
-
-def copier_within(
-    host_memory_gb: float | None, pool: Pool, max_in_flight: int, wait_s: float, threads: int, type_check: bool
-) -> HostCopier:
-    """Return a copier over ``pool`` whose ``max_in_flight`` copies take at most ``host_memory_gb`` GiB together.
-
-    Raises:
-        StagingError: the bound is not positive.
-    """
-    if host_memory_gb is None:
-        return HostCopier(pool, threads, type_check)
-    if host_memory_gb <= 0:
-        raise StagingError([], f"host_memory_gb must be more than 0, not {host_memory_gb}; leave it out for no bound")
-    return BoundedCopier(pool, int(host_memory_gb * 2**30 / max_in_flight), wait_s, threads, type_check)
+__all__ = ["HostStager"]
 
 
 class HostStager(AsyncStager):
@@ -46,12 +31,17 @@ class HostStager(AsyncStager):
         copied: StateDict = self._copier.copy(state_dict)
         return copied
 
-    def leave_room(self, before: int, after: int) -> None:
-        """Leave so many bytes free around each tensor in the copies to come, for a storage that writes them in place.
+    def reserve_padding(self, before: int, after: int) -> None:
+        """Leave so many bytes free around each tensor, see :class:`.ReservesPadding`."""
+        self._copier.reserve_padding(before, after)
 
-        See :func:`stagereg.kernel.room.room_around`.
-        """
-        self._copier.leave_room(before, after)
+    def expect_release(self) -> None:
+        """Wait longer for this reader, which promises to release each copy, see :class:`.ReleasesCopies`."""
+        self._copier.pool.expect_release()
+
+    def release(self, staged: Any) -> None:
+        """End the reader's use of a copy and empty it, see :class:`.ReleasesCopies`."""
+        self._copier.pool.release(staged)
 
     def synchronize_staging(self) -> None:
         """Wait until what did not fit into the bound on host memory has been read; without one, ``stage`` has waited.

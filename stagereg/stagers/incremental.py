@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagereg.errors import StagingError, nearest
-from stagereg.kernel.copier import naming, no_collection
-from stagereg.kernel.state_dict import unravel
+from stagereg.kernel.memory import Pool
+from stagereg.kernel.state_dict import path_to
 from stagereg.registry import register
-from stagereg.stagers.async_stager import AsyncStager, StateDict
-from stagereg.stagers.blocks import Blocks
 from stagereg.stagers.delta import DeltaCopier, Treatment
-from stagereg.stagers.tensor_names import names_of, trace
+from stagereg.stagers.host import HostStager
 
-__all__ = ["IncrementalStager"]
+__all__ = ["IncrementalStager", "names_of"]
 
 
 @register("stager", "incremental")
-class IncrementalStager(AsyncStager):
+class IncrementalStager(HostStager):
     """Copies what changed, and hands out the memory of earlier copies again for what did not.
 
     What did not change is never guessed from ``Tensor._version``: fused optimizers, gloo collectives, ZeRO, ``.data``
@@ -29,16 +30,17 @@ class IncrementalStager(AsyncStager):
 
     - *declared*. A tensor whose dotted name matches a pattern of ``frozen``, such as the base weights under an adapter,
       is copied once. It is copied again when its address, shape, stride, dtype or device changes, and at no other time:
-      that its content stays is the user's word. The word must also hold where other weights are loaded into the same
+      the user declares that its content stays. That must also be true where other weights are loaded into the same
       memory, or another tensor of that shape comes to lie at the same address; call :meth:`forget` after doing so on
-      purpose. ``verify=True`` checks the word on each call.
+      purpose. ``verify=True`` checks the declaration on each call.
     - *content*. Every other tensor is compared, byte by byte, with its last copy. That reads as much memory as a copy
       does, so it saves memory and writing, not time. A reader that wrote into its copy is found out here too.
 
     A declared tensor that overlaps others in memory is treated as they are, unless declared ones cover them. Without
     ``frozen`` and with ``detect="declared"``, everything is copied each time, as ``pinned_cached`` does.
 
-    Readers of several copies may read the same memory, so none must write into it.
+    Readers of several copies may read the same memory, so none must write into it. ``stage`` also raises a
+    ``StagingError`` if a pattern of ``frozen`` matches nothing, or, with ``verify``, if a declared tensor changed.
 
     Args:
         frozen: patterns (``*``, ``?``, ``[a-z]``) over dotted names, such as ``"model.base.*"``; ``*`` takes in dots.
@@ -47,8 +49,8 @@ class IncrementalStager(AsyncStager):
         verify: compare declared tensors with their copies on each call, which reads them: a mode to find wrong
             declarations with.
         max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work; then it takes memory
-            beyond the bound and says so once.
+        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
+            second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy and compare in host memory, the caller's among them.
         pin: page-lock the memory; None means where an accelerator is available.
         type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
@@ -56,8 +58,6 @@ class IncrementalStager(AsyncStager):
 
     Not for use from several threads at once.
     """
-
-    _synchronize_after_execute: bool = False
 
     def __init__(
         self,
@@ -74,73 +74,70 @@ class IncrementalStager(AsyncStager):
             raise StagingError([], f"frozen must be a list of patterns, not a single one: [{frozen!r}]")
         if detect not in ("declared", "content"):
             raise StagingError([], f"detect must be 'declared' or 'content', not {detect!r}")
-        self._frozen = tuple(frozen)
-        self._otherwise: Treatment = "compare" if detect == "content" else "always"
-        self._verify = verify
-        self._type_check = type_check
-        self._copier = DeltaCopier(Blocks(max_in_flight, wait_s, pin, threads), threads)
-        self._trace: list[object] = []
-        self._treatments: list[Treatment] = []
-
-    def stage(self, state_dict: StateDict) -> StateDict:
-        """Return a complete copy of ``state_dict`` in host memory; blocks until the bytes are there.
-
-        Raises:
-            StagingError: an entry cannot be staged (the message has its path), there is no memory for it, a pattern of
-                ``frozen`` matches nothing, or, with ``verify``, a declared tensor changed; nothing is handed out then.
-            StagerClosedError: after ``close()``.
-        """
-        self._copier.check_open()
-        with torch.no_grad():
-            with no_collection():
-                skeleton = unravel(state_dict, self._type_check)
-                how = self._treat(state_dict, skeleton.tensors)
-            with naming(state_dict):
-                staged = self._copier.copy_tensors(skeleton.tensors, how, self._verify)
-            with no_collection():
-                copied: StateDict = skeleton.fill(staged)
-                return copied
+        otherwise: Treatment = "compare" if detect == "content" else "always"
+        treat = functools.partial(_treatments, tuple(frozen), otherwise)
+        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads)
+        self._delta = DeltaCopier(pool, treat, verify, threads, type_check)
+        super().__init__(self._delta)
 
     def forget(self) -> None:
         """Copy everything afresh in the next ``stage``, as after loading other weights into declared tensors."""
-        self._copier.forget()
-
-    def leave_room(self, before: int, after: int) -> None:
-        """Leave so many bytes free around each tensor that is copied every time, for a storage that writes them there.
-
-        See :func:`stagereg.kernel.room.room_around`; memory that copies share has no such room.
-        """
-        self._copier.leave_room(before, after)
-
-    def synchronize_staging(self) -> None:
-        """Nothing to wait for: ``stage`` has waited."""
-
-    def close(self) -> None:
-        """Free the memory that is kept. Copies still held stay valid. Twice is harmless."""
-        self._copier.close()
-
-    def _treat(self, state: StateDict, tensors: Sequence[torch.Tensor]) -> list[Treatment]:
-        """How each tensor is treated; patterns are matched again only when names may have changed."""
-        if not self._frozen:
-            return [self._otherwise] * len(tensors)
-        seen = trace(state, tensors)
-        if seen != self._trace or len(tensors) != len(self._treatments):
-            names = names_of(state, tensors)
-            _refuse_idle(self._frozen, [name for each in names for name in each])
-            declared = (any(fnmatchcase(n, p) for n in each for p in self._frozen) for each in names)
-            self._treatments = ["once" if so else self._otherwise for so in declared]
-            self._trace = seen
-        return self._treatments
+        self._delta.forget()
 
 
-def _refuse_idle(patterns: Sequence[str], names: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            folders = {name.rpartition(".")[0] + ".*" for name in names if "." in name}
+def _treatments(
+    frozen: Sequence[str], otherwise: Treatment, state: Any, tensors: Sequence[torch.Tensor]
+) -> list[Treatment]:
+    """How each tensor is treated. Raises: ``StagingError`` if a pattern of ``frozen`` matches none."""
+    if not frozen:
+        return [otherwise] * len(tensors)
+    names = names_of(state, tensors)
+    known = [name for each in names for name in each]
+    for pattern in frozen:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            folders = {name.rpartition(".")[0] + ".*" for name in known if "." in name}
             raise StagingError(
                 [],
-                f"the pattern {pattern!r} of 'frozen' matches no tensor.{nearest(pattern, [*names, *sorted(folders)])} "
-                f"The names of tensors are dotted paths, such as {names[0]!r}."
-                if names
+                f"the pattern {pattern!r} of 'frozen' matches no tensor.{nearest(pattern, [*known, *sorted(folders)])} "
+                f"The names of tensors are dotted paths, such as {known[0]!r}."
+                if known
                 else f"the pattern {pattern!r} of 'frozen' matches no tensor: the state dict has none.",
             )
+    declared = (any(fnmatchcase(name, p) for name in each for p in frozen) for each in names)
+    return ["once" if so else otherwise for so in declared]
+
+
+def names_of(state: Any, tensors: Sequence[torch.Tensor]) -> list[list[str]]:
+    """Return the dotted names of each of ``tensors``, which are what ``flatten(state)`` lists; for patterns.
+
+    A tensor inside of a DTensor or another wrapper has the wrapper's name; one that is met at several keys has a name
+    for each.
+    """
+    names: dict[int, list[str]] = {}
+    entered: set[int] = set()
+    alive: list[Any] = []  # a dict may make its values, and what is gone leaves its id to another
+
+    def visit(x: Any, path: tuple[str, ...]) -> None:
+        alive.append(x)
+        if isinstance(x, torch.Tensor):
+            for part in _parts(x):
+                alive.append(part)
+                names.setdefault(id(part), []).append(".".join(path))
+        elif isinstance(x, (dict, list, tuple)) and id(x) not in entered:
+            entered.add(id(x))
+            for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+                visit(value, (*path, str(key)))
+
+    visit(state, ())
+    return [names.get(id(x)) or [".".join(map(str, path_to(state, i)))] for i, x in enumerate(tensors)]
+
+
+def _parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that a tensor is made of."""
+    if isinstance(x, ShardedTensor):
+        yield from (shard.tensor for shard in x.local_shards())
+    elif is_traceable_wrapper_subclass(x):
+        for name in x.__tensor_flatten__()[0]:
+            yield from _parts(getattr(x, name))
+    else:
+        yield x

@@ -1,34 +1,31 @@
-"""``overlapped``: returns at once and copies while training goes on, until somebody is about to write."""
+"""``overlapped``: returns at once and copies while training goes on, until the next write is about to happen."""
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from stagereg.errors import StagingError
-from stagereg.kernel.copier import Draft, HostCopier, naming
+from stagereg.kernel.copier import HostCopier, PendingCopy
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.replay import Match
-from stagereg.kernel.state_dict import Skeleton, path_to
-from stagereg.kernel.transfer import Mover
-from stagereg.kernel.writers import COPY_THREADS
+from stagereg.kernel.state_dict import path_to
+from stagereg.kernel.transfer import COPY_THREADS, CopyTask
 from stagereg.registry import register
-from stagereg.stagers.async_stager import AsyncStager, StateDict
-from stagereg.stagers.deferred_copy import LateCopy, Parting
+from stagereg.stagers.async_stager import StateDict
+from stagereg.stagers.deferred_copy import CopySplit, DeferredCopy
 from stagereg.stagers.guard import WriteGuard
-from stagereg.stagers.write_detector import Watch
+from stagereg.stagers.host import HostStager
+from stagereg.stagers.write_detector import WriteDetector
 
 __all__ = ["OverlappedStager"]
 
 
 @register("stager", "overlapped")
-class OverlappedStager(AsyncStager):
+class OverlappedStager(HostStager):
     """Copies parameters and optimizer state in the background, during the next forward and backward passes.
 
     ``stage`` returns a future right away. What only a torch optimizer writes (its parameters that require gradients,
@@ -48,20 +45,19 @@ class OverlappedStager(AsyncStager):
 
     Args:
         max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work; then it takes memory
-            beyond the bound and says so once.
+        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
+            second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy what is copied at once, the caller's among them.
         pin: page-lock the memory; None means where an accelerator is available.
         reserve_gb: GiB of memory to get ready at once, in the background.
         verify: compare a checksum of every byte in host memory, taken in ``stage``, with that of the copy. ``stage``
-            then reads the whole state: a mode to find out whether somebody writes.
+            then reads the whole state: a mode to find unforeseen writes.
         type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
             is deep-copied.
     """
 
-    _synchronize_after_execute: bool = False
-    # Bytes; smaller regions are copied at once, which costs less than keeping books on them.
-    _worth_waiting: int = 2**14
+    # Bytes; smaller regions are copied at once, which costs less than a deferred copy of them.
+    _worth_deferring: int = 2**14
 
     def __init__(
         self,
@@ -74,52 +70,39 @@ class OverlappedStager(AsyncStager):
         type_check: bool = False,
     ) -> None:
         pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=int(reserve_gb * 2**30))
-        self._copier = HostCopier(pool, threads, type_check)
+        super().__init__(HostCopier(pool, threads, type_check))
         self._verify = verify
-        self._under_way = _UnderWay()
-        self._guard = WriteGuard(_weakly(self._under_way))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{COPY_THREADS}-late")
-        self._late_mover = Mover(1)
-        self._parting: Parting | None = None
-        self._parted: tuple[Layout, object] | None = None
-        weakref.finalize(self, self._guard.close).atexit = False
+        self._copies = _Copies()
+        self._guard = WriteGuard(self._copies.finish_before_write)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{COPY_THREADS}-deferred")
+        self._split: CopySplit | None = None
+        self._split_of: tuple[Layout, dict[tuple[int, int], int], set[int]] | None = None
 
     def watch(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer before its first step, so that its state need not be copied at once."""
         self._guard.watch(optimizer)
 
-    def leave_room(self, before: int, after: int) -> None:
-        """Leave so many bytes free around each tensor in the copies to come, for a storage that writes them in place.
-
-        See :func:`stagereg.kernel.room.room_around`.
-        """
-        self._copier.leave_room(before, after)
-
-    def stage(self, state_dict: StateDict) -> Future[StateDict]:
+    def stage(self, state_dict: StateDict) -> Future[StateDict]:  # type: ignore[override]
         """Return the future of a complete copy of ``state_dict`` in host memory. Called on the training thread.
 
         Raises:
             StagingError: an entry cannot be staged (the message has its path), there is no memory for it, or an earlier
-                copy failed and nobody was told.
+                copy failed and was not reported yet.
             StagerClosedError: after ``close()``.
         """
         self._copier.check_open()
-        self._raise_untold()
-        taken = self._copier.take(state_dict)
-        with naming(state_dict):
-            draft = self._copier.draft(taken.tensors, taken.layout)
-        self._copier.remember(state_dict, taken)
+        self._copies.raise_unseen()
+        pending = self._copier.prepare(state_dict)
         with torch.no_grad():
-            copy = self._begin(draft)
-        promise = _Promise()
-        self._under_way.add(copy, promise)
-        self._thread.submit(_finish, self._under_way, copy, taken, draft, state_dict)
-        return promise
+            copy = self._begin(pending)
+        future = self._copies.add(copy)
+        self._thread.submit(_finish, self._copies, copy, pending, state_dict)
+        return future
 
     def synchronize_staging(self) -> None:
-        """Wait until every copy so far is complete. Raises: ``StagingError`` if one is not and nobody was told yet."""
-        self._under_way.wait()
-        self._raise_untold()
+        """Wait until every copy so far is complete. Raises: ``StagingError`` if one failed and was not reported yet."""
+        self._copies.wait()
+        self._copies.raise_unseen()
 
     def close(self) -> None:
         """Complete the copies, end the thread and free the memory that is kept. Copies still held stay valid.
@@ -127,150 +110,121 @@ class OverlappedStager(AsyncStager):
         Twice is harmless.
 
         Raises:
-            StagingError: a copy failed and nobody was told yet; everything is closed nevertheless.
+            StagingError: a copy failed and was not reported yet; everything is closed nevertheless.
         """
-        self._under_way.wait()
+        self._copies.wait()
         self._thread.shutdown(wait=True)
-        self._late_mover.close()
         self._guard.close()
-        self._copier.close()
-        self._raise_untold()
+        super().close()
+        self._copies.raise_unseen()
 
-    def _begin(self, draft: Draft) -> LateCopy:
+    def _begin(self, pending: PendingCopy) -> DeferredCopy:
         """Copy what cannot wait, and return the rest as work to be done."""
-        parting = self._part(draft)
-        mover = self._copier.mover
-        at_once: dict[torch.device, torch.Event] = {}
-        for device, pairs in draft.pairs(parting.now, draft.layout.packed).items():
-            event = mover.fetch(device, pairs)
+        split, engine = self._split_for(pending), self._copier.engine
+        events: list[tuple[torch.device, torch.Event]] = []
+        for device, pairs in pending.pairs(split.immediate_remote, pending.layout.packed).items():
+            event = engine.fetch(device, pairs)
             if event is not None:  # whatever writes them next is queued on this stream
                 torch.accelerator.current_stream(device).wait_event(event)
-                at_once[device] = event
-        mover.memmove(draft.loan.address, parting.batch)
-        watch = Watch(draft.sources, parting.places, draft.loan.address, self._verify)
-        return LateCopy(draft, parting, self._late_mover, watch, at_once)
+                events.append((device, event))
+        for device, pairs in pending.pairs(split.deferred_remote, []).items():
+            event = engine.fetch(device, pairs)
+            if event is not None:
+                events.append((device, event))
+        engine.memmove(pending.address, split.immediate)
+        detector = WriteDetector(pending.sources, split.points, pending.address, self._verify)
+        return DeferredCopy(CopyTask(pending.address, split.deferred), events, detector)
 
-    def _part(self, draft: Draft) -> Parting:
+    def _split_for(self, pending: PendingCopy) -> CopySplit:
         owned = self._guard.owned()
-        inference = {i for i, x in enumerate(draft.sources) if x.is_inference()}  # these have no version counter
-        known = (owned, inference)
-        if self._parting is None or self._parted != (draft.layout, known):
-            self._parting = Parting(draft.layout, lambda region: self._may_wait(region, draft, owned, inference))
-            self._parted = (draft.layout, known)
-        return self._parting
+        inference = {i for i, x in enumerate(pending.sources) if x.is_inference()}  # these have no version counter
 
-    def _may_wait(self, region: Region, draft: Draft, owned: dict[tuple[int, int], int], inference: set[int]) -> bool:
-        if region.nbytes < self._worth_waiting:
-            return False
-        for i in region.members:
-            x = draft.sources[i]
-            if i in inference or owned.get((x.get_device(), x.data_ptr()), 0) < x.nbytes:
-                return False
-        return True
+        def may_defer(region: Region) -> bool:
+            tensors = [pending.sources[i] for i in region.members]
+            known = all(owned.get((x.get_device(), x.data_ptr()), 0) >= x.nbytes for x in tensors)
+            return region.nbytes >= self._worth_deferring and known and inference.isdisjoint(region.members)
 
-    def _raise_untold(self) -> None:
-        failure = self._under_way.untold()
-        if failure is not None:
-            raise failure
+        if self._split is None or self._split_of != (pending.layout, owned, inference):
+            self._split = CopySplit(pending.layout, may_defer)
+            self._split_of = (pending.layout, owned, inference)
+        return self._split
 
 
-class _Promise(Future[StateDict]):
-    """A future that knows whether somebody has heard its outcome."""
+class _CopyFuture(Future[StateDict]):
+    """A future that knows whether its outcome was asked for: ``seen``."""
 
-    heard = False
+    seen = False
 
     def result(self, timeout: float | None = None) -> StateDict:
-        try:
-            return super().result(timeout)
-        finally:
-            self.heard = self.done()
+        self.exception(timeout)
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        try:
-            return super().exception(timeout)
-        finally:
-            self.heard = self.done()
-
-    def peek(self) -> BaseException | None:
-        """Wait, and return the failure without counting as somebody who heard it."""
-        return super().exception()
+        found = super().exception(timeout)
+        self.seen = True
+        return found
 
 
-class _UnderWay:
-    """The copies that are not complete yet, and those that failed.
+class _Copies:
+    """The copies that are not complete yet, and the futures of those that failed.
 
-    A promise that was kept is not held here: it has the copy. The guard knows this and not the stager, so that a stager
-    that nobody closed can go.
+    The future of a complete copy is not held here, since it holds the memory. Neither the guard nor the background
+    thread refers to the stager, only to this, so that a stager that is dropped without being closed is freed.
     """
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[LateCopy, _Promise]] = {}
-        self._failed: deque[_Promise] = deque()
+        self._running: dict[DeferredCopy, _CopyFuture] = {}
+        self._failed: deque[_CopyFuture] = deque()
 
-    def add(self, copy: LateCopy, promise: _Promise) -> None:
-        self._copies[id(copy)] = (copy, promise)
+    def add(self, copy: DeferredCopy) -> _CopyFuture:
+        """Return the future of a copy that is about to be run."""
+        future = self._running[copy] = _CopyFuture()
+        return future
 
-    def end(self, copy: LateCopy, failure: BaseException | None, staged: StateDict) -> None:
-        """Keep the promise, one way or the other."""
-        promise = self._copies[id(copy)][1]
-        if failure is None:
-            promise.set_result(staged)
+    def end(self, copy: DeferredCopy, outcome: StateDict | BaseException) -> None:
+        """Complete the future of a copy, one way or the other."""
+        future = self._running[copy]
+        if isinstance(outcome, BaseException):
+            outcome.__traceback__ = None  # its frames hold the memory
+            self._failed.append(future)
+            future.set_exception(outcome)
         else:
-            failure.__traceback__ = None  # its frames hold the memory
-            self._failed.append(promise)
-            promise.set_exception(failure)
-        del self._copies[id(copy)]
+            future.set_result(outcome)
+        del self._running[copy]
 
-    def let_write(self) -> None:
+    def finish_before_write(self) -> None:
         """Return when no copy needs the sources any more."""
-        for copy, _ in list(self._copies.values()):
-            copy.let_write()
+        for copy in list(self._running):
+            copy.finish_before_write()
 
     def wait(self) -> None:
         """Return when every copy is complete or has failed."""
-        self.let_write()
-        for _, promise in list(self._copies.values()):
-            promise.peek()
+        self.finish_before_write()
+        wait(list(self._running.values()))
 
-    def untold(self) -> BaseException | None:
-        """Return a failure that nobody has heard of; it counts as heard then."""
+    def raise_unseen(self) -> None:
+        """Raise the failure of a copy whose future was not asked; once."""
         while self._failed:
-            promise = self._failed.popleft()
-            if not promise.heard:
-                return promise.exception()
-        return None
+            future = self._failed.popleft()
+            if not future.seen:
+                future.result()
 
 
-def _weakly(under_way: _UnderWay) -> Callable[[], None]:
-    known = weakref.ref(under_way)
-
-    def before_write() -> None:
-        copies = known()
-        if copies is not None:
-            copies.let_write()
-
-    return before_write
-
-
-def _finish(under_way: _UnderWay, copy: LateCopy, taken: Skeleton | Match, draft: Draft, state_dict: StateDict) -> None:
-    """Copy the rest and keep the promise; on the background thread."""
-    staged: StateDict = {}
-    failure: BaseException | None = None
+def _finish(copies: _Copies, copy: DeferredCopy, pending: PendingCopy, state: StateDict) -> None:
+    """Copy the rest and complete the future; on the background thread."""
     try:
-        changed = copy.run()
-        if changed:
-            failure = _changed(state_dict, changed[0])
-        else:
-            with torch.no_grad():
-                staged = taken.fill(draft.staged)
+        written = copy.run()
+        if written:
+            raise _written(state, written[0])
+        outcome: StateDict | BaseException = pending.unflatten()
     except Exception as error:
-        failure = error
-    under_way.end(copy, failure, staged)
+        outcome = error
+    copies.end(copy, outcome)
 
 
-def _changed(state_dict: StateDict, index: int) -> StagingError:
+def _written(state: StateDict, index: int) -> StagingError:
     try:
-        path = path_to(state_dict, index)
+        path = path_to(state, index)
     except Exception:  # the state dict is another one by now
         path = ()
     return StagingError(

@@ -6,7 +6,7 @@ from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.registry import register
 from stagereg.stagers.host import HostStager
-from stagereg.stagers.shared_memory import SharedArena
+from stagereg.stagers.shared_memory import SharedBlock, register_reducers
 
 __all__ = ["SharedStager"]
 
@@ -24,13 +24,16 @@ class SharedStager(HostStager):
     A process forked from this one sees the blocks themselves: it may use copies made before only as long as this
     process holds them.
 
+    The first one that is made registers reducers with ``multiprocessing``, see
+    :func:`.shared_memory.register_reducers`.
+
     Attributes:
         shares_memory: True: another process can read the copies where they lie.
 
     Args:
         max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work or a process reads; then
-            it takes memory beyond the bound and says so once.
+        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
+            second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy from host memory, the caller's among them.
         pin: page-lock the memory; None means where an accelerator is available (CUDA).
         reserve_gb: GiB of memory to get ready at once, in the background, so that the first ``stage`` is as quick as
@@ -50,6 +53,7 @@ class SharedStager(HostStager):
         reserve_gb: float = 0.0,
         type_check: bool = False,
     ) -> None:
+        register_reducers()
         reserve = int(reserve_gb * 2**30)
-        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=reserve, make=SharedArena)
+        pool = Pool(max_in_flight, wait_s, pin=pin, threads=threads, reserve=reserve, make=SharedBlock)
         super().__init__(HostCopier(pool, threads, type_check))

@@ -1,8 +1,8 @@
 """Many tensors in shared memory as one small message, which another process opens into equal tensors.
 
-``multiprocessing`` pickles tensor by tensor, at some thirty microseconds each. A :class:`Parcel` is a table of numbers,
-pickled at once by whatever pickles. It brings the room around the tensors along (``room``), so that a storage in the
-other process finds it as it would here. The sender holds the tensors until the receiver has answered.
+``multiprocessing`` pickles tensor by tensor, at some thirty microseconds each. A :class:`TensorBundle` is a table of
+numbers, pickled at once by any pickler. It also has the padding around the tensors, so that a storage in the other
+process finds it as in this one. The sender holds the tensors until the receiver has answered.
 """
 
 from __future__ import annotations
@@ -12,95 +12,88 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stagereg.kernel.room import room_around, tell
-from stagereg.stagers.shared_memory import Passage, enter, passage_to
+from stagereg.kernel.layout import span_of
+from stagereg.kernel.memory import padding_around, register_padding
+from stagereg.kernel.state_dict import flip
+from stagereg.stagers.shared_memory import SharedMemoryHandle, handle_of
 
-__all__ = ["Parcel", "fits", "pack", "unpack"]
+__all__ = ["TensorBundle", "pack", "unpack"]
 
-_NOWHERE = -1
+_NO_BLOCK = -1
 
 _Row = tuple[int, int, int, torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool]
-"""Number of the arena, offset in bytes, elements from first to last, dtype, shape, stride, conjugated, negated."""
+"""Number of the block, offset in bytes, elements from first to last, dtype, shape, stride, negated, conjugated."""
 
 
 @dataclass
-class Parcel:
+class TensorBundle:
     """What is sent.
 
     Attributes:
-        passages: the arenas that the tensors lie in.
+        handles: on the blocks that the tensors lie in.
+        margins, spans: of each block, the bytes of padding before and after tensors, and offset and bytes of the
+            tensors that have it.
         rows: one for each tensor.
-        margins: for each arena, the bytes left free before and after tensors.
-        spans: for each arena, offset and bytes of the tensors that have this room.
     """
 
-    passages: list[Passage] = field(default_factory=list)
-    rows: list[_Row] = field(default_factory=list)
+    handles: list[SharedMemoryHandle] = field(default_factory=list)
     margins: list[tuple[int, int]] = field(default_factory=list)
     spans: list[dict[int, int]] = field(default_factory=list)
+    rows: list[_Row] = field(default_factory=list)
 
 
-def fits(x: torch.Tensor) -> bool:
-    """Whether a tensor can go into a parcel: a plain one on the CPU."""
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout is torch.strided
-    return plain and not x.is_quantized
+def pack(tensors: Sequence[torch.Tensor]) -> tuple[TensorBundle, list[int]]:
+    """Return a bundle of plain tensors, and the indices of those that do not lie in shared memory.
 
-
-def pack(tensors: Sequence[torch.Tensor]) -> tuple[Parcel, list[int]]:
-    """Return a parcel of tensors that fit, and the indices of those that do not lie in shared memory.
-
-    The rows of the latter say nothing: copy these into shared memory and pack again. Hold the tensors until the
-    receiver has answered.
+    The rows of the latter are of no use: copy these tensors into shared memory and pack again. Hold the tensors until
+    the receiver has answered.
     """
-    parcel = Parcel()
-    begins: list[tuple[int, int]] = []
+    bundle = TensorBundle()
+    begins: list[int] = []
     outside: list[int] = []
     for i, x in enumerate(tensors):
-        shape, stride = tuple(x.shape), tuple(x.stride())
-        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if x.numel() else 0
-        at = _arena(parcel, begins, x.data_ptr()) if span else _NOWHERE
-        if span and at == _NOWHERE:
+        elements = span_of(x)
+        at = _block_of(x.data_ptr(), bundle, begins) if elements else _NO_BLOCK
+        if elements and at == _NO_BLOCK:
             outside.append(i)
-        offset = x.data_ptr() - begins[at][0] if at != _NOWHERE else 0
-        parcel.rows.append((at, offset, span, x.dtype, shape, stride, x.is_conj(), x.is_neg()))
-        room = room_around(x) if at != _NOWHERE else None
-        if room is not None:
-            parcel.margins[at] = (room.before, room.after)
-            parcel.spans[at][offset] = x.nbytes
-    return parcel, outside
+        offset = x.data_ptr() - begins[at] if at != _NO_BLOCK else 0
+        bundle.rows.append((at, offset, elements, x.dtype, tuple(x.shape), x.stride(), x.is_neg(), x.is_conj()))
+        padding = padding_around(x) if at != _NO_BLOCK else None
+        if padding is not None:
+            bundle.margins[at] = (padding.before, padding.after)
+            bundle.spans[at][offset] = x.nbytes
+    return bundle, outside
 
 
-def unpack(parcel: Parcel) -> list[torch.Tensor]:
+def _block_of(address: int, bundle: TensorBundle, begins: list[int]) -> int:
+    for at, (handle, begin) in enumerate(zip(bundle.handles, begins, strict=True)):
+        if begin <= address < begin + handle.nbytes:
+            return at
+    found = handle_of(address)
+    if found is None:
+        return _NO_BLOCK
+    handle, begin = found
+    begins.append(begin)
+    bundle.handles.append(handle)
+    bundle.margins.append((0, 0))
+    bundle.spans.append({})
+    return len(begins) - 1
+
+
+def unpack(bundle: TensorBundle) -> list[torch.Tensor]:
     """Return the tensors, in the order they were packed in, each with a storage of the bytes it spans.
 
     Raises: ``StagingError`` if the sender's memory cannot be opened.
     """
-    views = [enter(passage) for passage in parcel.passages]
-    for view, passage, margins, spans in zip(views, parcel.passages, parcel.margins, parcel.spans, strict=True):
+    views = [handle.attach() for handle in bundle.handles]
+    for view, margins, spans in zip(views, bundle.margins, bundle.spans, strict=True):
         if spans:
-            first = torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
-            tell(view, first, passage.nbytes, margins, spans)
+            register_padding(view, margins, spans)
     made: list[torch.Tensor] = []
-    for at, offset, span, dtype, shape, stride, conj, neg in parcel.rows:
-        if at == _NOWHERE:
+    for at, offset, elements, dtype, shape, stride, negative, conjugate in bundle.rows:
+        if at == _NO_BLOCK:
             x = torch.empty_strided(shape, stride, dtype=dtype)
         else:
-            x = torch.frombuffer(views[at], dtype=dtype, count=span, offset=offset).as_strided(shape, stride)
-        x = torch._neg_view(x) if neg else x
-        made.append(x.conj() if conj else x)
+            x = torch.frombuffer(views[at], dtype=dtype, count=elements, offset=offset).as_strided(shape, stride)
+        made.append(flip(x, negative, conjugate))
     return made
-
-
-def _arena(parcel: Parcel, begins: list[tuple[int, int]], address: int) -> int:
-    for at, (begin, end) in enumerate(begins):
-        if begin <= address < end:
-            return at
-    found = passage_to(address)
-    if found is None:
-        return _NOWHERE
-    passage, begin = found
-    begins.append((begin, begin + passage.nbytes))
-    parcel.passages.append(passage)
-    parcel.margins.append((0, 0))
-    parcel.spans.append({})
-    return len(begins) - 1

@@ -21,7 +21,7 @@ class TorchDefaultStager(AsyncStager):
     It breaks promises of ``AsyncStager`` (torch 2.13), and nothing is repaired here:
 
     - *In flight.* Each source storage has one copy, which the next ``stage`` overwrites. A checkpoint still being
-      written then holds a mixture of two steps, and nobody is told. Wait for the write before the next ``stage``.
+      written then holds a mixture of two steps, and no error is raised. Wait for the write before the next ``stage``.
     - *Isolation.* With ``use_async_staging``, training must not write until the future is done; nothing holds it back.
     - *Fidelity.* A view costs its whole storage: of a 40-byte view of 4 MiB, 4 MiB are copied.
     - *Change.* A tensor resized in place (``resize_``) is an ``AssertionError``.

@@ -7,19 +7,19 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Comparison, Row
+    from stagereg.sweep.comparison import Comparison, ComparisonRow
     from stagereg.sweep.result import JobResult
 
-__all__ = ["Trust", "repeated", "sentences", "trust"]
+__all__ = ["Confidence", "confidence", "repeated", "sentences"]
 
 _NAMED = 3
 """Rows that are named before the rest is counted."""
 _FEW = 3
-"""Runs of a combination from which on a difference beyond their spread is worth saying without reserve."""
+"""Runs of a combination from which on a difference beyond their spread is called real."""
 
 
-class Trust(Enum):
-    """What can be said of the difference between the best and the next."""
+class Confidence(Enum):
+    """What is known of the difference between the best and the next."""
 
     NO_BEST = "no best"
     ALONE = "alone"
@@ -29,17 +29,17 @@ class Trust(Enum):
     REAL = "real"
 
 
-def trust(comparison: Comparison) -> Trust:
+def confidence(comparison: Comparison) -> Confidence:
     """Return how far the answer can be trusted."""
     best = comparison.best
     if best is None:
-        return Trust.NO_BEST
+        return Confidence.NO_BEST
     if (following := _following(comparison, best)) is None:
-        return Trust.ALONE
+        return Confidence.ALONE
     if comparison.ties:
-        return Trust.TIE
+        return Confidence.TIE
     fewest = min(len(row.cells[comparison.ranking.name].values) for row in (best, following))
-    return Trust.ONCE if fewest == 1 else Trust.FEW if fewest < _FEW else Trust.REAL
+    return Confidence.ONCE if fewest == 1 else Confidence.FEW if fewest < _FEW else Confidence.REAL
 
 
 def repeated(comparison: Comparison, times: int) -> str:
@@ -80,10 +80,10 @@ def _ended(jobs: Sequence[JobResult]) -> str:
     return f"of {len(jobs)} jobs, {failed} failed and {unfinished} {be} unfinished"
 
 
-def _about(comparison: Comparison, best: Row) -> Iterator[str]:
+def _about(comparison: Comparison, best: ComparisonRow) -> Iterator[str]:
     ranking, ties = comparison.ranking, comparison.ties
     rivals = [row for row in comparison.candidates if row is not best]
-    head = f"Best by {ranking.name}: {_told(comparison, best)}"
+    head = f"Best by {ranking.name}: {_first_of(comparison, best)}"
     if not rivals:
         others = any(row is not best and not row.again for row in comparison.rows)
         why = "no other combination completed all its runs with that figure"
@@ -95,11 +95,11 @@ def _about(comparison: Comparison, best: Row) -> Iterator[str]:
     yield from _unreliable(comparison, best)
 
 
-def _told(comparison: Comparison, row: Row) -> str:
+def _first_of(comparison: Comparison, row: ComparisonRow) -> str:
     return f"{row.label}, {comparison.ranking.text(row.cells[comparison.ranking.name].median)}"
 
 
-def _others(ties: Sequence[Row], rivals: Sequence[Row]) -> str:
+def _others(ties: Sequence[ComparisonRow], rivals: Sequence[ComparisonRow]) -> str:
     if len(ties) > _NAMED and len(ties) == len(rivals):
         return f"all {len(ties)} others"
     rest = len(ties) - _NAMED
@@ -109,8 +109,8 @@ def _others(ties: Sequence[Row], rivals: Sequence[Row]) -> str:
     return f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
 
 
-def _because(comparison: Comparison, best: Row, ties: Sequence[Row]) -> str:
-    from stagereg.sweep.compare import Tie
+def _because(comparison: Comparison, best: ComparisonRow, ties: Sequence[ComparisonRow]) -> str:
+    from stagereg.sweep.comparison import Tie
 
     reasons = {comparison.tie(best, row) for row in ties}
     if reasons == {Tie.EQUAL}:
@@ -124,27 +124,27 @@ def _because(comparison: Comparison, best: Row, ties: Sequence[Row]) -> str:
     return "the difference is smaller than the spread"
 
 
-def _apart(comparison: Comparison, head: str, best: Row) -> str:
+def _apart(comparison: Comparison, head: str, best: ComparisonRow) -> str:
     """No rival ties with the best: how far can that be trusted?"""
     following = _following(comparison, best)
     assert following is not None
     counts = sorted({len(row.cells[comparison.ranking.name].values) for row in (best, following)})
-    trusted = trust(comparison)
-    if trusted is Trust.ONCE:
+    trusted = confidence(comparison)
+    if trusted is Confidence.ONCE:
         once = "one run each" if counts == [1] else "one of the two has a single run"
-        words = f"{once}, so nothing says whether the difference is real; {repeated(comparison, _FEW)} would"
+        text = f"{once}, so it is unknown whether the difference is real; {repeated(comparison, _FEW)} would show"
     else:
         each = f"{counts[0]} runs each" if len(counts) == 1 else "their runs"
-        words = f"the difference is larger than the spread of {each}, "
-        words += (
+        text = f"the difference is larger than the spread of {each}, "
+        text += (
             "so it is most likely real"
-            if trusted is Trust.REAL
+            if trusted is Confidence.REAL
             else f"but so few prove little; {repeated(comparison, 5)} would help"
         )
-    return f"{head}, before {_told(comparison, following)}: {words}."
+    return f"{head}, before {_first_of(comparison, following)}: {text}."
 
 
-def _following(comparison: Comparison, best: Row) -> Row | None:
+def _following(comparison: Comparison, best: ComparisonRow) -> ComparisonRow | None:
     """The row that would be the best without the best."""
     name = comparison.ranking.name
     sign = -1 if comparison.ranking.better == "higher" else 1
@@ -152,7 +152,7 @@ def _following(comparison: Comparison, best: Row) -> Row | None:
     return min(rivals, key=lambda row: sign * row.cells[name].median, default=None)
 
 
-def _unreliable(comparison: Comparison, best: Row) -> Iterator[str]:
+def _unreliable(comparison: Comparison, best: ComparisonRow) -> Iterator[str]:
     """A combination that looks better still, had it not failed in some runs."""
     name = comparison.ranking.name
     sign = -1 if comparison.ranking.better == "higher" else 1
@@ -160,4 +160,4 @@ def _unreliable(comparison: Comparison, best: Row) -> Iterator[str]:
     better = [row for row in failing if sign * row.cells[name].median < sign * best.cells[name].median]
     if better:
         row = min(better, key=lambda row: sign * row.cells[name].median)
-        yield f"{_told(comparison, row)}, is out: {row.status}."
+        yield f"{_first_of(comparison, row)}, is out: {row.status}."

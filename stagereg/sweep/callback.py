@@ -4,9 +4,9 @@ Hydra calls this around every job, in the process in which it has started it, wh
 at the start and the end of a sweep, in the program itself. Between the two only files are shared, so it makes no
 difference who runs the jobs and who chooses them.
 
-Promises: what must stop a sweep, such as a metric that nobody knows, does so before the first job; a job that fails has
+An error that must stop a sweep, such as an unknown metric, does so before the first job; a job that fails has
 a row like the others, and they go on; what goes wrong here costs no job its result. A sweep with a failed job ends with
-exit code 1, after its table. Hydra ends a sweep without calling anybody when it is interrupted: then one line says how
+exit code 1, after its table. Hydra ends an interrupted sweep without calling a callback: then one line shows how
 to see what is there.
 
 What a job's figures are is left to :mod:`stagereg.sweep.figures`, comparing to ``compare``, pictures to ``render``.
@@ -35,15 +35,16 @@ from omegaconf import DictConfig, OmegaConf
 import stagereg.machine as machine
 import stagereg.record as record
 from stagereg._version import __version__
+from stagereg.crash_report import format_error
 from stagereg.errors import ConfigError, StageregError
-from stagereg.launch.command_line import Command
-from stagereg.launch.rank import described, is_rank
-from stagereg.launch.scheduler_task import Task
-from stagereg.output import say
+from stagereg.launch.command_line import CommandLine
+from stagereg.launch.rank import is_rank
+from stagereg.launch.scheduler_task import SchedulerTask
+from stagereg.output import echo
 from stagereg.sweep.compare import compare
 from stagereg.sweep.figures import figures
 from stagereg.sweep.interleaved import KEYS
-from stagereg.sweep.metrics import DIRECTIONS, directed, usual
+from stagereg.sweep.metric import DIRECTIONS, directed, usual
 from stagereg.sweep.result import RESULT, JobResult, results, split
 from stagereg.sweep.run import Run
 
@@ -101,7 +102,7 @@ class Compare(Callback):
 
         Of several tasks that are one run, the first one writes: it alone has what the run returned.
         """
-        task = Task.current()
+        task = SchedulerTask.current()
         if task is not None and task.index > 0:
             return
         failed = job_return.status != JobStatus.COMPLETED
@@ -113,12 +114,12 @@ class Compare(Callback):
             found = result.figures
             result.write()
         except Exception as error:
-            log.error("The result of this job could not be written: %s", _words(error))
+            log.error("The result of this job could not be written: %s", _one_text(error))
         if config.hydra.mode != RunMode.MULTIRUN:
             return
         if failed:
-            words = _words(value)
-            log.error("This job failed, the sweep goes on:%s%s", "\n" if "\n" in words else " ", words)
+            text = _one_text(value)
+            log.error("This job failed, the sweep goes on:%s%s", "\n" if "\n" in text else " ", text)
         job_return.status = JobStatus.COMPLETED
         job_return.return_value = self._for_sweeper(config, failed, value, found)
 
@@ -136,7 +137,7 @@ class Compare(Callback):
             comparison = compare(jobs, metric, self._direction)
             terminal(comparison)
             written = render.write(comparison, directory)
-            say(f"\nReport: {next(path for path in written if path.suffix == '.html')}")
+            echo(f"\nReport: {next(path for path in written if path.suffix == '.html')}")
         except Exception as error:
             _stop(error, f"`stagereg report {shlex.quote(str(directory))}` tries again.")
         if any(job.status != "completed" for job in jobs):
@@ -173,7 +174,7 @@ class Compare(Callback):
         return JobResult(
             directory=directory,
             status="completed" if error is None else "failed",
-            error=None if error is None else _told(error),
+            error=None if error is None else _error_text(error),
             overrides=overrides,
             job=job,
             repeat=repeat,
@@ -205,17 +206,17 @@ class Compare(Callback):
 
 
 class _EarlyEnd:
-    """Says at the end of the program what a sweep has left that did not come to its own end."""
+    """Prints, at the end of the program, what a sweep has left that was interrupted."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._process = os.getpid()
-        atexit.register(self._tell)
+        atexit.register(self._print)
 
     def forget(self) -> None:
-        atexit.unregister(self._tell)
+        atexit.unregister(self._print)
 
-    def _tell(self) -> None:
+    def _print(self) -> None:
         if os.getpid() != self._process:
             return
         done = sum(1 for _ in self._directory.rglob(RESULT))
@@ -253,14 +254,14 @@ def _worst(searched: Any) -> Any:
 
 
 def _stop(error: Exception, advice: str = "") -> NoReturn:
-    text = "stagereg: " * isinstance(error, StageregError) + _words(error)
+    text = "stagereg: " * isinstance(error, StageregError) + _one_text(error)
     print("\n".join(filter(None, (text, advice))), file=sys.stderr, flush=True)
     raise SystemExit(1) from None
 
 
-def _words(error: BaseException) -> str:
-    # `described` would go by a switch of Hydra's that stagereg.main has on while callbacks run.
-    return str(error) if isinstance(error, StageregError) else described(error)
+def _one_text(error: BaseException) -> str:
+    # `format_error` would go by a switch of Hydra's that stagereg.main has on while callbacks run.
+    return str(error) if isinstance(error, StageregError) else format_error(error)
 
 
 # -- what a job leaves behind
@@ -273,7 +274,7 @@ def _run(directory: Path, began: float) -> Run | None:
     except ConfigError:
         return None
     except Exception as error:
-        log.error("What this job has recorded cannot be read: %s", _words(error))
+        log.error("What this job has recorded cannot be read: %s", _one_text(error))
         return None
     return run if run.began >= began - _CLOCKS_S else None
 
@@ -282,7 +283,7 @@ def _known(what: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return ask()
     except Exception as error:
-        log.error("The %s of this job are not known: %s", what, _words(error))
+        log.error("The %s of this job are not known: %s", what, _one_text(error))
         return {}
 
 
@@ -292,11 +293,11 @@ def _versions() -> dict[str, str]:
 
 
 def _environment(run: Run | None, load: Sequence[float]) -> dict[str, Any]:
-    """Where the job ran, with what its ranks say of a device that this process has never used."""
+    """Where the job ran, with what its ranks have recorded of a device that this process has never used."""
     import torch
 
-    told = machine.describe("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
-    return told | {"load": list(load)} | (run.environment if run is not None else {})
+    environment = machine.describe("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
+    return environment | {"load": list(load)} | (run.environment if run is not None else {})
 
 
 def _plain(returned: Any) -> Any:
@@ -308,23 +309,23 @@ def _plain(returned: Any) -> Any:
         return None
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """An error with what matters of it in the first line, whose traceback, if there is one, comes below."""
-    text = _words(error)
+    text = _one_text(error)
     head, _, rest = text.partition("Traceback (most recent call last):\n")
     if not rest or "\n" in head:
         return text
     cause = rest.rpartition("Traceback (most recent call last):\n")[2].splitlines()
-    said = next((line for line in cause if line.strip() and not line.startswith(" ")), str(error))
-    return f"{head}{said}\n{text}"
+    cause_line = next((line for line in cause if line.strip() and not line.startswith(" ")), str(error))
+    return f"{head}{cause_line}\n{text}"
 
 
 # -- the command line of a job
 
 
 def _started_as() -> list[str]:
-    """How this program was started, up to its overrides, in the words of who did."""
-    command = Command.of_this_process()
+    """How this program was started, up to its overrides, as the user wrote it."""
+    command = CommandLine.of_this_process()
     program, *rest = (sys.orig_argv[0], *command.start[1:], *command.flags)
     if not is_rank():
         return [program, *rest]

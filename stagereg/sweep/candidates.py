@@ -1,12 +1,12 @@
 """The space of a search: which keys of a program are worth varying, and over what.
 
-Without further words these are the stagers there are, the options of each that have a finite and sensible range, and
+Without options these are the stagers there are, the options of each that have a finite and sensible range, and
 the checkpoint interval. ``--over`` adds keys, or replaces what a key may be, in Hydra's own grammar: ``a,b``,
 ``choice(..)``, ``range(..)``, ``interval(..)``, ``glob(..)`` over the options of a kind, with ``int(..)`` and
 ``tag(log, ..)``. What the user gives as an override is held fixed. An option of a component is asked for only where the
 component chosen has it.
 
-Reading ``--over`` is for :mod:`stagereg.sweep.over`.
+Reading ``--over`` is for :mod:`stagereg.sweep.search_space`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import stagereg.registry as registry
 from stagereg.config.schema import Option
 from stagereg.errors import ConfigError, RegistryError, UnknownNameError, nearest
 from stagereg.registry import Entry
-from stagereg.sweep.over import Choices, Over, Values, over, text
 from stagereg.sweep.program import Composed
-from stagereg.sweep.space import Parameter, Space
+from stagereg.sweep.search_space import Choices, SearchSpace, Values, search_space, text
+from stagereg.sweep.tune_space import Parameter, Space
 
 __all__ = ["space"]
 
@@ -70,8 +70,8 @@ def space(
         ConfigError: what is given cannot be read or is no key of the program, or nothing is left to vary.
         RegistryError: a component that was named cannot be loaded.
     """
-    held = {_path(word): word for word in fixed}
-    added = [over(word, program.get(word.partition("=")[0].lstrip("+"))) for word in given]
+    held = {_path(given): given for given in fixed}
+    added = [search_space(one, program.get(one.partition("=")[0].lstrip("+"))) for one in given]
     _check(added, program, held)
     builder = _Builder(program, held, {one.path: one for one in added}, only)
     groups = [builder.group(one) for one in added if one.path in program.choices]
@@ -93,28 +93,32 @@ def space(
 class _Builder:
     """Makes parameters, and notes what it leaves out."""
 
-    def __init__(self, program: Composed, held: Mapping[str, str], given: Mapping[str, Over], only: bool) -> None:
+    def __init__(
+        self, program: Composed, held: Mapping[str, str], given: Mapping[str, SearchSpace], only: bool
+    ) -> None:
         self.program = program
         self.held = held
         self.given = given
         self.only = only
         self.left_out: list[str] = []
 
-    def group(self, one: Over) -> Parameter:
+    def group(self, one: SearchSpace) -> Parameter:
         """A config group whose options were named."""
         if one.path not in registry.kinds():
             if isinstance(one.values, Choices) and one.values.pattern:
                 kinds = ", ".join(_kinds(self.program))
-                raise ConfigError(f"--over {one.word}: glob(..) is for {kinds}; write out the options of other groups.")
+                raise ConfigError(
+                    f"--over {one.given}: glob(..) is for {kinds}; write out the options of other groups."
+                )
             return Parameter(one.key, one.key, one.values)
         names = registry.names(one.path)
         values = one.values.matching(names) if isinstance(one.values, Choices) else one.values
         if not values.texts():
-            raise ConfigError(f"--over {one.word} matches no {one.path}. There is: {', '.join(names)}")
+            raise ConfigError(f"--over {one.given} matches no {one.path}. There is: {', '.join(names)}")
         for name in values.texts():
             # What the registry does not know may be a preset in the program's own folder.
             if name not in names and (near := nearest(name, names)):
-                raise UnknownNameError(f"--over {one.word}: no {one.path} named {name!r}.{near}")
+                raise UnknownNameError(f"--over {one.given}: no {one.path} named {name!r}.{near}")
         return Parameter(one.key, one.key, values)
 
     def kinds(self) -> list[str]:
@@ -158,7 +162,7 @@ class _Builder:
             if path.startswith(f"{kind}.") and path.split(".")[1] not in fields:
                 field = path.split(".")[1]
                 raise ConfigError(
-                    f"--over {one.word}: no {kind} that is tried takes {field!r} ({', '.join(names)})."
+                    f"--over {one.given}: no {kind} that is tried takes {field!r} ({', '.join(names)})."
                     f"{nearest(field, fields)}"
                 )
         keys = [key for key, _ in meant]
@@ -190,7 +194,7 @@ class _Builder:
                 yield key, found
 
     def _is_candidate(self, name: str) -> bool:
-        """Whether a stager is tried without having been named; what speaks against it is noted."""
+        """Whether a stager is tried without having been named; the reason against it is noted."""
         why = _UNTRUSTED.get(name, "")
         try:
             of = schema.options(registry.find("stager", name)) if not why else {}
@@ -212,7 +216,7 @@ def _kinds(program: Composed) -> list[str]:
 
 
 def _known(option: Option) -> Values | None:
-    """The values of an option of which there are few, with its default among them; ``None`` where nobody knows."""
+    """The values of an option of which there are few, with its default among them; ``None`` if unknown."""
     default = text(option.default)
     if option.name == "pin":
         # Without an accelerator it changes nothing; with one, None means to pin.
@@ -246,20 +250,22 @@ def _choices(hint: Any) -> Iterator[str]:
             yield from itertools.chain.from_iterable(every)
 
 
-def _check(added: list[Over], program: Composed, held: Mapping[str, str]) -> None:
+def _check(added: list[SearchSpace], program: Composed, held: Mapping[str, str]) -> None:
     known = program.keys()
     for one in added:
         if one.path in held:
-            raise ConfigError(f"{held[one.path]} holds fixed what --over {one.word} is to vary: leave one of them out.")
+            raise ConfigError(
+                f"{held[one.path]} holds fixed what --over {one.given} is to vary: leave one of them out."
+            )
         if [other.path for other in added].count(one.path) > 1:
             raise ConfigError(f"--over {one.path} is given twice: write all its values into one.")
         of_a_kind = one.path.partition(".")[0] in _kinds(program)
         if not one.key.startswith("+") and not of_a_kind and one.path not in known:
             raise ConfigError(
-                f"--over {one.word}: the program has no {one.path!r}.{nearest(one.path, known)} "
+                f"--over {one.given}: the program has no {one.path!r}.{nearest(one.path, known)} "
                 f"A key that it is to get is written +{one.path}."
             )
 
 
-def _path(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0].partition("@")[0]
+def _path(given: str) -> str:
+    return given.lstrip("+~").partition("=")[0].partition("@")[0]

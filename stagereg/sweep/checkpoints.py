@@ -1,6 +1,6 @@
-"""The checkpoints of one run, each as one thing: what its ranks told of a step, put together.
+"""The checkpoints of one run: what its ranks recorded of each step, put together.
 
-Only reads a run; what a checkpoint has cost on the whole is :mod:`stagereg.sweep.figures`' to say.
+Only reads a run; :mod:`stagereg.sweep.figures` has what checkpoints cost in total.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Saved:
         step: the training step it was saved at.
         start: when the first rank began to save it, seconds since the start of the run.
         end: the last moment of it that is known, likewise.
-        stall_s: how long the slowest rank's training stood still, seconds; ``None`` where no rank told.
+        stall_s: how long the slowest rank's training stood still, seconds; ``None`` where no rank recorded it.
         stage_s: how long the slowest rank's copy took, seconds.
         write_s: how long the slowest rank's writing took, seconds.
         nbytes: staged by all ranks.

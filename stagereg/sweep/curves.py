@@ -27,10 +27,10 @@ _HEIGHT = 2.6
 
 
 def logged(run: Run) -> dict[str, dict[int, list[tuple[int, float]]]]:
-    """What was logged, by name, and there by rank: (step, value) in the order of telling; NaN for no number.
+    """What was logged, by name, and there by rank: (step, value) in the order of logging; NaN for no number.
 
-    The loss comes first, the other names as they were first told; ``samples`` are counts that figures are made of, and
-    are left out.
+    The loss comes first, the other names as they were first logged; ``samples`` are counts that figures are made of,
+    and are left out.
     """
     curves: dict[str, dict[int, list[tuple[int, float]]]] = {_LOSS: {}}
     for rank in run.ranks:

@@ -1,7 +1,7 @@
 """The figures of one run, from what its ranks have recorded.
 
-Each figure is there if it is known, and finite; what the metrics among them mean is told beside their names, in
-:mod:`stagereg.sweep.metrics`. A checkpoint takes as long as its slowest rank. Times of different ranks are compared
+Each figure is there if it is known, and finite; the metrics among them are defined with their names, in
+:mod:`stagereg.sweep.metric`. A checkpoint takes as long as its slowest rank. Times of different ranks are compared
 only where they are of one machine, and so of one clock.
 """
 
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from stagereg.sweep.checkpoints import by_checkpoint
-from stagereg.sweep.metrics import RETURNED
+from stagereg.sweep.metric import RETURNED
 from stagereg.sweep.run import RankRecord, Run, Span
 
 __all__ = ["figures", "number"]
 
 _GIB = 2**30
 _LEAST_UNDISTURBED = 3
-"""Undisturbed steps from which on their median says how long a step takes."""
+"""Undisturbed steps whose median is taken as the time of a step, at least."""
 _TOUCHED_S = 1e-4
 """Seconds of work in the background that a step may have beside it and still counts as undisturbed."""
 
@@ -31,7 +31,7 @@ _TOUCHED_S = 1e-4
 def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
     """Compute what is known of a run.
 
-    The metrics have the names of :data:`stagereg.sweep.metrics.METRICS`; besides, in seconds and bytes: ``steps``;
+    The metrics have the names of :data:`stagereg.sweep.metric.METRICS`; besides, in seconds and bytes: ``steps``;
     ``checkpoints`` (committed) and ``lost_checkpoints``; ``train_s``, from the end of the first step to the end of the
     last with its stall, ``lost_s`` of it and ``step_s``, the median undisturbed step, each of the rank that has most;
     ``stall_s``, the slowest rank's stalls in sum; ``bytes_staged``, in all, and ``state_bytes``, of one checkpoint on
@@ -68,9 +68,9 @@ def _returned(returned: Any) -> Iterator[tuple[str, float]]:
 
 def _loss(run: Run | None, returned: Any) -> float | None:
     """The loss by the task's own account, which may be that there is none (NaN), or by what rank 0 has logged last."""
-    told = returned.get("loss") if isinstance(returned, Mapping) else returned
-    if _is_real(told):
-        return number(told)
+    own = returned.get("loss") if isinstance(returned, Mapping) else returned
+    if _is_real(own):
+        return number(own)
     logged = [
         values["loss"]
         for record in (run.ranks if run is not None else ())

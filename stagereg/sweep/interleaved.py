@@ -2,10 +2,10 @@
 
 Repeats of a combination are not run in a row but in rounds, each of which has every combination once and starts with
 another one than the round before: a machine that gets slower or busier on the way is then slower for all of them. One
-job more runs the first combination again as if it were another one; how far it is off tells what noise looks like here.
+job more runs the first combination again as if it were another one; how far it is off shows the noise here.
 Which is which stands in ``sweep.repeat`` and ``sweep.again`` of a job's config.
 
-A job that leaves by ``sys.exit`` has failed or ended, and takes nobody along. What the jobs are compared by is left to
+A job that leaves by ``sys.exit`` has failed or ended, and ends no other. What the jobs are compared by is left to
 :mod:`stagereg.sweep`, starting them to Hydra's launchers. Imports nothing heavy: Hydra scans this at every start.
 """
 
@@ -31,7 +31,7 @@ KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.repeat", "swe
 _REPEAT, _AGAIN = "++sweep.repeat", "++sweep.again"
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
 _STOPPED = {RESUME_CODE, *(128 + number for number in _STOPS)}
-"""Exit codes that say that a signal has stopped the program: no matter of one job."""
+"""Exit codes of a program that was stopped by a signal: no matter of one job."""
 
 
 class RepeatsError(ConfigError, ConfigCompositionException):
@@ -91,7 +91,7 @@ def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[lis
 
     Round r starts with combination r. The job that runs the first one again opens a round near the middle, and never
     stands beside one of the jobs it is going to be compared with, where there is another combination. With one repeat
-    there is nothing to tell apart, and nothing is added.
+    there is nothing to compare, and nothing is added.
     """
     if repeats == 1:
         return [list(combination) for combination in combinations]

@@ -31,7 +31,7 @@ _COMPOSE_S = 120.0
 _GRACE_S = 10.0
 """Seconds that a run has to end after it was interrupted, before it is killed."""
 _LINES = 12
-"""Lines of a program's own words in an error."""
+"""Lines of a program's output in an error."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Program:
             raise ConfigError(f"There is no script {self.script}: name the file that `python` runs, such as train.py.")
         try:
             done = subprocess.run(
-                self._words("--cfg", "all"),
+                self._command("--cfg", "all"),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -125,8 +125,8 @@ class Program:
         except subprocess.TimeoutExpired:
             raise ConfigError(f"{self.script} did not show its config within {_COMPOSE_S:g} s.") from None
         if done.returncode:
-            told = "\n".join((done.stderr or done.stdout).strip().splitlines()[-_LINES:])
-            raise ConfigError(f"{self.script} cannot be run with these overrides:\n{told}")
+            output = "\n".join((done.stderr or done.stdout).strip().splitlines()[-_LINES:])
+            raise ConfigError(f"{self.script} cannot be run with these overrides:\n{output}")
         return _composed(self.script, done.stdout)
 
     def run(self, directory: Path, overrides: tuple[str, ...], limit_s: float) -> Ended:
@@ -142,7 +142,7 @@ class Program:
         where = f"hydra.run.dir={quoted(str(directory.resolve()))}"
         with log.open("wb") as output:
             child = subprocess.Popen(
-                self._words(*overrides, where),
+                self._command(*overrides, where),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -154,10 +154,10 @@ class Program:
                     code = child.wait(limit_s)
             finally:
                 _end(child)
-        error = "" if code == 0 else _told(code, limit_s, log)
+        error = "" if code == 0 else _failure(code, limit_s, log)
         return Ended(error, began, time.time() - began)
 
-    def _words(self, *more: str) -> list[str]:
+    def _command(self, *more: str) -> list[str]:
         return [sys.executable, self.script, *self.flags, *self.overrides, *more]
 
 
@@ -200,8 +200,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def _told(code: int | None, limit_s: float, log: Path) -> str:
-    """Why a run failed, in one line: its own last words where it had the chance to say any."""
+def _failure(code: int | None, limit_s: float, log: Path) -> str:
+    """Why a run failed, in one line: the last line of its output if it has any."""
     if code is None:
         return f"did not end within {limit_s:g} s"
     if code < 0:

@@ -1,6 +1,6 @@
 """What one job of a sweep leaves behind: ``result.json`` in its output directory, and how all of a sweep are found.
 
-The file is there completely or not at all. A job without one was killed, or nobody compared when it ran; what can be
+The file is there completely or not at all. A job without one was killed, or no comparison ran; what can be
 known of it is taken from what Hydra and the ranks have left. Reading never changes anything.
 """
 
@@ -27,7 +27,7 @@ RESULT = "result.json"
 FORMAT = 1
 _STATUSES = ("completed", "failed", "unfinished")
 _INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")
-"""How a rank says that it was not its job's fault."""
+"""Errors by which a rank ends that are not its job's fault."""
 _DEEPEST = 20
 """Levels of what a task returns that are kept as they are."""
 _OVERRIDES = Path(".hydra", "overrides.yaml")
@@ -44,7 +44,7 @@ class JobResult:
         directory: its output directory.
         status: ``"completed"``, ``"failed"``, or ``"unfinished"``: killed half-way, preempted, or still running.
         error: why it failed, or ``None``.
-        overrides: of the task, as they were given; without those that only tell repeats apart.
+        overrides: of the task, as they were given; without those that only distinguish repeats.
         job: Hydra's ``num`` (``None`` outside of a sweep), ``id`` and ``name``, and the class of its ``sweeper``.
         repeat: which run of its combination this is, from 0 on.
         again: whether it runs the first combination once more, as if it were another one.
@@ -75,8 +75,8 @@ class JobResult:
     def write(self, path: Path | None = None) -> Path:
         """Write it, completely or not at all, to ``path`` or to its own directory. Raises: ``OSError``."""
         path = self.directory / RESULT if path is None else Path(path)
-        told = {"format": FORMAT, **{name: getattr(self, name) for name in _FIELDS}}
-        text = json.dumps(_plain(told), indent=1, allow_nan=False) + "\n"
+        content = {"format": FORMAT, **{name: getattr(self, name) for name in _FIELDS}}
+        text = json.dumps(_plain(content), indent=1, allow_nan=False) + "\n"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
@@ -99,19 +99,19 @@ class JobResult:
         path = Path(path)
         path = path / RESULT if path.is_dir() else path
         try:
-            told = json.loads(path.read_bytes())
+            content = json.loads(path.read_bytes())
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is damaged: {error}.") from error
-        return cls(path.parent, **_fields(told, path))
+        return cls(path.parent, **_fields(content, path))
 
     @classmethod
     def of_directory(cls, directory: Path | str) -> JobResult:
         """What is known of the job that ran in ``directory``, also where it left no result.
 
-        Without a result it is what its ranks have told: completed or failed if all of them told such an end, else
-        unfinished. It is unfinished, too, where its result cannot be read; its error then says so.
+        Without a result its ranks' records decide: completed or failed if all of them have recorded such an end, else
+        unfinished. It is unfinished, too, where its result cannot be read; its error then has the reason.
 
         Raises:
             ConfigError: a newer version of the project wrote there, or no job did.
@@ -218,9 +218,7 @@ def _without_result(directory: Path, trouble: str) -> JobResult:
     except NewerError:
         raise
     except ConfigError:
-        return JobResult(
-            directory, "unfinished", trouble or "killed, or still running: it has told nothing yet", **known
-        )
+        return JobResult(directory, "unfinished", trouble or "killed, or still running: nothing recorded yet", **known)
     interrupted = any(sign in run.error for sign in _INTERRUPTED)
     status = "unfinished" if trouble or interrupted else run.status
     ending = run.error or (None if status == "completed" else "killed half-way, or still running")
@@ -238,59 +236,59 @@ def _without_result(directory: Path, trouble: str) -> JobResult:
 
 
 def _overrides(path: Path) -> list[str]:
-    told = _yaml(path)
-    return [str(each) for each in told] if isinstance(told, list) else []
+    content = _yaml(path)
+    return [str(each) for each in content] if isinstance(content, list) else []
 
 
 def _job(path: Path) -> dict[str, Any]:
-    """Number, id, name and sweeper of the job by Hydra's own config; what it does not say is left out."""
+    """Number, id, name and sweeper of the job by Hydra's own config; what it lacks is left out."""
     hydra = _of(dict, _yaml(path), "hydra")
     job, sweeper = _of(dict, hydra, "job"), _of(dict, hydra, "sweeper")
-    told = {name: job[name] for name in ("num", "id", "name") if job.get(name) not in (None, "???")}
-    return told | ({"sweeper": str(sweeper["_target_"]).rpartition(".")[2]} if "_target_" in sweeper else {})
+    content = {name: job[name] for name in ("num", "id", "name") if job.get(name) not in (None, "???")}
+    return content | ({"sweeper": str(sweeper["_target_"]).rpartition(".")[2]} if "_target_" in sweeper else {})
 
 
 def _yaml(path: Path) -> Any:
-    """What a file of Hydra says, with nothing interpolated; ``None`` if it cannot be read."""
+    """The content of a file of Hydra's, with nothing interpolated; ``None`` if it cannot be read."""
     from omegaconf import OmegaConf
 
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except Exception:  # whatever YAML and OmegaConf have to say of a torn file
+    except Exception:  # whatever YAML and OmegaConf raise for a torn file
         return None
 
 
-def _fields(told: Any, path: Path) -> dict[str, Any]:
+def _fields(content: Any, path: Path) -> dict[str, Any]:
     """The fields of a result, each of its type. Raises: ``ConfigError`` for what is no result."""
-    if not isinstance(told, dict) or not isinstance(told.get("format"), int) or "status" not in told:
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int) or "status" not in content:
         raise ConfigError(f"{path} is no result of a job: stagereg has not written it.")
-    if told["format"] > FORMAT:
+    if content["format"] > FORMAT:
         raise NewerError(
-            f"{path} was written by a newer stagereg (format {told['format']}; this one reads formats up to {FORMAT}). "
-            "Update stagereg to read it."
+            f"{path} was written by a newer stagereg (format {content['format']}; this one reads formats up to "
+            f"{FORMAT}). Update stagereg to read it."
         )
-    if told["status"] not in _STATUSES:
-        raise ConfigError(f"{path} is no result of a job: its status is {told['status']!r}.")
-    numbers = {str(name): number(value) for name, value in _of(dict, told, "figures").items()}
+    if content["status"] not in _STATUSES:
+        raise ConfigError(f"{path} is no result of a job: its status is {content['status']!r}.")
+    numbers = {str(name): number(value) for name, value in _of(dict, content, "figures").items()}
     return {
-        "status": told["status"],
-        "error": None if told.get("error") is None else str(told["error"]),
-        "overrides": tuple(map(str, _of(list, told, "overrides"))),
-        "job": _of(dict, told, "job"),
-        "repeat": int(number(told.get("repeat")) or 0),
-        "again": told.get("again") is True,
-        "started": number(told.get("started")) or 0.0,
-        "seconds": number(told.get("seconds")) or 0.0,
-        "returned": told.get("returned"),
+        "status": content["status"],
+        "error": None if content.get("error") is None else str(content["error"]),
+        "overrides": tuple(map(str, _of(list, content, "overrides"))),
+        "job": _of(dict, content, "job"),
+        "repeat": int(number(content.get("repeat")) or 0),
+        "again": content.get("again") is True,
+        "started": number(content.get("started")) or 0.0,
+        "seconds": number(content.get("seconds")) or 0.0,
+        "returned": content.get("returned"),
         "figures": {name: value for name, value in numbers.items() if value is not None},
-        "versions": {str(name): str(value) for name, value in _of(dict, told, "versions").items()},
-        "environment": _of(dict, told, "environment"),
-        "command": str(told.get("command") or ""),
+        "versions": {str(name): str(value) for name, value in _of(dict, content, "versions").items()},
+        "environment": _of(dict, content, "environment"),
+        "command": str(content.get("command") or ""),
     }
 
 
-def _of(kind: type[Any], told: Any, name: str) -> Any:
-    value = told.get(name) if isinstance(told, Mapping) else None
+def _of(kind: type[Any], content: Any, name: str) -> Any:
+    value = content.get(name) if isinstance(content, Mapping) else None
     return value if isinstance(value, kind) else kind()
 
 

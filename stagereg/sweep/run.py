@@ -39,9 +39,9 @@ class Span:
 
     Attributes:
         step: the training step that it belongs to.
-        start: when it began, in seconds as told by :func:`stagereg.record.now`.
+        start: when it began, in seconds as by :func:`stagereg.record.now`.
         seconds: how long it took.
-        nbytes: bytes that it moved; 0 where none were told.
+        nbytes: bytes that it moved; 0 where none were recorded.
     """
 
     step: int
@@ -72,12 +72,13 @@ class Fallback:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank has told. All times are seconds since the epoch, on the clock of the rank's machine.
+    """What one rank has recorded. All times are seconds since the epoch, on the clock of the rank's machine.
 
     Attributes:
         rank: the rank.
-        start: what it said of itself when it began: world size, host, versions.
-        steps: (step, when it had ended) for each training step; of ``stagereg.log`` where no checkpointer told steps.
+        start: world size, host and versions, recorded when it began.
+        steps: (step, when it had ended) for each training step; of ``stagereg.log`` where no checkpointer recorded
+            steps.
         stalls: how long each save held the training loop.
         stages: from the beginning of each copy until it was complete, with this rank's bytes of tensor data.
         writes: from all ranks having staged to the commit, with the bytes of this rank's files.
@@ -87,8 +88,8 @@ class RankRecord:
         join: steps taken with data, steps shadowed, samples seen; summed over the joins that were left.
         end: seconds, status, error, peak memory; ``None`` for a rank that was killed or is still running.
         damaged: lines that could not be read, a torn last one aside.
-        first: when it told something first.
-        last: when it told something last.
+        first: when it recorded something first.
+        last: when it recorded something last.
     """
 
     rank: int
@@ -109,7 +110,7 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: what each of its ranks has told, and where.
+    """One run: what each of its ranks has recorded, and where.
 
     Attributes:
         directory: the run's output directory.
@@ -138,12 +139,12 @@ class Run:
             records = [_rank_record(rank, path) for rank, path in sorted(found.items())]
         except OSError as error:
             raise ConfigError(f"{directory} cannot be read: {error}") from error
-        told = [record for record in records if record is not None]
-        if not told:
+        events = [record for record in records if record is not None]
+        if not events:
             raise ConfigError(f"{directory} holds no run: what is in {found[min(found)]} is not of stagereg.")
-        size = told[0].start.get("world_size", math.inf) if told[0].rank == 0 else math.inf
+        size = events[0].start.get("world_size", math.inf) if events[0].rank == 0 else math.inf
         # Files of ranks beyond that are of an earlier run in the same directory.
-        return cls(directory, tuple(record for record in told if record.rank < size))
+        return cls(directory, tuple(record for record in events if record.rank < size))
 
     @property
     def world_size(self) -> int:
@@ -157,17 +158,17 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From the first thing that was told to the last."""
+        """From the first event to the last."""
         return max(record.last for record in self.ranks) - self.began
 
     @property
     def finished(self) -> bool:
-        """Whether every rank has told how it ended, well or not."""
+        """Whether every rank has recorded how it ended, well or not."""
         return len(self.ranks) == self.world_size and all(record.end is not None for record in self.ranks)
 
     @property
     def status(self) -> str:
-        """``"completed"``, ``"failed"`` (some rank has said so) or ``"unfinished"`` (killed, preempted, or running)."""
+        """``"completed"``, ``"failed"`` (some rank has) or ``"unfinished"`` (killed, preempted, or running)."""
         ends = {record.end["status"] for record in self.ranks if record.end is not None}
         if ends - {"completed", "preempted"}:
             return "failed"
@@ -175,7 +176,7 @@ class Run:
 
     @property
     def error(self) -> str:
-        """What the rank has said that failed first, with the rank; empty if none has."""
+        """The error of the rank that failed first, with the rank; empty if none has."""
         ends = [(record.end, record) for record in self.ranks if record.end is not None]
         failed = [(record.last, record.rank, end) for end, record in ends if end["status"] != "completed"]
         if not failed:
@@ -185,14 +186,14 @@ class Run:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of stagereg, torch, hydra-core and python, as far as they were told."""
+        """Of stagereg, torch, hydra-core and python, as far as they were recorded."""
         start = self.ranks[0].start
         names = ("stagereg", "torch", "hydra-core", "python")
         return {name: start[name] for name in names if isinstance(start.get(name), str)}
 
     @property
     def environment(self) -> dict[str, str]:
-        """What rank 0, or the first there is, told of its machine: ``host`` and, where it has one, ``device``."""
+        """What rank 0, or the first there is, recorded of its machine: ``host`` and, where it has one, ``device``."""
         start = self.ranks[0].start
         return {name: start[name] for name in ("host", "device") if isinstance(start.get(name), str)}
 
@@ -203,25 +204,25 @@ class Run:
 
 
 class _Damaged(Exception):
-    """A line is not what its event says."""
+    """A line does not have what its event needs."""
 
 
 def _rank_record(rank: int, path: Path) -> RankRecord | None:
-    """Return what the file tells of its last recording, or ``None`` if no line in it is of a recording."""
-    told = _Told()
+    """Return the last recording in the file, or ``None`` if no line in it is of a recording."""
+    events = _RankEvents()
     for line in _lines(path):
         try:
             event = _event(line)
             if event["event"] == "start":
                 _check_format(event, path)
-                begun = _Told()
+                begun = _RankEvents()
                 begun.take(event)
-                told = begun
+                events = begun
             else:
-                told.take(event)
+                events.take(event)
         except _Damaged:
-            told.damaged += 1
-    return told.record(rank)
+            events.damaged += 1
+    return events.record(rank)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -256,7 +257,7 @@ def _check_format(event: Mapping[str, Any], path: Path) -> None:
         )
 
 
-class _Told:
+class _RankEvents:
     """The events of one recording so far."""
 
     def __init__(self) -> None:
@@ -266,7 +267,7 @@ class _Told:
         self._last = -math.inf
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Keep an event; one of an unknown name is of a later version or of somebody else. Raises: ``_Damaged``."""
+        """Keep an event; one of an unknown name is of a later version or not ours. Raises: ``_Damaged``."""
         name, t = event["event"], event["t"]
         read = _READ.get(name)
         if read is None:
@@ -280,20 +281,20 @@ class _Told:
     def record(self, rank: int) -> RankRecord | None:
         if not self._events:
             return None
-        told = self._events
-        logs = tuple(told.get("log", ()))
+        events = self._events
+        logs = tuple(events.get("log", ()))
         return RankRecord(
             rank=rank,
-            start=told.get("start", [{}])[-1],
-            steps=_firsts(told.get("step") or [(step, t) for step, t, _ in logs]),
-            stalls=tuple(told.get("stall", ())),
-            stages=tuple(told.get("stage", ())),
-            writes=tuple(told.get("write", ())),
-            lost=tuple(told.get("lost", ())),
-            fallbacks=tuple(told.get("fallback", ())),
+            start=events.get("start", [{}])[-1],
+            steps=_firsts(events.get("step") or [(step, t) for step, t, _ in logs]),
+            stalls=tuple(events.get("stall", ())),
+            stages=tuple(events.get("stage", ())),
+            writes=tuple(events.get("write", ())),
+            lost=tuple(events.get("lost", ())),
+            fallbacks=tuple(events.get("fallback", ())),
             logs=logs,
-            join=_total(told.get("join", ())),
-            end=told.get("end", [None])[-1],
+            join=_total(events.get("join", ())),
+            end=events.get("end", [None])[-1],
             damaged=self.damaged,
             first=self._first,
             last=self._last,
@@ -301,7 +302,7 @@ class _Told:
 
 
 def _firsts(steps: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """The steps without those that say the same step again."""
+    """The steps without those that repeat the one before."""
     kept: list[tuple[int, float]] = []
     for step, t in steps:
         if not kept or kept[-1][0] != step:

@@ -1,10 +1,10 @@
 """The search itself: Optuna chooses what to try next, and keeps what came of it in a database.
 
-One study, one process at a time. Trials are asked for and told one by one, so the one under way when a search is ended
-is all that is lost of it; the next search on the same database goes on from there. A study belongs to one space and
-one goal: what was measured for another is refused, not mixed in.
+One study, one process at a time. Trials are asked for and finished one by one, so the one under way when a search is
+ended is all that is lost of it; the next search on the same database goes on from there. A study belongs to one space
+and one goal: what was measured for another is refused, not mixed in.
 
-This is the only room that knows Optuna, any from 2.10 on.
+This is the only module that imports Optuna, any version from 2.10 on.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.over import Choices, Ints
-from stagereg.sweep.space import Parameter, Space
+from stagereg.sweep.search_space import Choices, Ints
+from stagereg.sweep.tune_space import Parameter, Space
 
-__all__ = ["Study", "Tried", "require"]
+__all__ = ["Study", "Trial", "require"]
 
 _NAME = "stagereg"
 _STARTUP = 6
@@ -31,7 +31,7 @@ _FINISHED = ("completed", "failed")
 
 
 @dataclass(frozen=True)
-class Tried:
+class Trial:
     """One trial.
 
     Attributes:
@@ -56,7 +56,7 @@ class Tried:
 
 
 def require() -> Any:
-    """Return the module ``optuna``, told to be quiet.
+    """Return the module ``optuna``, with its log silenced.
 
     Raises:
         ConfigError: it is not installed.
@@ -65,7 +65,7 @@ def require() -> Any:
         try:
             import optuna
         except ImportError as error:
-            raise ConfigError(f"Searching needs Optuna ({error}): pip install 'stagereg[tune]'") from None
+            raise ConfigError(f"Searching needs Optuna ({error}): pip install 'hydra-stagereg[tune]'") from None
         optuna.logging.set_verbosity(logging.ERROR)
     return optuna
 
@@ -84,14 +84,14 @@ class Study:
         ConfigError: Optuna is not installed, the database cannot be used, or holds a study of another space or goal.
     """
 
-    def __init__(self, database: str, space: Space, goal: Mapping[str, Any], maximize: bool, seed: int) -> None:
+    def __init__(self, database: str, space: Space, objective: Mapping[str, Any], maximize: bool, seed: int) -> None:
         self._optuna = require()
         self._space = space
         self._maximize = maximize
         try:
             with _quiet():
                 self._study = self._open(database, seed)
-                self._take(database, {"space": space.plain(), **goal})
+                self._take(database, {"space": space.plain(), **objective})
                 self._ended = self._kept()
         except ConfigError:
             raise
@@ -103,17 +103,17 @@ class Study:
             ) from error
         self._random = random.Random(f"{seed} {len(self.tried())}")
 
-    def tried(self) -> list[Tried]:
+    def tried(self) -> list[Trial]:
         """Every trial that has come to its end, well or not, in their order."""
         return list(self._ended)
 
-    def best(self) -> Tried | None:
+    def best(self) -> Trial | None:
         """The best trial, the first of several; ``None`` while there is none."""
         measured = [one for one in self.tried() if one.value is not None]
         sign = -1 if self._maximize else 1
         return min(measured, key=lambda one: sign * (one.value or 0.0), default=None)
 
-    def ask(self) -> Tried | None:
+    def ask(self) -> Trial | None:
         """What to try next: the defaults first, then what Optuna chooses; ``None`` when everything was tried.
 
         What was tried already is not tried again; where Optuna chooses it, another combination is drawn.
@@ -131,7 +131,7 @@ class Study:
             self._fail(drawn.number)
             return self._given(self._random.choice(others))
 
-    def tell(self, tried: Tried) -> None:
+    def tell(self, tried: Trial) -> None:
         """Keep what came of a trial; one that was interrupted is as good as not asked for."""
         with _quiet():
             self._trials.pop(tried.number).set_user_attr(_NAME, asdict(tried))
@@ -175,19 +175,19 @@ class Study:
             if trial.state.name in ("RUNNING", "WAITING"):
                 self._fail(self._study.ask().number if trial.state.name == "WAITING" else trial.number)
 
-    def _kept(self) -> list[Tried]:
+    def _kept(self) -> list[Trial]:
         """What searches before this one have tried."""
-        told = [trial.user_attrs.get(_NAME) for trial in self._study.get_trials(deepcopy=False)]
-        every = [Tried(**{**one, "overrides": tuple(one["overrides"])}) for one in told if one]
+        kept = [trial.user_attrs.get(_NAME) for trial in self._study.get_trials(deepcopy=False)]
+        every = [Trial(**{**one, "overrides": tuple(one["overrides"])}) for one in kept if one]
         return [one for one in every if one.status in _FINISHED]
 
-    def _drawn(self) -> Tried:
+    def _drawn(self) -> Trial:
         """What Optuna chooses."""
         trial = self._study.ask()
         return self._begun(trial, self._space.choose(lambda parameter: _suggested(trial, parameter)))
 
-    def _given(self, chosen: Mapping[str, str]) -> Tried:
-        """A trial of values that are chosen already; Optuna is not told those that it could not have chosen."""
+    def _given(self, chosen: Mapping[str, str]) -> Trial:
+        """A trial of values that are chosen already; Optuna gets only those that it could have chosen."""
         known = [p for p in self._space.applying(chosen) if p.values.has(chosen[p.key])]
         self._study.enqueue_trial({p.name: _number(p, chosen[p.key]) for p in known})
         trial = self._study.ask()
@@ -195,9 +195,9 @@ class Study:
             _suggested(trial, parameter)
         return self._begun(trial, dict(chosen))
 
-    def _begun(self, trial: Any, chosen: dict[str, str]) -> Tried:
+    def _begun(self, trial: Any, chosen: dict[str, str]) -> Trial:
         self._trials[trial.number] = trial
-        return Tried(trial.number, chosen, self._space.overrides(chosen))
+        return Trial(trial.number, chosen, self._space.overrides(chosen))
 
     def _fail(self, number: int) -> None:
         self._study.tell(number, state=self._optuna.trial.TrialState.FAIL)

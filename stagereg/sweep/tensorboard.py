@@ -24,25 +24,25 @@ from stagereg.sweep.steps import without_stalls
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from stagereg.sweep.compare import Comparison
+    from stagereg.sweep.comparison import Comparison
     from stagereg.sweep.result import JobResult
 
 __all__ = ["check", "write_run", "write_sweep"]
 
 _SUFFIX = ".stagereg"
-"""The end of the names of the files written here, so that they can be told from others in the same directory."""
+"""The end of the names of the files written here, which distinguishes them from others in the same directory."""
 
 
 def check() -> None:
     """Raise ``ConfigError`` if the package tensorboard is missing."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("--tensorboard needs the package tensorboard: pip install 'stagereg[tensorboard]'")
+        raise ConfigError("--tensorboard needs the package tensorboard: pip install 'hydra-stagereg[tensorboard]'")
 
 
 def write_run(run: Run, directory: Path) -> None:
     """Write the scalars of a run into ``directory``: steps, checkpoints and what it logged.
 
-    ``train/step_ms`` (without stalls; the first step is left out, since nobody knows when it began),
+    ``train/step_ms`` (without stalls; the first step is left out, since it is unknown when it began),
     ``checkpoint/stall_ms``, ``checkpoint/stage_ms`` and ``checkpoint/write_ms`` are those of the slowest rank.
     ``train/loss`` and ``log/KEY`` are what rank 0 logged, ``log/KEY/rank3`` what rank 3 did; NaN stays NaN.
 

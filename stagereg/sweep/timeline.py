@@ -5,7 +5,7 @@ and in a strong colour the stalls, in which training stood still for a checkpoin
 of the same checkpoints: what of these lies below a stall was waited for, what lies below steps was not. The top lane
 has the checkpoints, from the call that saves one to its being complete on disk.
 
-Times are those that the ranks told, so ranks on several machines are as far apart as the machines' clocks. Only reads a
+Times are those that the ranks recorded, so several machines are as far apart as the machines' clocks. Only reads a
 run; the figure becomes a file by :mod:`stagereg.sweep.render.plots`, whose style it has. Needs matplotlib.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagereg.errors import ConfigError
 from stagereg.sweep.checkpoints import Saved, saved
-from stagereg.sweep.metrics import counted
+from stagereg.sweep.metric import counted
 from stagereg.sweep.render.plots import COLOURS, plain, styled
 from stagereg.sweep.run import RankRecord, Run, Span
 from stagereg.sweep.steps import with_data, without_stalls
@@ -55,7 +55,7 @@ _MOST_RANKS = 12
 _WIDTH = 12.0
 """Inches."""
 _LABEL = 0.055
-"""The room that the label of a bar needs, as a part of the axis."""
+"""The space that the label of a bar needs, as a part of the axis."""
 _ROOM = 0.01
 """What is left free before the first thing of a run and after the last one, as a part of the axis."""
 
@@ -83,7 +83,7 @@ def timeline_figure(run: Run, window: tuple[float, float] | None = None) -> Figu
     """Draw the timeline of ``run``.
 
     Args:
-        run: its records; ranks that told no step are drawn as far as they are known.
+        run: its records; ranks that recorded no step are drawn as far as they are known.
         window: the stretch to show, seconds since the start of the run, where infinity is its end. By default
             :func:`usual_window`.
 
@@ -105,12 +105,12 @@ def timeline_figure(run: Run, window: tuple[float, float] | None = None) -> Figu
         _prepare(axes, len(drawn_lanes), shown)
         met = [one for one in checkpoints if one.end >= shown[0] and one.start <= shown[1]]
         drawn = _draw_checkpoints(axes, met, shown)
-        for place, lane in enumerate(drawn_lanes):
-            drawn |= _draw_rank(axes, place, lane, run, last, shown)
-        said = _said(run, lanes, checkpoints, shown, usual=window is None)
+        for index, lane in enumerate(drawn_lanes):
+            drawn |= _draw_rank(axes, index, lane, run, last, shown)
+        parts = _subtitle(run, lanes, checkpoints, shown, usual=window is None)
         title = _title(run, lanes, checkpoints, shown)
         figure.text(0.012, 1 - 0.12 / height, plain(title), fontsize=12, weight="bold", va="top", color=_INK)
-        figure.text(0.012, 1 - 0.38 / height, plain("; ".join(said)), fontsize=9, va="top", color=_FAINT)
+        figure.text(0.012, 1 - 0.38 / height, plain("; ".join(parts)), fontsize=9, va="top", color=_FAINT)
         figure.legend(
             handles=[artist for name, artist in _legend().items() if name in drawn],
             loc="lower left",
@@ -129,7 +129,7 @@ def check_window(run: Run, window: tuple[float, float]) -> None:
 
 
 def usual_window(run: Run) -> tuple[float, float]:
-    """Return what is shown of a run where nobody says what, seconds since its start.
+    """Return what is shown of a run by default, seconds since its start.
 
     That is all of it from its first step on, or, of a run that is too long to see its steps, a stretch around the first
     checkpoints.
@@ -163,7 +163,7 @@ def _usual(run: Run, lanes: Sequence[_Lane], checkpoints: Sequence[Saved]) -> tu
 
 
 def _whole(run: Run, lanes: Sequence[_Lane]) -> tuple[float, float]:
-    """From the first step to the last thing that is known, with a little room."""
+    """From the first step to the last thing that is known, with a margin."""
     began = run.began
     starts: list[float] = []
     ends: list[float] = []
@@ -248,15 +248,15 @@ def _draw_checkpoints(axes: Axes, checkpoints: Sequence[Saved], window: tuple[fl
     for one, at in _apart(checkpoints, [one.start for one in checkpoints], window[1] - window[0]):
         whole = one.state == "complete"
         if window[0] <= at <= window[1]:
-            words = str(one.step) if whole else f"{one.step} {one.state}"
+            text = str(one.step) if whole else f"{one.step} {one.state}"
             side = "right" if at > window[1] - 2 * _LABEL * (window[1] - window[0]) and not whole else "left"
-            axes.text(at, 0.38, words, fontsize=8.5, color=_INK if whole else _STALL, va="bottom", ha=side)
+            axes.text(at, 0.38, text, fontsize=8.5, color=_INK if whole else _STALL, va="bottom", ha=side)
     return {"checkpoint"} if checkpoints else set()
 
 
-def _draw_rank(axes: Axes, place: int, lane: _Lane, run: Run, last: float, window: tuple[float, float]) -> set[str]:
+def _draw_rank(axes: Axes, index: int, lane: _Lane, run: Run, last: float, window: tuple[float, float]) -> set[str]:
     """Draw the three lanes of a rank; return what was drawn, by its name in the legend."""
-    top, rank, began = 1 + 2 * place, lane.rank, run.began
+    top, rank, began = 1 + 2 * index, lane.rank, run.began
     drawn = _draw_steps(axes, (top + 0.16, 0.74), lane, last, window)
     for spans, colour, y, name in ((rank.stages, _STAGE, 0.98, "stage"), (rank.writes, _WRITE, 1.36, "write")):
         bars = [bar for span in spans if (bar := _bar(span, began)).meets(window)]
@@ -280,9 +280,9 @@ def _label_inside(axes: Axes, bars: Sequence[_Bar], y: float, window: tuple[floa
     for bar in bars:
         start, end = max(bar.start, window[0]), min(bar.end, window[1])
         if end - start >= _LABEL * (window[1] - window[0]):
-            words = _duration(bar.end - bar.start)
+            text = _duration(bar.end - bar.start)
             axes.text(
-                (start + end) / 2, y, words, fontsize=7.5, color=COLOURS["surface"], ha="center", va="center", zorder=5
+                (start + end) / 2, y, text, fontsize=7.5, color=COLOURS["surface"], ha="center", va="center", zorder=5
             )
 
 
@@ -332,10 +332,10 @@ def _stretches(bars: Sequence[_Bar]) -> Iterator[_Bar]:
         yield _Bar(begin, end)
 
 
-def _apart(things: Sequence[Any], places: Sequence[float], width: float) -> Iterator[tuple[Any, float]]:
-    """Those of the things, with their places, that have room for a label beside the one before them."""
+def _apart(things: Sequence[Any], positions: Sequence[float], width: float) -> Iterator[tuple[Any, float]]:
+    """Those of the things, with their positions, that have space for a label beside the one before them."""
     last = -float("inf")
-    for thing, at in zip(things, places, strict=True):
+    for thing, at in zip(things, positions, strict=True):
         if at - last >= _LABEL * width:
             yield thing, at
             last = at
@@ -375,10 +375,10 @@ def _title(run: Run, lanes: Sequence[_Lane], checkpoints: Sequence[Saved], windo
     return f"{title}, {window[0]:.{digits}f} s to {window[1]:.{digits}f} s of {whole[1]:.1f} s"
 
 
-def _said(
+def _subtitle(
     run: Run, lanes: Sequence[_Lane], checkpoints: Sequence[Saved], window: tuple[float, float], usual: bool
 ) -> Iterator[str]:
-    """What is said below the title."""
+    """The text below the title."""
     if usual and window != _whole(run, lanes):
         yield "a stretch around the first checkpoints" if checkpoints else "its first steps"
     if stalls := [one.stall_s for one in checkpoints if one.stall_s is not None]:

@@ -8,7 +8,7 @@ best and the program's defaults are run again, in turns, and compared as the job
 Checkpoints of trials are deleted when the trial has ended. Where the program names a directory for them that all runs
 would share, each trial gets one of its own below it, so that none goes on from where another one has stopped.
 
-What may be varied is told by :mod:`stagereg.sweep.candidates`, what is wanted by ``goal``; ``study`` chooses.
+:mod:`stagereg.sweep.candidates` chooses what may be varied, ``objective`` what is wanted; ``study`` chooses trials.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ import stagereg.machine as machine
 from stagereg.errors import ConfigError
 from stagereg.launch.command_line import quoted
 from stagereg.record import FILES
-from stagereg.sweep.compare import Comparison, Row, Tie, compare
+from stagereg.sweep.compare import compare
+from stagereg.sweep.comparison import Comparison, ComparisonRow, Tie
 from stagereg.sweep.figures import figures
-from stagereg.sweep.goal import Goal
+from stagereg.sweep.objective import Objective
 from stagereg.sweep.program import LOG, Composed, Program
 from stagereg.sweep.result import RESULT, JobResult
 from stagereg.sweep.run import Run
-from stagereg.sweep.study import Study, Tried
+from stagereg.sweep.study import Study, Trial
 
-__all__ = ["Search", "Verdict"]
+__all__ = ["Search", "SearchVerdict"]
 
 _HOPELESS = 5
-"""Trials in a row, from the first one on, after whose failure nobody believes in the next one."""
+"""Trials in a row, from the first one on, after whose failure the search gives up."""
 _CHECKPOINTS = "checkpoint.dir"
 _TIES = {Tie.EQUAL: "the figures are equal", Tie.OVERLAP: "their runs overlap"}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SearchVerdict:
     """What a search has come to.
 
     Attributes:
@@ -72,16 +73,16 @@ class Search:
     """
 
     def __init__(
-        self, program: Program, composed: Composed, goal: Goal, study: Study, directory: Path, limit_s: float
+        self, program: Program, composed: Composed, objective: Objective, study: Study, directory: Path, limit_s: float
     ) -> None:
         self._program = program
         self._composed = composed
-        self._goal = goal
+        self._objective = objective
         self._study = study
         self._directory = directory
         self._limit_s = limit_s
 
-    def trials(self, upto: int) -> Iterator[Tried]:
+    def trials(self, upto: int) -> Iterator[Trial]:
         """Try until the study has ``upto`` trials, or everything there is was tried; yield each when it has ended.
 
         Raises:
@@ -98,11 +99,11 @@ class Search:
                 return
             yield self._try(asked)
 
-    def log(self, tried: Tried) -> Path:
+    def log(self, tried: Trial) -> Path:
         """Where the output of a trial is."""
-        return self._place(tried) / LOG
+        return self._directory_of(tried) / LOG
 
-    def judge(self, times: int) -> Iterator[JobResult | Verdict]:
+    def judge(self, times: int) -> Iterator[JobResult | SearchVerdict]:
         """Run the best and the defaults ``times`` times each, in turns; yield every run and then the verdict.
 
         Runs that an earlier search has done of the same two are taken as they are.
@@ -112,23 +113,23 @@ class Search:
         """
         best = self._study.best()
         if best is None:
-            raise ConfigError("None of the trials could be measured: there is nothing to say.")
+            raise ConfigError("None of the trials could be measured: there is no answer.")
         defaults = next((tried for tried in self._study.tried() if not tried.overrides), None)
         if not best.overrides:
-            yield Verdict(f"Nothing that was tried is better than the defaults, {self._text(best)}.", ())
+            yield SearchVerdict(f"Nothing that was tried is better than the defaults, {self._text(best)}.", ())
         elif not times:
             against = f", {self._text(defaults)} by default" if defaults and defaults.value is not None else ""
-            yield Verdict(
+            yield SearchVerdict(
                 f"Best of {len(self._study.tried())} trials: {' '.join(best.overrides)}, {self._text(best)}{against}. "
-                "One run each: nothing says whether the difference is real; --confirm 3 would.",
+                "One run each: it is unknown whether the difference is real; --confirm 3 would show.",
                 best.overrides,
             )
         else:
             yield from self._confirm(best, times)
 
-    def _try(self, asked: Tried) -> Tried:
+    def _try(self, asked: Trial) -> Trial:
         try:
-            result = self._run(self._place(asked), asked.overrides, asked.chosen, {"num": asked.number})
+            result = self._run(self._directory_of(asked), asked.overrides, asked.chosen, {"num": asked.number})
         except BaseException:
             with contextlib.suppress(Exception):
                 self._study.tell(asked)
@@ -136,7 +137,7 @@ class Search:
         tried = dataclasses.replace(
             asked,
             status=result.status,
-            value=result.figures.get(self._goal.metric.name) if result.status == "completed" else None,
+            value=result.figures.get(self._objective.metric.name) if result.status == "completed" else None,
             error=result.error or "",
             seconds=result.seconds,
             figures=result.figures,
@@ -144,7 +145,7 @@ class Search:
         self._study.tell(tried)
         return tried
 
-    def _confirm(self, best: Tried, times: int) -> Iterator[JobResult | Verdict]:
+    def _confirm(self, best: Trial, times: int) -> Iterator[JobResult | SearchVerdict]:
         sides = [("best", best.overrides, best.chosen), ("defaults", (), {})]
         jobs: list[JobResult] = []
         for repeat in range(times):
@@ -156,48 +157,52 @@ class Search:
                     job = self._run(directory, overrides, chosen, {"num": len(jobs)}, repeat)
                 jobs.append(job)
                 yield job
-        direction = "maximize" if self._goal.maximize else "minimize"
-        comparison = compare(jobs, self._goal.metric.name, direction)
+        direction = "maximize" if self._objective.maximize else "minimize"
+        comparison = compare(jobs, self._objective.metric.name, direction)
         tuned, usual = (_row(comparison, [*self._program.overrides, *overrides]) for _, overrides, _ in sides)
         yield self._verdict(comparison, tuned, usual, best, times)
 
-    def _verdict(self, comparison: Comparison, tuned: Row, usual: Row, best: Tried, times: int) -> Verdict:
-        name = self._goal.metric.name
+    def _verdict(
+        self, comparison: Comparison, tuned: ComparisonRow, usual: ComparisonRow, best: Trial, times: int
+    ) -> SearchVerdict:
+        name = self._objective.metric.name
         for row, what in ((tuned, " ".join(best.overrides)), (usual, "the defaults")):
             if row.status != "completed" or name not in row.cells:
-                return Verdict(
+                return SearchVerdict(
                     f"Not confirmed: of {times} more runs of {what} not all could be measured: {row.error}",
                     best.overrides if row is usual else (),
                     None,
                     comparison,
                 )
-        figures = [f"{self._goal.text(row.cells[name].median)}{self._spread(row)}" for row in (tuned, usual)]
+        figures = [f"{self._objective.text(row.cells[name].median)}{self._spread(row)}" for row in (tuned, usual)]
         turns = f"{times} runs each in turns" if times > 1 else "one more run each"
-        told = f"{' '.join(best.overrides)}: {figures[0]}, {figures[1]} by default; {turns}."
+        text = f"{' '.join(best.overrides)}: {figures[0]}, {figures[1]} by default; {turns}."
         # What is chosen without a reason to is what the program has already.
         lead = () if comparison.best is usual else best.overrides
         if times == 1:
-            return Verdict(
-                f"{told} Nothing says whether the difference is real; --confirm 3 would.", lead, None, comparison
+            return SearchVerdict(
+                f"{text} It is unknown whether the difference is real; --confirm 3 would show.", lead, None, comparison
             )
         if (tie := comparison.tie(tuned, usual)) is not None:
             why = _TIES.get(tie, "the difference is smaller than the spread")
             end = "may be as good" if lead else "will do"
-            return Verdict(f"{told} A tie: {why}, so the defaults {end}.", lead, False, comparison)
+            return SearchVerdict(f"{text} A tie: {why}, so the defaults {end}.", lead, False, comparison)
         if not lead:
-            return Verdict(
-                f"{told} The defaults are better: what the search has found was chance.", (), False, comparison
+            return SearchVerdict(
+                f"{text} The defaults are better: what the search has found was chance.", (), False, comparison
             )
-        return Verdict(f"{told} The gain is real: it is greater than the spread.", best.overrides, True, comparison)
+        return SearchVerdict(
+            f"{text} The gain is real: it is greater than the spread.", best.overrides, True, comparison
+        )
 
-    def _spread(self, row: Row) -> str:
-        spread = row.cells[self._goal.metric.name].spread
-        return "" if spread is None else f" (spread {self._goal.text(spread)})"
+    def _spread(self, row: ComparisonRow) -> str:
+        spread = row.cells[self._objective.metric.name].spread
+        return "" if spread is None else f" (spread {self._objective.text(spread)})"
 
-    def _text(self, tried: Tried) -> str:
-        return "not measured" if tried.value is None else self._goal.text(tried.value)
+    def _text(self, tried: Trial) -> str:
+        return "not measured" if tried.value is None else self._objective.text(tried.value)
 
-    def _place(self, tried: Tried) -> Path:
+    def _directory_of(self, tried: Trial) -> Path:
         return self._directory / "trials" / str(tried.number)
 
     def _run(
@@ -221,7 +226,7 @@ class Search:
         found = figures(run, returned)
         error = ended.error and (run.error if run and run.error else ended.error)
         try:
-            found = found if error else {**found, self._goal.metric.name: self._goal.value(found, chosen)}
+            found = found if error else {**found, self._objective.metric.name: self._objective.value(found, chosen)}
         except ConfigError as missing:
             error = str(missing) if run else "it has recorded nothing: is it a program of stagereg.main?"
         result = JobResult(
@@ -267,7 +272,7 @@ def _before(directory: Path, overrides: tuple[str, ...]) -> JobResult | None:
     return job if job.status == "completed" and tuple(job.overrides) == overrides else None
 
 
-def _row(comparison: Comparison, overrides: list[str]) -> Row:
+def _row(comparison: Comparison, overrides: list[str]) -> ComparisonRow:
     return next(row for row in comparison.rows if list(row.jobs[0].overrides) == overrides)
 
 

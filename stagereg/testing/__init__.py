@@ -1,6 +1,6 @@
 """What plugin authors, and the project's own tests, test with: importing it imports no torch.
 
-``run_ranks`` runs a function on several local ranks with a bounded wait; ``RankFailure`` says which rank failed, died
+``run_ranks`` runs a function on several local ranks with a bounded wait; ``RankFailure`` names which rank failed, died
 or hung, and where.
 
 ``StagerContract``, ``JoinHookContract`` and ``JoinableContract`` are to be inherited: their methods try the promises

@@ -1,4 +1,4 @@
-"""What the contracts have in common: promises, how one is tried, and how a broken one is told.
+"""The base of the contracts: promises, how one is tried, and how a broken one is reported.
 
 A contract is a class to inherit: each of its methods named ``test_*`` tries one promise, so pytest runs them as they
 are, and :meth:`Contract.outcome` runs them without pytest. A promise is tried on a fresh instance. The first line of a
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from stagereg.crash_report import raised
+from stagereg.crash_report import summarize_exception
 from stagereg.errors import BrokenPromiseError
 
 __all__ = ["Contract", "Outcome", "table"]
@@ -44,7 +44,7 @@ class Outcome:
 
 
 class Contract:
-    """Base of the contracts: lists the promises, tries one, tells what was seen.
+    """Base of the contracts: lists the promises, tries one, reports what was seen.
 
     Attributes:
         timeout_s: seconds after which a promise whose trial does not come back counts as broken.
@@ -77,11 +77,11 @@ class Contract:
         except BrokenPromiseError as broken:
             return Outcome(name, promise, False, str(broken))
         except (Exception, SystemExit) as error:
-            return Outcome(name, promise, False, raised(error))
+            return Outcome(name, promise, False, summarize_exception(error))
         return Outcome(name, promise, True)
 
     def broken(self, seen: str) -> NoReturn:
-        """Say that a promise was broken.
+        """Report that a promise was broken.
 
         Args:
             seen: what was seen, and what would have been right.
@@ -92,7 +92,7 @@ class Contract:
         raise BrokenPromiseError(seen)
 
     def skipped(self, reason: str) -> NoReturn:
-        """Say that a promise cannot be tried here; pytest reports it as skipped.
+        """Report that a promise cannot be tried here; pytest reports it as skipped.
 
         Raises:
             unittest.SkipTest: always.
@@ -112,7 +112,7 @@ class Contract:
             What ``do`` returned.
 
         Raises:
-            BrokenPromiseError: it is still at work after ``timeout_s``; the message says where.
+            BrokenPromiseError: it still runs after ``timeout_s``; the message has where.
             BaseException: what ``do`` raised.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -148,16 +148,16 @@ def table(kinds: Mapping[str, type[Contract]]) -> str:
         One line for each promise, without a line break at the end: "yes" where it is kept, "**no**" where it is broken,
         "-" where it could not be tried.
     """
-    promises: dict[str, str] = {name: told for kind in kinds.values() for name, told in kind.promises().items()}
+    promises: dict[str, str] = {name: text for kind in kinds.values() for name, text in kind.promises().items()}
     rows = [["promise", *kinds], ["---", *("---" for _ in kinds)]]
-    for name, told in promises.items():
+    for name, text in promises.items():
         kept = [kind.outcome(name).kept if name in kind.promises() else None for kind in kinds.values()]
-        rows.append([told.rstrip("."), *("-" if each is None else "yes" if each else "**no**" for each in kept)])
+        rows.append([text.rstrip("."), *("-" if each is None else "yes" if each else "**no**" for each in kept)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _whereabouts(thread: threading.Thread) -> str:
-    """The three innermost places of a thread's stack, outermost first."""
+    """The three innermost frames of a thread's stack, outermost first."""
     frame: Any = sys._current_frames().get(thread.ident or 0)
     places = [f"{f.filename}:{f.lineno} in {f.name}" for f in traceback.extract_stack(frame)[-3:]] if frame else []
     return " -> ".join(places) or "its end"

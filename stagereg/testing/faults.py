@@ -9,10 +9,10 @@
 
 In a config the module is named as a plugin, ``plugins: [stagereg.testing.faults]``, and the storage is called
 ``faulty``. What goes wrong is an error of the operating system, as it is in earnest; the disk itself is not touched.
-The moments are those of the commit protocol (:data:`stagereg.checkpoint.points.POINTS`), in the process where they
+The moments are those of the commit protocol (:data:`stagereg.checkpoint.failpoints.POINTS`), in the process where they
 come, be it the one that writes.
 
-One at a time in a process: the moments do not tell which checkpointer they belong to.
+One at a time in a process: the moments do not show which checkpointer they belong to.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-import stagereg.checkpoint.points as points
+import stagereg.checkpoint.failpoints as failpoints
 import stagereg.registry as registry
-from stagereg.checkpoint.layout import FileMark
-from stagereg.checkpoint.place.choice import is_url
-from stagereg.checkpoint.storage.around import AroundWriter
-from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.storage.forwarding import ForwardingWriter
+from stagereg.checkpoint.storage.protocol import Storage, UsesPadding, WritesUrls
+from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import ConfigError, nearest
 
 __all__ = ["FaultyStorage"]
@@ -44,14 +44,14 @@ _LOOK_S = 0.02
 _HIDDEN = ("writing", "flushed", "written", "marked", "held", "described")
 """Moments at which the directory of the save has its first name still."""
 _BEFORE = ("locked", "swept", "staged", "agreed")
-"""Moments that are over when a storage hears of the save."""
+"""Moments that are over when the storage is first called for the save."""
 _AFTER = ("ended",)
 """Moments at which the save has succeeded, and each rank is on its own."""
 
 
 @registry.register("storage", "faulty")
-class FaultyStorage(AroundWriter, Storage):
-    """Writes through another storage, and fails where it is told to.
+class FaultyStorage(ForwardingWriter, Storage):
+    """Writes through another storage, and fails where it is asked to.
 
     Checkpoints that it completes are that other storage's, and are read through it.
 
@@ -63,8 +63,8 @@ class FaultyStorage(AroundWriter, Storage):
             of a file, ``"flushed"`` behind one; ``"made"``, ``"written"`` and ``"marked"`` between the parts of a save;
             of rank 0 alone ``"held"`` (the manifest cannot be written), ``"described"`` (the directory cannot be
             renamed), ``"renamed"`` (it has been, and cannot be flushed), ``"committed"`` (``latest`` cannot be moved)
-            and what comes behind it. Of an error all ranks are told; of what hangs, those that wait when it takes
-            too long.
+            and what comes behind it. An error is raised on all ranks; a call that hangs, on those that wait when it
+            takes too long.
         after_bytes: with ``at="writing"``: how many bytes this rank's files take before that,
             in a directory.
         saves: which of this process's saves fail, counted from 1; ``None`` for all.
@@ -88,7 +88,7 @@ class FaultyStorage(AroundWriter, Storage):
         known = [*sorted(errno.errorcode.values()), _HANG]
         if fault not in known:
             raise ConfigError(f"fault={fault!r} is no error of this system and not {_HANG!r}.{nearest(fault, known)}")
-        moments = [name for name in points.POINTS if name not in _BEFORE + _AFTER]
+        moments = [name for name in failpoints.POINTS if name not in _BEFORE + _AFTER]
         if at not in moments:
             raise ConfigError(f"at must be one of {', '.join(moments)}, not {at!r}.{nearest(at, moments)}")
         inner: Storage = registry.build("storage", storage) if isinstance(storage, str) else storage
@@ -102,9 +102,10 @@ class FaultyStorage(AroundWriter, Storage):
         self._folder: str = ""
         self._rank = 0
         self._count = 0
-        for name in ("margins", "remote"):  # which are looked for by name
-            if hasattr(inner, name):
-                setattr(self, name, getattr(inner, name))
+        if isinstance(inner, UsesPadding):
+            self.padding = inner.padding
+        if isinstance(inner, WritesUrls):
+            self.remote = inner.remote
 
     @property
     def wraps(self) -> Storage:
@@ -135,15 +136,15 @@ class FaultyStorage(AroundWriter, Storage):
 
     def _listen(self) -> None:
         wrong = (self.saves is None or self._count in self.saves) and (self.ranks is None or self._rank in self.ranks)
-        points.watch(self._reached if wrong else None)
+        failpoints.watch(self._reached if wrong else None)
 
     def _reached(self, name: str) -> None:
         if self._is_over(name):
-            points.watch(None)
+            failpoints.watch(None)
             return
         if name != self.at or (name == "writing" and self._written() < self.after_bytes):
             return
-        points.watch(None)
+        failpoints.watch(None)
         if self.fault != _HANG:
             number: int = getattr(errno, self.fault)
             raise OSError(number, os.strerror(number), self._folder)

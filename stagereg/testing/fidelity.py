@@ -7,8 +7,8 @@ from collections import OrderedDict
 import torch
 
 from stagereg.stagers.async_stager import StateDict
-from stagereg.testing.samples import DTYPES, Pair, odd_values
-from stagereg.testing.trial import StagerTrial, promise, promise_on_a_rank
+from stagereg.testing.stager_trial import StagerTrial, promise, promise_on_a_rank
+from stagereg.testing.state_samples import DTYPES, Pair, odd_values
 
 __all__ = ["Fidelity"]
 
@@ -71,12 +71,12 @@ class Fidelity(StagerTrial):
         for name, x in state.items():
             copied = self.settled(self.opened(), {name: x})[name]
             taken, limit = copied.untyped_storage().nbytes(), 2**16
-            told = f"{name} of {x.untyped_storage().nbytes()} bytes"
+            shape_text = f"{name} of {x.untyped_storage().nbytes()} bytes"
             if taken > limit:
-                self.broken(f"the copy of a view ({told}) takes {taken} bytes, more than {limit}")
+                self.broken(f"the copy of a view ({shape_text}) takes {taken} bytes, more than {limit}")
             wanted = self.expected(x)
             if copied.dtype != wanted.dtype or not torch.equal(copied, wanted.cpu()):
-                self.broken(f"the copy of a view ({told}) has other values")
+                self.broken(f"the copy of a view ({shape_text}) has other values")
 
     @promise
     def test_tensors_keep_what_makes_them_more(self) -> None:

@@ -5,7 +5,7 @@ own process group; nothing is left behind, not even the processes that a rank ha
 
 A process that imports torch takes seconds to start, so the ranks are forked from a server process (the standard
 library's forkserver) that has imported torch and the project's components and done nothing else: no thread, no
-autograd, no collective has ever run in it, so what it forks is as good as new. A hung rank tells its Python stack by
+autograd, no collective has ever run in it, so what it forks is as good as new. A hung rank dumps its Python stack by
 ``faulthandler``, which needs no cooperation of the thread that hangs.
 
 What is left to others: the function's way to the ranks (``transport``), what a rank does (``worker``), which contract
@@ -33,6 +33,7 @@ from unittest import mock
 import stagereg.registry as registry
 from stagereg.crash_report import signal_name
 from stagereg.errors import StageregError
+from stagereg.installed import DISTRIBUTION
 from stagereg.testing.transport import pack
 from stagereg.testing.worker import Assignment, work
 
@@ -52,9 +53,9 @@ _RUNNERS = ["pytest", "hypothesis"]
 """Where the caller has them: modules of tests import them, and children of multiprocessing their caller's main one."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _PG_EXTRA_S = 60.0
-"""Seconds by which the process group is more patient than the harness, so that it is the harness that speaks."""
+"""Seconds by which the process group's time-out is longer than the harness's, so that the harness reports."""
 _LINGER_S = 2.0
-"""Seconds the other ranks get to tell their side once one has failed, and hung ranks to dump their stacks."""
+"""Seconds the other ranks get to report their errors once one has failed, and hung ranks to dump their stacks."""
 
 
 class RankFailure(StageregError, RuntimeError):
@@ -159,7 +160,7 @@ class _Rank:
         return file.read_text(errors="replace").splitlines() if file.exists() else []
 
     def when_failed(self) -> float:
-        """A time that puts causes before their consequences: who died could not say when, and comes first."""
+        """A time that puts causes before their consequences: a rank that died has recorded no time, and comes first."""
         error = self.job.file("error")
         return error.stat().st_mtime if error.exists() else 0.0
 
@@ -189,8 +190,8 @@ def _start(job: Assignment) -> _Rank:
 
 @functools.cache
 def _components() -> list[str]:
-    """The modules of all that the project has itself; nobody else's code is run before a rank asks for it."""
-    return sorted({each.target.partition(":")[0] for each in registry.entries() if each.distribution == "stagereg"})
+    """The modules of all that the project has itself; code of other packages is not run before a rank asks for it."""
+    return sorted({each.target.partition(":")[0] for each in registry.entries() if each.distribution == DISTRIBUTION})
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from stagereg.crash_report import told_by
+from stagereg.crash_report import summarize
 from stagereg.errors import BrokenPromiseError, JoinError, PeerFailedError, UnevenInputsError
 from stagereg.testing.marks import changed, marks, strict
 from stagereg.testing.ranks import RankFailure, run_ranks
@@ -238,7 +238,7 @@ def _in_short(failure: RankFailure) -> str:
         if rank in failure.hung or re.search(r"Timeout \(\d+:", text):
             lines.append(f"rank {rank} hung{_standing(text)}")
         elif _GAVE_UP not in text:
-            lines.append(f"rank {rank}: {told_by(text)}")
+            lines.append(f"rank {rank}: {summarize(text)}")
     return "; ".join(lines)
 
 
@@ -438,7 +438,7 @@ class _Play:
         import torch
         import torch.distributed as dist
 
-        from stagereg.join.adapt import adapt
+        from stagereg.join.adapt import adapted
         from stagereg.join.context import Join
 
         for each in joinables:
@@ -461,7 +461,7 @@ class _Play:
         if self._seen.place:
             return
         divides = self._contract.options.get("divide_by_initial_world_size", True)
-        self._seen.counts = any(each.counts(divides) for each in adapt(joinables) if hasattr(each, "counts"))
+        self._seen.counts = any(adapted(each).needs_active_ranks(divides) for each in joinables)
         try:
             with Join(joinables, mode="counted", timeout=self._contract.timeout_s / 2):
                 pass
@@ -499,10 +499,13 @@ def _plain(state: Any) -> Any:
 
 
 def _sent() -> int:
-    """How many collectives this rank has asked of all its process groups."""
+    """How many collectives this rank has begun, in all process groups and their control channels."""
     from torch.distributed.distributed_c10d import _world
 
-    return sum(_numbers(_world.pg_map))
+    from stagereg.kernel.channel import resources_of
+
+    groups = list(_world.pg_map)
+    return sum(_numbers([*groups, *(backend for group in groups for backend in resources_of(group).backends())]))
 
 
 def _numbers(groups: Any) -> Iterator[int]:

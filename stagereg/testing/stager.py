@@ -1,4 +1,4 @@
-"""The contract of a stager, as tests to inherit: what ``stagers.protocol.AsyncStager`` promises, tried one by one.
+"""The contract of a stager, as tests to inherit: what ``stagers.async_stager.AsyncStager`` promises, tried one by one.
 
 The author of a stager writes one method, and pytest does the rest::
 
@@ -8,12 +8,13 @@ The author of a stager writes one method, and pytest does the rest::
 
 Stagers are called as torch's ``async_save`` calls them: a future is waited for; otherwise ``synchronize_staging`` is
 called where ``should_synchronize_after_execute``. Every trial is bounded, so a stager that hangs fails. What a copy is
-compared with is noted before anything is staged (``likeness``), and distributed tensors are staged on a rank of its
-own (``ranks``). This room knows no stager of the project, and makes no claim about speed.
+compared with is noted before anything is staged (``snapshot``), and distributed tensors are staged on a rank of its
+own (``ranks``). It knows no stager of the project, and makes no claim about speed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import tempfile
@@ -28,12 +29,20 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from stagereg.errors import RegistryError, StageregError
+from stagereg.kernel.memory import padding_around
 from stagereg.spec import check
-from stagereg.stagers.async_stager import AsyncStager, StateDict
+from stagereg.stagers.async_stager import (
+    AsyncStager,
+    ReleasesCopies,
+    ReservesPadding,
+    SharesMemory,
+    StateDict,
+    WatchesOptimizers,
+)
 from stagereg.testing.fidelity import Fidelity
-from stagereg.testing.likeness import difference, note
-from stagereg.testing.samples import GatedWriter, PatientCaller, Settings
-from stagereg.testing.trial import promise, promise_on_a_rank
+from stagereg.testing.snapshot import difference, note
+from stagereg.testing.stager_trial import promise, promise_on_a_rank
+from stagereg.testing.state_samples import CustomValue, GatedWriter, PatientCaller
 
 __all__ = ["StagerContract"]
 
@@ -44,8 +53,8 @@ _LARGE = 36 * 2**20
 class StagerContract(Fidelity):
     """Inherit from this, write ``make``, and each ``test_*`` tries one promise on your stager.
 
-    What to override is told in :class:`~stagereg.testing.trial.StagerTrial`: ``make``, and for stagers that are not
-    like others ``expected``, ``timeout_s`` and ``device``.
+    What to override is described in :class:`~stagereg.testing.stager_trial.StagerTrial`: ``make``, and for stagers that
+    are not like others ``expected``, ``timeout_s`` and ``device``.
     """
 
     # The shape
@@ -60,6 +69,8 @@ class StagerContract(Fidelity):
             self.broken(str(error))
         if not isinstance(stager.should_synchronize_after_execute, bool):
             self.broken(f"should_synchronize_after_execute is {stager.should_synchronize_after_execute!r}, not a bool")
+        if isinstance(stager, SharesMemory) and not isinstance(stager.shares_memory, bool):
+            self.broken(f"shares_memory is {stager.shares_memory!r}, not a bool")
 
     # Isolation
 
@@ -107,6 +118,8 @@ class StagerContract(Fidelity):
         model.to(self.device)
         optimizer = torch.optim.AdamW(model.parameters())
         stager = self.opened()
+        if isinstance(stager, WatchesOptimizers):
+            stager.watch(optimizer)
 
         def train() -> None:
             optimizer.zero_grad()
@@ -125,7 +138,7 @@ class StagerContract(Fidelity):
     @promise
     def test_values_that_are_no_tensors_are_copied(self) -> None:
         """Lists, dicts, sets, buffers and objects in the state dict are copied, not shared with the source."""
-        settings = Settings([1])
+        settings = CustomValue([1])
         state: StateDict = {"list": [1], "dict": {"k": 1}, "set": {1}, "bytes": bytearray(b"ab"), "object": settings}
         copied = self.settled(self.opened(), state)
         state["list"].append(2)
@@ -133,7 +146,7 @@ class StagerContract(Fidelity):
         state["set"].add(2)
         state["bytes"][0] = 0
         settings.steps.append(2)
-        wanted = {"list": [1], "dict": {"k": 1}, "set": {1}, "bytes": bytearray(b"ab"), "object": Settings([1])}
+        wanted = {"list": [1], "dict": {"k": 1}, "set": {1}, "bytes": bytearray(b"ab"), "object": CustomValue([1])}
         for kind, value in wanted.items():
             if copied[kind] != value:
                 self.broken(f"after a change to the source's {kind}, the copy's is {copied[kind]!r}, not {value!r}")
@@ -143,7 +156,7 @@ class StagerContract(Fidelity):
         """Staging changes nothing in the source (keys, values, places), nor torch's settings and random state."""
         w = torch.nn.Parameter(self.counted(6))
         state: StateDict = {"z": w, "a": [self.ones(3), 5], "m": {"z": 1, "a": None}}
-        noted, address, place = note(state, lambda x: x), w.data_ptr(), state["a"]
+        noted, address, values = note(state, lambda x: x), w.data_ptr(), state["a"]
         stager, settings, drawn = self.opened(), self._settings(), torch.random.get_rng_state()
         self.settled(stager, state)
         if (now := self._settings()) != settings:
@@ -152,10 +165,10 @@ class StagerContract(Fidelity):
             self.broken(
                 "staging drew from torch's random numbers, so a run that saves trains on others than one without"
             )
-        told = difference(state, noted, "the source") if self.device == "cpu" else None
-        if told:
-            self.broken(f"after staging, {told}")
-        if state["z"] is not w or w.data_ptr() != address or state["a"] is not place:
+        problem = difference(state, noted, "the source") if self.device == "cpu" else None
+        if problem:
+            self.broken(f"after staging, {problem}")
+        if state["z"] is not w or w.data_ptr() != address or state["a"] is not values:
             self.broken("after staging, the source's values lie elsewhere")
         if vars(w):
             self.broken(f"after staging, a tensor of the source has the attributes {sorted(vars(w))}")
@@ -209,6 +222,40 @@ class StagerContract(Fidelity):
         self.agree(copied, noted, "after another stager was used and closed")
 
     @promise
+    def test_released_copies_end_and_what_is_held_of_them_stays(self) -> None:
+        """If it has release(): a released copy is empty and not waited for; its tensors stay while they are held."""
+        stager, source, held = self.opened(), {"x": self.ones(1000)}, []
+        if not isinstance(stager, ReleasesCopies):
+            return
+        stager.expect_release()
+        for step in range(3):
+            source["x"].fill_(step)
+            noted = self.noted(source)
+            copied = self.settled(stager, source)
+            held.append((noted, dict(copied)))
+            stager.release(copied)
+            if copied:
+                self.broken(f"after release(), the copy still has the entries {list(copied)}")
+        for noted, tensors in held:
+            self.agree(tensors, noted, "after its release, with its tensors held and other copies made")
+
+    @promise
+    def test_reserved_padding_belongs_to_no_other_tensor(self) -> None:
+        """If it has reserve_padding(): what is written into the padding of a tensor shows in no tensor."""
+        stager, source = self.opened(), {str(n): self.counted(n) for n in (100, 7, 1000)}
+        if not isinstance(stager, ReservesPadding):
+            return
+        stager.reserve_padding(64, 32)
+        noted = self.noted(source)
+        copied = self.settled(stager, source)
+        for x in copied.values():
+            padding = padding_around(x)
+            if padding is not None:
+                ctypes.memset(x.data_ptr() - padding.before, 255, padding.before)
+                ctypes.memset(x.data_ptr() + x.nbytes, 255, padding.after)
+        self.agree(copied, noted, "after the padding of its tensors was written")
+
+    @promise
     def test_dropped_copies_are_given_back(self) -> None:
         """The memory of dropped copies is freed or used again: staging for ever takes no more and more of it."""
         stager, times, source = self.opened(), 6, {"w": self._large()}
@@ -220,8 +267,8 @@ class StagerContract(Fidelity):
 
         grown = self._grown_by(stage_often, times // 2 * _LARGE)
         if grown:
-            told = f"{times} copies of {_LARGE >> 20} MiB, each dropped at once"
-            self.broken(f"after {told}, the process has {grown >> 20} MiB more")
+            what = f"{times} copies of {_LARGE >> 20} MiB, each dropped at once"
+            self.broken(f"after {what}, the process has {grown >> 20} MiB more")
 
     # Change
 
@@ -309,7 +356,7 @@ class StagerContract(Fidelity):
         for _ in range(3):
             self._error_of(stager, bad)
         if self._fails_later(stager, bad):
-            self._error_of(stager, state)  # who gave a future cannot know that it was looked at, and may tell it again
+            self._error_of(stager, state)  # who gave a future cannot know that it was looked at, and may raise it again
         try:
             later = self.settled(stager, state)
         except Exception as error:

@@ -1,9 +1,9 @@
 """Carry a function and its arguments into a fresh process that has none of the caller's modules.
 
 Pickle names functions and classes by module and attribute; a test module that pytest imported by file path has a name
-under which nobody else finds it. So the names and files of the modules around the function, and around every function
-and class among its arguments, travel along, and the other side imports them from the same files under the same names,
-each when it is first needed. Nothing is added to ``sys.path``.
+under which no other process finds it. So the names and files of the modules around the function, and around every
+function and class among its arguments, travel along, and the other side imports them from the same files under the same
+names, each when it is first needed. Nothing is added to ``sys.path``.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _SameFiles(MetaPathFinder):
         return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
 
     def _folders(self, package: str) -> list[str]:
-        """Where a package without a file lies: above its modules, as far as their names say."""
+        """Where a package without a file lies: above its modules, as far as their names show."""
         depth = package.count(".") + 1
         below = [(name, Path(file)) for name, file in self._files.items() if name.startswith(package + ".")]
         steps = [(file, name.count(".") - depth + (file.name == "__init__.py")) for name, file in below]

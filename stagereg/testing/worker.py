@@ -1,8 +1,8 @@
 """What one rank of the multi-rank harness does, from its start to its end.
 
-It runs in a process of its own, forked from a server that has only imported things. What it has to tell goes into
-files of the run's folder, so that a rank that dies has still said what it could: its result, its traceback, its output,
-its stacks. This room assumes nothing about the function it runs, not even that it comes back.
+It runs in a process of its own, forked from a server that has only imported things. It writes its result, its
+traceback, its output and its stacks into files of the run's folder, so a rank that dies leaves what it had written.
+This module assumes nothing about the function it runs, not even that it returns.
 
 A function that tries several things one after the other has two means against what one of them does to the next:
 :func:`new_group` and :func:`limited`.
@@ -48,7 +48,7 @@ class Assignment:
     pg_timeout_s: float
 
     def file(self, kind: str) -> Path:
-        """The file in which this rank tells its ``kind``: result, error, output or stacks."""
+        """The file for one ``kind`` of this rank's output: result, error, output or stacks."""
         return self.folder / f"{self.rank}.{kind}"
 
 
@@ -68,7 +68,7 @@ _running: _Running | None = None
 def new_group() -> None:
     """Every rank of ``run_ranks``, in a function that it runs: end the process group, and go on in a new one.
 
-    All ranks call it at the same place; it waits for them, and whoever calls it bounds the wait (:func:`limited`). Also
+    All ranks call it at the same point; it waits for them, and whoever calls it bounds the wait (:func:`limited`). Also
     after the group was aborted on some ranks. Groups made of the old one's ranks are ended too.
     """
     import torch.distributed as dist
@@ -82,7 +82,7 @@ def new_group() -> None:
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """On a rank: end this process, with the stacks of all its threads told, unless the block ends in so many seconds.
+    """On a rank: end this process, with a dump of all its threads' stacks, unless the block ends in so many seconds.
 
     Needs no cooperation of the threads that hang, be it in Python or below it.
     """
@@ -94,7 +94,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def await_all(milestone: str, patience_s: float = math.inf) -> bool:
-    """On a rank: say that this rank has come so far, and wait for the others.
+    """On a rank: wait until the others have come to this point too.
 
     Args:
         milestone: the same on all ranks, and used once.
@@ -111,8 +111,8 @@ def work(job: Assignment) -> None:
     """Run the assigned function in an initialised process group and write down how it went."""
     os.setpgid(0, 0)
     _end_with_parent()
-    with _said_to(job.file("output")), job.file("stacks").open("wb") as stacks:
-        _tell_stacks_on_signal(stacks)
+    with _redirected_to(job.file("output")), job.file("stacks").open("wb") as stacks:
+        _dump_stacks_on_signal(stacks)
         os.environ.clear()
         os.environ.update(job.environment)
         os.chdir(job.working_directory)
@@ -157,7 +157,7 @@ def _begin_group(running: _Running) -> None:
 
 
 def _await_all(store: Any, milestone: str, world_size: int, patience_s: float = math.inf) -> bool:
-    """Say that this rank is there, and wait for the others; who calls the harness bounds the wait."""
+    """Wait until all ranks are there; who calls the harness bounds the wait."""
     until = time.monotonic() + patience_s
     store.add(milestone, 1)
     while store.add(milestone, 0) < world_size:
@@ -184,7 +184,7 @@ def _end_with_parent() -> None:
         fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
 
 
-def _tell_stacks_on_signal(stacks: BinaryIO) -> None:
+def _dump_stacks_on_signal(stacks: BinaryIO) -> None:
     # Chained to the default action, which ends the process: whoever waits for the end has the whole dump.
     # Not SIGUSR1, which a checkpointer takes.
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
@@ -193,8 +193,8 @@ def _tell_stacks_on_signal(stacks: BinaryIO) -> None:
 
 
 @contextlib.contextmanager
-def _said_to(file: Path) -> Iterator[None]:
-    """Send what this process says, in Python or below it, to a file."""
+def _redirected_to(file: Path) -> Iterator[None]:
+    """Send the output of this process, of Python or below it, to a file."""
     target = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -210,7 +210,7 @@ def _said_to(file: Path) -> Iterator[None]:
 
 
 def _readable_traceback() -> str:
-    """The current exception from the first frame outside this room."""
+    """The current exception from the first frame outside this module."""
     kind, error, tb = sys.exc_info()
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next

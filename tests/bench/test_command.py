@@ -29,8 +29,8 @@ def bench(folder: Path, kind: str, *more: str) -> dict[str, Any]:
     where = [] if kind == "staging" else ["--dir", str(folder)]
     arguments = ["bench", kind, "--scale", "0.001", "--rounds", "2", "--json", str(file), *where, *more]
     assert cli.main(arguments) == 0
-    told: dict[str, Any] = json.loads(file.read_text())
-    return told
+    seen: dict[str, Any] = json.loads(file.read_text())
+    return seen
 
 
 def rows(group: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -41,11 +41,11 @@ def rows(group: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_medians_and_ratios_follow_from_the_samples_of_the_same_run(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = bench(tmp_path, kind, *FEW[kind])
+    seen = bench(tmp_path, kind, *FEW[kind])
     names = FEW[kind][FEW[kind].index("--rows") + 1].split(",")
-    assert told["settings"]["rounds"] == 2
-    assert [group["name"] for group in told["groups"]] == (["large", "lora"] if kind == "staging" else ["gpt"])
-    for group in told["groups"]:
+    assert seen["settings"]["rounds"] == 2
+    assert [group["name"] for group in seen["groups"]] == (["large", "lora"] if kind == "staging" else ["gpt"])
+    for group in seen["groups"]:
         found = rows(group)
         assert set(found) == {"ceiling", *names}
         top = statistics.median(found["ceiling"]["seconds"]["samples"])
@@ -61,8 +61,8 @@ def test_medians_and_ratios_follow_from_the_samples_of_the_same_run(
 
 
 def test_stall_measures_what_a_checkpoint_costs_in_a_process_of_its_own(tmp_path: Path) -> None:
-    told = bench(tmp_path, "stall", *FEW["stall"])
-    (group,) = told["groups"]
+    seen = bench(tmp_path, "stall", *FEW["stall"])
+    (group,) = seen["groups"]
     found = rows(group)
     assert list(found) == ["none", "torch:async_save", "pinned_cached+dcp", "again:none"]
     base = found["none"]["segment"]["samples"]
@@ -78,11 +78,11 @@ def test_stall_measures_what_a_checkpoint_costs_in_a_process_of_its_own(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(FEW))
 def test_every_row_that_is_there_can_be_measured(kind: str, tmp_path: Path) -> None:
-    told = bench(tmp_path, kind)
-    assert [row for group in told["groups"] for row in group["rows"] if "failure" in row] == []
+    seen = bench(tmp_path, kind)
+    assert [row for group in seen["groups"] for row in group["rows"] if "failure" in row] == []
 
 
-def test_the_machine_is_told(tmp_path: Path) -> None:
+def test_the_machine_is_reported(tmp_path: Path) -> None:
     environment = bench(tmp_path, "staging", "--states", "small", "--rows", "blocking")["environment"]
     assert environment["torch"] == torch.__version__
     assert environment["cores"] == len(os.sched_getaffinity(0))
@@ -117,11 +117,11 @@ def test_what_cannot_be_had_is_refused_on_one_screen(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", *arguments]) == 2
-    told = capsys.readouterr()
-    assert words in told.err
-    assert told.out == ""
-    assert len(told.err.splitlines()) <= 5
-    assert "Traceback" not in told.err
+    seen = capsys.readouterr()
+    assert words in seen.err
+    assert seen.out == ""
+    assert len(seen.err.splitlines()) <= 5
+    assert "Traceback" not in seen.err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -133,9 +133,9 @@ def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", list(FEW))
 def test_every_kind_runs_with_the_state_on_a_device(kind: str, tmp_path: Path) -> None:
-    told = bench(tmp_path, kind, *FEW[kind], "--device", "cuda")
-    assert told["environment"]["device"]
-    assert [row for group in told["groups"] for row in group["rows"] if "failure" in row] == []
+    seen = bench(tmp_path, kind, *FEW[kind], "--device", "cuda")
+    assert seen["environment"]["device"]
+    assert [row for group in seen["groups"] for row in group["rows"] if "failure" in row] == []
 
 
 def test_a_row_that_fails_is_an_exit_code(

@@ -13,7 +13,7 @@ import pytest
 
 import stagereg.bench.endurance as endurance
 from stagereg import cli
-from stagereg.bench.endurance import MARKS, Mark, Settings, endure, grown, measured, table
+from stagereg.bench.endurance import MARKS, EnduranceSettings, Mark, endure, grown, measured, table
 from stagereg.errors import LaunchError
 from stagereg.registry import build, register
 
@@ -30,7 +30,7 @@ def marks(**each_save: float) -> list[Mark]:
 
 
 @pytest.mark.parametrize(
-    ("left", "told"),
+    ("left", "shown"),
     [
         ({}, None),
         ({"objects": 1, "seconds": 1}, None),
@@ -46,12 +46,12 @@ def marks(**each_save: float) -> list[Mark]:
         ({"disk": 1000}, "disk"),
     ],
 )
-def test_what_each_save_leaves_behind_is_told(left: dict[str, float], told: str | None) -> None:
+def test_what_each_save_leaves_behind_is_reported(left: dict[str, float], shown: str | None) -> None:
     found = grown(marks(**left))
-    assert [line.partition(":")[0] for line in found] == ([told] if told else [])
+    assert [line.partition(":")[0] for line in found] == ([shown] if shown else [])
 
 
-def test_an_unfinished_checkpoint_is_told_at_whatever_mark() -> None:
+def test_an_unfinished_checkpoint_is_reported_at_whatever_mark() -> None:
     flat = marks()
     assert grown([*flat[:4], replace(flat[4], unfinished=1), *flat[5:]]) == ["unfinished: 0 at first, 1 later"]
 
@@ -97,7 +97,7 @@ def leaking(registry_as_before: None) -> Iterator[None]:
 
 
 def test_a_stager_that_leaves_files_open_is_seen_in_a_real_run(leaking: None, folders: dict[str, str]) -> None:
-    seen = endure(Settings("leaking", "dcp", 10, 2, **folders))
+    seen = endure(EnduranceSettings("leaking", "dcp", 10, 2, **folders))
     assert [mark.saves for mark in seen] == list(range(1, 11))
     assert seen[-1].descriptors - seen[0].descriptors == 9
     assert "descriptors" in " ".join(grown(seen))
@@ -107,7 +107,7 @@ def test_a_stager_that_leaves_files_open_is_seen_in_a_real_run(leaking: None, fo
 @pytest.mark.slow
 def test_counts_are_of_this_process_and_its_writer(folders: dict[str, str]) -> None:
     others = len(list(endurance._children(os.getpid())))  # what earlier tests have started
-    seen = endure(Settings("shared", "direct", 10, 1, **folders))
+    seen = endure(EnduranceSettings("shared", "direct", 10, 1, **folders))
     assert {mark.processes for mark in seen} == {others + 2}
     assert all(mark.seconds > 0 for mark in seen)
     assert seen[-1].unfinished == 0
@@ -116,7 +116,7 @@ def test_counts_are_of_this_process_and_its_writer(folders: dict[str, str]) -> N
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+def test_a_process_that_fails_is_an_error_with_its_last_output(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"(?s)exit code 1.*nowhere"):
         measured("nowhere", "dcp", 10, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -137,9 +137,9 @@ def test_what_cannot_be_had_is_refused_before_anything_is_saved(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "endurance", *arguments]) == 2
-    told = capsys.readouterr()
-    assert words in told.err
-    assert told.out == ""
+    shown = capsys.readouterr()
+    assert words in shown.err
+    assert shown.out == ""
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_hundreds_of_checkpoints_leave_nothing_behind(
     out = capsys.readouterr().out
     assert ended == 0, out
     assert out.splitlines()[-1] == "Nothing has grown."
-    told = json.loads(file.read_text())
-    assert [mark["saves"] for mark in told["marks"]] == list(range(50, 501, 50))
-    assert told["marks"][-1]["processes"] == (2 if stager == "shared" else 1)
+    shown = json.loads(file.read_text())
+    assert [mark["saves"] for mark in shown["marks"]] == list(range(50, 501, 50))
+    assert shown["marks"][-1]["processes"] == (2 if stager == "shared" else 1)
     assert list(tmp_path.iterdir()) == [file]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stagereg.bench.measure as measure
-from stagereg.bench.measure import Case, NotThere, Series, Watch, interleave, spread
+from stagereg.bench.measure import Case, NotThere, Series, Stopwatch, interleave, spread
 from stagereg.bench.report import of_series
 
 SECONDS = st.floats(min_value=1e-6, max_value=1e3)
@@ -35,7 +35,7 @@ class Worker(Case):
         self.clock, self.log, self.seconds = clock, log, iter(seconds)
         self.closed = 0
 
-    def sample(self, watch: Watch) -> Mapping[str, float]:
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         self.log.append(self.rows[0])
         watch.start()
         self.clock.now += next(self.seconds)
@@ -48,13 +48,13 @@ class Worker(Case):
 def test_every_round_runs_every_case_once_in_the_same_order() -> None:
     clock, log = Clock(), []
     cases = [Worker(row, clock, log, *[1.0] * 4) for row in "ABC"]
-    interleave(cases, 3, Watch(clock=clock))
+    interleave(cases, 3, Stopwatch(clock=clock))
     assert log == list("ABC") * 4
 
 
 def test_the_first_round_only_warms_up() -> None:
     clock = Clock()
-    (series,) = interleave([Worker("A", clock, [], 99.0, 1.0, 2.0)], 2, Watch(clock=clock))
+    (series,) = interleave([Worker("A", clock, [], 99.0, 1.0, 2.0)], 2, Stopwatch(clock=clock))
     assert series.samples == [1.0, 2.0]
 
 
@@ -65,7 +65,7 @@ def test_what_changes_between_rounds_is_changed_outside_of_what_is_timed() -> No
         log.append("change")
         clock.now += 50.0
 
-    (series,) = interleave([Worker("A", clock, log, 1.0, 1.0)], 1, Watch(clock=clock), change)
+    (series,) = interleave([Worker("A", clock, log, 1.0, 1.0)], 1, Stopwatch(clock=clock), change)
     assert log == ["change", "A", "change", "A", "change"]
     assert series.samples == [1.0]
 
@@ -96,14 +96,12 @@ def test_the_spread_of_known_samples() -> None:
 
 
 @pytest.mark.parametrize("trim", [True, False])
-def test_freed_memory_goes_back_before_each_sample_unless_told_otherwise(
-    trim: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_freed_memory_goes_back_before_each_sample_by_default(trim: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     monkeypatch.setattr(measure, "_malloc_trim", lambda pad: log.append("trim"))
     clock = Clock()
     cases = [Worker(row, clock, log, 1.0, 1.0) for row in "AB"]
-    interleave(cases, 1, Watch(clock=clock), trim=trim)
+    interleave(cases, 1, Stopwatch(clock=clock), trim=trim)
     assert log == (["trim", "A", "trim", "B"] if trim else ["A", "B"]) * 2
 
 
@@ -112,7 +110,7 @@ class Broken(Worker):
 
     error: Exception = OSError("no space")
 
-    def sample(self, watch: Watch) -> Mapping[str, float]:
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         if self.log.count(self.rows[0]) == 2:
             raise self.error
         return super().sample(watch)
@@ -121,7 +119,7 @@ class Broken(Worker):
 def test_a_case_that_fails_is_left_out_and_the_others_go_on() -> None:
     clock, log = Clock(), []
     cases = [Broken("A", clock, log, 1.0, 1.0), Worker("B", clock, log, *[1.0] * 5)]
-    broken, good = interleave(cases, 4, Watch(clock=clock))
+    broken, good = interleave(cases, 4, Stopwatch(clock=clock))
     assert broken == Series("A", [], failure="OSError: no space")
     assert good.samples == [1.0] * 4
     assert log == list("ABABBBB")[:7]
@@ -130,7 +128,7 @@ def test_a_case_that_fails_is_left_out_and_the_others_go_on() -> None:
 def test_what_cannot_be_measured_here_is_missing_and_no_failure() -> None:
     case = Broken("A", Clock(), ["A", "A"])
     case.error = NotThere("no such stager")
-    (series,) = interleave([case], 1, Watch())
+    (series,) = interleave([case], 1, Stopwatch())
     assert (series.missing, series.failure, series.samples) == ("no such stager", "", [])
 
 
@@ -140,7 +138,7 @@ def test_a_case_that_does_not_do_what_it_should_has_no_figures() -> None:
             raise ValueError("not equal")
 
     clock = Clock()
-    (series,) = interleave([Wrong("A", clock, [], 1.0, 1.0)], 1, Watch(clock=clock))
+    (series,) = interleave([Wrong("A", clock, [], 1.0, 1.0)], 1, Stopwatch(clock=clock))
     assert series == Series("A", [], failure="ValueError: not equal")
 
 
@@ -150,7 +148,7 @@ def test_all_cases_are_closed_however_it_ends() -> None:
     stopped.error = KeyboardInterrupt()  # type: ignore[assignment]
     other = Worker("B", clock, [])
     with pytest.raises(KeyboardInterrupt):
-        interleave([stopped, other], 1, Watch(clock=clock))
+        interleave([stopped, other], 1, Stopwatch(clock=clock))
     assert (stopped.closed, other.closed) == (1, 1)
 
 
@@ -161,7 +159,7 @@ def test_the_device_is_done_before_the_clock_is_looked_at() -> None:
     def settle() -> None:
         clock.now += work.pop(0) if work else 0.0
 
-    watch = Watch(settle, clock)
+    watch = Stopwatch(settle, clock)
     watch.start()  # what was under way before, 2 s, does not count
     assert watch.lap(settled=False) == 0.0
     assert watch.lap() == 5.0

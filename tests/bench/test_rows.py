@@ -18,7 +18,7 @@ import stagereg.bench.stall as stall
 import stagereg.bench.states as states
 from stagereg import machine
 from stagereg.bench.ceiling import RawWrite, flush
-from stagereg.bench.measure import Series, Watch, interleave
+from stagereg.bench.measure import Series, Stopwatch, interleave
 from stagereg.bench.write import Durable
 from stagereg.errors import LaunchError, UnknownNameError
 
@@ -68,12 +68,12 @@ class Later(Aliasing):
 @pytest.mark.parametrize(("stager", "words"), [(Aliasing, "shares the memory"), (Stale, "differs from the state")])
 def test_a_stager_that_does_not_copy_has_no_figures(stager: type[Aliasing], words: str) -> None:
     state = states.make("large", 0.0001)
-    (series,) = interleave([staging.Warm(("row",), stager, state)], 2, Watch(), state.change)
+    (series,) = interleave([staging.Warm(("row",), stager, state)], 2, Stopwatch(), state.change)
     assert words in series.failure
     assert series.samples == []
 
 
-def test_a_background_copy_is_told_by_the_time_in_the_call_and_the_time_until_it_is_there() -> None:
+def test_a_background_copy_has_the_time_in_the_call_and_the_time_until_it_is_there() -> None:
     now = [0.0]
 
     def tick(seconds: float) -> None:
@@ -81,7 +81,7 @@ def test_a_background_copy_is_told_by_the_time_in_the_call_and_the_time_until_it
 
     state = states.make("large", 0.0001)
     case = staging.Warm(("row:blocked", "row:done"), lambda: Later(tick), state)
-    blocked, done = interleave([case], 1, Watch(clock=lambda: now[0]), state.change)
+    blocked, done = interleave([case], 1, Stopwatch(clock=lambda: now[0]), state.change)
     assert (blocked.samples, done.samples) == ([1.0], [4.0])
 
 
@@ -92,7 +92,7 @@ def test_a_stager_that_is_not_registered_is_not_there(monkeypatch: pytest.Monkey
     monkeypatch.setattr(staging, "build", build)
     state = states.make("large", 0.0001)
     cases = [case for case in staging.cases(state, "cpu") if case.rows in (("blocking",), ("first:blocking",))]
-    series = interleave(cases, 1, Watch())
+    series = interleave(cases, 1, Stopwatch())
     assert len(series) == 2
     assert all(one.missing and not one.failure and not one.samples for one in series)
 
@@ -108,7 +108,7 @@ def test_the_frozen_part_is_declared_to_the_incremental_stager(monkeypatch: pyte
     monkeypatch.setattr(staging, "build", build)
     for name in ("lora", "large"):
         cases = staging.cases(states.make(name, 0.0001), "cpu")
-        interleave([case for case in cases if "incremental" in case.rows[0]], 1, Watch())
+        interleave([case for case in cases if "incremental" in case.rows[0]], 1, Stopwatch())
     assert asked == [{"frozen": ["base.*"]}] * 2 + [{}] * 2  # warm and first
 
 
@@ -143,18 +143,18 @@ def test_a_write_is_timed_with_its_flush(tmp_path: Path, monkeypatch: pytest.Mon
         now[0] += 10.0
 
     monkeypatch.setattr(ceiling.os, "fsync", fsync)
-    (series,) = interleave([Durable("row", lambda: saved, 5, lambda: tmp_path)], 1, Watch(clock=lambda: now[0]))
+    (series,) = interleave([Durable("row", lambda: saved, 5, lambda: tmp_path)], 1, Stopwatch(clock=lambda: now[0]))
     assert series.samples == [12.0]  # the file and the directory
 
 
 def test_a_storage_that_writes_too_little_has_no_figures(tmp_path: Path) -> None:
     case = Durable("row", lambda: lambda folder: (folder / "file").write_bytes(b"1234"), 5, lambda: tmp_path)
-    (series,) = interleave([case], 1, Watch())
+    (series,) = interleave([case], 1, Stopwatch())
     assert "only 4 of 5 bytes" in series.failure
 
 
 @pytest.mark.parametrize("refused", [True, False])
-def test_the_ceiling_of_a_disk_falls_back_to_buffered_writes_and_says_so(
+def test_the_ceiling_of_a_disk_falls_back_to_buffered_writes_and_that_is_reported(
     refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, flags = os.open, []
@@ -169,7 +169,7 @@ def test_the_ceiling_of_a_disk_falls_back_to_buffered_writes_and_says_so(
     monkeypatch.setattr(ceiling.os, "open", opened)
     said: list[str] = []
     case = RawWrite("ceiling", 5000, lambda: tmp_path, said.append)
-    (series,) = interleave([case], 1, Watch())
+    (series,) = interleave([case], 1, Stopwatch())
     assert series.samples
     assert (tmp_path / "bytes").stat().st_size == 8192  # whole pages
     direct = [bool(how & os.O_DIRECT) for how in flags]
@@ -180,7 +180,7 @@ def test_the_ceiling_of_a_disk_falls_back_to_buffered_writes_and_says_so(
 def test_the_memory_ceiling_copies_every_byte() -> None:
     case = ceiling.Memmove("ceiling", 4097)
     to = case._to.zero_()
-    case.sample(Watch())
+    case.sample(Stopwatch())
     assert bool((to == 1).all())
     case.close()
 
@@ -202,14 +202,14 @@ def test_lost_is_a_segment_less_the_same_rounds_segment_without_a_checkpoint() -
 
 
 @pytest.mark.slow
-def test_a_loop_that_dies_tells_its_last_words(tmp_path: Path) -> None:
+def test_a_loop_that_dies_reports_its_last_output(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"(?s)1 torch threads.*nowhere"):
         stall.measured(["none"], 1, 1, 0.001, "nowhere", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("load", "cores", "noisy"), [(1.01, 2, True), (1.0, 2, False), (8.0, 64, False)])
-def test_a_load_above_half_of_the_cores_is_said_to_be_noisy(load: float, cores: int, noisy: bool) -> None:
+def test_a_load_above_half_of_the_cores_is_called_noisy(load: float, cores: int, noisy: bool) -> None:
     assert bool(machine.noise_warning(load, cores)) is noisy
 
 

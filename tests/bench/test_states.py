@@ -29,7 +29,7 @@ def named(tree: dict[Any, Any], above: str = "") -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "mib", "count"), [("large", 1024, 24), ("gpt", 886, 592), ("small", 49, 20_000), ("lora", 631, 450)]
 )
-def test_a_state_has_the_size_it_is_said_to_have(name: str, mib: int, count: int) -> None:
+def test_a_state_has_its_declared_size(name: str, mib: int, count: int) -> None:
     state = full_size(name)
     assert state.count == count
     assert state.nbytes / MIB == pytest.approx(mib, rel=0.01)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-import stagereg.bench.join as join
+import stagereg.bench.join_rows as join
 import stagereg.bench.staging as staging
 import stagereg.bench.stall as stall
 import stagereg.bench.write as write
-from stagereg.bench.joinrank import MODELS
+from stagereg.bench.join_rank import MODELS
 from stagereg.bench.report import Group, Line, figures
 from stagereg.bench.states import STATES
 from stagereg.bench.targets import TARGETS, Noise, Target, judge
@@ -48,7 +48,7 @@ def test_nothing_lost_means_no_more_than_the_noise(lost: float, noise: float, ma
 
 
 @pytest.mark.parametrize(("ratio", "mark"), [(1.0, "aim reached"), (1.03, "aim reached"), (1.04, "missed")])
-def test_within_noise_means_no_more_than_the_run_cannot_tell_from_nothing(ratio: float, mark: str) -> None:
+def test_within_noise_means_no_more_than_the_noise_of_the_run(ratio: float, mark: str) -> None:
     target = Target("join", "step", "medium/2", "mine", "torch", "1.01", reach=Noise(), aim=Noise())
     assert judge(target, {("medium/2", "mine", "x"): ratio}, noise=1.034).mark == mark
 
@@ -58,7 +58,7 @@ def test_a_row_of_another_group_or_unit_is_no_measurement() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t.kind}-{t.group}-{t.row}-{t.unit}")
-def test_each_target_speaks_of_a_row_and_a_group_that_there_are(target: Target) -> None:
+def test_each_target_names_a_row_and_a_group_that_there_are(target: Target) -> None:
     rows = {"staging": staging.row_names("cpu"), "write": write.row_names(), "stall": stall.row_names()}
     rows["join"] = join.row_names()
     groups = {"stall": ["1", "2"], "join": [join.group_name(model, ranks) for model in MODELS for ranks in (2, 4)]}

@@ -216,9 +216,9 @@ def run(fault: Fault) -> Result:
             subprocess.run(["umount", folder], check=True)
         if fault.user and folder.exists():
             folder.chmod(0o700)
-        ended, told = _forked(lambda: print(json.dumps(look(folder)), file=sys.stderr), home)
-        assert ended == 0, told
-        loads, resumes = json.loads(told.splitlines()[-1])
+        ended, shown = _forked(lambda: print(json.dumps(look(folder)), file=sys.stderr), home)
+        assert ended == 0, shown
+        loads, resumes = json.loads(shown.splitlines()[-1])
         return Result(status, _plain(saw, home), loads, resumes)
 
 

@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 import stagereg.checkpoint.interval as interval
 import stagereg.config.schema as schema
 from stagereg import registry
-from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.schedule import Automatic
 from stagereg.config.instantiate import instantiate
 from stagereg.errors import CheckpointError, ConfigError, StagingError
@@ -39,7 +39,7 @@ class Training:
     def __init__(self, step_s: float, stall_s: float, write_s: float, slower: float = 1.0, ranks: Any = None) -> None:
         self.step_s, self.stall_s, self.write_s, self.slower = step_s, stall_s, write_s, slower
         self.now = 1000.0
-        self.schedule = Automatic(MTBF_S, ranks or Agreement(), lambda: self.now)
+        self.schedule = Automatic(MTBF_S, ranks or RankGroup(), lambda: self.now)
         self.pending: list[float] = []
         self.saved: list[int] = []
         self.busy: list[int] = []
@@ -177,7 +177,7 @@ def test_checkpoints_that_are_lost_leave_a_plan() -> None:
 
 def many_runs(rank: int, world_size: int, seeds: int) -> list[list[int]]:
     runs = []
-    ranks = Agreement()
+    ranks = RankGroup()
     for seed in range(seeds):
         chance = random.Random(seed * world_size + rank)  # each rank has times of its own
         times = [10 ** chance.uniform(*between) for between in ((-2, 0), (-2, 1), (-2, 1))]
@@ -193,7 +193,7 @@ def many_runs(rank: int, world_size: int, seeds: int) -> list[list[int]]:
 def two_groups(rank: int) -> list[int]:
     """Ranks 0 and 1 save together, and rank 2 for itself."""
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
-    training = Training([0.1, 0.2, 0.4][rank], 0.1, 1.0, ranks=Agreement(groups[rank // 2]))
+    training = Training([0.1, 0.2, 0.4][rank], 0.1, 1.0, ranks=RankGroup(groups[rank // 2]))
     training.steps(1, 800)
     return [*training.saved, training.schedule.every]
 
@@ -251,35 +251,35 @@ def all_of_it(rank: int, world_size: int, root: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(all_of_it, nproc=3, args=(str(tmp_path_factory.mktemp("ranks")),))
 
 
-def test_all_ranks_save_at_the_same_steps_whatever_each_of_them_measures(told: list[dict[str, Any]]) -> None:
-    for runs in zip(*(one["runs"] for one in told), strict=True):
+def test_all_ranks_save_at_the_same_steps_whatever_each_of_them_measures(seen: list[dict[str, Any]]) -> None:
+    for runs in zip(*(one["runs"] for one in seen), strict=True):
         assert all(run == runs[0] for run in runs)
-    assert len({tuple(run) for run in told[0]["runs"]}) > 5  # that is, they have something to agree upon
+    assert len({tuple(run) for run in seen[0]["runs"]}) > 5  # that is, they have something to agree upon
 
 
-def test_ranks_of_other_groups_are_not_asked(told: list[dict[str, Any]]) -> None:
-    first, second, third = (one["groups"] for one in told)
+def test_ranks_of_other_groups_are_not_asked(seen: list[dict[str, Any]]) -> None:
+    first, second, third = (one["groups"] for one in seen)
     assert first == second
     assert first[-1] == Training(0.1, 0.1, 1.0).best  # of the rank whose steps are shorter
     assert third[-1] == Training(0.4, 0.1, 1.0).best < first[-1]
 
 
-def test_ranks_stay_together_when_one_cannot_stage(told: list[dict[str, Any]]) -> None:
-    saved = [one["files"][0] for one in told]
+def test_ranks_stay_together_when_one_cannot_stage(seen: list[dict[str, Any]]) -> None:
+    saved = [one["files"][0] for one in seen]
     assert all(steps == saved[0] for steps in saved)
     assert {10, 20, 30} <= set(saved[0])
-    assert all("is broken here" in " ".join(one["files"][1]) for one in told)
-    steps = {one["files"][2] for one in told}
+    assert all("is broken here" in " ".join(one["files"][1]) for one in seen)
+    steps = {one["files"][2] for one in seen}
     assert len(steps) == 1
     assert steps <= set(saved[0]) - {30}
 
 
-def test_ranks_that_were_told_differently_all_hear_of_it(told: list[dict[str, Any]]) -> None:
-    assert {one["differing"] for one in told} == {"every must be the same on all ranks, which have 7, auto, auto."}
+def test_ranks_with_different_options_all_raise(seen: list[dict[str, Any]]) -> None:
+    assert {one["differing"] for one in seen} == {"every must be the same on all ranks, which have 7, auto, auto."}
 
 
 def test_every_is_a_number_from_the_first_step_to_the_last(tmp_path: Path) -> None:
@@ -324,6 +324,6 @@ def test_a_config_takes_a_number_of_steps_or_auto(every: object, tmp_path: Path)
         assert checkpointer.every == (50 if every == 50 else 10)
 
 
-def test_a_config_that_misspells_auto_is_told_so(tmp_path: Path) -> None:
+def test_a_config_that_misspells_auto_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'atuo'\. Did you mean 'auto'\?"):
         instantiate(config(dir=str(tmp_path), every="atuo"))

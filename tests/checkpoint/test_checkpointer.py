@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import format_utils
 
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.stagers.async_stager import AsyncStager
 
@@ -102,11 +102,11 @@ def test_restore_skips_what_is_incomplete_or_damaged_with_a_warning(
     state = {"x": torch.zeros(100)}
     with Checkpointer(str(tmp_path)) as checkpointer:
         assert checkpointer.restore(state) == 1
-    told = [record.message for record in caplog.records if record.name.endswith("restoring")]
-    assert told[0].endswith("step-00000004 is damaged and passed over:\n  manifest.json: missing")
-    assert "step-00000003 is damaged and passed over:\n  __0_0.distcp: truncated: 100 of " in told[1]
-    assert "step-00000002 is damaged and passed over:\n  __0_0.distcp: flipped bits" in told[2]
-    assert told[3:] == ["Resumed from step 1, NOT from step 4, which is damaged: 3 steps are lost."]
+    seen = [record.message for record in caplog.records if record.name.endswith("restoring")]
+    assert seen[0].endswith("step-00000004 is damaged and passed over:\n  manifest.json: missing")
+    assert "step-00000003 is damaged and passed over:\n  __0_0.distcp: truncated: 100 of " in seen[1]
+    assert "step-00000002 is damaged and passed over:\n  __0_0.distcp: flipped bits" in seen[2]
+    assert seen[3:] == ["Resumed from step 1, NOT from step 4, which is damaged: 3 steps are lost."]
 
 
 def test_a_damaged_checkpoint_asked_for_by_path_is_an_error(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_a_checkpoint_is_one_of_its_directory_by_whatever_path_it_is_named(
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with Checkpointer(str(tmp_path / "run")) as checkpointer:
         checkpointer.save(1, {"x": 1})
-    monkeypatch.setattr(LocalPlace, "publish", lambda *_: 1 // 0)
+    monkeypatch.setattr(LocalStore, "publish", lambda *_: 1 // 0)
     for named, used in (("link", "run"), ("run", "link")):
         path = str(tmp_path / named / "step-00000001")
         with Checkpointer(str(tmp_path / used), resume=path) as checkpointer:

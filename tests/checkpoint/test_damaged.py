@@ -16,10 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import stagereg.checkpoint.place.local as local
+import stagereg.checkpoint.store.local_store as local
 from stagereg import record
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError
 from stagereg.testing.ranks import run_ranks
 
@@ -52,7 +52,7 @@ def flip(path: Path, bit: int | None = None) -> None:
     path.write_bytes(content)
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def seen(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged of checkpoints since the last time."""
     messages = [each.getMessage() for each in caplog.records if each.name.startswith("stagereg.checkpoint")]
     caplog.clear()
@@ -100,7 +100,7 @@ def test_whatever_happens_to_a_file_is_found_and_named_and_the_one_before_is_loa
     caplog.clear()
     step, _ = restore(root)
     assert step == 100
-    block, end = told(caplog)
+    block, end = seen(caplog)
     assert block.startswith(f"{path_of(root, 200)} is damaged and passed over:\n  {name}: ")
     words = {"flip": "flipped bits", "cut": "truncated: ", "remove": "missing"}
     words["other"] = f"of another checkpoint: step-00000100/{name}"
@@ -117,11 +117,11 @@ def test_a_fast_look_finds_sizes_and_what_cannot_be_read_is_found_in_reading(
     metadata.write_bytes(b"\0" * metadata.stat().st_size)
     step, state = restore(root, verify="fast")
     assert (step, state["n"]) == (100, 100)
-    assert ".metadata: flipped bits" in told(caplog)[0]
+    assert ".metadata: flipped bits" in seen(caplog)[0]
 
 
 def test_a_fast_look_does_not_read_the_content(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalPlace, "contents", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(LocalStore, "contents", lambda *_: pytest.fail("it was read"))
     assert restore(root, verify="fast")[0] == 200
 
 
@@ -129,16 +129,16 @@ def test_what_only_reading_finds_falls_back_before_any_object_was_touched(
     root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file goes away between the look at it and the reading."""
-    real = LocalPlace.contents
+    real = LocalStore.contents
 
-    def contents(self: LocalPlace, path: str, names: Any) -> Any:
+    def contents(self: LocalStore, path: str, names: Any) -> Any:
         found = real(self, path, names)
         (path_of(root, 200) / DATA).unlink(missing_ok=True)
         return found
 
-    monkeypatch.setattr(LocalPlace, "contents", contents)
+    monkeypatch.setattr(LocalStore, "contents", contents)
     assert restore(root)[0] == 100
-    assert f"{DATA}: missing" in told(caplog)[0]
+    assert f"{DATA}: missing" in seen(caplog)[0]
 
 
 def test_a_start_from_scratch_is_not_made_where_there_are_only_damaged_ones(root: Path) -> None:
@@ -184,12 +184,12 @@ def test_retention_neither_counts_nor_deletes_a_damaged_one(root: Path, caplog: 
         checkpointer.save(150, state)
         checkpointer.wait()
         assert sorted(path.name for path in root.glob("step-*")) == [path_of(root, s).name for s in (150, 200, 300)]
-        told(caplog)
+        seen(caplog)
         checkpointer.save(200, state)
         checkpointer.save(300, state)
         checkpointer.wait()
     assert [path.name for path in root.glob("step-*")] == ["step-00000300"]
-    assert told(caplog) == [
+    assert seen(caplog) == [
         f"stagereg: the damaged checkpoint {path_of(root, step)} is replaced: step {step} was saved again."
         for step in (200, 300)
     ]
@@ -204,15 +204,15 @@ def test_one_that_is_put_back_is_not_newer_than_what_was_saved_meanwhile(root: P
     assert restore(root)[0] == 150
 
 
-def test_an_old_damaged_one_is_told_but_costs_no_steps(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_old_damaged_one_is_reported_but_costs_no_steps(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(root, 300)
     (path_of(root, 300) / "manifest.json").unlink()
     assert restore(root)[0] == 200
-    assert len(told(caplog)) == 2
+    assert len(seen(caplog)) == 2
     save(root, 250)
-    told(caplog)
+    seen(caplog)
     assert restore(root)[0] == 250
-    assert told(caplog) == [f"{path_of(root, 300)} is damaged and passed over:\n  manifest.json: missing"]
+    assert seen(caplog) == [f"{path_of(root, 300)} is damaged and passed over:\n  manifest.json: missing"]
     assert restore(root, resume="latest")[0] == 250
 
 
@@ -260,7 +260,7 @@ def test_an_error_of_the_objects_is_no_damage(root: Path, caplog: pytest.LogCapt
             checkpointer.verify = verify
             with pytest.raises(CheckpointError, match="no 'y' in it"):
                 checkpointer.restore({"y": 0})
-    assert told(caplog) == []
+    assert seen(caplog) == []
 
 
 def test_a_fallback_is_recorded_for_the_report(root: Path, tmp_path: Path) -> None:
@@ -316,26 +316,26 @@ def restore_on_two_ranks(rank: int, world_size: int, root: str) -> list[tuple[in
             checkpointer._ranks.exchange(None)
             log.lines.clear()
             state: dict[str, Any] = {"object": Object(0), own: torch.zeros(50)}
-            told: int | str
+            seen: int | str
             try:
-                told = checkpointer.restore(state) or 0
+                seen = checkpointer.restore(state) or 0
             except CheckpointError as error:
-                told = str(error)
-            found.append((told, state["object"].loaded, float(state[own][0]), list(log.lines)))
+                seen = str(error)
+            found.append((seen, state["object"].loaded, float(state[own][0]), list(log.lines)))
 
         again(lambda: None)
-        real = LocalPlace.contents
+        real = LocalStore.contents
         if rank == 1:
-            LocalPlace.contents = lambda self, path, names: dict.fromkeys(names, "missing")  # type: ignore
+            LocalStore.contents = lambda self, path, names: dict.fromkeys(names, "missing")  # type: ignore
         again(lambda: None)
-        LocalPlace.contents = real  # type: ignore[method-assign]
+        LocalStore.contents = real  # type: ignore[method-assign]
         again(lambda: flip(file))
         checkpointer.verify = "fast"
         again(lambda: file.write_bytes(bytes(file.stat().st_size)))
     return found
 
 
-def test_ranks_find_damage_together_tell_it_once_and_touch_nothing_before_all_have_read(tmp_path: Path) -> None:
+def test_ranks_find_damage_together_report_it_once_and_touch_nothing_before_all_have_read(tmp_path: Path) -> None:
     ranks = run_ranks(restore_on_two_ranks, nproc=2, args=(str(tmp_path),))
     for rank, (whole, blind, flipped, unreadable) in enumerate(ranks):
         assert flipped[:3] == (1, [1], 1.0)

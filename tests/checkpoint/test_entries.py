@@ -21,9 +21,9 @@ def saved(root: Path, state: dict[str, Any]) -> Checkpointer:
 
 
 def refused(checkpointer: Checkpointer, state: dict[str, Any]) -> str:
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as seen:
         checkpointer.restore(state)
-    return str(told.value)
+    return str(seen.value)
 
 
 @pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
@@ -50,7 +50,7 @@ def test_a_model_that_takes_meta_tensors_by_itself_may(tmp_path: Path) -> None:
     assert torch.equal(model.weight, trained.weight)
 
 
-def test_an_error_that_names_every_tensor_is_told_on_one_screen(tmp_path: Path) -> None:
+def test_an_error_that_names_every_tensor_is_reported_on_one_screen(tmp_path: Path) -> None:
     one = torch.nn.Linear(2, 2)
     many = torch.nn.Sequential(*(torch.nn.Linear(3, 2) for _ in range(100)))
     more = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(100)))
@@ -65,7 +65,7 @@ def test_an_error_that_names_every_tensor_is_told_on_one_screen(tmp_path: Path) 
         assert len(differing.splitlines()) < 12
 
 
-def test_names_that_are_not_there_are_told_with_those_that_are(tmp_path: Path) -> None:
+def test_names_that_are_not_there_are_reported_with_those_that_are(tmp_path: Path) -> None:
     with saved(tmp_path / "own", {"loader.rank0": {"at": 3}}) as checkpointer:
         assert "by each rank for itself. Ask for 'loader.rank0'" in refused(checkpointer, {"loader": {}})
         assert "Did you mean 'loader.rank0'?" in refused(checkpointer, {"loader.rank1": {}})

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-import stagereg.checkpoint.points as points
+import stagereg.checkpoint.failpoints as failpoints
 import stagereg.checkpoint.torchfiles as torchfiles
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.registry import build
 from stagereg.stagers.async_stager import AsyncStager
@@ -71,7 +71,7 @@ def test_a_failed_write_surfaces_at_the_next_call_with_its_cause(tmp_path: Path,
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
 
 
-def test_training_may_go_on_and_save_after_a_failure_was_told(tmp_path: Path, fail_writing: Any) -> None:
+def test_training_may_go_on_and_save_after_a_failure_was_reported(tmp_path: Path, fail_writing: Any) -> None:
     with Checkpointer(str(tmp_path)) as checkpointer:
         fail_writing(FULL)
         checkpointer.save(1, {"x": 1})
@@ -96,10 +96,10 @@ def test_wherever_the_disk_was_full_the_next_save_works_when_it_is_free_again(tm
                     if len(reached) == at + 1:
                         raise OSError(errno.ENOSPC, "No space left on device")
 
-            points.watch(full)
+            failpoints.watch(full)
             checkpointer.save(2 * at, state)
             checkpointer._background.drain()
-            points.watch(None)
+            failpoints.watch(None)
             if len(reached) <= at:
                 break
             with pytest.raises(CheckpointError, match=rf"Step {2 * at} was not saved: OSError: \[Errno 28\]"):
@@ -178,13 +178,13 @@ def test_the_copy_is_let_go_of_when_the_write_has_ended(
 def test_the_copy_is_let_go_of_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stager = Tracked()
     alive: list[Any] = []
-    publish = LocalPlace.publish
+    publish = LocalStore.publish
 
     def watch(*args: Any) -> str:
         alive.extend(copy() for copy in stager.copies)
         return publish(*args)
 
-    monkeypatch.setattr(LocalPlace, "publish", watch)
+    monkeypatch.setattr(LocalStore, "publish", watch)
     with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(10)})
     assert alive == [None]
@@ -233,8 +233,8 @@ def test_a_third_save_waits_for_the_first_and_writes_never_overlap(
         checkpointer.save(2, {"x": 2})
         assert entered.wait(30)
         waiting = threading.Event()
-        room = checkpointer._background.make_room
-        monkeypatch.setattr(checkpointer._background, "make_room", lambda: (waiting.set(), room()))
+        room = checkpointer._background.wait_for_slot
+        monkeypatch.setattr(checkpointer._background, "wait_for_slot", lambda: (waiting.set(), room()))
 
         def save() -> None:
             checkpointer.save(3, {"x": 3})
@@ -267,7 +267,7 @@ if sys.argv[2] == "fails":
     DcpStorage.write_data = full
 if sys.argv[2] == "is_interrupted":
     work = Interrupted()
-    ending.expect(work)
+    ending.wait_for(work)
 checkpointer = Checkpointer(sys.argv[1])
 checkpointer.save(1, {"x": 1})
 print("the loop is done")
@@ -275,7 +275,7 @@ print("the loop is done")
 
 
 @pytest.mark.parametrize(("how", "status"), [("fails", 1), ("works", 0), ("is_interrupted", 1)])
-def test_an_outcome_nobody_asked_for_reaches_the_exit_status(tmp_path: Path, how: str, status: int) -> None:
+def test_a_failure_that_was_not_raised_reaches_the_exit_status(tmp_path: Path, how: str, status: int) -> None:
     command = [sys.executable, "-c", NOBODY_ASKS, str(tmp_path), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == status, done.stderr
@@ -300,7 +300,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(root)], check=True)
 
 
-def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(small_disk: Path) -> None:
+def test_a_full_disk_is_reported_and_the_checkpoints_before_it_stay(small_disk: Path) -> None:
     with Checkpointer(str(small_disk), keep=9) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(100_000)})
         checkpointer.wait()

@@ -21,10 +21,10 @@ import pytest
 import stagereg.checkpoint.background as background_room
 import stagereg.checkpoint.process as process_room
 import stagereg.shutdown as ending
-from stagereg.checkpoint.agreement import Agreement
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.process import WriterProcess
+from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 from stagereg.testing.faults import FaultyStorage
@@ -69,14 +69,14 @@ class Job:
 
 
 class TestBackground:
-    def test_waits_end_with_the_time_out_and_it_is_told_once(self) -> None:
+    def test_waits_end_with_the_time_out_and_it_is_reported_once(self) -> None:
         background, job = Background(0.0), Job()
         background.submit(job)
         assert not background.drain()
         with pytest.raises(CheckpointError, match="too late"):
             background.raise_failure()
         assert background.hanging
-        background.make_room()
+        background.wait_for_slot()
         assert not background.drain()
         background.raise_failure()
         assert job.lates == 1
@@ -86,8 +86,8 @@ class TestBackground:
         assert job.backs == [None]
 
     def test_a_task_behind_one_that_hangs_is_not_late_yet_and_works_when_it_is_back(self) -> None:
-        told: list[CheckpointError] = []
-        background, first, second = Background(0.0, told.append), Job(OSError("gone")), Job()
+        seen: list[CheckpointError] = []
+        background, first, second = Background(0.0, seen.append), Job(OSError("gone")), Job()
         background.submit(first)
         background.submit(second)
         assert not background.drain()
@@ -100,19 +100,19 @@ class TestBackground:
         assert background.drain(30)
         background.raise_failure()
         assert [str(each) for each in first.backs] == ["gone"]
-        assert [str(each) for each in told] == ["too late"], "what has been told is not told again"
+        assert [str(each) for each in seen] == ["too late"], "what has been told is not told again"
 
     def test_failures_are_warnings_where_they_are_to_be(self) -> None:
-        told: list[CheckpointError] = []
-        background, job = Background(math.inf, told.append), Job(OSError("disk"))
+        seen: list[CheckpointError] = []
+        background, job = Background(math.inf, seen.append), Job(OSError("disk"))
         job.go.set()
         background.submit(job)
         assert background.drain(30)
         background.raise_failure()
         background.raise_failure()
-        assert [str(each) for each in told] == ["A save failed: disk"]
+        assert [str(each) for each in seen] == ["A save failed: disk"]
 
-    def test_what_hangs_when_all_is_shut_is_left_and_told_so(self) -> None:
+    def test_what_hangs_when_all_is_shut_is_left_and_logged(self) -> None:
         background, job = Background(0.0), Job()
         background.submit(job)
         background.drain()
@@ -154,7 +154,7 @@ class TestBackground:
         assert background.drain(30)
         assert looked == [True, False]
 
-    def test_without_a_thread_a_task_is_refused_and_nobody_waits_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_thread_a_task_is_refused_and_no_one_waits_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(thread: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
@@ -172,18 +172,18 @@ class TestBackground:
 
 class TestEnding:
     def test_the_last_outcome_of_a_series_counts(self) -> None:
-        ending.outcome("a", CheckpointError("first"))
-        ending.outcome("b", CheckpointError("other"))
-        ending.outcome("a", None)
+        ending.set_last_status("a", CheckpointError("first"))
+        ending.set_last_status("b", CheckpointError("other"))
+        ending.set_last_status("a", None)
         with pytest.raises(CheckpointError, match="other"):
             ending.finish()
         ending.finish()
 
-    def test_what_somebody_was_told_is_not_told_again(self) -> None:
-        told, untold = CheckpointError("heard"), CheckpointError("new")
-        ending.tell(told)
-        ending.tell(untold)
-        ending.take_back(told)
+    def test_a_failure_that_was_raised_is_not_reported_again(self) -> None:
+        seen, untold = CheckpointError("heard"), CheckpointError("new")
+        ending.report_error(seen)
+        ending.report_error(untold)
+        ending.withdraw_error(seen)
         with pytest.raises(CheckpointError) as caught:
             ending.finish()
         assert caught.value is untold
@@ -208,25 +208,25 @@ class TestWriterProcess:
 
     def test_closing_it_now_ends_a_question_that_would_never_be_answered(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(process_room, "_START", "import time; time.sleep(600)")
-        process, told = WriterProcess(), []
+        process, seen = WriterProcess(), []
 
         def ask() -> None:
             try:
                 process.ask(b"question")
             except CheckpointError as error:
-                told.append(str(error))
+                seen.append(str(error))
 
         process.start()
         thread = threading.Thread(target=ask)
         thread.start()
         process.close(now=True)
         thread.join(30)
-        assert len(told) == 1
+        assert len(seen) == 1
         assert process.pid is None
 
 
 @pytest.mark.parametrize("stager", ["blocking", "pinned_cached"])
-def test_training_goes_on_past_a_failed_save_and_the_end_tells_if_it_was_the_last(
+def test_training_goes_on_past_a_failed_save_and_the_end_reports_if_it_was_the_last(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, stager: str
 ) -> None:
     import stagereg
@@ -261,7 +261,7 @@ def test_a_copy_that_fails_is_a_warning_too(tmp_path: Path, caplog: pytest.LogCa
     ending.finish()
 
 
-def test_what_is_in_the_way_of_the_directory_is_not_said_to_be_a_deleted_one(
+def test_what_is_in_the_way_of_the_directory_is_not_called_a_deleted_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
@@ -281,7 +281,7 @@ def test_what_is_in_the_way_of_the_directory_is_not_said_to_be_a_deleted_one(
     assert (run / "step-00000003").exists()
 
 
-def test_what_a_run_was_resumed_from_is_not_said_to_be_in_a_directory_where_it_is_not(tmp_path: Path) -> None:
+def test_what_a_run_was_resumed_from_is_not_called_in_a_directory_where_it_is_not(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path / "old")) as checkpointer:
         checkpointer.save(1, {"x": 1})
     for name, there in (("old", "newest good checkpoint is step 1"), ("new", "This run has no complete checkpoint")):
@@ -373,7 +373,7 @@ def on_two_ranks(rank: int, world_size: int, root: str) -> list[Any]:
     checkpointer.wait()
     checkpointer.save(4, {"x": torch.full((10,), 4.0), f"rank{rank}": rank})
     checkpointer.close()
-    limited = Agreement()
+    limited = RankGroup()
     limited._limit = datetime.timedelta(milliseconds=100)
     gone = ""
     if rank == 0:
@@ -410,7 +410,7 @@ def programs(*names: str) -> dict[str, SimpleNamespace]:
     return {name: SimpleNamespace(**result) for name, result in map(json.loads, done.stdout.splitlines())}
 
 
-def test_the_end_of_a_program_tells_of_a_last_save_that_failed_or_hangs() -> None:
+def test_the_end_of_a_program_reports_of_a_last_save_that_failed_or_hangs() -> None:
     results = programs("eio_last", "hangs_warn")
     for result in results.values():
         assert result.status == 1
@@ -423,7 +423,7 @@ def test_the_end_of_a_program_tells_of_a_last_save_that_failed_or_hangs() -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_fault_leaves_what_was_complete_and_is_told_in_the_exit_status() -> None:
+def test_every_fault_leaves_what_was_complete_and_is_reported_in_the_exit_status() -> None:
     results = programs()
     assert len(results) > 15
     for name, result in results.items():

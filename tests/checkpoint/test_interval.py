@@ -29,7 +29,7 @@ def test_daly_gives_the_figures_of_his_paper(mtbf_h: float, minutes: float) -> N
 
 @settings(deadline=None)
 @given(COSTS, MTBFS)
-def test_daly_is_near_the_optimum_where_it_says_so_and_young_where_costs_are_small(cost: float, mtbf: float) -> None:
+def test_daly_is_near_the_optimum_within_its_bounds_and_young_where_costs_are_small(cost: float, mtbf: float) -> None:
     optimum = interval.optimum(cost * mtbf, mtbf)
     assert abs(interval.daly(cost * mtbf, mtbf) / optimum - 1) < (0.01 if cost < 0.7 else 0.07)
     if cost < 1e-4:

@@ -15,10 +15,10 @@ SCRIPT = """
 import os, shutil, signal, sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
-import stagereg.checkpoint.place.local as local
+import stagereg.checkpoint.store.local_store as local
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.layout import Checkpoint
-from stagereg.checkpoint.place.choice import place_around
+from stagereg.checkpoint.manifest import Checkpoint
+from stagereg.checkpoint.store.open_store import open_parent_store
 
 root = Path(sys.argv[1])
 if sys.argv[2] == "two renames":
@@ -49,7 +49,7 @@ def work(kill_at):
 def check():
     for path in root.iterdir():
         if path.name.startswith("step-"):
-            found = place_around(path).open(str(path))
+            found = open_parent_store(path).open(str(path))
             assert isinstance(found, Checkpoint), (path, found)
     if sys.argv[2] != "two renames":
         template = {"x": torch.zeros(50)}

@@ -21,23 +21,23 @@ import torch
 
 import stagereg.checkpoint.lock as lock
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.lock import Lock, Owner, holder
-from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.lock import DirectoryLock, Owner, holder
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError
 
 BOUND_S = 60
 OTHER = """
 import sys
-from stagereg.checkpoint.lock import Lock
-held = Lock(sys.argv[1], patience=60)
+from stagereg.checkpoint.lock import DirectoryLock
+held = DirectoryLock(sys.argv[1], patience=60)
 print("held", flush=True)
 sys.stdin.read()
 held.release()
 """
 FORKING = """
 import os, sys
-from stagereg.checkpoint.lock import Lock
-held = Lock(sys.argv[1])
+from stagereg.checkpoint.lock import DirectoryLock
+held = DirectoryLock(sys.argv[1])
 inside, outside = os.pipe()
 if os.fork() == 0:
     os.close(outside)
@@ -54,9 +54,9 @@ os.read(os.open(sys.argv[2], os.O_RDONLY), 1)
 """
 CONTEST = """
 import os, sys
-from stagereg.checkpoint.lock import Lock
+from stagereg.checkpoint.lock import DirectoryLock
 for _ in range(int(sys.argv[2])):
-    with Lock(sys.argv[1], patience=60):
+    with DirectoryLock(sys.argv[1], patience=60):
         os.close(os.open(sys.argv[1] + "/inside", os.O_CREAT | os.O_EXCL))
         os.unlink(sys.argv[1] + "/inside")
 """
@@ -106,7 +106,7 @@ def state(value: float = 1.0) -> dict[str, torch.Tensor]:
 def test_a_second_run_is_refused_by_name_and_touches_nothing_of_the_first(
     tmp_path: Path, other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Lock.__init__, "__defaults__", (0.1,))
+    monkeypatch.setattr(DirectoryLock.__init__, "__defaults__", (0.1,))
     being_written = tmp_path / ".step-00000002.abc.tmp"
     being_written.mkdir()
     with pytest.raises(CheckpointError, match=rf"in use.*process {other.pid} on .*-c.*directory of its own") as refusal:
@@ -125,9 +125,9 @@ def test_who_comes_while_the_owner_is_just_ending_waits(
         other.let_go()
         other.process.wait(BOUND_S)
 
-    waits = SimpleNamespace(Event=lambda: SimpleNamespace(wait=end_meanwhile), Lock=threading.Lock)
+    waits = SimpleNamespace(Event=lambda: SimpleNamespace(wait=end_meanwhile), DirectoryLock=threading.Lock)
     monkeypatch.setattr(lock, "threading", waits)
-    Lock(tmp_path).release()
+    DirectoryLock(tmp_path).release()
 
 
 def test_a_forked_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_forked_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> No
     parent = Other(tmp_path, FORKING, str(gate))
     parent.let_go()
     assert parent.line() == "released"
-    Lock(tmp_path, patience=0).release()  # the child still lives
+    DirectoryLock(tmp_path, patience=0).release()  # the child still lives
     gate.open("w").close()
     assert parent.line() == "forked child has ended"
     parent.end()
@@ -153,7 +153,7 @@ def test_two_checkpointers_of_one_process_are_refused_until_the_first_is_closed(
     Checkpointer(str(tmp_path / "run")).close()
 
 
-def test_a_checkpointer_that_nobody_has_any_more_holds_nothing(tmp_path: Path) -> None:
+def test_a_checkpointer_that_no_one_has_any_more_holds_nothing(tmp_path: Path) -> None:
     forgotten = Checkpointer(str(tmp_path))
     forgotten.itself = forgotten  # type: ignore[attr-defined]
     gc.disable()
@@ -165,19 +165,19 @@ def test_a_checkpointer_that_nobody_has_any_more_holds_nothing(tmp_path: Path) -
 
 
 def test_a_checkpointer_that_cannot_begin_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(place: LocalPlace) -> None:
+    def fails(store: LocalStore) -> None:
         raise OSError(errno.EIO, "bad disk")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalPlace, "sweep", fails)
+        patch.setattr(LocalStore, "sweep", fails)
         with pytest.raises(CheckpointError, match="bad disk"):
             Checkpointer(str(tmp_path))
     assert holder(tmp_path) is None
-    Lock(tmp_path, patience=0).release()
+    DirectoryLock(tmp_path, patience=0).release()
 
 
 def test_a_lock_that_this_process_lost_by_closing_the_file_is_taken_again(tmp_path: Path) -> None:
-    with Lock(tmp_path) as held:
+    with DirectoryLock(tmp_path) as held:
         (tmp_path / lock.LOCK).open().close()
         held.check()
         refused = subprocess.run(
@@ -190,8 +190,10 @@ def test_a_lock_that_this_process_lost_by_closing_the_file_is_taken_again(tmp_pa
         assert f"process {os.getpid()}" in refused.stderr
 
 
-def test_a_directory_that_was_deleted_is_held_again_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Lock(tmp_path) as held:
+def test_a_directory_that_was_deleted_is_held_again_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with DirectoryLock(tmp_path) as held:
         (tmp_path / lock.LOCK).unlink()
         with caplog.at_level(logging.WARNING):
             held.check()
@@ -201,7 +203,7 @@ def test_a_directory_that_was_deleted_is_held_again_and_said(tmp_path: Path, cap
         ]
         assert holder(tmp_path) is not None
         with pytest.raises(CheckpointError):
-            Lock(tmp_path)
+            DirectoryLock(tmp_path)
 
 
 def test_a_save_fails_where_another_run_has_taken_over_and_leaves_that_alone(tmp_path: Path) -> None:
@@ -218,20 +220,20 @@ def test_a_save_fails_where_another_run_has_taken_over_and_leaves_that_alone(tmp
 
 
 def test_who_has_let_go_may_not_commit(tmp_path: Path) -> None:
-    held = Lock(tmp_path)
+    held = DirectoryLock(tmp_path)
     held.release()
     held.release()
     with pytest.raises(CheckpointError, match="let go"):
         held.check()
 
 
-def test_anybody_is_told_who_holds_a_directory(tmp_path: Path, other: Other) -> None:
+def test_any_process_can_ask_who_holds_a_directory(tmp_path: Path, other: Other) -> None:
     owner = holder(tmp_path)
     assert isinstance(owner, Owner)
     assert (owner.pid, owner.command) == (other.pid, f"-c {tmp_path}")
     other.end()
     assert holder(tmp_path) is None  # what its owner wrote is still there
-    with Lock(tmp_path):
+    with DirectoryLock(tmp_path):
         own = holder(tmp_path)
         assert own is not None
         assert own.pid == os.getpid()
@@ -243,7 +245,7 @@ NO_DATE = json.dumps({"pid": 1, "host": "h", "since": 1e300, "command": "c"})
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": "x"}', json.dumps({"pid": None, "host": 1}), NO_DATE])
 def test_an_owner_that_cannot_be_read_is_another_process(tmp_path: Path, content: str) -> None:
-    with Lock(tmp_path):
+    with DirectoryLock(tmp_path):
         (tmp_path / ".lock.owner").write_text(content)
         owner = holder(tmp_path)
         assert owner is not None
@@ -251,7 +253,9 @@ def test_an_owner_that_cannot_be_read_is_another_process(tmp_path: Path, content
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_what_lies_where_the_owner_is_told_is_neither_written_through_nor_waited_for(tmp_path: Path, kind: str) -> None:
+def test_what_lies_where_the_owner_is_written_is_neither_written_through_nor_waited_for(
+    tmp_path: Path, kind: str
+) -> None:
     root, notes = tmp_path / "run", tmp_path / "notes"
     root.mkdir()
     notes.write_text("mine")
@@ -263,7 +267,7 @@ def test_what_lies_where_the_owner_is_told_is_neither_written_through_nor_waited
             os.mkfifo(root / ".lock.owner")
 
     lay()
-    with Lock(root):
+    with DirectoryLock(root):
         owner = holder(root)
         assert owner is not None
         assert owner.pid == os.getpid()
@@ -273,8 +277,8 @@ def test_what_lies_where_the_owner_is_told_is_neither_written_through_nor_waited
     assert notes.read_text() == "mine"
 
 
-def test_what_an_owner_says_of_itself_is_fit_to_be_printed(tmp_path: Path) -> None:
-    with Lock(tmp_path):
+def test_what_an_owner_has_written_is_fit_to_be_printed(tmp_path: Path) -> None:
+    with DirectoryLock(tmp_path):
         said = {"pid": 1, "host": "a\x1b[2Jb", "since": 0, "command": "c\nd"}
         (tmp_path / ".lock.owner").write_text(json.dumps(said))
         assert str(holder(tmp_path)).isprintable()
@@ -298,20 +302,20 @@ def test_a_file_system_without_locks_is_warned_of_once_and_used(
                 checkpointer.save(1, state())
                 with pytest.raises(CheckpointError, match="this process"):
                     Checkpointer(str(tmp_path))
-    told = [record.getMessage() for record in caplog.records if "no locks" in record.getMessage()]
-    assert len(told) == 1
-    assert str(tmp_path) in told[0]
+    seen = [record.getMessage() for record in caplog.records if "no locks" in record.getMessage()]
+    assert len(seen) == 1
+    assert str(tmp_path) in seen[0]
 
 
 def test_of_many_that_try_at_once_one_is_inside_at_a_time(tmp_path: Path) -> None:
     contest = [sys.executable, "-c", CONTEST, str(tmp_path), "30"]
     contestants = [subprocess.Popen(contest, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     try:
-        told = [each.communicate(timeout=BOUND_S)[1] for each in contestants]
+        seen = [each.communicate(timeout=BOUND_S)[1] for each in contestants]
     finally:
         for each in contestants:
             each.kill()
-    assert [each.returncode for each in contestants] == [0, 0, 0], told
+    assert [each.returncode for each in contestants] == [0, 0, 0], seen
     assert os.listdir(tmp_path) == []
 
 
@@ -328,7 +332,7 @@ def test_a_file_that_its_owner_deletes_while_another_one_locks_it_is_not_what_is
         real(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
-    with Lock(tmp_path) as held:
+    with DirectoryLock(tmp_path) as held:
         assert (tmp_path / lock.LOCK).exists()
         found = os.stat(tmp_path / lock.LOCK)
         assert held._taken.identity == (found.st_dev, found.st_ino)

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
-import stagereg.checkpoint.leaving as leaving
-import stagereg.launch.preemption as preemption
+import stagereg.checkpoint.preemption_consensus as preemption_consensus
+import stagereg.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
-from stagereg.errors import Preempted
-from stagereg.launch.preemption import Notice
+from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.errors import Preempted, Stopped
+from stagereg.preemption import PreemptionHandler
 from stagereg.testing import run_ranks
 
 LIMIT_S = 100
@@ -115,7 +115,7 @@ class Training:
 
 
 def everything(rank: int, world: int, root: str, names: list[str]) -> dict[str, Any]:
-    leaving._EVERY_S = 0.0
+    preemption_consensus._EVERY_S = 0.0
     expected = {}
     cases = {name: CASES[name] for name in names}
     for how in {how: None for how, _ in cases.values()}:
@@ -123,7 +123,7 @@ def everything(rank: int, world: int, root: str, names: list[str]) -> dict[str, 
         with Checkpointer(f"{root}/{how}", every=1000) as checkpointer:
             training.run(checkpointer)
         expected[how] = training.numbers()
-    told: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
     for name, (how, signals) in cases.items():
         training = Training(rank, how)
         training.signals = signals
@@ -136,31 +136,31 @@ def everything(rank: int, world: int, root: str, names: list[str]) -> dict[str, 
         resumed = Training(rank, how)
         with Checkpointer(f"{root}/{name}", every=1000) as checkpointer:
             resumed.run(checkpointer)
-        told[name] = {
+        seen[name] = {
             "left": left and (left.step, left.code),
             "steps": training.steps,
             "restored": [signal.getsignal(number) for number in (TERM, USR1)] == [signal.SIG_DFL] * 2,
             "same": all(map(torch.equal, resumed.numbers(), expected[how])),
         }
-    told["under way"] = while_a_save_is_under_way(rank, f"{root}/under way")
-    told["uneven"] = uneven_calls(rank, f"{root}/uneven")
-    told["slow"] = steps_that_take_long(rank, f"{root}/slow")
-    told["closed"] = closed_early(rank, f"{root}/closed")
-    told["planned"] = uneven_calls_and_a_plan(rank, f"{root}/planned")
-    return told
+    seen["under way"] = while_a_save_is_under_way(rank, f"{root}/under way")
+    seen["uneven"] = uneven_calls(rank, f"{root}/uneven")
+    seen["slow"] = steps_that_take_long(rank, f"{root}/slow")
+    seen["closed"] = closed_early(rank, f"{root}/closed")
+    seen["planned"] = uneven_calls_and_a_plan(rank, f"{root}/planned")
+    return seen
 
 
 def while_a_save_is_under_way(rank: int, directory: str) -> Any:
     """The signal comes while an earlier save is being committed."""
     signalled = threading.Event()
-    publish = LocalPlace.publish
+    publish = LocalStore.publish
 
-    def late(self: LocalPlace, *given: Any) -> str:
+    def late(self: LocalStore, *given: Any) -> str:
         assert signalled.wait(LIMIT_S)
         return publish(self, *given)
 
     state = {"x": torch.zeros(3)}
-    with mock.patch.object(LocalPlace, "publish", late):
+    with mock.patch.object(LocalStore, "publish", late):
         try:
             with Checkpointer(directory, every=5) as checkpointer:
                 for step in range(1, STEPS):
@@ -185,7 +185,7 @@ def warnings_of(logger: logging.Logger) -> Iterator[list[str]]:
 
 def uneven_calls(rank: int, directory: str) -> Any:
     """One rank calls no more, and stays: nobody hangs, and the signals do what they did."""
-    with mock.patch.object(leaving, "_PATIENCE_S", 0.2), warnings_of(leaving._log) as said:
+    with mock.patch.object(preemption_consensus, "_PATIENCE_S", 0.2), warnings_of(preemption_consensus._log) as said:
         checkpointer = Checkpointer(directory, every=1000)
         for step in range(1, 10 if rank == 1 else 30):
             checkpointer.maybe_save(step, {})
@@ -198,7 +198,7 @@ def uneven_calls(rank: int, directory: str) -> Any:
 def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
     """The exchanges of a plan, which all ranks come to, never meet those on leaving, to which they come at odds."""
     with (
-        mock.patch.object(leaving, "_PATIENCE_S", 1.0),
+        mock.patch.object(preemption_consensus, "_PATIENCE_S", 1.0),
         Checkpointer(directory, every="auto", stager=stagereg.build("stager", "blocking")) as checkpointer,
     ):
         for step in range(1, 31):
@@ -213,11 +213,14 @@ def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
 def steps_that_take_long(rank: int, directory: str) -> int | None:
     """The signal comes in a step that is as long as the ranks are to be silent: the next step is the last."""
     try:
-        with mock.patch.object(leaving, "_EVERY_S", 0.0), Checkpointer(directory, every=1000) as checkpointer:
+        with (
+            mock.patch.object(preemption_consensus, "_EVERY_S", 0.0),
+            Checkpointer(directory, every=1000) as checkpointer,
+        ):
             for step in range(1, STEPS):
                 if step == 8 and rank == 1:
                     os.kill(os.getpid(), TERM)
-                    while not any(checkpointer.leaving.words()):
+                    while not any(checkpointer.preemption.signal_flags()):
                         time.sleep(0.001)
                 checkpointer.maybe_save(step, {"step": step})
     except Preempted as left:
@@ -227,14 +230,14 @@ def steps_that_take_long(rank: int, directory: str) -> int | None:
 
 def closed_early(rank: int, directory: str) -> Any:
     """One rank comes to its end before the others: they hear of it, and need not wait."""
-    with warnings_of(leaving._log) as said:
+    with warnings_of(preemption_consensus._log) as said:
         checkpointer = Checkpointer(directory, every=1000)
         for step in range(1, 10 if rank == 1 else 30):
             checkpointer.maybe_save(step, {})
         began = time.monotonic()
         checkpointer.close()
         dist.barrier()
-        return said, time.monotonic() - began < leaving._PATIENCE_S
+        return said, time.monotonic() - began < preemption_consensus._PATIENCE_S
 
 
 @pytest.mark.parametrize("names", [list(CASES)[:FEW], pytest.param(list(CASES), marks=pytest.mark.slow)], ids=len)
@@ -250,8 +253,8 @@ def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_be
         assert code == 75, name
         assert min(at for at, _ in signals.values()) <= step < STEPS, name
         assert first[name]["steps"] == second[name]["steps"] == step, name
-        assert [told[name]["restored"] for told in (first, second)] == [True, True], name
-        assert [told[name]["same"] for told in (first, second)] == [True, True], name
+        assert [seen[name]["restored"] for seen in (first, second)] == [True, True], name
+        assert [seen[name]["same"] for seen in (first, second)] == [True, True], name
     step, names = first["under way"]
     assert second["under way"] == first["under way"]
     assert names == ["step-00000005", f"step-{step:08}"]
@@ -265,13 +268,13 @@ def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_be
 SCRIPT = """
 import ctypes, datetime, faulthandler, os, signal, sys, threading, time
 import torch
-import stagereg.launch.preemption as preemption
+import stagereg.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
-publish = LocalPlace.publish
+publish = LocalStore.publish
 mutex = ctypes.create_string_buffer(256)
 
 def hang():
@@ -289,24 +292,24 @@ def train(case, grace_s=0.3, every=5, **options):
         if step == 7 and case in ("save fails", "save fails, warned", "first save fails"):
             raise OSError("no cheese")
         return publish(self, written, step, *rest)
-    LocalPlace.publish = broken
+    LocalStore.publish = broken
     grace = datetime.timedelta(seconds=grace_s)
     with Checkpointer(os.path.join(sys.argv[1], case), every=every, grace=grace, **options) as checkpointer:
         for step in range(1, 100):
             if step == 7:
                 checkpointer.wait()
                 me(TERM)
-                while checkpointer.leaving.words() != [1.0, 0.0]:
+                while checkpointer.preemption.signal_flags() != [1.0, 0.0]:
                     time.sleep(0.001)
                 if case == "stuck":
                     hang()
             checkpointer.maybe_save(step, {"step": step})
 
 def twice():
-    preemption._SAME_S = 0.0
+    preemption.SAME_SIGNAL_S = 0.0
     with Checkpointer(os.path.join(sys.argv[1], "twice"), grace=datetime.timedelta(seconds=1000)) as checkpointer:
         me(TERM)
-        while checkpointer.leaving.words() != [1.0, 0.0]:
+        while checkpointer.preemption.signal_flags() != [1.0, 0.0]:
             time.sleep(0.001)
         me(TERM)
         hang()
@@ -348,7 +351,7 @@ def others_signals():
 def told_by_another_rank():
     grace = datetime.timedelta(seconds=0.3)
     checkpointer = Checkpointer(os.path.join(sys.argv[1], "told"), grace=grace)
-    checkpointer.leaving.hear([1.0, 0.0])
+    checkpointer.preemption.update([1.0, 0.0])
     hang()
 
 def closed():
@@ -378,7 +381,7 @@ def worker():
         begun.set()
         go.wait()
         return publish(*given)
-    LocalPlace.publish = slow
+    LocalStore.publish = slow
     with Checkpointer(os.path.join(sys.argv[1], "worker"), every=1) as checkpointer:
         checkpointer.maybe_save(1, {"x": 1})
         begun.wait()
@@ -393,7 +396,7 @@ def worker():
                 me(TERM)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == TERM, "a forked child hears SIGTERM alone"
-        assert checkpointer.leaving.words() == [0.0, 0.0]
+        assert checkpointer.preemption.signal_flags() == [0.0, 0.0]
         go.set()
         checkpointer.maybe_save(2, {"x": 2})
     assert checkpointer.stats.saves == 2
@@ -403,7 +406,7 @@ def kept():
     signal.signal(USR1, lambda *_: heard.append(1))
     with Checkpointer(os.path.join(sys.argv[1], "kept")) as checkpointer:
         me(USR1)
-        assert heard and checkpointer.leaving.words() == [0.0, 0.0]
+        assert heard and checkpointer.preemption.signal_flags() == [0.0, 0.0]
         later = signal.signal(TERM, lambda *_: heard.append(1)) and signal.getsignal(TERM)
     assert signal.getsignal(USR1) is not signal.SIG_DFL
     assert signal.getsignal(TERM) is later
@@ -412,7 +415,7 @@ def dumped():
     faulthandler.register(USR1)
     with Checkpointer(os.path.join(sys.argv[1], "dumped")) as checkpointer:
         me(USR1)
-        assert checkpointer.leaving.words() == [0.0, 0.0]
+        assert checkpointer.preemption.signal_flags() == [0.0, 0.0]
     me(USR1)
 
 def two():
@@ -456,7 +459,7 @@ for name, (child, said) in children.items():
 """
 
 
-def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: Path) -> None:
+def test_a_process_that_is_asked_to_leave_has_left_when_its_time_is_up(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)],
         capture_output=True,
@@ -464,8 +467,8 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
         timeout=LIMIT_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    told = dict(re.findall(r"^== (.*?)\n(.*?-- code -?\d+)$", ended.stdout, re.MULTILINE | re.DOTALL))
-    codes = {name: int(text.rpartition(" ")[2]) for name, text in told.items()}
+    seen = dict(re.findall(r"^== (.*?)\n(.*?-- code -?\d+)$", ended.stdout, re.MULTILINE | re.DOTALL))
+    codes = {name: int(text.rpartition(" ")[2]) for name, text in seen.items()}
     assert codes == {
         "save hangs": 143,
         "stuck": 143,
@@ -488,41 +491,41 @@ def test_a_process_that_is_told_to_leave_has_left_when_its_time_is_up(tmp_path: 
         "told": 143,
     }, ended.stdout + ended.stderr
     for name in ("save hangs", "stuck"):
-        assert "stopped by SIGTERM: 0.3 s were too few to save and leave (checkpoint.grace); the newest" in told[name]
-        assert re.search(r"newest complete checkpoint in .* is step 5$", told[name], re.MULTILINE)
+        assert "stopped by SIGTERM: 0.3 s were too few to save and leave (checkpoint.grace); the newest" in seen[name]
+        assert re.search(r"newest complete checkpoint in .* is step 5$", seen[name], re.MULTILINE)
     for name in ("save fails", "save fails, warned"):
-        assert re.search("stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", told[name])
-    assert told["first save fails"].count("no complete checkpoint") == 1
-    assert "the last save has failed" not in told["save fails, warned"], "which is told already"
-    told_late = told["save hangs past its time-out"]
+        assert re.search("stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", seen[name])
+    assert seen["first save fails"].count("no complete checkpoint") == 1
+    assert "the last save has failed" not in seen["save fails, warned"], "which is told already"
+    told_late = seen["save hangs past its time-out"]
     assert "stopped by SIGTERM: Step 7 was not saved: it has taken longer than 3 s" in told_late
-    assert "stopped by SIGTERM: 0.3 s were too few" in told["too late"]
-    assert "stopped by SIGTERM: 0.3 s were too few" in told["told"]
-    assert told["dumped"].count("Current thread") == 2
-    assert "stopped by SIGTERM: it came twice, so nothing more is saved" in told["twice"]
+    assert "stopped by SIGTERM: 0.3 s were too few" in seen["too late"]
+    assert "stopped by SIGTERM: 0.3 s were too few" in seen["told"]
+    assert seen["dumped"].count("Current thread") == 2
+    assert "stopped by SIGTERM: it came twice, so nothing more is saved" in seen["twice"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_alone_knows_of_the_signal_says_why_it_ends_and_one_of_those_that_all_know(rank: int) -> None:
-    notice = Notice(1.0, str)
-    side = leaving.Leaving(mock.Mock(rank=rank, size=2), notice)
-    assert notice.speaks
-    side.hear([1.0, 0.0])
-    assert notice.speaks == (rank == 0)
+def test_a_rank_that_alone_knows_of_the_signal_shows_why_it_ends_and_one_of_those_that_all_know(rank: int) -> None:
+    handler = PreemptionHandler(1.0, str)
+    side = preemption_consensus.PreemptionConsensus(mock.Mock(rank=rank, size=2), handler)
+    assert handler.reports
+    side.update([1.0, 0.0])
+    assert handler.reports == (rank == 0)
 
 
 def test_only_the_main_thread_listens() -> None:
     heard: list[bool] = []
-    notice = Notice(1.0, str)
-    asking = threading.Thread(target=lambda: heard.append(notice.listen()))
+    handler = PreemptionHandler(1.0, str)
+    asking = threading.Thread(target=lambda: heard.append(handler.listen()))
     asking.start()
     asking.join(LIMIT_S)
     assert heard == [False]
     assert signal.getsignal(TERM) is signal.SIG_DFL
-    assert not preemption._ears.notices
+    assert not preemption._listener.handlers
 
 
-@pytest.mark.parametrize("left", [Preempted(7, "runs/x", TERM), preemption.Stopped(USR1, "the disk is full")])
+@pytest.mark.parametrize("left", [Preempted(7, "runs/x", TERM), Stopped(USR1, "the disk is full")])
 def test_what_a_run_leaves_with_survives_a_pickle(left: SystemExit) -> None:
     import pickle
 

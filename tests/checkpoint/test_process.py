@@ -25,12 +25,13 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 import stagereg
 import stagereg.checkpoint.process as process_room
-import stagereg.stagers.shared_memory as sharing
-import stagereg.stagers.tensor_bundle as parcel
+import stagereg.stagers.shared_memory as shared_memory
+import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.layout import FileMark
+from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.process import WriterProcess
-from stagereg.checkpoint.remote import ProcessWriter
+from stagereg.checkpoint.process_writer import ProcessWriter
+from stagereg.checkpoint.storage.protocol import UsesPadding
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
@@ -156,8 +157,8 @@ class TestWriting:
         if kind == "safetensors":
             pytest.importorskip("safetensors")
         storage, stager = stagereg.build("storage", kind), stagereg.build("stager", "shared")
-        if hasattr(storage, "margins"):
-            stager.leave_room(*storage.margins)
+        if isinstance(storage, UsesPadding):
+            stager.reserve_padding(*storage.padding)
         for step in (1.0, 2.0):
             path = tmp_path / str(step)
             source = {"w": torch.arange(3000.0) * step, "v": torch.full((70, 3), step).t(), "n": step}
@@ -214,10 +215,10 @@ class TestWriting:
         self, tmp_path, process, copy, monkeypatch, caplog
     ) -> None:
         def elsewhere(address: int) -> Any:
-            found = sharing.passage_to(address)
+            found = shared_memory.handle_of(address)
             return found and (found[0]._replace(path="/proc/self/fd/no"), found[1])
 
-        monkeypatch.setattr(parcel, "passage_to", elsewhere)
+        monkeypatch.setattr(tensor_bundle, "handle_of", elsewhere)
         save(copy, ProcessWriter(FileSystemWriter(tmp_path / "there"), process))
         save(copy, FileSystemWriter(tmp_path / "here"))
         assert content(tmp_path / "there") == content(tmp_path / "here")
@@ -243,7 +244,7 @@ def _mapping_of(x: torch.Tensor) -> str:
 
 
 class TestFailing:
-    def test_what_the_system_says_is_raised_here(self, tmp_path, process, copy) -> None:
+    def test_what_the_system_shows_is_raised_here(self, tmp_path, process, copy) -> None:
         (tmp_path / "__0_0.distcp").mkdir()
         with pytest.raises(CheckpointException) as caught:
             save(copy, ProcessWriter(FileSystemWriter(tmp_path), process))
@@ -252,7 +253,7 @@ class TestFailing:
         assert error.errno == errno.EISDIR
         assert str(tmp_path / "__0_0.distcp") in str(error)
 
-    def test_an_error_that_cannot_be_sent_is_told_in_words(self, tmp_path, process, writers, copy) -> None:
+    def test_an_error_that_cannot_be_sent_is_reported_as_text(self, tmp_path, process, writers, copy) -> None:
         with pytest.raises(CheckpointException) as caught:
             save(copy, ProcessWriter(writers.Failing(tmp_path), process))
         assert str(caught.value.failures[0][0]) == "Odd: this and that"
@@ -286,7 +287,7 @@ class TestDying:
         assert "was ended by SIGKILL; another one is started" in caplog.text
         assert before is None or not exists(before)
 
-    def test_a_second_death_on_one_checkpoint_is_an_error_that_says_so(self, tmp_path, process, writers, copy) -> None:
+    def test_a_second_death_on_one_checkpoint_is_an_error_that_names_it(self, tmp_path, process, writers, copy) -> None:
         (tmp_path / "1.deaths").write_text("2")
         with pytest.raises(CheckpointException) as caught:
             save(copy, ProcessWriter(writers.Doomed(tmp_path / "1"), process))
@@ -320,7 +321,7 @@ class TestDying:
             end.close()
 
     @pytest.mark.parametrize("start", [ECHO, BUSY], ids=["waiting", "importing"])
-    def test_it_ends_with_a_parent_that_was_killed_and_with_nobody_else(self, start: str) -> None:
+    def test_it_ends_with_a_parent_that_was_killed_and_with_no_one_else(self, start: str) -> None:
         program = (
             f"import os, signal, sys; from stagereg.checkpoint import process as room; room._START = {start!r}\n"
             "process = room.WriterProcess(); process.start()\n"
@@ -349,8 +350,8 @@ class TestDying:
             "os.waitpid(child, 0); pid = process.pid; process.ask(b'no question')\n"
             "print(pid == process.pid, process.restarts)"
         )
-        told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-        assert told.stdout.split() == ["True", "0"]
+        seen = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+        assert seen.stdout.split() == ["True", "0"]
 
     def test_close_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(process_room, "_START", ECHO)
@@ -437,7 +438,7 @@ class TestCheckpointer:
             assert checkpointer.writer_pid is None
 
     @pytest.mark.slow
-    def test_two_checkpointers_on_two_ranks_write_at_once_and_nobody_listens(self, tmp_path) -> None:
+    def test_two_checkpointers_on_two_ranks_write_at_once_and_no_one_listens(self, tmp_path) -> None:
         results = run_ranks(two_at_once, nproc=2, args=(str(tmp_path),))
         pids = [pid for result in results for pid in result[0]]
         assert len(set(pids)) == 4

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import stagereg.checkpoint.points as points
-from stagereg.checkpoint.agreement import reasons
+import stagereg.checkpoint.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.rank_group import reasons
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError, StagingError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.faults import FaultyStorage
@@ -60,7 +60,7 @@ def stage_fails_on_rank_1(rank: int, world_size: int, root: str) -> tuple[str, s
         return at_once, later, visible(root), step
 
 
-def test_staging_that_fails_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+def test_staging_that_fails_on_one_rank_is_reported_on_all(tmp_path: Path) -> None:
     results = run_ranks(stage_fails_on_rank_1, nproc=2, args=(str(tmp_path),))
     assert results[0][0] == ""
     assert "rank 1: " in results[0][1]
@@ -83,7 +83,7 @@ def write_fails(rank: int, world_size: int, root: str, where: str) -> tuple[str,
     with Checkpointer(root, stager=BlockingAsyncStager(), storage=storage) as checkpointer:
         checkpointer.save(1, {f"x.rank{rank}": torch.ones(3)})
         checkpointer.wait()
-        original = DcpStorage.write_data, LocalPlace.mark, LocalPlace.publish
+        original = DcpStorage.write_data, LocalStore.mark, LocalStore.publish
 
         def fail(*args: Any, **kwargs: Any) -> Any:
             raise OSError(28, "No space left on device")
@@ -91,16 +91,16 @@ def write_fails(rank: int, world_size: int, root: str, where: str) -> tuple[str,
         if where == "write" and rank == 1:
             DcpStorage.write_data = fail  # type: ignore[method-assign]
         elif where == "flush" and rank == 1:
-            LocalPlace.mark = fail  # type: ignore[method-assign]
+            LocalStore.mark = fail  # type: ignore[method-assign]
         elif where == "commit" and rank == 0:
-            LocalPlace.publish = fail  # type: ignore[method-assign]
+            LocalStore.publish = fail  # type: ignore[method-assign]
         checkpointer.save(2, {f"x.rank{rank}": torch.ones(3)})
         causes = []
         try:
             checkpointer.wait()
         except CheckpointError as error:
             causes = [type(error).__name__, type(error.__cause__).__name__, str(error)]
-        DcpStorage.write_data, LocalPlace.mark, LocalPlace.publish = original  # type: ignore[method-assign]
+        DcpStorage.write_data, LocalStore.mark, LocalStore.publish = original  # type: ignore[method-assign]
         dist.barrier()
         listing = visible(root)
         dist.barrier()
@@ -136,11 +136,11 @@ class Locked(Exception):
 class Raises(DcpStorage):
     """Raises what it is told to, where it is told to."""
 
-    told: tuple[str, BaseException] | None = None
+    seen: tuple[str, BaseException] | None = None
 
     def _raise(self, where: str) -> None:
-        if self.told is not None and self.told[0] == where:
-            raise self.told[1]
+        if self.seen is not None and self.seen[0] == where:
+            raise self.seen[1]
 
     def reset(self, checkpoint_id: Any = None) -> None:
         self._raise("reset")
@@ -175,16 +175,16 @@ def raise_what_is_odd(rank: int, world_size: int, root: str) -> list[str]:
     storage, texts = Raises(), []
     with Checkpointer(root, stager=BlockingAsyncStager(), storage=storage, keep=99) as checkpointer:
         for i, (culprit, where, error) in enumerate(ODD):
-            storage.told = (where, error) if rank == culprit else None
+            storage.seen = (where, error) if rank == culprit else None
             checkpointer.save(2 * i, {"x": torch.ones(3)})
             texts.append(message(checkpointer.wait))
-            storage.told = None
+            storage.seen = None
             checkpointer.save(2 * i + 1, {"x": torch.ones(3)})
             checkpointer.wait()
     return texts
 
 
-def test_whatever_a_storage_raises_on_one_rank_is_told_on_all_and_the_next_save_works(tmp_path: Path) -> None:
+def test_whatever_a_storage_raises_on_one_rank_is_reported_on_all_and_the_next_save_works(tmp_path: Path) -> None:
     for rank, texts in enumerate(run_ranks(raise_what_is_odd, nproc=2, args=(str(tmp_path),))):
         for i, (text, (culprit, where, error)) in enumerate(zip(texts, ODD, strict=True)):
             assert text.startswith(f"Step {2 * i} was not saved: "), (rank, where)
@@ -208,7 +208,7 @@ def fail_between_the_collectives(rank: int, world_size: int, root: str) -> list[
     return results
 
 
-def test_an_error_of_one_rank_behind_its_write_is_told_on_all_and_nothing_is_committed(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_behind_its_write_is_reported_on_all_and_nothing_is_committed(tmp_path: Path) -> None:
     for results in run_ranks(fail_between_the_collectives, nproc=2, args=(str(tmp_path),)):
         for text, found, then in results:
             assert text.startswith("Step 2 was not saved: rank 1: OSError: [Errno 5]")
@@ -217,17 +217,17 @@ def test_an_error_of_one_rank_behind_its_write_is_told_on_all_and_nothing_is_com
 
 def hear_of_a_failure_at_different_calls(rank: int, world_size: int, root: str) -> tuple[str, int | None]:
     with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
-        background, publish = checkpointer._background, LocalPlace.publish
-        LocalPlace.publish = lambda *args: 1 // 0  # type: ignore
+        background, publish = checkpointer._background, LocalStore.publish
+        LocalStore.publish = lambda *args: 1 // 0  # type: ignore
         checkpointer.save(1, {"x": 1})
         background.drain()
-        LocalPlace.publish = publish  # type: ignore[method-assign]
+        LocalStore.publish = publish  # type: ignore[method-assign]
         if rank == 1:
             # As if the news had not come through yet when this rank made its second call.
-            told, background.raise_failure = background.raise_failure, lambda: None  # type: ignore[method-assign]
+            seen, background.raise_failure = background.raise_failure, lambda: None  # type: ignore[method-assign]
         first = message(lambda: checkpointer.save(2, {"x": 2}))
         if rank == 1:
-            background.raise_failure = told  # type: ignore[method-assign]
+            background.raise_failure = seen  # type: ignore[method-assign]
         background.drain()
         first = message(checkpointer.wait) if rank == 1 else first
         checkpointer.save(3, {"x": 3})
@@ -235,7 +235,7 @@ def hear_of_a_failure_at_different_calls(rank: int, world_size: int, root: str) 
         return first, checkpointer.restore({"x": 0})
 
 
-def test_saves_stay_paired_when_ranks_hear_of_a_failure_at_different_calls(tmp_path: Path) -> None:
+def test_saves_stay_paired_when_ranks_learn_of_a_failure_at_different_calls(tmp_path: Path) -> None:
     for text, step in run_ranks(hear_of_a_failure_at_different_calls, nproc=2, args=(str(tmp_path),)):
         assert "Step 1 was not saved" in text
         assert step == 3
@@ -258,7 +258,7 @@ def save_different_steps(rank: int, world_size: int, root: str) -> str:
         return message(checkpointer.wait)
 
 
-def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
+def test_ranks_that_save_different_steps_are_reported(tmp_path: Path) -> None:
     for text in run_ranks(save_different_steps, nproc=2, args=(str(tmp_path),)):
         assert "different steps at the same time: [0, 1]" in text
     assert list(tmp_path.iterdir()) == []
@@ -266,7 +266,7 @@ def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
 
 def destroy_the_group(rank: int, world_size: int, root: str) -> str:
     checkpointer = Checkpointer(root, stager=BlockingAsyncStager())
-    points.watch(lambda name: dist.destroy_process_group() if name == "agreed" else None)
+    failpoints.watch(lambda name: dist.destroy_process_group() if name == "agreed" else None)
     checkpointer.save(1, {f"x.rank{rank}": torch.ones(3)})
     return message(checkpointer.close)
 
@@ -278,7 +278,7 @@ def test_ranks_whose_group_is_destroyed_meanwhile_do_not_save_as_if_each_were_al
     assert visible(str(tmp_path)) == []
 
 
-def test_of_many_ranks_with_an_error_a_few_are_told() -> None:
+def test_of_many_ranks_with_an_error_a_few_are_reported() -> None:
     text = reasons({rank: OSError(28, "No space left on device") for rank in range(512)}, alone=False)
     assert "rank 3: OSError" in text
     assert text.endswith("; and 508 more ranks")

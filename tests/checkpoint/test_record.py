@@ -46,27 +46,27 @@ def events(directory: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def of(directory: Path, event: str) -> list[dict[str, Any]]:
-    return [told for told in events(directory) if told["event"] == event]
+    return [seen for seen in events(directory) if seen["event"] == event]
 
 
 STATE = {"x": torch.ones(1000), "y": torch.ones(10, dtype=torch.float64), "n": 7}
 BYTES = 4 * 1000 + 8 * 10
 
 
-def test_each_step_save_copy_and_write_is_told_with_its_bytes(tmp_path: Path) -> None:
+def test_each_step_save_copy_and_write_is_reported_with_its_bytes(tmp_path: Path) -> None:
     with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), every=2, keep=9) as checkpointer:
         for step in range(1, 6):
             checkpointer.maybe_save(step, STATE)
         checkpointer.wait()
         stats = checkpointer.stats
-    assert [told["step"] for told in of(tmp_path, "step")] == [1, 2, 3, 4, 5]
-    assert [(told["step"], told["seconds"]) for told in of(tmp_path, "stall")] == [
+    assert [seen["step"] for seen in of(tmp_path, "step")] == [1, 2, 3, 4, 5]
+    assert [(seen["step"], seen["seconds"]) for seen in of(tmp_path, "stall")] == [
         (2, stats.stall_seconds[0]),
         (4, stats.stall_seconds[1]),
     ]
     stages, writes = of(tmp_path, "stage"), of(tmp_path, "write")
-    assert [(told["step"], told["bytes"]) for told in stages] == [(2, BYTES), (4, BYTES)]
-    assert [(told["step"], told["seconds"]) for told in writes] == list(zip((2, 4), stats.write_seconds, strict=True))
+    assert [(seen["step"], seen["bytes"]) for seen in stages] == [(2, BYTES), (4, BYTES)]
+    assert [(seen["step"], seen["seconds"]) for seen in writes] == list(zip((2, 4), stats.write_seconds, strict=True))
     files = [path for path in (tmp_path / "c" / "step-00000004").iterdir() if path.suffix == ".distcp"]
     assert writes[1]["bytes"] >= sum(path.stat().st_size for path in files) >= BYTES
     for stall, stage, write in zip(of(tmp_path, "stall"), stages, writes, strict=True):
@@ -147,7 +147,7 @@ class Full(DcpStorage):
         raise OSError(28, "No space left on device")
 
 
-def test_a_save_that_fails_is_told_as_lost_and_its_copy_still_counts(tmp_path: Path) -> None:
+def test_a_save_that_fails_is_reported_as_lost_and_its_copy_still_counts(tmp_path: Path) -> None:
     checkpointer = Checkpointer(str(tmp_path / "c"), storage=Full())
     with record.recording(tmp_path, 0, 1):
         checkpointer.save(3, STATE)
@@ -156,7 +156,7 @@ def test_a_save_that_fails_is_told_as_lost_and_its_copy_still_counts(tmp_path: P
     (lost,) = of(tmp_path, "lost")
     assert lost["step"] == 3
     assert "No space left on device" in lost["error"]
-    assert [told["bytes"] for told in of(tmp_path, "stage")] == [BYTES]
+    assert [seen["bytes"] for seen in of(tmp_path, "stage")] == [BYTES]
     assert of(tmp_path, "write") == []
 
 
@@ -170,8 +170,8 @@ def test_what_could_not_be_staged_is_lost_and_was_no_copy(tmp_path: Path) -> Non
         with pytest.raises(CheckpointError, match="is broken here"):
             checkpointer.save(4, STATE)
         checkpointer.wait()
-    assert ["is broken here" in told["error"] for told in of(tmp_path, "lost")] == [True]
-    assert [told["event"] for told in events(tmp_path)] == ["start", "lost", "end"]
+    assert ["is broken here" in seen["error"] for seen in of(tmp_path, "lost")] == [True]
+    assert [seen["event"] for seen in events(tmp_path)] == ["start", "lost", "end"]
 
 
 def test_saved_is_the_step_last_given_to_save(tmp_path: Path) -> None:
@@ -190,13 +190,13 @@ def two_ranks(rank: int, world_size: int, root: str) -> None:
         checkpointer.wait()
 
 
-def test_each_rank_tells_of_its_own_bytes(tmp_path: Path) -> None:
+def test_each_rank_reports_of_its_own_bytes(tmp_path: Path) -> None:
     run_ranks(two_ranks, nproc=2, args=(str(tmp_path),))
     for rank in range(2):
-        told = {one["event"]: one for one in events(tmp_path, rank)}
+        seen = {one["event"]: one for one in events(tmp_path, rank)}
         own = sum(path.stat().st_size for path in (tmp_path / "c/step-00000001").glob(f"__{rank}_*"))
-        assert told["stage"]["bytes"] >= 4000 * (rank + 1)
-        assert own <= told["write"]["bytes"] <= own + (tmp_path / "c/step-00000001/.metadata").stat().st_size
+        assert seen["stage"]["bytes"] >= 4000 * (rank + 1)
+        assert own <= seen["write"]["bytes"] <= own + (tmp_path / "c/step-00000001/.metadata").stat().st_size
 
 
 def test_the_memory_of_the_process_that_writes_is_counted(tmp_path: Path) -> None:

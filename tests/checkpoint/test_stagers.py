@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import stagereg
-import stagereg.kernel.waiting as waiting
 from stagereg import Checkpointer
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
@@ -108,11 +107,11 @@ def save_while_one_rank_keeps_what_did_not_fit(rank: int, world_size: int, folde
         """Keeps the copy, as a stager or a hook of somebody else might."""
 
         def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-            self.kept = super().stage(state_dict)
-            return self.kept
+            copy = super().stage(state_dict)
+            self.kept = list(copy.values())
+            return copy
 
-    waiting.GRACE_S = 0.1
-    stager = Keeping(host_memory_gb=2**-12) if rank == 1 else stagereg.build("stager", "blocking")
+    stager = Keeping(host_memory_gb=2**-12, wait_s=0.1) if rank == 1 else stagereg.build("stager", "blocking")
     checkpointer = Checkpointer(folder, stager=stager)
     if rank == 1:
         with pytest.raises(CheckpointError, match="did not fit into host_memory_gb"):
@@ -135,15 +134,15 @@ def test_a_source_that_was_written_under_the_copy_fails_the_save_and_the_next_on
 ) -> None:
     import threading
 
-    from stagereg.stagers.deferred_copy import LateCopy
+    from stagereg.stagers.deferred_copy import DeferredCopy
 
-    may_copy, run = threading.Event(), LateCopy.run
+    may_copy, run = threading.Event(), DeferredCopy.run
 
-    def held(late: LateCopy) -> list[int]:
+    def held(late: DeferredCopy) -> list[int]:
         assert may_copy.wait(30)
         return run(late)
 
-    monkeypatch.setattr(LateCopy, "run", held)
+    monkeypatch.setattr(DeferredCopy, "run", held)
     state = things()
     with Checkpointer(str(tmp_path), stager=stagereg.build("stager", "overlapped")) as checkpointer:
         train(state)

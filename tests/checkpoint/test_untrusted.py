@@ -55,7 +55,7 @@ import stagereg.checkpoint.torchfiles as torchfiles
 import stagereg.checkpoint.trusted as trusted
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.layout import MANIFEST, Manifest, mark
+from stagereg.checkpoint.manifest import MANIFEST, Manifest, file_mark
 from stagereg.checkpoint.storage.reader import CheckpointReader, read_metadata
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
@@ -160,7 +160,7 @@ def seal(path: Path) -> None:
     for file in sorted(path.iterdir()):
         if file.name != MANIFEST and file.is_file():
             with file.open("rb") as stream:
-                files[file.name] = mark(stream)
+                files[file.name] = file_mark(stream)
     (path / MANIFEST).write_text(replace(old, files=files).dumps())
 
 
@@ -191,13 +191,13 @@ def saved(value: Any, **how: Any) -> bytes:
     return stream.getvalue()
 
 
-def refused(path: Path, told: str = "") -> str:
+def refused(path: Path, seen: str = "") -> str:
     """Restore from a forged checkpoint, which is refused in a short message with nothing done; return the message."""
     state = full_state()
     state["model"]["w"].zero_()
     with within(20), listening(path.parent) as heard, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(CheckpointError, match=told) as caught:
+        with pytest.raises(CheckpointError, match=seen) as caught:
             restore(path, state)
     assert heard == []
     assert state["model"]["w"].sum() == 0, "refused, and loaded"
@@ -237,12 +237,12 @@ def test_code_anywhere_in_the_metadata_is_refused_before_it_runs(forged: Path) -
 @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
 def test_code_in_objects_tensors_and_structures_is_refused_before_it_runs(forged: Path, payload: Any) -> None:
     before = metadata_of(forged)
-    for name, told in (
+    for name, seen in (
         ("note", "'note' was not read"),
         ("model.w", "where a tensor belongs; nothing was run$"),
     ):
         put_blob(forged, name, saved(payload))
-        refused(forged, told)
+        refused(forged, seen)
         put_metadata(forged, before)
     put_blob(forged, "stagereg.structure.note", saved(pickle.dumps(payload)))
     refused(forged, "which is no plain data|structure of an entry")
@@ -262,16 +262,16 @@ def _put_info(metadata: Metadata, info: _StorageInfo) -> None:
 
 
 @pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
-def test_whatever_metadata_says_it_is_refused_in_few_words_also_where_it_is_converted(
+def test_whatever_metadata_has_it_is_refused_in_a_short_text_also_where_it_is_converted(
     forged: Path, tmp_path: Path, forge: Callable[[Metadata], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     metadata = metadata_of(forged)
     forge(metadata)
     put_metadata(forged, metadata)
-    told = refused(forged, "was refused|nothing of that is stored").partition("could not be restored: ")[2]
-    assert len(told) < 400
+    seen = refused(forged, "was refused|nothing of that is stored").partition("could not be restored: ")[2]
+    assert len(seen) < 400
     assert cli.main(["convert", str(forged), str(tmp_path / "x.pt")]) == 2
-    assert capsys.readouterr().err.strip() == f"stagereg: {told}"
+    assert capsys.readouterr().err.strip() == f"stagereg: {seen}"
 
 
 @pytest.mark.parametrize("how", ["older", "bare"])
@@ -340,10 +340,10 @@ def test_random_states_out_of_their_block_are_refused_and_not_drawn_from() -> No
     """NumPy reads whatever place of the memory its generator's position says."""
     words: Any = numpy.random.get_state()
     for position in (-1, 625, 1 << 30, 1.5):
-        told = json.loads(rng.capture()["numpy"])
-        told["state"]["pos"] = position
+        seen = json.loads(rng.capture()["numpy"])
+        seen["state"]["pos"] = position
         older = pickle.dumps((*words[:2], position, *words[3:]), 4)
-        for forged in (json.dumps(told).encode(), older):
+        for forged in (json.dumps(seen).encode(), older):
             with pytest.raises(CheckpointError, match="random number generators"):
                 rng.restore({**rng.capture(), "numpy": forged})
 
@@ -536,7 +536,7 @@ def test_an_archive_that_would_grow_is_refused_before_it_does(forged: Path) -> N
         put_metadata(forged, before)
 
 
-def test_a_manifest_is_refused_in_few_words_whatever_is_in_it() -> None:
+def test_a_manifest_is_refused_in_a_short_text_whatever_is_in_it() -> None:
     long = "x" * (1 << 20)
     name = '{"format": 1, "step": 1, "world_size": 1, "serial": 1, "files": {"%s": {"bytes": 1, "crc32": 1}}}'
     texts = [f'{{"format": "{long}"}}', name % long, name % f"/{long}", f'{{"format": 1, "storage": "{long}"}}']
@@ -663,7 +663,7 @@ class Marked(torch.Tensor):
         ({"a": random.Random(1)}, r"x\.a", "random.Random"),
     ],
 )
-def test_what_would_not_load_back_is_refused_at_the_first_save_with_its_place_and_what_to_do(
+def test_what_would_not_load_back_is_refused_at_the_first_save_with_its_path_and_what_to_do(
     tmp_path: Path, value: Any, name: str, kind: str
 ) -> None:
     with Checkpointer(str(tmp_path), stager=build("stager", "blocking")) as saving:
@@ -716,7 +716,7 @@ def test_nothing_else_of_numpy_is_made(forged: Any) -> None:
 
 @pytest.mark.parametrize("storage", ["dcp", "direct"])
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "seen"),
     [
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 2, torch.qint8), "it is quantized"),
         (lambda: torch.eye(2).to_sparse(), "it is torch.sparse_coo, not dense"),
@@ -726,12 +726,12 @@ def test_nothing_else_of_numpy_is_made(forged: Any) -> None:
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*quantize")
 def test_what_is_no_dense_tensor_or_no_key_is_refused_when_it_is_saved(
-    tmp_path: Path, storage: str, make: Callable[[], Any], told: str
+    tmp_path: Path, storage: str, make: Callable[[], Any], seen: str
 ) -> None:
     with Checkpointer(str(tmp_path), storage=build("storage", storage), stager=build("stager", "blocking")) as saving:
         saving.save(1, {"x": {"a": torch.ones(1)}})
         saving.save(2, {"x": {"a": make()}})
-        with pytest.raises(CheckpointError, match=rf"'x\.a' .*{told}"):
+        with pytest.raises(CheckpointError, match=rf"'x\.a' .*{seen}"):
             saving.wait()
         assert saving.restore({"x": None}) == 1
 
@@ -748,7 +748,7 @@ def test_keys_of_tuples_and_sets_load_back(tmp_path: Path) -> None:
     assert found == state
 
 
-def test_what_cannot_even_be_pickled_is_refused_with_its_place(tmp_path: Path) -> None:
+def test_what_cannot_even_be_pickled_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'x\.f' cannot be saved: it is a function"):
         torchfiles.skeletons({"x": {"f": lambda: 1}})
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.checkpoint.torchfiles as torchfiles
-import stagereg.checkpoint.zero as zero
+import stagereg.checkpoint.zero_shards as zero_shards
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
@@ -149,7 +149,7 @@ class Groups:
             yield found
 
 
-def told(whole: dict[str, Any] | None, rank_of_it: int = 0) -> dict[str, Any]:
+def shown(whole: dict[str, Any] | None, rank_of_it: int = 0) -> dict[str, Any]:
     """What one rank knows, on all of them."""
     box = [whole]
     dist.broadcast_object_list(box, rank_of_it)
@@ -167,7 +167,7 @@ def save(kind: str, size: int, groups: Groups, root: str, storage: str) -> dict[
                 run.train(step)
             keeper.save(3, run.state)
             whole = run.whole()
-    return told(whole)
+    return shown(whole)
 
 
 def restore(kind: str, size: int, groups: Groups, root: str, saved: dict[str, Any]) -> list[str]:
@@ -257,7 +257,7 @@ def message(act: Callable[[], Any]) -> str:
 def deal_otherwise(rank: int, world_size: int, root: str) -> dict[str, Any]:
     """Shards that are not one rank's each: of two replicas, and of a time when they had other numbers."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    told: dict[str, Any] = {}
+    shown: dict[str, Any] = {}
 
     def keep(name: str) -> Checkpointer:
         return Checkpointer(f"{root}/{name}", stager=BlockingAsyncStager())
@@ -279,7 +279,7 @@ def deal_otherwise(rank: int, world_size: int, root: str) -> dict[str, Any]:
         run.optimizer.consolidate_state_dict(0)
         other.optimizer.consolidate_state_dict(0)
         if rank == 0:
-            told["replica"], told["restored"] = run.optimizer.state_dict(), other.optimizer.state_dict()
+            shown["replica"], shown["restored"] = run.optimizer.state_dict(), other.optimizer.state_dict()
 
     # Where the parameters are dealt as they were, a rank looks into its own shard alone.
     asked: list[str] = []
@@ -295,32 +295,32 @@ def deal_otherwise(rank: int, world_size: int, root: str) -> dict[str, Any]:
         torchfiles.shapes = listing
         keeper.restore(fresh().state)
         torchfiles.shapes = shapes
-    told["asked"] = [name for name in asked if name.startswith("optimizer")]
+    shown["asked"] = [name for name in asked if name.startswith("optimizer")]
 
-    zero.shard, now = as_at_first, zero.shard
+    zero_shards.shard, now = as_at_first, zero_shards.shard
     with keep("first") as keeper:
         keeper.save(1, other.state)
         keeper.wait()
-        zero.shard = now
+        zero_shards.shard = now
         again = fresh()
         keeper.restore(again.state)
     again.optimizer.consolidate_state_dict(0)
     if rank == 0:
-        told["again"] = again.optimizer.state_dict()
+        shown["again"] = again.optimizer.state_dict()
     with keep("same") as keeper:
         fewer = ZeroRedundancyOptimizer(network(1)[0].parameters(), torch.optim.AdamW)
-        told["fewer"] = message(lambda: keeper.restore({"optimizer": fewer}))
-        told["no optimizer"] = message(lambda: keeper.restore({"optimizer": {}}))
+        shown["fewer"] = message(lambda: keeper.restore({"optimizer": fewer}))
+        shown["no optimizer"] = message(lambda: keeper.restore({"optimizer": {}}))
     with keep("plain") as keeper:
         keeper.save(1, {"optimizer": {"lr": 1}})
         keeper.wait()
-        told["no state"] = message(lambda: keeper.restore({"optimizer": fewer}))
+        shown["no state"] = message(lambda: keeper.restore({"optimizer": fewer}))
     within_ddp = ZeroRedundancyOptimizer(network(1).parameters(), torch.optim.AdamW, overlap_with_ddp=True)
-    told["overlap"] = message(lambda: zero.shard(within_ddp))
-    return told
+    shown["overlap"] = message(lambda: zero_shards.shard(within_ddp))
+    return shown
 
 
-def test_shards_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+def test_shards_are_distinguished_by_what_is_in_them(tmp_path: Path) -> None:
     results = run_ranks(deal_otherwise, nproc=4, args=(str(tmp_path),))
     first = results[0]
     assert len(first["replica"]["state"]) > 4
@@ -328,12 +328,12 @@ def test_shards_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
     assert exact(first["again"]["state"]) == exact(first["replica"]["state"])
     assert exact(alone(tmp_path / "replicas")["optimizer"]["state"]) == exact(first["replica"]["state"])
     assert "by an older version" in message(lambda: alone(tmp_path / "first"))
-    for rank, told in enumerate(results):
-        assert told["asked"] == [f"optimizer.rank{rank}"]
-        assert "groups of 5, 5 parameters, the optimizer here has 2" in told["fewer"]
-        assert "restore it into an optimizer" in told["no optimizer"]
-        assert "no optimizer's state" in told["no state"]
-        assert "overlap_with_ddp=True has no state that can be saved" in told["overlap"]
+    for rank, shown in enumerate(results):
+        assert shown["asked"] == [f"optimizer.rank{rank}"]
+        assert "groups of 5, 5 parameters, the optimizer here has 2" in shown["fewer"]
+        assert "restore it into an optimizer" in shown["no optimizer"]
+        assert "no optimizer's state" in shown["no state"]
+        assert "overlap_with_ddp=True has no state that can be saved" in shown["overlap"]
 
 
 class Several(torch.optim.SGD):

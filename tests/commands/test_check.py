@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import stagereg.commands.attempt as attempt
-import stagereg.commands.subject as subject
+import stagereg.commands.target as subject
 from stagereg.cli import main
 from stagereg.errors import ConfigError, RegistryError
 
@@ -108,13 +108,13 @@ TWO = {"Leaves": "threading.Thread(target=threading.Event().wait).start()", "Inn
 def check(*arguments: str, capsys: pytest.CaptureFixture[str], code: int) -> dict[str, Any]:
     """Run the command, which is to end with ``code``; return what it tells as JSON."""
     assert main(["check", "--json", *arguments]) == code
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
 
 
-def rows(told: dict[str, Any]) -> dict[str, tuple[str, str]]:
+def rows(result: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Verdict and what was seen by the name of what was tried."""
-    return {row["name"]: (row["verdict"], row["seen"]) for section in told["sections"] for row in section["rows"]}
+    return {row["name"]: (row["verdict"], row["seen"]) for section in result["sections"] for row in section["rows"]}
 
 
 def package(
@@ -123,7 +123,7 @@ def package(
     source: str,
     plugins: str = "",
     contracts: str = "",
-    needs: str = "Requires-Dist: stagereg\n",
+    needs: str = "Requires-Dist: hydra-stagereg\n",
 ) -> None:
     """Put an installed package into ``folder``, as pip leaves it there."""
     (folder / f"{name}.py").write_text(source)
@@ -157,8 +157,8 @@ def test_whatever_a_plugin_does_to_its_process_costs_one_row(
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     file = tmp_path / "harmful.py"
     file.write_text(HARMFUL)
-    told = check(str(file), "--timeout", "4", capsys=capsys, code=1)
-    found = rows(told)
+    result = check(str(file), "--timeout", "4", capsys=capsys, code=1)
+    found = rows(result)
     assert list(found)[1:] == re.findall(r"def (test_\w+)", HARMFUL)
     assert found["test_keeps"] == ("kept", "")
     assert found["test_breaks"] == ("broken", "3 is not 4")
@@ -174,8 +174,8 @@ def test_whatever_a_plugin_does_to_its_process_costs_one_row(
         rf"still running after 4 s, in test_hangs \(.*harmful.py:{line_of('time.sleep')}\)", found["test_hangs"][1]
     )
     assert found["test_after"] == ("kept", "")
-    assert told["counts"] == {"kept": 3, "broken": 6, "skipped": 1}
-    assert not told["kept"]
+    assert result["counts"] == {"kept": 3, "broken": 6, "skipped": 1}
+    assert not result["kept"]
     assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
 
 
@@ -186,12 +186,12 @@ def test_a_thread_that_holds_up_the_end_is_not_put_down_to_the_last_of_several(
     file = tmp_path / "staying.py"
     classes = "".join(f"class {n}(Contract):\n    def test_it(self): {body}\n" for n, body in TWO.items())
     file.write_text(f"import threading\nfrom stagereg.testing import Contract\n{classes}")
-    told = check(str(file), capsys=capsys, code=1)
-    seen = {section["title"]: [row["name"] for row in section["rows"]] for section in told["sections"]}
+    result = check(str(file), capsys=capsys, code=1)
+    seen = {section["title"]: [row["name"] for row in section["rows"]] for section in result["sections"]}
     assert seen == {str(file): ["imports", "ends"], "Leaves": ["test_it"], "Innocent": ["test_it"]}
 
 
-def test_a_script_that_ends_the_process_on_import_is_told_where_its_main_belongs(
+def test_a_script_that_ends_the_process_on_import_is_reported_with_where_its_main_belongs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "script.py"
@@ -238,37 +238,37 @@ def test_a_stager_without_a_contract_is_built_from_its_defaults_and_the_given_op
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(STAGER.format(name="mine"))
-    told = check(str(file), "--set", "lend=false", capsys=capsys, code=1)
-    (section,) = (s for s in told["sections"] if s["title"] == "stager/mine")
+    result = check(str(file), "--set", "lend=false", capsys=capsys, code=1)
+    (section,) = (s for s in result["sections"] if s["title"] == "stager/mine")
     assert section["origin"].endswith("mine.py:7")
     verdicts = [row["verdict"] for row in section["rows"]]
     assert {"kept", "broken"} <= set(verdicts)
     broken = [row["promise"] for row in section["rows"] if row["verdict"] == "broken"]
     assert any("source" in promise for promise in broken)
-    assert rows(told)["types"] == ("kept", "options: in_flight, lend")
+    assert rows(result)["types"] == ("kept", "options: in_flight, lend")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["blocking", "pinned_cached", "incremental", "overlapped"])
 def test_the_stagers_that_are_built_in_keep_their_promises(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    told = check(f"stager/{name}", capsys=capsys, code=0)
-    assert told["kept"]
-    assert told["counts"]["kept"] > 20
+    result = check(f"stager/{name}", capsys=capsys, code=0)
+    assert result["kept"]
+    assert result["counts"]["kept"] > 20
 
 
-def test_a_joinable_without_a_contract_is_not_shown_and_its_author_told_what_to_write(
+def test_a_joinable_without_a_contract_is_not_shown_and_its_author_reported_what_to_write(
     site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package(site, "lonely", JOINABLE.format(name="lonely"), "joinable.lonely = lonely:Mine")
-    told = check("lonely", capsys=capsys, code=1)
-    verdict, seen = rows(told)["contract"]
+    result = check("lonely", capsys=capsys, code=1)
+    verdict, seen = rows(result)["contract"]
     assert verdict == "not shown"
     assert "stagereg.testing.JoinableContract" in seen
     assert '"joinable.lonely" = "lonely.contract:Name"' in seen
-    assert rows(told)["depends"] == ("kept", "")
+    assert rows(result)["depends"] == ("kept", "")
 
 
-def test_what_the_metadata_of_a_package_gets_wrong_is_told(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_metadata_of_a_package_gets_wrong_is_reported(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = STAGER.format(name="other") + "Contract = None\n"
     package(
         site,
@@ -276,7 +276,7 @@ def test_what_the_metadata_of_a_package_gets_wrong_is_told(site: Path, capsys: p
         source,
         "stager.careless = careless:Mine\nstagr.careless = careless:Mine",
         "stager.careless = careless:Contract\nstager.carelss = careless:Contract",
-        needs="Requires-Dist: stagereg-like\n",
+        needs="Requires-Dist: hydra-stagereg-like\n",
     )
     found = rows(check("careless", capsys=capsys, code=1))
     assert "'stagr.careless' is no kind and name. Did you mean 'stager.careless'?" in found["announces"][1]
@@ -286,6 +286,16 @@ def test_what_the_metadata_of_a_package_gets_wrong_is_told(site: Path, capsys: p
     assert "is no class that inherits stagereg.testing.StagerContract" in found["contract"][1]
     assert {verdict for verdict, _ in found.values()} == {"kept", "broken"}
     assert "builds" not in found
+
+
+def test_a_package_that_requires_the_unrelated_stagereg_is_reported(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package(site, "older", STAGER.format(name="older"), "stager.older = older:Mine", needs="Requires-Dist: stagereg\n")
+    found = rows(check("older", capsys=capsys, code=1))
+    assert found["depends"][0] == found["loads"][0] == "broken"
+    assert "requires 'stagereg', which is an unrelated project" in found["depends"][1]
+    assert "'hydra-stagereg'" in found["depends"][1]
 
 
 def test_a_package_that_cannot_be_imported_is_one_row_with_the_cause(
@@ -327,10 +337,10 @@ class TestResolve:
     def test_one_component_is_meant_by_its_kind_and_name_or_by_a_name_that_one_kind_has(self, site: Path) -> None:
         for target in ("stager/pinned_cached", "pinned_cached"):
             assert [job.title for job in subject.resolve(target).jobs] == ["stager/pinned_cached"]
-        with pytest.raises(ConfigError, match="say which: join_hook/ddp or joinable/ddp"):
+        with pytest.raises(ConfigError, match="choose one: join_hook/ddp or joinable/ddp"):
             subject.resolve("ddp")
 
-    def test_two_packages_of_one_name_are_told_apart(self, site: Path) -> None:
+    def test_two_packages_of_one_name_are_distinguished(self, site: Path) -> None:
         package(site, "a_one", "", "stager.shared_name = a_one:Mine")
         package(site, "b_one", "", "stager.shared_name = b_one:Mine", "stager.shared_name = b_one:Contract")
         with pytest.raises(RegistryError, match="say which"):
@@ -350,11 +360,11 @@ class TestResolve:
         (site / "module_name").mkdir()
         (site / "plain.py").write_text("raise RuntimeError('imported')")
         assert [job.title for job in subject.resolve("module_name").jobs] == ["stager/inner"]
-        assert subject.resolve("plain").jobs == [subject.Job(module="plain")]
+        assert subject.resolve("plain").jobs == [subject.CheckJob(module="plain")]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "result"),
     [
         (["nowhere.py"], "There is no file nowhere.py"),
         (["pined_cached"], "Did you mean 'pinned_cached'?"),
@@ -367,12 +377,12 @@ class TestResolve:
         (["blocking", "--set", "_target_=os.system"], "key=value"),
     ],
 )
-def test_what_cannot_be_checked_is_one_error_that_says_what_can(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_checked_is_one_error_that_shows_what_can(
+    arguments: list[str], result: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", *arguments]) == 2
     captured = capsys.readouterr()
-    assert told in captured.err
+    assert result in captured.err
     assert not captured.out
 
 

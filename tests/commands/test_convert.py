@@ -21,7 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace
+from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
@@ -87,9 +87,9 @@ def test_torch_loads_the_file_of_a_zero_run_into_model_and_adam(
 ) -> None:
     root, whole = sharded
     assert cli.main(["convert", str(root / "zero"), str(tmp_path / "all.pt")]) == 0
-    told = capsys.readouterr().out
-    assert "step 2" in told
-    assert "optimizer (put together from the shards of a ZeroRedundancyOptimizer)" in told
+    shown = capsys.readouterr().out
+    assert "step 2" in shown
+    assert "optimizer (put together from the shards of a ZeroRedundancyOptimizer)" in shown
     found = torch.load(tmp_path / "all.pt", weights_only=True)
     assert sorted(found) == NAMES
     assert bits(dict(found["model"])) == bits(dict(whole["model"]))
@@ -126,7 +126,7 @@ def test_safetensors_has_the_tensors_by_dotted_name_and_what_is_left_out_is_name
     root, whole = sharded
     out = tmp_path / "all.safetensors"
     assert cli.main(["convert", str(root / "zero"), str(out), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    shown = json.loads(capsys.readouterr().out)
     from safetensors.torch import load_file
 
     found = load_file(out)
@@ -134,10 +134,10 @@ def test_safetensors_has_the_tensors_by_dotted_name_and_what_is_left_out_is_name
     for number, part in whole["optimizer"]["state"].items():
         expected |= {f"optimizer.state.{number}.{name}": x for name, x in part.items()}
     assert bits(found) == bits(expected)
-    assert (told["tensors"], told["bytes"]) == (len(expected), out.stat().st_size)
-    assert (told["names"], told["merged"]) == (["model", "optimizer"], ["optimizer"])
-    assert {"optimizer.param_groups.0.lr", "scheduler.last_epoch"} <= set(told["left_out"])
-    assert not set(told["left_out"]) & set(expected)
+    assert (shown["tensors"], shown["bytes"]) == (len(expected), out.stat().st_size)
+    assert (shown["names"], shown["merged"]) == (["model", "optimizer"], ["optimizer"])
+    assert {"optimizer.param_groups.0.lr", "scheduler.last_epoch"} <= set(shown["left_out"])
+    assert not set(shown["left_out"]) & set(expected)
 
 
 def save(root: Path, *states: dict[str, Any]) -> Path:
@@ -172,14 +172,14 @@ def test_tensors_of_every_kind_are_what_the_library_reads(tmp_path: Path, monkey
         assert file.metadata() == {"format": "pt", "step": "1"}
 
 
-def test_what_safetensors_has_no_place_for_is_named_and_nothing_is_written(
+def test_what_safetensors_cannot_hold_is_named_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = {"x": {"wide": torch.ones(2, dtype=torch.complex128)}, "y": {"__metadata__": torch.ones(2)}, "z": 3}
     root = save(tmp_path / "run", state)
     for name, words in (
-        ("x", "no place for 'wide', which is torch.complex128; write a .pt"),
-        ("y", "no place for a tensor called '__metadata__'; write a .pt"),
+        ("x", "cannot hold 'wide', which is torch.complex128; write a .pt"),
+        ("y", "cannot hold a tensor called '__metadata__'; write a .pt"),
     ):
         assert cli.main(["convert", str(root), str(tmp_path / "x.safetensors"), "--only", name]) == 2
         assert words in capsys.readouterr().err
@@ -257,8 +257,8 @@ def test_of_a_directory_it_is_the_newest_good_one_and_a_damaged_one_is_never_con
     flip(root / "step-00000003" / "__0_0.distcp")
     assert cli.main(["convert", str(root), str(out)]) == 0
     assert torch.load(out)["x"][0] == 1
-    assert "Passing over" in (told := capsys.readouterr().err)
-    assert "step-00000003: __0_0.distcp: flipped bits" in told
+    assert "Passing over" in (shown := capsys.readouterr().err)
+    assert "step-00000003: __0_0.distcp: flipped bits" in shown
     out.unlink()
     assert cli.main(["convert", str(root / "step-00000003"), str(out)]) == 2
     assert "no good checkpoint" in capsys.readouterr().err
@@ -269,39 +269,39 @@ def test_what_a_run_deletes_while_it_is_read_is_no_damage_and_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, out = save(tmp_path / "run", {"x": torch.zeros(9)}, {"x": torch.ones(9)}), tmp_path / "x.pt"
-    newer, read = (root / "step-00000002").rename(tmp_path / "newer"), LocalPlace.contents
+    newer, read = (root / "step-00000002").rename(tmp_path / "newer"), LocalStore.contents
 
-    def contents(place: LocalPlace, path: str, names: Any) -> Any:
+    def contents(store: LocalStore, path: str, names: Any) -> Any:
         if newer.exists():
             newer.rename(root / "step-00000002")
             shutil.rmtree(root / "step-00000001")
-        return read(place, path, names)
+        return read(store, path, names)
 
-    def gone(place: LocalPlace, path: str, names: Any) -> Any:
-        found = read(place, path, names)
+    def gone(store: LocalStore, path: str, names: Any) -> Any:
+        found = read(store, path, names)
         shutil.rmtree(path)
         return found
 
-    monkeypatch.setattr(LocalPlace, "contents", contents)
+    monkeypatch.setattr(LocalStore, "contents", contents)
     assert cli.main(["convert", str(root), str(out)]) == 0
     assert torch.load(out)["x"].sum() == 9
     assert "Passing over" not in capsys.readouterr().err
-    monkeypatch.setattr(LocalPlace, "contents", gone)
+    monkeypatch.setattr(LocalStore, "contents", gone)
     assert cli.main(["convert", str(root), str(out), "--force"]) == 2
     assert "If a run has just deleted it, there is a newer one: try again." in capsys.readouterr().err
 
 
 def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from stagereg.checkpoint.export import Export
-    from stagereg.checkpoint.layout import Checkpoint
-    from stagereg.checkpoint.place.choice import place_of
+    from stagereg.checkpoint.manifest import Checkpoint
+    from stagereg.checkpoint.store.open_store import open_store
     from stagereg.errors import CheckpointError
 
     root, out = save(tmp_path / "run", {"x": torch.ones(3)}), tmp_path / "x.pt"
     out.write_text("mine")
     assert cli.main(["convert", str(root), str(out)]) == 2
     assert "is there already; --force replaces it" in capsys.readouterr().err
-    checkpoint = place_of(root).latest()
+    checkpoint = open_store(root).latest()
     assert isinstance(checkpoint, Checkpoint)
     with pytest.raises(CheckpointError, match="there already"):
         Export(checkpoint).write(out, replace=False)  # as if it had come up meanwhile
@@ -321,7 +321,7 @@ def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, capsys: pytest.
         (["none", "x.pt"], "There is no checkpoint in"),
     ],
 )
-def test_what_cannot_be_is_said_on_one_screen(
+def test_what_cannot_be_is_reported_on_one_screen(
     tmp_path: Path,
     arguments: list[str],
     words: str,
@@ -331,18 +331,18 @@ def test_what_cannot_be_is_said_on_one_screen(
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "run", {"model": torch.nn.Linear(2, 2)})
     assert cli.main(["convert", *arguments]) == 2
-    assert words in (told := capsys.readouterr()).err
-    assert told.out == ""
-    assert len(told.err.splitlines()) < 5
+    assert words in (shown := capsys.readouterr()).err
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) < 5
 
 
-def test_names_and_types_in_a_file_cannot_speak_to_the_terminal(
+def test_names_and_types_in_a_file_cannot_control_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Checkpointer(str(tmp_path / "run"), stager=BlockingAsyncStager()) as checkpointer:
         checkpointer.save(1, {"\x1b[2Jx": torch.ones(2), "n\x1b[2J": {"a\n": 3}})
     for name in ("x.pt", "x.safetensors"):
         assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / name)]) == 0
-    told = capsys.readouterr()
-    assert "\x1b" not in told.out + told.err
-    assert r"'\x1b[2Jx'" in told.out
+    shown = capsys.readouterr()
+    assert "\x1b" not in shown.out + shown.err
+    assert r"'\x1b[2Jx'" in shown.out

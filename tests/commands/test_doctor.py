@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-import stagereg.commands.apart as apart
-import stagereg.commands.vitals as vitals
+import stagereg.commands.subprocess_runner as subprocess_runner
+import stagereg.commands.system_checks as system_checks
 from stagereg import cli
 
 from .conftest import Install
@@ -33,21 +33,26 @@ CUDA = FACTS | {"accelerator": "cuda", "devices": [{"name": "H200", "bytes": 139
 
 def examined(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> dict[str, dict[str, Any]]:
     assert cli.main(["doctor", "--json", *arguments]) == code
-    told = json.loads(capsys.readouterr().out)
-    assert told["broken"] == sum(one["verdict"] == "broken" for one in told["findings"])
-    return {one["what"]: one for one in told["findings"]}
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["broken"] == sum(one["verdict"] == "broken" for one in seen["findings"])
+    return {one["what"]: one for one in seen["findings"]}
 
 
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answer for the children that import torch, which takes long."""
-    ask = apart.Children.ask
-    told = {"torch_facts": apart.Answer(FACTS), "load_built_in": apart.Answer({})}
+    ask = subprocess_runner.SubprocessRunner.ask
+    seen = {
+        "torch_facts": subprocess_runner.SubprocessResult(FACTS),
+        "load_built_in": subprocess_runner.SubprocessResult({}),
+    }
 
-    def instead(children: apart.Children, question: str, arguments: Any, limit_s: float) -> apart.Answer:
-        return told.get(question.partition(":")[2]) or ask(children, question, arguments, limit_s)
+    def instead(
+        children: subprocess_runner.SubprocessRunner, question: str, arguments: Any, limit_s: float
+    ) -> subprocess_runner.SubprocessResult:
+        return seen.get(question.partition(":")[2]) or ask(children, question, arguments, limit_s)
 
-    monkeypatch.setattr(apart.Children, "ask", instead)
+    monkeypatch.setattr(subprocess_runner.SubprocessRunner, "ask", instead)
 
 
 def test_a_healthy_machine_has_nothing_broken_and_everything_is_looked_at(
@@ -64,17 +69,17 @@ def test_a_healthy_machine_has_nothing_broken_and_everything_is_looked_at(
     assert list(tmp_path.iterdir()) == [], "it left something behind"
 
 
-def test_a_plugin_that_does_its_worst_is_one_row_and_the_others_are_told(
+def test_a_plugin_that_does_its_worst_is_one_row_and_the_others_are_reported(
     install: Install, capsys: pytest.CaptureFixture[str], without_torch: None
 ) -> None:
     install("good_one", GOOD, {"stager.good": "Good"})
-    install("newer", "print('imported')", {"stager.newer": "X"}, requires="stagereg>=99")
+    install("newer", "print('imported')", {"stager.newer": "X"}, requires="hydra-stagereg>=99")
     install("lacking", "class X: ...", {"stager.lacking": "X"})
     install("unknown", "", {"stagr.x": "X"})
     bad = {
         "raises": ("raise ValueError('no licence')", "ValueError: no licence"),
         "leaves": ("raise SystemExit(7)", "SystemExit: 7"),
-        "exits": ("import os\nprint('last', flush=True)\nos._exit(0)", "exit code 0; its last words: last"),
+        "exits": ("import os\nprint('last', flush=True)\nos._exit(0)", "exit code 0; its last output: last"),
         "crashes": ("import os, signal\n\nos.kill(os.getpid(), signal.SIGSEGV)", "crashed with SIGSEGV in <module> ("),
     }
     files = {name: install(name, source, {f"stager.{name}": "X"}) for name, (source, _) in bad.items()}
@@ -87,12 +92,12 @@ def test_a_plugin_that_does_its_worst_is_one_row_and_the_others_are_told(
         assert words in row["found"]
         assert name in row["do"]
     assert f"{files['crashes']}:3" in found["stager/crashes"]["found"]
-    assert "needs stagereg>=99" in found["stager/newer"]["found"]
+    assert "needs hydra-stagereg>=99" in found["stager/newer"]["found"]
     assert "method 'stage' is missing" in found["stager/lacking"]["found"]
     assert "Did you mean 'stager'?" in found["unknown 1.2"]["found"]
 
 
-def test_a_plugin_that_hangs_is_ended_and_told_with_its_place(
+def test_a_plugin_that_hangs_is_ended_and_reported_with_its_stack(
     install: Install, capsys: pytest.CaptureFixture[str], without_torch: None, tmp_path: Path
 ) -> None:
     pid = tmp_path / "pid"
@@ -111,14 +116,14 @@ threading.Event().wait()
         _wait_for_the_end_of(int(pid.read_text()))
 
 
-def test_the_table_says_what_to_do_and_counts(
+def test_the_table_shows_what_to_do_and_counts(
     install: Install, capsys: pytest.CaptureFixture[str], without_torch: None
 ) -> None:
     install("breaks", "raise ValueError('no licence')", {"stager.breaks": "X"})
     assert cli.main(["doctor"]) == 1
-    told = capsys.readouterr().out
-    assert "-> Repair, update or uninstall breaks." in told
-    assert "\n1 broken, " in told
+    seen = capsys.readouterr().out
+    assert "-> Repair, update or uninstall breaks." in seen
+    assert "\n1 broken, " in seen
 
 
 def test_a_limit_of_no_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,12 +131,12 @@ def test_a_limit_of_no_use_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--timeout must be above 0 seconds, not 0." in capsys.readouterr().err
 
 
-def row(findings: Any, what: str) -> vitals.Finding:
+def row(findings: Any, what: str) -> system_checks.Finding:
     return {one.what: one for one in findings}[what]
 
 
 def test_torch_that_cannot_be_imported_is_broken() -> None:
-    found = row(vitals.torch_findings(None, "ImportError: libcudart.so"), "torch works")
+    found = row(system_checks.torch_findings(None, "ImportError: libcudart.so"), "torch works")
     assert (found.verdict, found.found) == ("broken", "ImportError: libcudart.so")
     assert found.do
 
@@ -150,46 +155,47 @@ def test_torch_that_cannot_be_imported_is_broken() -> None:
         (CUDA | {"not_page_locked": "CUDA error: OS call failed"}, "page-locked memory", "broken", "OS call failed"),
     ],
 )
-def test_what_torch_tells_is_judged(facts: dict[str, Any], what: str, verdict: str, words: str) -> None:
-    found = row(vitals.torch_findings(facts, ""), what)
+def test_what_torch_reports_is_judged(facts: dict[str, Any], what: str, verdict: str, words: str) -> None:
+    found = row(system_checks.torch_findings(facts, ""), what)
     assert found.verdict == verdict
     assert words in found.found
     assert bool(found.do) == (verdict in ("warn", "broken"))
 
 
-def test_versions_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_do_not_fit_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"torch": "2.4.0", "hydra-core": "1.3.8", "rich": "15.0"}
 
     def version(name: str) -> str:
         if name not in there:
-            raise vitals.importlib.metadata.PackageNotFoundError(name)
+            raise system_checks.importlib.metadata.PackageNotFoundError(name)
         return there[name]
 
-    monkeypatch.setattr(vitals.importlib.metadata, "version", version)
-    found = {one.what: one for one in vitals.versions()}
+    monkeypatch.setattr(system_checks.importlib.metadata, "version", version)
+    found = {one.what: one for one in system_checks.versions()}
     assert (found["torch"].verdict, found["torch"].found) == ("broken", "2.4.0, but stagereg needs >=2.11")
     assert found["torch"].do == "pip install 'torch>=2.11'"
     assert (found["omegaconf"].verdict, found["omegaconf"].do) == ("broken", "pip install 'omegaconf>=2.3'")
-    assert (found["safetensors"].verdict, found["safetensors"].do) == ("missing", "pip install 'stagereg[safetensors]'")
+    assert found["safetensors"].verdict == "missing"
+    assert found["safetensors"].do == "pip install 'hydra-stagereg[safetensors]'"
     assert (found["hydra-core"].verdict, found["rich"].verdict) == ("ok", "ok")
     assert "pytest" not in found, "what its developers need is nobody's concern"
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(64 * 2**20, "warn"), (2**33, "ok")])
-def test_little_shared_memory_is_told(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = SimpleNamespace(f_frsize=4096, f_blocks=2**34 // 4096, f_bavail=free // 4096)
-    monkeypatch.setattr(os, "statvfs", lambda path: told)
-    found = row(vitals.limits(), "/dev/shm")
+def test_little_shared_memory_is_reported(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = SimpleNamespace(f_frsize=4096, f_blocks=2**34 // 4096, f_bavail=free // 4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: seen)
+    found = row(system_checks.limits(), "/dev/shm")
     assert (found.verdict, found.value) == (verdict, {"bytes": 2**34, "free": free})
     assert ("--shm-size" in found.do) == (verdict == "warn")
 
 
 @pytest.mark.parametrize(("soft", "verdict"), [(256, "warn"), (1024, "ok"), (-1, "ok")])
-def test_few_open_files_are_told(soft: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_open_files_are_reported(soft: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, 4096))
-    found = row(vitals.limits(), "open files")
+    found = row(system_checks.limits(), "open files")
     assert found.verdict == verdict
     assert found.do == ("`ulimit -n 4096` before training" if verdict == "warn" else "")
 
@@ -205,9 +211,9 @@ def _refusing(condition: Callable[[int], bool], error: int) -> Callable[..., int
     return instead
 
 
-def test_a_file_system_without_o_direct_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_o_direct_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", _refusing(lambda flags: bool(flags & os.O_DIRECT), 22))
-    found = row(vitals.directory(tmp_path, chosen=True), str(tmp_path))
+    found = row(system_checks.directory(tmp_path, chosen=True), str(tmp_path))
     assert found.verdict == "warn"
     assert "O_DIRECT no" in found.found
     assert "storage=direct" in found.do
@@ -215,27 +221,32 @@ def test_a_file_system_without_o_direct_is_told(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("chosen", "verdict"), [(True, "broken"), (False, "warn")])
-def test_a_directory_that_cannot_be_written_is_told(
+def test_a_directory_that_cannot_be_written_is_reported(
     chosen: bool, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "open", _refusing(lambda flags: bool(flags & os.O_CREAT), 30))
-    found = row(vitals.directory(tmp_path, chosen), str(tmp_path))
+    found = row(system_checks.directory(tmp_path, chosen), str(tmp_path))
     assert (found.verdict, found.found) == (verdict, "cannot be written: Read-only file system")
 
 
-def test_what_a_built_in_component_fails_with_is_told(
+def test_what_a_built_in_component_fails_with_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {"torch_facts": apart.Answer(FACTS), "load_built_in": apart.Answer({"stager/shared": "no such thing"})}
-    monkeypatch.setattr(apart.Children, "ask", lambda self, question, *_: told[question.partition(":")[2]])
+    seen = {
+        "torch_facts": subprocess_runner.SubprocessResult(FACTS),
+        "load_built_in": subprocess_runner.SubprocessResult({"stager/shared": "no such thing"}),
+    }
+    monkeypatch.setattr(
+        subprocess_runner.SubprocessRunner, "ask", lambda self, question, *_: seen[question.partition(":")[2]]
+    )
     found = examined(capsys, 1)["built-in components"]
     assert (found["verdict"], found["found"]) == ("broken", "stager/shared: no such thing")
 
 
-def test_a_question_apart_is_answered_or_its_end_is_told(install: Install) -> None:
+def test_a_function_in_a_subprocess_returns_or_its_end_is_reported(install: Install) -> None:
     install("asked", "def twice(text):\n    print('noise')\n    return [text, text]\n", {})
-    with apart.Children() as children:
-        assert children.ask("asked:twice", ["a"], 60) == apart.Answer(["a", "a"])
+    with subprocess_runner.SubprocessRunner() as children:
+        assert children.ask("asked:twice", ["a"], 60) == subprocess_runner.SubprocessResult(["a", "a"])
         assert "has no attribute 'thrice'" in children.ask("asked:thrice", [], 60).failure
         assert "No module named 'nobody'" in children.ask("nobody:x", [], 60).failure
     assert children.ask("asked:twice", ["a"], 60).failure == "was not asked any more"
@@ -245,7 +256,7 @@ def test_leaving_ends_the_children_that_are_at_work(install: Install, tmp_path: 
     fifo = tmp_path / "started"
     os.mkfifo(fifo)
     install("waits", "import signal\ndef wait(fifo):\n    open(fifo, 'w').close()\n    signal.pause()\n", {})
-    with ThreadPoolExecutor() as one, apart.Children() as children:
+    with ThreadPoolExecutor() as one, subprocess_runner.SubprocessRunner() as children:
         asked = one.submit(children.ask, "waits:wait", [str(fifo)], 60)
         fifo.read_text()  # waits until the child is there
     assert asked.result().failure == "crashed with SIGKILL"

@@ -33,7 +33,7 @@ def test_every_component_is_listed_with_its_package(capsys: pytest.CaptureFixtur
         )
 
 
-def test_the_table_says_what_the_document_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_what_the_document_has(capsys: pytest.CaptureFixture[str]) -> None:
     found = listed(capsys)
     assert cli.main(["list"]) == 0
     _, _, *rows = capsys.readouterr().out.splitlines()
@@ -48,11 +48,11 @@ def test_only_one_kind_is_listed_when_it_is_named(capsys: pytest.CaptureFixture[
     assert [each["name"] for each in listed(capsys, "storage")] == registry.names("storage")
 
 
-def test_a_misspelt_kind_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_kind_is_reported_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "joinabel"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "No kind 'joinabel' of component. Did you mean 'joinable'?" in told.err
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert "No kind 'joinabel' of component. Did you mean 'joinable'?" in seen.err
 
 
 def test_a_component_of_a_package_is_listed_though_importing_it_would_fail(
@@ -72,14 +72,14 @@ def test_two_packages_with_one_name_are_both_listed_as_what_to_write(
     assert {"same@one", "same@two"} < {each["name"] for each in listed(capsys, "stager")}
 
 
-def test_a_package_that_announces_nonsense_is_told_and_costs_no_other(
+def test_a_package_that_announces_nonsense_is_reported_and_costs_no_other(
     install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("odd", "", {"stagr.x": "X", "stager.good": "Good"})
     assert cli.main(["list"]) == 0
-    told = capsys.readouterr().out
-    assert "good" in told
-    assert "Not all can be listed of: odd 1.2. `stagereg doctor` says why." in told
+    seen = capsys.readouterr().out
+    assert "good" in seen
+    assert "Not all can be listed of: odd 1.2. See `stagereg doctor`." in seen
     cli.main(["list", "--json"])
     [unreadable] = json.loads(capsys.readouterr().out)["unreadable"]
     assert unreadable["distribution"] == "odd 1.2"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from stagereg import cli
-from stagereg.checkpoint.lock import Lock
+from stagereg.checkpoint.lock import DirectoryLock
 
-from .places import contents, path_of, save
+from .checkpoint_directories import contents, path_of, save
 
 
 def listed(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
@@ -22,14 +22,14 @@ def listed(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_each_checkpoint_is_told_with_step_time_size_ranks_and_storage(
+def test_each_checkpoint_is_reported_with_step_time_size_ranks_and_storage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = int(time.time())
     save(tmp_path, 100, 200, ranks=4)
-    told = listed(capsys, tmp_path)
-    assert (told["root"], told["held_by"]) == (str(tmp_path), None)
-    newest, oldest = told["checkpoints"]
+    seen = listed(capsys, tmp_path)
+    assert (seen["root"], seen["held_by"]) == (str(tmp_path), None)
+    newest, oldest = seen["checkpoints"]
     assert before <= newest.pop("time") <= time.time()
     assert newest == {
         "path": str(path_of(tmp_path, 200)),
@@ -50,15 +50,15 @@ def test_a_person_gets_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFix
     (path_of(tmp_path, 100) / "a").write_bytes(b"")
     (tmp_path / ".step-00000400.0123456789ab.tmp").mkdir()
     assert cli.main(["ls", str(tmp_path)]) == 0
-    told = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert told[0] == [str(tmp_path)]
+    seen = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert seen[0] == [str(tmp_path)]
     saved = time.strftime("%Y-%m-%d")
     size = str(sum(map(len, contents(300).values())))
-    assert told[3][:2] == ["300", saved]
-    assert told[3][3:] == [size, "B", "2", "dcp", "complete", "latest"]
-    assert told[4] == ["200", "-", "-", "-", "-", "damaged", "manifest.json:", "missing"]
-    assert told[5][7:] == ["damaged", "a:", "truncated:", "0", "of", "120", "bytes"]
-    assert told[6] == ["400", "-", "-", "-", "-", "leftover", "of", "a", "dead", "run"]
+    assert seen[3][:2] == ["300", saved]
+    assert seen[3][3:] == [size, "B", "2", "dcp", "complete", "latest"]
+    assert seen[4] == ["200", "-", "-", "-", "-", "damaged", "manifest.json:", "missing"]
+    assert seen[5][7:] == ["damaged", "a:", "truncated:", "0", "of", "120", "bytes"]
+    assert seen[6] == ["400", "-", "-", "-", "-", "leftover", "of", "a", "dead", "run"]
 
 
 def test_who_holds_the_directory_is_named_and_what_lies_half_written_is_theirs(
@@ -66,14 +66,14 @@ def test_who_holds_the_directory_is_named_and_what_lies_half_written_is_theirs(
 ) -> None:
     save(tmp_path, 100)
     (tmp_path / ".step-00000200.0123456789ab.tmp").mkdir()
-    with Lock(tmp_path):
-        told = listed(capsys, tmp_path)
-        assert told["held_by"]["pid"] == os.getpid()
-        assert [each["state"] for each in told["checkpoints"]] == ["complete", "being written"]
+    with DirectoryLock(tmp_path):
+        seen = listed(capsys, tmp_path)
+        assert seen["held_by"]["pid"] == os.getpid()
+        assert [each["state"] for each in seen["checkpoints"]] == ["complete", "being written"]
         cli.main(["ls", str(tmp_path)])
         assert f"Held by process {os.getpid()} on " in capsys.readouterr().out
         with pytest.raises(Exception, match="in use"):  # looking has not taken the lock away
-            Lock(tmp_path, patience=0)
+            DirectoryLock(tmp_path, patience=0)
     assert listed(capsys, tmp_path)["checkpoints"][1]["state"] == "leftover of a dead run"
 
 
@@ -90,10 +90,10 @@ def test_one_checkpoint_is_listed_alone(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_nothing_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ls", str(tmp_path / "nowhere")]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
+    seen = capsys.readouterr()
+    assert seen.out == ""
     gone = tmp_path / "nowhere"
-    assert told.err == f"stagereg: There is no checkpoint in {gone}. There is no directory {gone}.\n"
+    assert seen.err == f"stagereg: There is no checkpoint in {gone}. There is no directory {gone}.\n"
 
 
 def test_what_cannot_be_looked_at_is_not_called_damaged(
@@ -108,9 +108,9 @@ def test_what_cannot_be_looked_at_is_not_called_damaged(
         return real(path, **more)
 
     monkeypatch.setattr(os, "lstat", lstat)
-    told = listed(capsys, tmp_path)["checkpoints"]
-    assert [each["state"] for each in told] == ["unclear", "complete"]
-    assert "Permission denied" in told[0]["why"]
+    seen = listed(capsys, tmp_path)["checkpoints"]
+    assert [each["state"] for each in seen] == ["unclear", "complete"]
+    assert "Permission denied" in seen[0]["why"]
 
 
 def test_latest_is_marked_also_where_the_directory_is_reached_by_a_link(

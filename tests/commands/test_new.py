@@ -66,9 +66,9 @@ def test_a_new_package_passes_its_own_tests_and_check(kind: str, made: Path, pyt
     assert tests.returncode == 0, tests.stdout + tests.stderr
     check = run(python, "-m", "stagereg", "check", folder.name, "--json", cwd=made)
     assert check.returncode == 0, check.stdout + check.stderr
-    told = json.loads(check.stdout)
-    assert told["kept"]
-    rows = {row["name"]: row["verdict"] for section in told["sections"] for row in section["rows"]}
+    seen = json.loads(check.stdout)
+    assert seen["kept"]
+    rows = {row["name"]: row["verdict"] for section in seen["sections"] for row in section["rows"]}
     assert {rows[name] for name in ("announces", "depends", "contracts", "loads", "agrees", "types")} == {"kept"}
     inherited = {name for name in rows if name.startswith("test_")}
     passed = re.search(r"(\d+) passed", tests.stdout)
@@ -152,7 +152,7 @@ def test_a_package_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "seen"),
     [
         ("9x", "begin with a letter"),
         ("a b", "begin with a letter"),
@@ -163,34 +163,34 @@ def test_a_package_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkey
         ("class", "cannot name a Python package"),
         ("json", "already"),
         ("torch", "already"),
-        ("overlapped", "stagereg.stagers.overlapped:OverlappedStager of stagereg"),
+        ("overlapped", "stagereg.stagers.overlapped:OverlappedStager of hydra-stagereg"),
         ("a" * 29, "28 at most"),
     ],
 )
 def test_a_name_that_cannot_be_had_is_refused_with_the_reason(
-    name: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, seen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["new", "stager", name, "--dir", str(tmp_path)]) == 2
-    assert told in capsys.readouterr().err
+    assert seen in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_where_no_folder_can_be_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_where_no_folder_can_be_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["new", "stager", "mine", "--dir", str(tmp_path / "file")]) == 2
     assert "--dir takes a folder" in capsys.readouterr().err
 
 
-def test_what_to_do_next_is_said_and_works_where_it_is_said(
+def test_what_to_do_next_is_reported_and_works_where_it_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", "joinable", "mine", "--dir", "some where", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (tmp_path / told["folder"] / "pyproject.toml").is_file()
-    assert told["files"] == sorted(
-        file.relative_to(told["folder"]).as_posix() for file in Path(told["folder"]).rglob("*") if file.is_file()
+    seen = json.loads(capsys.readouterr().out)
+    assert (tmp_path / seen["folder"] / "pyproject.toml").is_file()
+    assert seen["files"] == sorted(
+        file.relative_to(seen["folder"]).as_posix() for file in Path(seen["folder"]).rglob("*") if file.is_file()
     )
-    goes = run("sh", "-c", told["next"][0].split(" && ")[0] + " && pwd", cwd=tmp_path)
+    goes = run("sh", "-c", seen["next"][0].split(" && ")[0] + " && pwd", cwd=tmp_path)
     assert goes.stdout.strip() == str(tmp_path / "some where" / "mine")
-    assert told["next"][1:] == ["python -m pytest", "stagereg check mine"]
+    assert seen["next"][1:] == ["python -m pytest", "stagereg check mine"]

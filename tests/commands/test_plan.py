@@ -18,7 +18,7 @@ import stagereg.checkpoint.interval as interval
 import stagereg.commands.costs as costs
 from stagereg import cli, record
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.commands.losses import Job, duration_text
+from stagereg.commands.cost_curve import CostModel, duration_text
 
 GIVEN = ("--stage-gib-s", "2", "--write-gib-s", "0.5")
 """Rates, so that nothing is measured."""
@@ -26,42 +26,44 @@ GIVEN = ("--stage-gib-s", "2", "--write-gib-s", "0.5")
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert cli.main(["plan", "--json", *arguments]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+    seen: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return seen
 
 
 def test_the_interval_is_the_best_for_each_ranks_share(capsys: pytest.CaptureFixture[str]) -> None:
-    told = plan(capsys, "--mtbf", "6h", "--ranks", "1024", "--state", "1TiB", "--step", "1.2s", *GIVEN)
-    assert (told["cost_s"], told["write_s"]) == (0.5, 0.5 + 2.0)  # 1 GiB a rank
-    assert told["optimum_s"] == interval.optimum(0.5, 6 * 3600)
-    assert told["steps"] == round(told["optimum_s"] / 1.2)
-    assert told["interval_s"] == told["steps"] * 1.2
-    assert told["young_s"] == interval.young(0.5, 6 * 3600)
-    assert told["daly_s"] == interval.daly(0.5, 6 * 3600)
-    assert told["lost"] == interval.lost_fraction(told["interval_s"], 0.5, 6 * 3600, 300, 2.5)
-    assert min(one["total"] for one in told["intervals"]) == told["lost"]
-    assert {"half", "double"} <= {one["name"] for one in told["intervals"]}
+    seen = plan(capsys, "--mtbf", "6h", "--ranks", "1024", "--state", "1TiB", "--step", "1.2s", *GIVEN)
+    assert (seen["cost_s"], seen["write_s"]) == (0.5, 0.5 + 2.0)  # 1 GiB a rank
+    assert seen["optimum_s"] == interval.optimum(0.5, 6 * 3600)
+    assert seen["steps"] == round(seen["optimum_s"] / 1.2)
+    assert seen["interval_s"] == seen["steps"] * 1.2
+    assert seen["young_s"] == interval.young(0.5, 6 * 3600)
+    assert seen["daly_s"] == interval.daly(0.5, 6 * 3600)
+    assert seen["lost"] == interval.lost_fraction(seen["interval_s"], 0.5, 6 * 3600, 300, 2.5)
+    assert min(one["total"] for one in seen["intervals"]) == seen["lost"]
+    assert {"half", "double"} <= {one["name"] for one in seen["intervals"]}
 
 
 def test_of_machines_that_fail_one_by_one_the_job_fails_as_often_as_all_of_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    told = plan(capsys, "--mtbf-per-node", "50000h", "--nodes", "128", "--state", "8GiB", *GIVEN)
-    assert told["mtbf_s"] == 50000 * 3600 / 128
-    assert told["steps"] is None
+    seen = plan(capsys, "--mtbf-per-node", "50000h", "--nodes", "128", "--state", "8GiB", *GIVEN)
+    assert seen["mtbf_s"] == 50000 * 3600 / 128
+    assert seen["steps"] is None
 
 
-def test_where_writing_takes_longest_it_sets_the_interval_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_writing_takes_longest_it_sets_the_interval_and_that_is_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     arguments = ("--mtbf", "10h", "--state", "20GiB", "--stage-gib-s", "20", "--write-gib-s", "0.01")
-    told = plan(capsys, *arguments)
-    assert told["interval_s"] == told["least_s"] == pytest.approx(2000)
-    assert told["least_s"] > told["optimum_s"]
+    seen = plan(capsys, *arguments)
+    assert seen["interval_s"] == seen["least_s"] == pytest.approx(2000)
+    assert seen["least_s"] > seen["optimum_s"]
     assert cli.main(["plan", *arguments]) == 0
     assert "Writing sets the interval" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("mtbf", "hardly"), [("6h", False), ("5m", True), ("1s", True)])
-def test_it_says_so_if_training_would_hardly_get_on(
+def test_it_is_reported_if_training_would_hardly_get_on(
     mtbf: str, hardly: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("--mtbf", mtbf, "--state", "1TiB", "--ranks", "8", "--stage-gib-s", "1", "--write-gib-s", "1")
@@ -72,12 +74,12 @@ def test_it_says_so_if_training_would_hardly_get_on(
 
 def test_the_text_names_the_setting_the_assumptions_and_the_sources(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--mtbf", "6h", "--state", "1TiB", "--ranks", "1024", "--step", "1.2s", *GIVEN]) == 0
-    told = capsys.readouterr().out
-    assert "checkpoint.every=122" in told
-    assert "checkpoint.mtbf=6h" in told
-    assert "of the whole job" in told
+    seen = capsys.readouterr().out
+    assert "checkpoint.every=122" in seen
+    assert "checkpoint.mtbf=6h" in seen
+    assert "of the whole job" in seen
     for word in ("Young", "Daly", "Vaidya", "Copying is given", "at random", "restart is assumed"):
-        assert word in told
+        assert word in seen
     assert cli.main(["plan", "--mtbf", "6h", "--state", "1TiB", *GIVEN, "--restart", "5m"]) == 0
     assert "assumed" not in capsys.readouterr().out
 
@@ -105,20 +107,20 @@ def recorded(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_run_tells_cost_age_step_and_size(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = plan(capsys, "--mtbf", "1h", "--run", str(recorded))
-    assert (told["state_bytes"], told["ranks"]) == (400_000, 1)
-    assert (told["cost_s"], told["write_s"], told["step_s"]) == pytest.approx((2.0, 5.0, 1.0))
-    assert told["steps"] == round(interval.optimum(2.0, 3600))
-    assert "2 checkpoints" in " ".join(told["assumptions"])
+def test_a_run_reports_cost_age_step_and_size(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = plan(capsys, "--mtbf", "1h", "--run", str(recorded))
+    assert (seen["state_bytes"], seen["ranks"]) == (400_000, 1)
+    assert (seen["cost_s"], seen["write_s"], seen["step_s"]) == pytest.approx((2.0, 5.0, 1.0))
+    assert seen["steps"] == round(interval.optimum(2.0, 3600))
+    assert "2 checkpoints" in " ".join(seen["assumptions"])
 
 
 def test_the_times_of_a_run_are_scaled_to_the_bytes_of_a_rank(
     recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = plan(capsys, "--mtbf", "1h", "--run", str(recorded), "--state", "8MB", "--ranks", "4", "--step", "3s")
-    assert (told["cost_s"], told["write_s"], told["step_s"]) == pytest.approx((10.0, 25.0, 3.0))
-    assert "5 times as many bytes" in " ".join(told["assumptions"])
+    seen = plan(capsys, "--mtbf", "1h", "--run", str(recorded), "--state", "8MB", "--ranks", "4", "--step", "3s")
+    assert (seen["cost_s"], seen["write_s"], seen["step_s"]) == pytest.approx((10.0, 25.0, 3.0))
+    assert "5 times as many bytes" in " ".join(seen["assumptions"])
 
 
 def test_what_a_checkpointer_records_can_be_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,26 +130,26 @@ def test_what_a_checkpointer_records_can_be_planned_with(tmp_path: Path, capsys:
             checkpointer.maybe_save(step, state)
             checkpointer.wait()
         stats = checkpointer.stats
-    told = plan(capsys, "--mtbf", "1h", "--run", str(tmp_path))
-    assert told["state_bytes"] == 40_000
-    assert 0 < told["cost_s"] < sum(stats.stall_seconds) + 1
-    assert told["write_s"] >= min(stats.write_seconds)
+    seen = plan(capsys, "--mtbf", "1h", "--run", str(tmp_path))
+    assert seen["state_bytes"] == 40_000
+    assert 0 < seen["cost_s"] < sum(stats.stall_seconds) + 1
+    assert seen["write_s"] >= min(stats.write_seconds)
 
 
 # -- measured here
 
 
-def test_what_is_not_given_is_measured_here_and_that_is_said(
+def test_what_is_not_given_is_measured_here_and_that_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(costs, "_LEAST_BYTES", 2**20)  # as much as takes some time
-    told = plan(capsys, "--mtbf", "6h", "--state", "1MiB", "--stager", "blocking", "--dir", str(tmp_path))
-    assumed = [line for line in told["assumptions"] if "measured on this machine" in line]
+    seen = plan(capsys, "--mtbf", "6h", "--state", "1MiB", "--stager", "blocking", "--dir", str(tmp_path))
+    assumed = [line for line in seen["assumptions"] if "measured on this machine" in line]
     rates = [float(re.search(r"([\d.e-]+) GiB/s", line)[1]) for line in assumed]  # type: ignore[index]
     assert len(rates) == 2
     share = 1 / 1024
-    assert told["cost_s"] == pytest.approx(share / rates[0], rel=0.01)
-    assert told["write_s"] == pytest.approx(share / rates[0] + share / rates[1], rel=0.01)
+    assert seen["cost_s"] == pytest.approx(share / rates[0], rel=0.01)
+    assert seen["write_s"] == pytest.approx(share / rates[0] + share / rates[1], rel=0.01)
     assert "with blocking" in assumed[0]
     assert list(tmp_path.iterdir()) == []
 
@@ -158,11 +160,11 @@ def test_what_is_not_given_is_measured_here_and_that_is_said(
 def test_the_curve_is_written_as_picture_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     arguments = ("--mtbf", "6h", "--state", "1TiB", "--ranks", "1024", "--step", "1.2s", *GIVEN)
-    told = plan(capsys, *arguments, "--output", str(tmp_path / "new"))
-    assert [Path(name).name for name in told["files"]] == ["plan.csv", "plan.svg", "plan.png"]
+    seen = plan(capsys, *arguments, "--output", str(tmp_path / "new"))
+    assert [Path(name).name for name in seen["files"]] == ["plan.csv", "plan.svg", "plan.png"]
     rows = list(csv.DictReader((tmp_path / "new/plan.csv").open()))
     least = min(rows, key=lambda row: float(row["lost"]))
-    assert float(least["interval_s"]) == pytest.approx(told["optimum_s"], rel=0.03)
+    assert float(least["interval_s"]) == pytest.approx(seen["optimum_s"], rel=0.03)
     assert float(least["interval_steps"]) == pytest.approx(float(least["interval_s"]) / 1.2, rel=1e-4)
     for row in rows:
         parts = (float(row[name]) for name in ("lost_to_checkpoints", "done_twice", "lost_to_restarts"))
@@ -173,13 +175,13 @@ def test_the_curve_is_written_as_picture_and_numbers(tmp_path: Path, capsys: pyt
     assert (tmp_path / "new/plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_without_matplotlib_the_numbers_are_written_and_one_line_says_why_no_picture_is(
+def test_without_matplotlib_the_numbers_are_written_and_one_line_shows_why_no_picture_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     assert cli.main(["plan", "--mtbf", "6h", "--state", "1GiB", *GIVEN, "--output", str(tmp_path)]) == 0
-    assert "pip install 'stagereg[report]'" in capsys.readouterr().err
+    assert "pip install 'hydra-stagereg[report]'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["plan.csv"]
 
 
@@ -191,7 +193,7 @@ TIMES = st.floats(-3, 6).map(lambda power: 10.0**power)
 def test_the_parts_make_up_the_whole_and_as_good_means_at_most_one_percent_more(
     cost: float, write: float, restart: float, mtbf: float
 ) -> None:
-    job = Job(cost, write, restart, mtbf)
+    job = CostModel(cost, write, restart, mtbf)
     best = job.loss(job.best_s)
     low, high = job.near(0.01)
     assert low <= job.best_s <= high

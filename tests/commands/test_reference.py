@@ -25,7 +25,7 @@ def test_the_committed_page_is_current(page: str) -> None:
 
 def test_every_component_has_a_section(page: str) -> None:
     headings = {line.removeprefix("### ") for line in page.splitlines() if line.startswith("### ")}
-    assert headings == {f"{e.kind}/{e.name}" for e in registry.entries() if e.distribution == "stagereg"}
+    assert headings == {f"{e.kind}/{e.name}" for e in registry.entries() if e.distribution == "hydra-stagereg"}
 
 
 def test_everything_that_can_be_set_is_explained(page: str) -> None:
@@ -36,5 +36,5 @@ def test_everything_that_can_be_set_is_explained(page: str) -> None:
 
 def test_the_page_is_the_same_whatever_else_is_installed(page: str, install: Install) -> None:
     install("other", "raise SystemExit('imported')", {"stager.shared": "Shared", "stager.other": "Other"})
-    assert "shared@stagereg" in registry.names("stager")
+    assert "shared@hydra-stagereg" in registry.names("stager")
     assert reference.page() == page

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import stagereg.sweep.place as place
+import stagereg.sweep.run_directory as run_directory
 from stagereg import cli
 from stagereg.errors import ConfigError
 
@@ -45,20 +45,20 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     capsys.readouterr()
     assert cli.main(["report", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert "Traceback" not in told
-    return told
+    seen = capsys.readouterr().err
+    assert "Traceback" not in seen
+    return seen
 
 
 @needs_matplotlib
-def test_a_run_is_told_in_tables_and_leaves_its_timeline_and_page(
+def test_a_run_is_reported_in_tables_and_leaves_its_timeline_and_page(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_hydra(write_run(here / "run"), ["lr=0.1"], config="lr: 0.1\n")
-    told = report(capsys, "run")
-    assert "run: Completed: 40 steps on 2 ranks" in told
-    assert "4 checkpoints, each held training for 2.1 ms (median)" in told
-    rows = [line.split() for line in told.splitlines()]
+    seen = report(capsys, "run")
+    assert "run: Completed: 40 steps on 2 ranks" in seen
+    assert "4 checkpoints, each held training for 2.1 ms (median)" in seen
+    rows = [line.split() for line in seen.splitlines()]
     assert ["10", "0.1", "2.1", "5", "20", "25", "128", "complete"] in rows
     assert ["1", "here", "40", "3", "8.4", "0", "0.5", "completed"] in rows
     assert ["stall_ms", "2.1", "ms"] in rows
@@ -75,9 +75,9 @@ def test_a_sweep_is_compared_again_and_failed_jobs_are_no_failure_of_the_report(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
     sweep(here / "sweep")
-    told = report(capsys, "sweep", "--output", "elsewhere")
-    assert "Best by stall_ms: stager=pinned_cached" in told
-    assert "the loss is not finite" in told
+    seen = report(capsys, "sweep", "--output", "elsewhere")
+    assert "Best by stall_ms: stager=pinned_cached" in seen
+    assert "the loss is not finite" in seen
     assert {"compare.csv", "compare.md", "report.html"} <= set(os.listdir("elsewhere"))
     assert "report.html" not in os.listdir("sweep")
 
@@ -86,54 +86,52 @@ def test_json_has_the_same_figures_and_writes_no_file_unasked(here: Path, capsys
     sweep(here / "sweep")
     write_run(here / "run", Sample(killed=True))
     before = sorted(here.rglob("*"))
-    told = json.loads(report(capsys, "sweep", "--json"))
-    assert (told["kind"], told["metric"], told["files"]) == ("sweep", "stall_ms", [])
-    by_status = {row["parameters"]["stager"]: row for row in told["rows"]}
+    seen = json.loads(report(capsys, "sweep", "--json"))
+    assert (seen["kind"], seen["metric"], seen["files"]) == ("sweep", "stall_ms", [])
+    by_status = {row["parameters"]["stager"]: row for row in seen["rows"]}
     assert by_status["missing"]["status"] in ("failed", "unfinished")
     assert by_status["pinned_cached"]["cells"]["stall_ms"]["verdict"] in ("best", "tie")
-    told = json.loads(report(capsys, "run", "--json"))
-    assert (told["kind"], told["status"]) == ("run", "unfinished")
-    assert told["figures"]["checkpoints"] == 3
-    assert [one["state"] for one in told["checkpoints"]] == ["complete"] * 3 + ["not complete"]
-    assert told["ranks"][1]["state"] == "told no end"
+    seen = json.loads(report(capsys, "run", "--json"))
+    assert (seen["kind"], seen["status"]) == ("run", "unfinished")
+    assert seen["figures"]["checkpoints"] == 3
+    assert [one["state"] for one in seen["checkpoints"]] == ["complete"] * 3 + ["not complete"]
+    assert seen["ranks"][1]["state"] == "no end recorded"
     assert sorted(here.rglob("*")) == before
 
 
-def test_a_sweep_is_ranked_by_what_it_was_run_with_unless_told_otherwise(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_is_ranked_by_what_it_was_run_with_by_default(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep(here / "sweep")
     for config in here.glob("sweep/*/.hydra/config.yaml"):
         config.write_text("sweep: {metric: samples_per_s, direction: minimize}\n")
-    told = json.loads(report(capsys, "sweep", "--json"))
-    assert (told["metric"], told["better"]) == ("samples_per_s", "lower")
-    told = json.loads(report(capsys, "sweep", "--json", "--metric", "samples_per_s"))
-    assert (told["metric"], told["better"]) == ("samples_per_s", "higher")
-    told = json.loads(report(capsys, "sweep", "--json", "--metric", "shadowed_steps", "--direction", "maximize"))
-    assert (told["metric"], told["better"]) == ("shadowed_steps", "higher")
+    seen = json.loads(report(capsys, "sweep", "--json"))
+    assert (seen["metric"], seen["better"]) == ("samples_per_s", "lower")
+    seen = json.loads(report(capsys, "sweep", "--json", "--metric", "samples_per_s"))
+    assert (seen["metric"], seen["better"]) == ("samples_per_s", "higher")
+    seen = json.loads(report(capsys, "sweep", "--json", "--metric", "shadowed_steps", "--direction", "maximize"))
+    assert (seen["metric"], seen["better"]) == ("shadowed_steps", "higher")
     assert "There is no metric 'stal_ms'. Did you mean 'stall_ms'?" in refused(capsys, "sweep", "--metric", "stal_ms")
 
 
-def test_a_job_that_told_nothing_is_told_by_its_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_recorded_nothing_has_its_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failed(here / "job", 0, FAILING.split()).write()
-    told = report(capsys, "job")
-    assert "job: Failed." in told
-    assert "It failed: rank 1: RuntimeError: the loss is not finite" in told
-    assert "There is no timeline: job holds no run: there is no metrics.jsonl in it." in told
+    seen = report(capsys, "job")
+    assert "job: Failed." in seen
+    assert "It failed: rank 1: RuntimeError: the loss is not finite" in seen
+    assert "There is no timeline: job holds no run: there is no metrics.jsonl in it." in seen
     assert os.listdir("job") == ["result.json"]
     (here / "job" / "metrics.jsonl").touch()
     assert "There is no timeline: job holds no run: what is in job/metrics.jsonl is not" in report(capsys, "job")
     assert "--tensorboard: there is nothing to write. job holds no run" in refused(capsys, "job", "--tensorboard", "t")
 
 
-def test_what_a_run_failed_of_is_told_in_a_line_and_once(
+def test_what_a_run_failed_of_is_reported_in_a_line_and_once(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
     write_run(here / "job")
     failed(here / "job", 0, []).write()
-    told = report(capsys, "job")
-    assert told.count("the loss is not finite") == 1
-    assert "Traceback" not in told
+    seen = report(capsys, "job")
+    assert seen.count("the loss is not finite") == 1
+    assert "Traceback" not in seen
     page = (here / "job" / "report.html").read_text()
     assert "<li>It failed: rank 1: RuntimeError: the loss is not finite</li>" in page
     visible = page.partition("<h2>Error</h2>")[0]
@@ -141,19 +139,19 @@ def test_what_a_run_failed_of_is_told_in_a_line_and_once(
     assert page.count("Traceback") == 1
 
 
-def test_what_is_missing_or_damaged_in_the_records_is_said(
+def test_what_is_missing_or_damaged_in_the_records_is_reported(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
     write_run(here / "run", Sample(ranks=3))
     rank_file(here / "run", 1).unlink()
     file = rank_file(here / "run", 0)
     file.write_text(file.read_text().replace('"event": "stall"', '"event": stall', 2))
-    told = report(capsys, "run")
-    assert "2 lines of its records are damaged" in told
-    assert "There are no records of rank 1:" in told
+    seen = report(capsys, "run")
+    assert "2 lines of its records are damaged" in seen
+    assert "There are no records of rank 1:" in seen
 
 
-def test_that_a_damaged_checkpoint_was_passed_over_is_said(
+def test_that_a_damaged_checkpoint_was_passed_over_is_reported(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
     file = rank_file(write_run(here / "run"), 0)
@@ -184,15 +182,15 @@ def test_the_window_is_that_of_the_timeline(here: Path, capsys: pytest.CaptureFi
     assert "There is nothing to draw from 50 s to 60 s" in refused(capsys, "run", "--window=50:60")
 
 
-def test_without_matplotlib_one_line_says_so_and_the_rest_is_there(
+def test_without_matplotlib_one_line_is_reported_and_the_rest_is_there(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
     write_run(here / "run")
     (here / "run" / "timeline.svg").write_text("of a report before")
     assert cli.main(["report", "run"]) == 0
-    told = capsys.readouterr()
-    assert told.err == "no picture: pip install 'stagereg[report]'\n"
-    assert "Checkpoints" in told.out
+    seen = capsys.readouterr()
+    assert seen.err == "no picture: pip install 'hydra-stagereg[report]'\n"
+    assert "Checkpoints" in seen.out
     assert sorted(os.listdir("run")) == ["metrics.jsonl", "metrics.rank1.jsonl", "report.html"]
 
 
@@ -202,9 +200,9 @@ def test_where_nothing_can_be_written_the_tables_are_there_and_the_reason(
     write_run(here / "run")
     (here / "file").write_text("")
     assert cli.main(["report", "run", "--output", "file/below"]) == 2
-    told = capsys.readouterr()
-    assert "Checkpoints" in told.out
-    assert "Cannot write in file/below: Not a directory. `--output DIR` names another place." in told.err
+    seen = capsys.readouterr()
+    assert "Checkpoints" in seen.out
+    assert "Cannot write in file/below: Not a directory. `--output DIR` names another directory." in seen.err
 
 
 def test_options_of_the_other_kind_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,14 +212,14 @@ def test_options_of_the_other_kind_are_refused(here: Path, capsys: pytest.Captur
     assert "and sweep is a sweep: name a job of it" in refused(capsys, "sweep", "--window", "1:2")
 
 
-def test_without_tensorboard_one_line_says_so_before_anything_is_made(
+def test_without_tensorboard_one_line_is_reported_before_anything_is_made(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(here / "run")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
-    told = refused(capsys, "run", "--tensorboard", "board")
-    assert told == "stagereg: --tensorboard needs the package tensorboard: pip install 'stagereg[tensorboard]'\n"
+    seen = refused(capsys, "run", "--tensorboard", "board")
+    assert seen == "stagereg: --tensorboard needs the package tensorboard: pip install 'hydra-stagereg[tensorboard]'\n"
     assert "report.html" not in os.listdir("run")
 
 
@@ -254,9 +252,9 @@ LOOKED_FOR = "a run has metrics.jsonl, result.json or .hydra/overrides.yaml in i
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "seen"),
     [
-        (f"{RUN}/checkpoints", f"has checkpoints, which say nothing of the run that wrote them. {NAME_THE_RUN}"),
+        (f"{RUN}/checkpoints", f"has checkpoints, but no record of the run that wrote them. {NAME_THE_RUN}"),
         (f"{RUN}/checkpoints/latest", NAME_THE_RUN),
         (f"{RUN}/checkpoints/step-00000010", NAME_THE_RUN),
         (f"{RUN}/.hydra", f"has the configs of a run. {NAME_THE_RUN}"),
@@ -267,16 +265,16 @@ LOOKED_FOR = "a run has metrics.jsonl, result.json or .hydra/overrides.yaml in i
         (".", f"The newest:\n  stagereg report {SWEEP}  # a sweep\n{NEWEST_RUN}  stagereg report {RUN}  # a run\n"),
         ("empty", f"has none below: {LOOKED_FOR}; it is empty.\n"),
         ("other", f"{LOOKED_FOR}; there is: conf/.\n"),
-        ("alone", "alone has checkpoints, which say nothing of the run that wrote them"),
+        ("alone", "alone has checkpoints, but no record of the run that wrote them"),
         ("outptus", "There is no directory outptus. Did you mean 'outputs'?"),
         ("outputs/2026-11-22/x", "has: 2026-11-21.\n"),
     ],
 )
 def test_what_is_neither_is_answered_with_what_there_is(
-    given: str, told: str, here: Path, capsys: pytest.CaptureFixture[str]
+    given: str, seen: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a_house(here)
-    assert told in refused(capsys, given)
+    assert seen in refused(capsys, given)
 
 
 @pytest.mark.parametrize("subdir", ["${hydra.job.num}", "x/${hydra.job.override_dirname}", "'job_${hydra.job.num}'"])
@@ -288,17 +286,17 @@ def test_a_sweep_without_hydras_mark_is_known_by_its_jobs(subdir: str, here: Pat
         job = write_hydra(here.joinpath("sweep", *name), ["a=1"])
         text = f"hydra:\n  sweep:\n    dir: multirun/x\n    subdir: {subdir}\n  mode: MULTIRUN\n"
         (job / ".hydra" / "hydra.yaml").write_text(text)
-    assert place.kind_of(here / "sweep") == "sweep"
-    assert place.kind_of(here.joinpath("sweep", *names[0])) == "run"
+    assert run_directory.kind_of(here / "sweep") == "sweep"
+    assert run_directory.kind_of(here.joinpath("sweep", *names[0])) == "run"
     if len(parts) == 1:
-        assert not place.is_sweep(here)
+        assert not run_directory.is_sweep(here)
 
 
 def test_jobs_by_number_are_a_sweep_and_runs_by_the_clock_are_not(here: Path) -> None:
     write_run(here / "trials" / "0")
     write_run(here / "today" / "10-00-00")
-    assert place.is_sweep(here / "trials")
-    assert not place.is_sweep(here / "today")
+    assert run_directory.is_sweep(here / "trials")
+    assert not run_directory.is_sweep(here / "today")
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -308,8 +306,8 @@ def test_any_directory_gets_an_answer(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         path = path / name
     path.mkdir(parents=True, exist_ok=True)
-    if place.is_run(tmp_path) or place.is_sweep(tmp_path):
-        assert place.kind_of(tmp_path) in ("run", "sweep")
+    if run_directory.is_run(tmp_path) or run_directory.is_sweep(tmp_path):
+        assert run_directory.kind_of(tmp_path) in ("run", "sweep")
         return
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
-        place.kind_of(tmp_path)
+        run_directory.kind_of(tmp_path)

@@ -80,23 +80,23 @@ class Theirs:
 
 def shown(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
     assert cli.main(["show", text, "--json"]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+    seen: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return seen
 
 
 def refused(capsys: pytest.CaptureFixture[str], text: str) -> str:
     assert cli.main(["show", text]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    return told.err
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    return seen.err
 
 
 def test_the_options_are_those_of_the_signature(capsys: pytest.CaptureFixture[str]) -> None:
-    told = shown(capsys, "stager/pinned_cached")
+    seen = shown(capsys, "stager/pinned_cached")
     parameters = inspect.signature(registry.find("stager", "pinned_cached").load()).parameters
-    assert [option["name"] for option in told["options"]] == list(parameters)
+    assert [option["name"] for option in seen["options"]] == list(parameters)
     written = {"None": "null", "True": "true", "False": "false"}
-    for option in told["options"]:
+    for option in seen["options"]:
         default = str(parameters[option["name"]].default)
         assert option["default"] == written.get(default, default)
         assert option["help"], f"{option['name']} is not explained"
@@ -108,10 +108,12 @@ def test_where_it_is_defined_is_where_its_class_begins(capsys: pytest.CaptureFix
     assert any(text.startswith("class PinnedCachedStager") for text in around)
 
 
-def test_every_type_of_option_is_told_as_a_config_has_it(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_type_of_option_is_reported_as_a_config_has_it(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
     install("theirs_shown", STAGER, {"stager.theirs": "Theirs"})
-    told = shown(capsys, "theirs")
-    options = {o["name"]: (o["type"], None if o["required"] else o["default"], o["choices"]) for o in told["options"]}
+    seen = shown(capsys, "theirs")
+    options = {o["name"]: (o["type"], None if o["required"] else o["default"], o["choices"]) for o in seen["options"]}
     assert options == {
         "must": ("str", None, []),
         "count": ("int", None, []),
@@ -127,25 +129,25 @@ def test_every_type_of_option_is_told_as_a_config_has_it(install: Install, capsy
         "table": ("dict[str, float]", "{a: 0.5}", []),
         "text": ("str", "'yes'", []),
     }
-    helps = {o["name"]: o["help"] for o in told["options"] if o["help"]}
+    helps = {o["name"]: o["help"] for o in seen["options"] if o["help"]}
     assert helps == {"must": "what must be.", "inner.rate": "how fast."}
-    assert [(r["name"], r["type"], r["required"], r["help"]) for r in told["runtime"]] == [
+    assert [(r["name"], r["type"], r["required"], r["help"]) for r in seen["runtime"]] == [
         ("group", "Group", True, "the ranks."),
         ("last", "Group | None", False, ""),
     ]
-    assert (told["summary"], told["doc"]) == ("Stages `well` and `Quickly`.", "More of it.")
-    assert told["example"] == [
+    assert (seen["summary"], seen["doc"]) == ("Stages `well` and `Quickly`.", "More of it.")
+    assert seen["example"] == [
         "python train.py stager=theirs stager.must=MUST stager.count=1",
         "stagereg.instantiate(cfg.stager, group=group)",
     ]
-    assert "    *,\n    codec: Codec = " in told["signature"]
-    assert (told["distribution"], told["version"]) == ("theirs_shown", "1.2")
+    assert "    *,\n    codec: Codec = " in seen["signature"]
+    assert (seen["distribution"], seen["version"]) == ("theirs_shown", "1.2")
 
 
-def test_people_are_told_the_same(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_for_people_has_the_same(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
     file = install("theirs_told", STAGER, {"stager.theirs": "Theirs"})
     assert cli.main(["show", "stager=theirs"]) == 0
-    told = capsys.readouterr()
+    seen = capsys.readouterr()
     for words in (
         "stager/theirs",
         f"{file}:{STAGER.splitlines().index('class Theirs:') + 1}",
@@ -157,14 +159,14 @@ def test_people_are_told_the_same(install: Install, capsys: pytest.CaptureFixtur
         "what must be.",
         "More of it.",
     ):
-        assert words in told.out
-    assert "on stdout while it is imported" in told.err
+        assert words in seen.out
+    assert "on stdout while it is imported" in seen.err
 
 
 @pytest.mark.parametrize(("kind", "name"), BUILT_IN)
 def test_the_example_is_a_command_line_that_hydra_composes(kind: str, name: str, tmp_path: Path) -> None:
-    told = describe(registry.find(kind, name))
-    program, *overrides = shlex.split(told.example[0])[1:]
+    seen = describe(registry.find(kind, name))
+    program, *overrides = shlex.split(seen.example[0])[1:]
     assert program == "train.py"
     (tmp_path / "app.yaml").write_text("defaults: [stagereg, _self_]\n")
     with initialize_config_dir(str(tmp_path), version_base=None):
@@ -175,28 +177,28 @@ def test_the_example_is_a_command_line_that_hydra_composes(kind: str, name: str,
 @pytest.mark.parametrize(("kind", "name"), BUILT_IN)
 def test_every_argument_of_a_component_is_an_option_or_passed_by_the_program(kind: str, name: str) -> None:
     entry = registry.find(kind, name)
-    told = describe(entry)
-    options = {option.name.partition(".")[0] for option in told.options}
+    seen = describe(entry)
+    options = {option.name.partition(".")[0] for option in seen.options}
     assert options == set(schema.options(entry))
-    assert options | {argument.name for argument in told.runtime} == set(inspect.signature(entry.load()).parameters)
+    assert options | {argument.name for argument in seen.runtime} == set(inspect.signature(entry.load()).parameters)
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "seen"),
     [
         ("stager/pined_cached", "No stager named 'pined_cached'. Did you mean 'pinned_cached'?"),
         ("pined_cached", "No component named 'pined_cached'. Did you mean 'pinned_cached'?"),
         ("stagr/shared", "No kind 'stagr' of component. Did you mean 'stager'?"),
-        ("ddp", "2 kinds have a 'ddp'. Say which: join_hook/ddp or joinable/ddp"),
+        ("ddp", "2 kinds have a 'ddp'. Choose one: join_hook/ddp or joinable/ddp"),
         ("stager", "'stager' is a kind. `stagereg list stager` lists its components."),
         ("zzz", "No component named 'zzz'.\n`stagereg list` lists what there is."),
         ("shared@nobody", "No stager named 'shared@nobody'."),
     ],
 )
 def test_what_names_no_component_is_refused_with_what_to_write(
-    asked: str, told: str, capsys: pytest.CaptureFixture[str]
+    asked: str, seen: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told in refused(capsys, asked)
+    assert seen in refused(capsys, asked)
 
 
 def test_a_name_of_two_packages_is_shown_when_the_package_is_named(
@@ -208,10 +210,10 @@ def test_a_name_of_two_packages_is_shown_when_the_package_is_named(
     assert shown(capsys, "both@shown_two")["target"] == "shown_two:Theirs"
 
 
-def test_a_component_that_cannot_be_imported_is_told_with_its_package_and_the_cause(
+def test_a_component_that_cannot_be_imported_is_reported_with_its_package_and_the_cause(
     install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("shown_broken", "raise SystemExit('no licence')", {"stager.theirs": "Theirs"})
-    told = refused(capsys, "theirs")
-    assert "shown_broken 1.2" in told
-    assert "no licence" in told
+    seen = refused(capsys, "theirs")
+    assert "shown_broken 1.2" in seen
+    assert "no licence" in seen

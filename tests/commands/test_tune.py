@@ -90,8 +90,8 @@ def tune(tmp_path, monkeypatch, capfd):
 
     def run(*words: str) -> tuple[int, str, str]:
         code = main(["tune", "train.py", *words])
-        told = capfd.readouterr()
-        return code, told.out, told.err
+        seen = capfd.readouterr()
+        return code, seen.out, seen.err
 
     return run
 
@@ -125,7 +125,7 @@ def test_a_difference_that_chance_may_make_is_called_a_tie(tune, monkeypatch):
     assert "A tie: their runs overlap, so the defaults may be as good." in out
 
 
-def test_where_nothing_speaks_for_the_best_the_command_is_that_of_the_defaults(tune, tmp_path):
+def test_without_a_reason_for_the_best_the_command_is_that_of_the_defaults(tune, tmp_path):
     # Better as a trial, a little worse when it is run again, and all runs within one spread.
     text = PROGRAM.replace(
         "noise = ", "noise = (runs % 2) * 3.0 + 0.1 * (runs > 2 and lr != 0.5) - 2.0 * (runs == 2) + "
@@ -154,7 +154,7 @@ def test_overrides_may_stand_behind_options(tune):
     assert out.splitlines()[-1] == "python train.py text=x steps=9"
 
 
-def test_trials_that_fail_hang_or_tell_nothing_are_rows_and_the_search_goes_on(tune):
+def test_trials_that_fail_hang_or_report_nothing_are_rows_and_the_search_goes_on(tune):
     words = ("--only", "--over", "data=even,slow,fails,silent,hangs", "--trials", "9", "--trial-timeout", "3")
     code, out, _ = tune(*words, "--confirm", "0")
     assert code == 0
@@ -173,7 +173,7 @@ def test_trials_that_fail_hang_or_tell_nothing_are_rows_and_the_search_goes_on(t
     assert log.exists()
 
 
-def test_where_nothing_can_be_measured_the_search_ends_early_and_says_why(tune):
+def test_where_nothing_can_be_measured_the_search_ends_early_and_shows_why(tune):
     code, _, err = tune("data=fails", "--only", "--over", "lr=range(1,100)", "--trials", "50")
     assert code == 1
     assert "None of the first 5 trials could be measured" in err
@@ -181,10 +181,10 @@ def test_where_nothing_can_be_measured_the_search_ends_early_and_says_why(tune):
     assert len(calls()) == 5
 
 
-def test_a_run_without_a_checkpoint_says_what_to_change(tune):
+def test_a_run_without_a_checkpoint_shows_what_to_change(tune):
     code, out, _ = tune("checkpoint.every=1000", "--only", "--over", "lr=1,2", "--trials", "1")
     assert code == 1
-    assert "it tells no stall_ms (it took no checkpoint: are there more steps than checkpoint.every?)" in out
+    assert "it has no stall_ms (it took no checkpoint: are there more steps than checkpoint.every?)" in out
 
 
 def test_the_same_command_goes_on_and_measures_nothing_twice(tune):
@@ -280,13 +280,13 @@ def test_an_interval_is_marked_where_it_was_judged_by_its_stall_alone(tune):
 
 def test_json_is_one_document_with_the_answer_and_every_trial_and_greater_is_better_on_request(tune):
     code, out, err = tune(*LR, "--trials", "3", "--confirm", "1", "--json", "--direction", "maximize")
-    told = json.loads(out)
+    seen = json.loads(out)
     assert code == 0
     assert "trial 3/3" in err
-    assert told["command"] == "python train.py lr=1.0"
-    assert told["overrides"] == ["lr=1.0"]
-    assert told["trials"][0]["value"] == pytest.approx(2.504)
-    assert (told["metric"], told["direction"], told["real"], len(told["confirmed"])) == (
+    assert seen["command"] == "python train.py lr=1.0"
+    assert seen["overrides"] == ["lr=1.0"]
+    assert seen["trials"][0]["value"] == pytest.approx(2.504)
+    assert (seen["metric"], seen["direction"], seen["real"], len(seen["confirmed"])) == (
         "stall_ms",
         "maximize",
         None,
@@ -314,7 +314,7 @@ def test_json_is_one_document_with_the_answer_and_every_trial_and_greater_is_bet
         (("--only",), "There is nothing to vary"),
     ],
 )
-def test_what_cannot_be_had_is_said_before_anything_runs(tune, words, said):
+def test_what_cannot_be_had_is_reported_before_anything_runs(tune, words, said):
     code, _, err = tune(*words)
     assert code == 2
     assert said in err
@@ -322,14 +322,14 @@ def test_what_cannot_be_had_is_said_before_anything_runs(tune, words, said):
     assert not Path("calls").exists()
 
 
-def test_a_script_that_is_not_there_or_is_no_program_is_said_in_a_line(tune, tmp_path):
+def test_a_script_that_is_not_there_or_is_no_program_is_reported_in_a_line(tune, tmp_path):
     (tmp_path / "train.py").write_text("print('hello')")
     assert "is it a program of stagereg.main?" in tune()[2]
     (tmp_path / "train.py").unlink()
     assert "There is no script train.py" in tune()[2]
 
 
-def test_a_database_that_is_none_is_said_in_two_lines(tune):
+def test_a_database_that_is_none_is_reported_in_two_lines(tune):
     Path("notes.txt").write_text("not a database " * 100)
     code, _, err = tune(*LR, "--database", "notes.txt")
     assert code == 2
@@ -337,12 +337,12 @@ def test_a_database_that_is_none_is_said_in_two_lines(tune):
     assert "Name another with --database" in err
 
 
-def test_without_optuna_one_line_says_what_to_install(tune, monkeypatch):
+def test_without_optuna_one_line_shows_what_to_install(tune, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     code, _, err = tune()
     assert code == 2
     assert err.count("\n") == 1
-    assert "pip install 'stagereg[tune]'" in err
+    assert "pip install 'hydra-stagereg[tune]'" in err
 
 
 def test_a_killed_search_leaves_a_study_that_goes_on(tune, monkeypatch):
@@ -382,12 +382,12 @@ def test_the_example_is_tuned_over_its_stagers(tmp_path):
     command = [sys.executable, "-m", "stagereg", "tune", "train.py", *words, "--json"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800)
     assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout)
-    assert [trial["status"] for trial in told["trials"]] == ["completed"] * 3, told["trials"]
-    assert told["trials"][0]["overrides"] == []
-    assert told["space"]["stager"]["values"].startswith("pinned_cached,")
-    assert "torch_default" not in told["space"]["stager"]["values"]
-    words = shlex.split(told["command"])
+    seen = json.loads(ended.stdout)
+    assert [trial["status"] for trial in seen["trials"]] == ["completed"] * 3, seen["trials"]
+    assert seen["trials"][0]["overrides"] == []
+    assert seen["space"]["stager"]["values"].startswith("pinned_cached,")
+    assert "torch_default" not in seen["space"]["stager"]["values"]
+    words = shlex.split(seen["command"])
     assert words[:3] == ["python", "train.py", "data=uneven"]
     again = subprocess.run([sys.executable, *words[1:], "train.steps=2"], cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr

@@ -16,36 +16,36 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import stagereg.checkpoint.layout as layout
+import stagereg.checkpoint.manifest as layout
 from stagereg import cli
-from stagereg.checkpoint.place.local import LocalPlace
-from stagereg.checkpoint.place.remote import RemotePlace
+from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.remote_store import RemoteStore
 
-from .places import contents, path_of, save
+from .checkpoint_directories import contents, path_of, save
 
 
 def verify(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
     capsys.readouterr()
     code = cli.main(["verify", *map(str, arguments)])
-    told = capsys.readouterr()
-    return code, told.out + told.err
+    seen = capsys.readouterr()
+    return code, seen.out + seen.err
 
 
 def found(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, list[dict[str, str]]]:
     """What is wrong with each checkpoint, by its name."""
-    code, told = verify(capsys, *arguments, "--json")
-    every = json.loads(told)["checkpoints"]
+    code, seen = verify(capsys, *arguments, "--json")
+    every = json.loads(seen)["checkpoints"]
     assert code == any(each["damages"] for each in every)
     return {Path(each["path"]).name: each["damages"] for each in every}
 
 
-def test_good_ones_are_told_with_their_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_good_ones_are_reported_with_their_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 100, 200)
-    code, told = verify(capsys, tmp_path)
+    code, seen = verify(capsys, tmp_path)
     assert code == 0
     nbytes = str(sum(map(len, contents(100).values())))
-    assert ["100", "3", nbytes, "B", "ok"] in [line.split() for line in told.splitlines()]
-    assert "The content of every file was read: 2 checkpoints, all good." in told
+    assert ["100", "3", nbytes, "B", "ok"] in [line.split() for line in seen.splitlines()]
+    assert "The content of every file was read: 2 checkpoints, all good." in seen
 
 
 @pytest.mark.parametrize("kind", ["path", "latest", "relative", "renamed"])
@@ -57,10 +57,10 @@ def test_one_checkpoint_can_be_asked_for(
     monkeypatch.chdir(tmp_path)
     path_of(tmp_path, 100).rename(tmp_path / "renamed") if kind == "renamed" else None
     asked = {"path": path_of(tmp_path, 100), "latest": "latest", "relative": "step-00000100/", "renamed": "renamed"}
-    code, told = verify(capsys, asked[kind])
+    code, seen = verify(capsys, asked[kind])
     assert code == (0 if kind == "latest" else 1)
-    assert ("a: missing" in told) == (kind != "latest")
-    assert "newest good" not in told
+    assert ("a: missing" in seen) == (kind != "latest")
+    assert "newest good" not in seen
 
 
 def flipped(content: bytes, at: int) -> bytes:
@@ -95,16 +95,16 @@ def test_any_single_change_to_any_file_is_found_and_named(
         elif how == "directory":
             path.mkdir()
     try:
-        told = found(capsys, root)
+        seen = found(capsys, root)
         fast = found(capsys, root, "--fast")
     finally:
         path.rmdir() if how == "directory" else path.unlink(missing_ok=True)
         path.write_bytes(before)
         other.write_bytes(before_other)
     damaged = {"step-00000200", "step-00000100"} if how == "swap" else {"step-00000200"}
-    assert {step for step, damages in told.items() if damages} == damaged
-    assert [damage["file"] for damage in told["step-00000200"]] == [name]
-    [damage] = told["step-00000200"]
+    assert {step for step, damages in seen.items() if damages} == damaged
+    assert [damage["file"] for damage in seen["step-00000200"]] == [name]
+    [damage] = seen["step-00000200"]
     words = {
         "flip": "damaged (" if name == "manifest.json" else "flipped bits",
         "cut": "damaged (" if name == "manifest.json" else "truncated: ",
@@ -134,16 +134,16 @@ Change = Callable[[Path, Path], Any]
         (lambda older, newer: os.mkfifo(newer / "c") if (newer / "c").unlink() is None else None, "c: no regular file"),
     ],
 )
-def test_what_has_happened_to_a_file_is_told(
+def test_what_has_happened_to_a_file_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, words: str
 ) -> None:
     save(tmp_path, 100, 200)
     change(path_of(tmp_path, 100), path_of(tmp_path, 200))
-    [told] = [damages for damages in found(capsys, tmp_path).values() if damages]
-    assert "\n".join(f"{each['file']}: {each['what']}" for each in told).startswith(words)
+    [seen] = [damages for damages in found(capsys, tmp_path).values() if damages]
+    assert "\n".join(f"{each['file']}: {each['what']}" for each in seen).startswith(words)
 
 
-def test_a_manifest_that_is_older_than_its_files_is_told_as_such(
+def test_a_manifest_that_is_older_than_its_files_is_reported_as_such(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path, 200)
@@ -155,52 +155,52 @@ def test_a_manifest_that_is_older_than_its_files_is_told_as_such(
     assert {each["file"] for each in others} == set(contents(200))
 
 
-def test_files_that_are_all_empty_are_told_as_such_and_the_manifest_is_not_blamed(
+def test_files_that_are_all_empty_are_reported_as_such_and_the_manifest_is_not_blamed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path, 200)
     for name in contents(200):
         (path_of(tmp_path, 200) / name).write_bytes(b"")
-    told = found(capsys, tmp_path)["step-00000200"]
-    assert [(each["file"], each["what"][:12]) for each in told] == [(name, "truncated: 0") for name in contents(200)]
+    seen = found(capsys, tmp_path)["step-00000200"]
+    assert [(each["file"], each["what"][:12]) for each in seen] == [(name, "truncated: 0") for name in contents(200)]
 
 
 def test_the_newest_good_one_is_named_beside_the_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 100, 200, 300)
     (path_of(tmp_path, 300) / "b").unlink()
-    code, told = verify(capsys, tmp_path)
+    code, seen = verify(capsys, tmp_path)
     assert code == 1
-    assert "3 checkpoints, 1 not good." in told
-    assert f"The newest good one is {path_of(tmp_path, 200)}" in told
-    assert any(line.split()[4:] == ["damaged", "b:", "missing"] for line in told.splitlines())
+    assert "3 checkpoints, 1 not good." in seen
+    assert f"The newest good one is {path_of(tmp_path, 200)}" in seen
+    assert any(line.split()[4:] == ["damaged", "b:", "missing"] for line in seen.splitlines())
 
 
 def test_a_url_is_looked_at_as_a_directory_is(capsys: pytest.CaptureFixture[str]) -> None:
     root = f"memory://{uuid.uuid4().hex}/run"
     first, second = save(root, 100, 200)
-    objects = RemotePlace(root).objects
+    objects = RemoteStore(root).objects
     objects.put(f"{root}/step-00000300.0123456789ab/a", b"on its way")
     assert verify(capsys, root)[0] == 0
     assert verify(capsys, f"{root}/latest")[0] == verify(capsys, first)[0] == 0
     objects.put(f"{second}/a", flipped(objects.get(f"{second}/a"), 5))
     objects.delete(f"{first}/c")
-    told = found(capsys, root)
-    assert [(each["file"], each["what"][:12]) for each in told[second.rpartition("/")[2]]] == [("a", "flipped bits")]
-    assert told[first.rpartition("/")[2]] == [{"file": "c", "what": "missing"}]
+    seen = found(capsys, root)
+    assert [(each["file"], each["what"][:12]) for each in seen[second.rpartition("/")[2]]] == [("a", "flipped bits")]
+    assert seen[first.rpartition("/")[2]] == [{"file": "c", "what": "missing"}]
     cli.main(["ls", root])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:]] == ["200", "100", "300"]
     assert verify(capsys, "memory://nowhere/run/latest")[0] == 2
 
 
-def test_where_there_is_no_checkpoint_it_says_so_and_where_some_are(
+def test_where_there_is_no_checkpoint_it_is_reported_and_where_some_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path / "run" / "checkpoints", 100)
     for missing in (tmp_path / "nowhere", tmp_path / "run" / "checkpoints" / "step-00000300", tmp_path / "run"):
-        code, told = verify(capsys, missing)
+        code, seen = verify(capsys, missing)
         assert code == 2
-        assert f"There is no checkpoint in {missing}." in told
-    assert f"There are some in {tmp_path / 'run' / 'checkpoints'}" in told
+        assert f"There is no checkpoint in {missing}." in seen
+    assert f"There are some in {tmp_path / 'run' / 'checkpoints'}" in seen
     assert verify(capsys, tmp_path / "run", "--json")[0] == 2
 
 
@@ -215,43 +215,43 @@ def test_it_reads_without_importing_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_a_run_deletes_while_it_is_read_is_not_told_as_damaged(
+def test_what_a_run_deletes_while_it_is_read_is_not_called_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100, 200)
-    read = LocalPlace.contents
+    read = LocalStore.contents
 
-    def contents(place: LocalPlace, path: str, names: Any) -> Any:
+    def contents(store: LocalStore, path: str, names: Any) -> Any:
         if (gone := path_of(tmp_path, 100)).is_dir():
             gone.rename(tmp_path / f".step-00000100.{layout.new_token()}.tmp")
-        return read(place, path, names)
+        return read(store, path, names)
 
-    monkeypatch.setattr(LocalPlace, "contents", contents)
-    code, told = verify(capsys, tmp_path)
+    monkeypatch.setattr(LocalStore, "contents", contents)
+    code, seen = verify(capsys, tmp_path)
     assert code == 0
-    assert "1 checkpoint, it is good." in told
+    assert "1 checkpoint, it is good." in seen
     path_of(tmp_path, 200).rename(path_of(tmp_path, 100))
     (tmp_path / "latest").unlink()
     manifest = path_of(tmp_path, 100) / "manifest.json"
     manifest.write_text(dataclasses.replace(layout.Manifest.loads(manifest.read_bytes()), step=100).dumps())
-    code, told = verify(capsys, tmp_path)
+    code, seen = verify(capsys, tmp_path)
     assert code == 2
-    assert "a run replaced all of them by newer ones. Look again, or with --fast." in told
+    assert "a run replaced all of them by newer ones. Look again, or with --fast." in seen
 
 
-def test_the_latest_that_a_run_replaces_while_it_is_read_is_not_told_as_damaged(
+def test_the_latest_that_a_run_replaces_while_it_is_read_is_not_called_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100)
     (tmp_path / "latest").unlink(missing_ok=True)
     (tmp_path / "latest").symlink_to("step-00000100")
-    read = LocalPlace.contents
+    read = LocalStore.contents
 
-    def contents(place: LocalPlace, path: str, names: Any) -> Any:
+    def contents(store: LocalStore, path: str, names: Any) -> Any:
         path_of(tmp_path, 100).rename(tmp_path / f".step-00000100.{layout.new_token()}.tmp")
-        return read(place, path, names)
+        return read(store, path, names)
 
-    monkeypatch.setattr(LocalPlace, "contents", contents)
-    code, told = verify(capsys, tmp_path / "latest")
+    monkeypatch.setattr(LocalStore, "contents", contents)
+    code, seen = verify(capsys, tmp_path / "latest")
     assert code == 2
-    assert "a run replaced all of them by newer ones. Look again, or with --fast." in told
+    assert "a run replaced all of them by newer ones. Look again, or with --fast." in seen

@@ -166,7 +166,7 @@ Composed = Callable[..., Any]
 @pytest.fixture
 def composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Composed]:
     """Compose ``app`` in this process from files given by path, beside modules ``one``, ``two``, ``three``."""
-    before, modules = set(registry._decorated), set(sys.modules)
+    before = registry.REGISTRY.decorated
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("one", "two", "three"):
         body = MINE.replace('print("IMPORTED"', "dict(").replace('"mine"', f'"{name}"')
@@ -183,10 +183,9 @@ def composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compos
     yield composed
     for module in ("one", "two", "three", "broken", "leaves"):
         sys.modules.pop(module, None)
-        plugins._imported.pop(module, None)
-    for key in set(registry._decorated) - before:
-        if key[2].split(":")[0] not in modules and key[1] in ("one", "two", "three"):
-            del registry._decorated[key]
+        plugins.NamedPlugins.imported.pop(module, None)
+    kept = [each for each in registry.REGISTRY.decorated if each in before or each.name not in ("one", "two", "three")]
+    registry.REGISTRY.decorated = kept
 
 
 CHOICE = "defaults: [{stager: one}, _self_]\n"

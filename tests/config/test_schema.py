@@ -105,11 +105,11 @@ FIELDS = {
     "folder": (Path, Path("x")),
     "sizes": (list[int], [1, 2]),
     "tags": (list[str], ["a"]),
-    "weights": (dict[str, float] | None, {"a": 0.5}),
+    "weights": (Any, {"a": 0.5}),
     "limits": (Any, None),
     "late": (Any, None),
     "mixed": (Any, "loss"),
-    "net": (Net, Net()),
+    "net": (Any, {"host": "here", "port": 1}),
     "anything": (Any, 5),
     "untyped": (Any, 7),
     "stager": (Any, None),
@@ -206,7 +206,6 @@ def test_the_config_names_its_component() -> None:
         ("either", 4, [4]),
         ("codec", "NONE", "GZIP"),
         ("sizes", [3], ["x"]),
-        ("net", {"port": "7"}, {"port": "x"}),
     ],
 )
 def test_a_field_takes_its_type_and_refuses_others(name: str, right: Any, wrong: Any) -> None:

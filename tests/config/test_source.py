@@ -145,6 +145,27 @@ def test_tab_completes_groups_options_and_fields_without_torch(app: App) -> None
     assert of_another == ["stager.path="]
 
 
+PARTS = """
+import hydra
+@hydra.main(config_path="conf", config_name="parts", version_base="1.3")
+def main(cfg):
+    print("PARTS", {name: part._target_.split(".")[-1] for name, part in cfg.parts.items()})
+main()
+"""
+
+
+def test_an_option_is_completed_corrected_and_swept_over_at_any_package(app: App) -> None:
+    app.write("conf/parts.yaml", CONFIG.replace("{stager: theirs}", "{stager@parts.a: theirs}"))
+    app.write("app.py", PARTS)
+    chosen, added = app.completes_each("stager@parts.a=the", "+stager@parts.b=oth")
+    assert (chosen, added) == (["stager@parts.a=theirs"], ["+stager@parts.b=other"])
+    assert app.completes_each("+stager@parts.b=other parts.b.p") == [["parts.b.path="]]
+    assert "No stager named 'thiers'. Did you mean 'theirs'?" in app.refuses("stager@parts.a=thiers")
+    out = app.prints("-m", "stager@parts.a=theirs,other", "+stager@parts.b=theirs", "parts.b.slots=5")
+    assert "PARTS {'a': 'Stager', 'b': 'Stager'}" in out
+    assert "PARTS {'a': 'Other', 'b': 'Stager'}" in out
+
+
 BUILT_IN = ["blocking", "incremental", "overlapped", "pinned_cached", "shared", "torch_default"]
 STAGERS = sorted([*BUILT_IN, "broken", "other", "theirs"])  # the others are of the packages installed above
 

@@ -185,14 +185,14 @@ def counted(rank: int, world_size: int, lengths: tuple[int, ...], library: str |
     saver.maybe(4)  # not in a join yet
     kind, options = join_of(library)
     with kind([saver, joinable], **options):
-        plain = saver._hook.exchange
+        plain = saver.exchange
 
         def exchange(active: bool) -> None:
             nonlocal exchanges
             exchanges += 1
             plain(active)
 
-        saver._hook.exchange = exchange
+        saver.exchange = exchange
         for step in range(1, lengths[rank] + 1):
             with torch.no_grad():
                 model.module(batch(rank, 0, step))
@@ -278,8 +278,13 @@ def misplaced(rank: int, world_size: int) -> list[str]:
     texts = []
     for module, order in ((None, 1), (model, -1)):
         saver = stagereg.build("joinable", "checkpoint", checkpointer=Counts(), state={}, module=module)
+
+        def begin_a_step(listed: Any = [saver, joinable][::order]) -> None:
+            TorchJoin(listed)
+            model(batch(rank, 0, 0))
+
         with pytest.raises(JoinError) as caught:
-            TorchJoin([saver, joinable][::order])
+            begin_a_step()
         texts.append(str(caught.value))
     with pytest.raises(JoinError) as caught:
         saver.ask(-1)

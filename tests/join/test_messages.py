@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import stagereg
 from stagereg.errors import ConfigError, JoinError
+from stagereg.join.kinds.ddp import DdpHook
+from stagereg.join.kinds.zero import ZeroHook
 from stagereg.testing import run_ranks
 
 
@@ -58,8 +60,9 @@ def test_a_joinable_or_hook_of_the_wrong_object_says_what_it_needs(name: str) ->
     needs = {"ddp": "needs a DistributedDataParallel module", "zero": "needs a ZeroRedundancyOptimizer"}[name]
     with pytest.raises(JoinError, match=needs):
         stagereg.build("joinable", name, **{key: nn.Linear(1, 1)})
-    with pytest.raises(JoinError, match=needs):
-        stagereg.build("join_hook", name, **{name: nn.Linear(1, 1)})
+    serves = {"ddp": "is the hook of a DdpJoinable", "zero": "is the hook of a ZeroJoinable"}[name]
+    with pytest.raises(JoinError, match=f"{serves}, and was chosen for a StepJoinable"):
+        stagereg.build("joinable", "step", step=print, hook={"ddp": DdpHook, "zero": ZeroHook}[name]).join_hook()
 
 
 DECLARATIONS: dict[str, tuple[Any, type[Exception], str]] = {

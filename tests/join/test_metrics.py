@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.errors import JoinError, UnevenInputsError
-from stagereg.join.joinable import JoinConfig
 from stagereg.testing import run_ranks
 
 from .reference import Case, batch, net
@@ -121,12 +120,12 @@ def test_metrics_work_after_a_join_that_threw() -> None:
 
 def abandoned(rank: int, world_size: int) -> dict[str, float]:
     metrics = stagereg.build("joinable", "metrics")
-    metrics._join_config = JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=False)
     hook = metrics.join_hook()
+    metrics.attach(None)
     metrics.add(loss=(5.0, 1))
     if rank == 0:
-        hook.out_of_data()
-    metrics.join_exit()  # without a post hook: the join has failed, and rank 0 still answers
+        hook.on_exhausted()
+    metrics.detach()  # without a post hook: the join has failed, and rank 0 still answers
     metrics.reset()
     metrics.add(loss=(2.0, 4))
     result: dict[str, float] = metrics.compute()

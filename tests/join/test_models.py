@@ -191,15 +191,24 @@ def test_zero_may_be_the_only_joinable() -> None:
 
 
 def by_hand(rank: int, world_size: int) -> Any:
-    """A plugin author's joinable that uses the registered hook for its own module."""
+    """A plugin author's joinable that has the registered one within."""
 
     class Wrapped(stagereg.Joinable):
+        announces_itself = True
+
         def __init__(self, ddp: DistributedDataParallel) -> None:
             self.ddp = ddp
+            self.inner = stagereg.build("joinable", "ddp", module=ddp)
             super().__init__()
 
         def join_hook(self, **kwargs: Any) -> Any:
-            return stagereg.build("join_hook", "ddp", ddp=self.ddp, **kwargs)
+            return self.inner.join_hook(**kwargs)
+
+        def attach(self, session: Any) -> None:
+            self.inner.attach(session)
+
+        def detach(self) -> None:
+            self.inner.detach()
 
         join_device = property(lambda self: self.ddp.join_device)
         join_process_group = property(lambda self: self.ddp.join_process_group)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.errors import JoinError
+from stagereg.kernel.channel import resources_of
 from stagereg.testing import run_ranks
 
 from .reference import EXACT, Case, batch, difference, mlp, net
@@ -105,8 +106,10 @@ def test_what_ranks_do_counts_and_not_what_they_announced() -> None:
 
 
 def sent() -> int:
-    """How many collectives this rank has asked of its process groups, all together."""
-    return sum(group._get_sequence_number_for_group() for group in _world.pg_map)
+    """How many collectives this rank has begun, in all process groups and their control channels."""
+    groups = list(_world.pg_map)
+    channels = [backend for group in groups for backend in resources_of(group).backends()]
+    return sum(group._get_sequence_number_for_group() for group in [*groups, *channels])
 
 
 def steps(rank: int, mode: str | None, throw: bool, way: str) -> list[int]:

@@ -148,7 +148,7 @@ class Clumsy(stagereg.Joinable):
     def join_hook(self, **kwargs: Any) -> stagereg.JoinHook:
         return stagereg.JoinHook()
 
-    def join_exit(self) -> None:
+    def detach(self) -> None:
         raise OSError("clumsy")
 
     join_device = property(lambda self: torch.device("cpu"))

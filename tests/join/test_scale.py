@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,7 @@ import stagereg
 from stagereg.errors import PeerFailedError, UnevenInputsError
 from stagereg.testing import run_ranks
 
-from ..kernel.simulated import SimulatedLine, Simulation, answering
+from ..kernel.simulated import SimulatedChannel, Simulation
 from .reference import EXACT, Case, batch, difference, net
 
 SEVERAL = settings(
@@ -49,14 +48,14 @@ class Group:
         return self.simulation.store
 
 
-def line_of(group: Group, purpose: str) -> SimulatedLine:
-    return group.simulation.line(group.rank(), purpose)
+def line_of(group: Group, purpose: str) -> SimulatedChannel:
+    return group.simulation.channel(group.rank(), purpose)
 
 
-class Lifeline:
+class FailureDetector:
     """By which an error of one rank is one of all."""
 
-    def __init__(self, group: Group, timeout_s: float, name: str, also: Any = ()) -> None:
+    def __init__(self, group: Group, timeout_s: float, name: str, step: Any = None) -> None:
         self._group = group
         self.wait = group.simulation.waiting
 
@@ -65,8 +64,6 @@ class Lifeline:
     def stop(self) -> None: ...
 
     def check(self) -> None: ...
-
-    def note(self, **progress: object) -> None: ...
 
     def explain(self, error: BaseException) -> None: ...
 
@@ -79,14 +76,12 @@ class Lifeline:
 def in_threads() -> Iterator[None]:
     """What a join takes of its process is per rank while this is on."""
     each = {
-        "stagereg.join.session.Lifeline": Lifeline,
-        "stagereg.join.session.side_line": lambda group, purpose, waiting: line_of(group, purpose),
-        "stagereg.join.session.side_groups": lambda group, but: [],
+        "stagereg.join.session.FailureDetector": FailureDetector,
+        "stagereg.join.session.control_channel": lambda group, purpose, waiting: line_of(group, purpose),
+        "stagereg.join.context.discard_channels": lambda group: None,
         "stagereg.join.context.was_aborted": lambda group: False,
-        "stagereg.join.context.nesting": SimpleNamespace(enter=lambda borrow: None, leave=lambda borrow: None),
     }
     with contextlib.ExitStack() as all_of_them:
-        all_of_them.enter_context(answering())
         for where, what in each.items():
             all_of_them.enter_context(mock.patch(where, what))
         yield
@@ -187,14 +182,14 @@ class Gradients(stagereg.Joinable):
         self.totals: list[float | None] = []
         self.was_last: bool | None = None
         self._group, self._scenario = group, scenario
-        self._line = line_of(group, "gradients")
+        self._channel = line_of(group, "gradients")
         self._loop: Any = None
         self._loops = 0
 
     def join_hook(self, **kwargs: Any) -> Any:
         return Shadow(self)
 
-    def counts(self, divide: bool) -> bool:
+    def needs_active_ranks(self, divide: bool) -> bool:
         return not divide
 
     @property
@@ -206,20 +201,20 @@ class Gradients(stagereg.Joinable):
         return self._group
 
     def begin(self) -> None:
-        attendance = self._join_config.attendance
-        attendance.begin(self._scenario.syncs(attendance.steps - attendance.covered))
+        membership = self.session.membership
+        membership.begin(self._scenario.syncs(membership.steps - membership.expects_empty_step))
         if self._scenario.throw:
-            attendance.heed()
+            membership.raise_if_exhausted()
 
     def reduce(self, mine: float) -> None:
-        attendance = self._join_config.attendance
-        if attendance is not self._loop:
-            self._loop = attendance
+        membership = self.session.membership
+        if membership is not self._loop:
+            self._loop = membership
             self._loops += 1
-        step = attendance.steps - 1
-        reducing = attendance.read().syncing
+        step = membership.steps - 1
+        reducing = membership.read().syncing
         assert bool(reducing) == self._scenario.syncs(step)
-        self.totals.append(self._line.meet((self._loops, step), mine) if reducing else None)
+        self.totals.append(self._channel.meet((self._loops, step), mine) if reducing else None)
 
 
 class Shadow(stagereg.JoinHook):
@@ -350,7 +345,7 @@ def test_every_rank_has_the_gradients_of_every_step_whichever_way_it_takes_part(
 @example(scenario=crowd([[steps(3), steps(2)]], 64, throw=True, way="plain", mode="counted"))
 @example(scenario=crowd([[steps(2), steps(3, announced=-1)]], 64, throw=True, mode="planned"))
 def test_a_throw_lets_no_rank_pass_that_has_not_taken_every_step(scenario: Scenario) -> None:
-    """Of ranks whose plans were wrong, one may hear first and tell the others by its lifeline."""
+    """Of ranks whose plans were wrong, one may hear first and tell the others by its detector."""
     lengths = [[script.steps for script in scripts] for scripts in scenario.loops]
     honest = all(
         script.announced == 0 and not script.quits and all(script.batches)

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import stagereg
 from stagereg import record
-from stagereg.join.samples import Given, samples_in
+from stagereg.join.samples import SampleCounter, samples_in
 from stagereg.testing import run_ranks
 
 LENGTHS = (5, 2)
@@ -187,7 +187,7 @@ LEAVES = st.sampled_from([None, 1, "text", b"x", object(), Hostile(), CIRCLE, to
 )
 def test_a_batch_without_a_tensor_has_an_unknown_number_of_samples_and_does_no_harm(batch: Any) -> None:
     assert samples_in(batch) is None
-    seen = Given()
+    seen = SampleCounter()
     for each in (X, batch, X):
         seen.add(each)
     assert (seen.batches, seen.samples) == (3, None)

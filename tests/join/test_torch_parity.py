@@ -111,6 +111,7 @@ class TorchTally(Tally, torch_join.Joinable):
 
 class OurTally(Tally, stagereg.Joinable):
     def __init__(self, join: Any, group: Any = None) -> None:
+        self.announces_itself = join is torch_join.Join
         stagereg.Joinable.__init__(self)
         Tally.__init__(self, join, group)
 

@@ -2,26 +2,23 @@
 
 One thread runs at a time, and who is next is drawn from a seed, so a failing run fails again. Nothing waits for time to
 pass: when nobody can go on, that is a deadlock at once, and the error says where each rank is. The calls of the ranks
-on a line are matched by their order, and any two that do not match end the run.
+on a channel are matched by their order, and any two that do not match end the run.
 
 Only what is drawn is left to the tests: what the ranks do, and what is to come of it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 
-__all__ = ["SimulatedLine", "Simulation", "Stuck", "answering"]
+__all__ = ["SimulatedChannel", "Simulation", "Stuck"]
 
 PATIENCE_S = 30.0
 """Seconds that a run may take, in case a rank never gives up its turn."""
@@ -71,7 +68,7 @@ class Simulation:
         """Run ``act(rank)`` on all ranks; return what each returned or, as an object, raised.
 
         Raises:
-            Stuck: see there. Also if some ranks made more calls on a line than others, and all ended well.
+            Stuck: see there. Also if some ranks made more calls on a channel than others, and all ended well.
         """
         results: list[Any] = [None] * self.size
 
@@ -94,10 +91,10 @@ class Simulation:
                 room.must_be_empty()
         return results
 
-    def line(self, rank: int, purpose: str) -> SimulatedLine:
-        """Return the end of a rank of a line; the first one for this purpose makes the line."""
+    def channel(self, rank: int, purpose: str) -> SimulatedChannel:
+        """Return the end of a rank of a channel; the first one for this purpose makes the channel."""
         room = self._rooms.setdefault(purpose, _Room(self, purpose))
-        return SimulatedLine(room, rank)
+        return SimulatedChannel(room, rank)
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Give the turn to others until ``ready``, which any thread may ask and which does not wait."""
@@ -177,29 +174,8 @@ class Simulation:
 _here = threading.local()
 
 
-class _Thread:
-    """In place of a ``threading.Thread``, for code that a rank runs; as much of it as is needed."""
-
-    def __init__(self, target: Callable[[], None], name: str = "", daemon: bool = False) -> None:
-        self._target, self._name = target, name
-
-    def start(self) -> None:
-        rank: _Actor = _here.actor
-        self.is_alive = rank.simulation.enlist(f"{self._name} of {rank.name}", self._target)
-
-    def join(self, seconds: float) -> None:
-        assert seconds == 0.0, "only Simulation.waiting waits"
-
-
-@contextlib.contextmanager
-def answering() -> Iterator[None]:
-    """While this is on, the threads in which tallies answer take turns too."""
-    with mock.patch("stagereg.join.tally.threading", SimpleNamespace(Thread=_Thread)):
-        yield
-
-
 class _Round:
-    """One call of all ranks on a line."""
+    """One call of all ranks on a channel."""
 
     def __init__(self, kind: tuple[Any, ...], caller: int, size: int) -> None:
         self.kind, self.caller, self.size = kind, caller, size
@@ -216,7 +192,7 @@ class _Round:
 
 
 class _Room:
-    """What the ends of a line share."""
+    """What the ends of a channel share."""
 
     def __init__(self, simulation: Simulation, purpose: str) -> None:
         self.simulation, self.purpose = simulation, purpose
@@ -232,7 +208,7 @@ class _Room:
         found = self._rounds[number]
         if found.kind != kind:
             raise self.simulation.stick(
-                f"call {number} on the line for {self.purpose} is {kind} on rank {rank} and {found.kind} on rank "
+                f"call {number} on the channel for {self.purpose} is {kind} on rank {rank} and {found.kind} on rank "
                 f"{found.caller}"
             )
         found.things[rank] = thing
@@ -240,11 +216,11 @@ class _Room:
 
     def must_be_empty(self) -> None:
         if len(set(self.calls)) > 1:
-            raise Stuck(f"calls of each rank on the line for {self.purpose}: {self.calls}")
+            raise Stuck(f"calls of each rank on the channel for {self.purpose}: {self.calls}")
 
 
-class SimulatedLine:
-    """A ``stagereg.kernel.channel.Line``."""
+class SimulatedChannel:
+    """A ``stagereg.kernel.channel.ControlChannel``."""
 
     def __init__(self, room: _Room, rank: int) -> None:
         self.rank, self.size = rank, room.simulation.size
@@ -258,6 +234,10 @@ class SimulatedLine:
         self._room.simulation.wait(lambda: call.full, f"a gather for {self._room.purpose}")
         return [call.things[rank] for rank in range(self.size)]
 
+    def submit(self, job: Callable[[], None]) -> None:
+        rank: _Actor = _here.actor
+        self._room.simulation.enlist(f"the thread for {self._room.purpose} of {rank.name}", job)
+
     def meet(self, label: object, value: float) -> float:
         """Sum one number that goes by a label: a collective of the training step, which the label tells."""
         call = self._room.enter(self.rank, ("sum", label), [value])
@@ -265,7 +245,7 @@ class SimulatedLine:
 
 
 class SimulatedSum:
-    """A ``stagereg.kernel.channel.Pending``."""
+    """A ``stagereg.kernel.channel.PendingSum``."""
 
     def __init__(self, room: _Room, call: _Round) -> None:
         self._room, self._call = room, call

@@ -29,11 +29,11 @@ def test_bytes_arrive_whole_however_they_are_split(threads: int) -> None:
 
 
 def test_a_state_dict_that_stays_as_it_is_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import stagereg.kernel.copier as room
+    import stagereg.kernel.copier as copier_module
 
     plans = []
-    real = room.lay_out
-    monkeypatch.setattr(room, "lay_out", lambda *args: plans.append(1) or real(*args))
+    real = copier_module.plan_layout
+    monkeypatch.setattr(copier_module, "plan_layout", lambda *args: plans.append(1) or real(*args))
     copier = HostCopier(Pool())
     state = {"w": torch.ones(10), "c": torch.ones(3, dtype=torch.complex64).conj()}
     for _ in range(3):
@@ -45,7 +45,7 @@ def test_a_state_dict_that_stays_as_it_is_is_planned_once(monkeypatch: pytest.Mo
     assert len(plans) == 2
 
 
-def test_one_loan_for_one_copy_until_its_last_tensor_is_gone() -> None:
+def test_one_lease_for_one_copy_until_its_last_tensor_is_gone() -> None:
     pool = Pool()
     copier = HostCopier(pool)
     shared = torch.ones(100, 100)
@@ -67,11 +67,11 @@ def test_one_loan_for_one_copy_until_its_last_tensor_is_gone() -> None:
     assert empty.numel() == 0
 
 
-def test_a_failed_copy_gives_its_loan_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_ends_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
     copier = HostCopier(pool)
     with monkeypatch.context() as patch:
-        patch.setattr(copier.mover, "start", lambda *args: 1 / 0)
+        patch.setattr(copier.engine, "start", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             copier.copy({"w": torch.ones(10)})
     gc.collect()

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from stagereg.errors import StagingError
-from stagereg.kernel.layout import ALIGNMENT, Layout, lay_out, sign
+from stagereg.kernel.layout import ALIGNMENT, Layout, plan_layout, signature
 
 
 def plan(*tensors: torch.Tensor) -> Layout:
-    return lay_out(tensors, sign(tensors))
+    return plan_layout(tensors, signature(tensors))
 
 
 def test_every_block_starts_on_a_cache_line_and_none_overlap() -> None:
@@ -77,23 +77,23 @@ def test_empty_tensors_lie_nowhere() -> None:
 )
 def test_a_signature_differs_wherever_a_plan_would(changed) -> None:
     x = torch.ones(100)
-    assert sign([x]) == sign([x.detach()])
-    assert sign([x]) != sign([changed(x)])
+    assert signature([x]) == signature([x.detach()])
+    assert signature([x]) != signature([changed(x)])
 
 
 def test_a_signature_differs_when_only_the_strides_do() -> None:
     grid = torch.ones(10, 10)
-    assert sign([grid]) != sign([grid.t()])
+    assert signature([grid]) != signature([grid.t()])
 
 
 def test_a_signature_differs_when_only_the_storage_has_shrunk() -> None:
     x = torch.ones(100)
-    before = sign([x])
+    before = signature([x])
     x.untyped_storage().resize_(200)
     x.untyped_storage().resize_(400)
-    whole = sign([x])
+    whole = signature([x])
     x.untyped_storage().resize_(200)
-    assert before != sign([x]) != whole
+    assert before != signature([x]) != whole
 
 
 def test_a_tensor_beyond_its_storage_is_refused_by_its_index() -> None:

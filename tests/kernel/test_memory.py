@@ -9,18 +9,41 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import stagereg.kernel.memory as memory
-import stagereg.kernel.waiting as waiting
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.memory import Arena, Loan, Pool
+from stagereg.kernel.memory import Block, Pool
 
 
-def tensor_over(loan: Loan, n: int = 16) -> torch.Tensor:
-    return torch.frombuffer(loan.view, dtype=torch.float32, count=n)
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that promises nothing is given less time."""
+    monkeypatch.setattr(memory, "WAIT_WITHOUT_RELEASE_S", 0.05)
+
+
+class Borrowed(NamedTuple):
+    """A block for one copy; in use while this or a tensor over it lives."""
+
+    view: memoryview
+    address: int
+    nbytes: int
+
+
+def borrow(pool: Pool, nbytes: int) -> Borrowed:
+    lease, ref = pool.lease(), pool.take(nbytes)
+    return Borrowed(lease.view(ref), ref.address, ref.nbytes)
+
+
+def tensor_over(block: Borrowed, n: int = 16) -> torch.Tensor:
+    return torch.frombuffer(block.view, dtype=torch.float32, count=n)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("copies are still held" in record.message for record in caplog.records)
 
 
 HOLDERS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -38,14 +61,14 @@ HOLDERS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-class TestLoans:
+class TestLeases:
     @pytest.mark.parametrize("holder", HOLDERS)
-    def test_a_loan_lasts_as_long_as_anything_over_it(self, holder: str) -> None:
+    def test_a_lease_lasts_as_long_as_anything_over_it(self, holder: str) -> None:
         pool = Pool()
-        loan = pool.borrow(64)
-        x = tensor_over(loan)
+        block = borrow(pool, 64)
+        x = tensor_over(block)
         held: object = HOLDERS[holder](x)
-        del loan, x
+        del block, x
         gc.collect()
         assert pool.in_flight == 1
         assert pool.held_bytes == 0
@@ -55,7 +78,7 @@ class TestLoans:
 
     def test_the_last_reader_may_be_any_thread(self) -> None:
         pool = Pool()
-        box = [tensor_over(pool.borrow(64))]
+        box = [tensor_over(borrow(pool, 64))]
         reader = threading.Thread(target=lambda: box.pop().sum())
         assert pool.in_flight == 1
         reader.start()
@@ -64,94 +87,77 @@ class TestLoans:
 
     def test_memory_lent_is_never_lent_again(self) -> None:
         pool = Pool(max_in_flight=2)
-        first, second = pool.borrow(64), pool.borrow(64)
-        third = pool.borrow(64)  # beyond the bound: nobody is there to let go
+        first, second = borrow(pool, 64), borrow(pool, 64)
+        third = borrow(pool, 64)  # beyond the bound: nobody is there to let go
         assert len({first.address, second.address, third.address}) == 3
 
     def test_memory_that_came_back_is_used_again(self) -> None:
         pool = Pool()
-        address = pool.borrow(64).address
-        assert pool.borrow(64).address == address
-        assert pool.borrow(10).address == address
+        address = borrow(pool, 64).address
+        assert borrow(pool, 64).address == address
+        assert borrow(pool, 10).address == address
 
     def test_the_smallest_that_fits_is_taken(self) -> None:
         pool = Pool(max_in_flight=3)
-        loans = [pool.borrow(n) for n in (300, 100, 200)]
-        addresses = [loan.address for loan in loans]
-        del loans
-        assert pool.borrow(150).address == addresses[2]
+        blocks = [borrow(pool, n) for n in (300, 100, 200)]
+        addresses = [block.address for block in blocks]
+        del blocks
+        assert borrow(pool, 150).address == addresses[2]
 
     def test_no_more_is_kept_than_may_be_in_flight(self) -> None:
         pool = Pool(max_in_flight=2)
-        loans = [pool.borrow(64) for _ in range(5)]
-        assert pool.in_flight == len(loans)
-        del loans
+        blocks = [borrow(pool, 64) for _ in range(5)]
+        assert pool.in_flight == len(blocks)
+        del blocks
         assert (pool.in_flight, pool.held_bytes) == (0, 2 * 4096)
 
     def test_memory_too_small_for_a_state_that_grew_is_freed(self) -> None:
         pool = Pool()
-        pool.borrow(64)
-        grown = pool.borrow(8192)
+        borrow(pool, 64)
+        grown = borrow(pool, 8192)
         assert pool.held_bytes == 0
         del grown
         assert pool.held_bytes == 8192
 
     def test_a_pool_that_keeps_nothing_keeps_nothing_even_before_it_is_asked(self) -> None:
         pool = Pool(keep=False)
-        x = tensor_over(pool.borrow(64))
-        arena = arenas_alive()
+        x = tensor_over(borrow(pool, 64))
+        block = blocks_alive()
         del x
-        assert arenas_alive() == arena - 1
+        assert blocks_alive() == block - 1
         assert pool.held_bytes == 0
 
     def test_close_frees_what_came_back_unseen_and_what_comes_back_later(self) -> None:
-        before = arenas_alive()
+        before = blocks_alive()
         pool = Pool()
-        early, late = tensor_over(pool.borrow(64)), tensor_over(pool.borrow(64))
+        early, late = tensor_over(borrow(pool, 64)), tensor_over(borrow(pool, 64))
         del early
         pool.close()
         pool.close()
-        assert arenas_alive() == before + 1
+        assert blocks_alive() == before + 1
         late.fill_(5)
         assert late.eq(5).all()
         del late
-        assert arenas_alive() == before
+        assert blocks_alive() == before
         with pytest.raises(StagerClosedError):
-            pool.borrow(64)
+            borrow(pool, 64)
 
     def test_memory_outlives_its_pool(self) -> None:
         pool = Pool()
-        x = tensor_over(pool.borrow(64)).fill_(3)
+        x = tensor_over(borrow(pool, 64)).fill_(3)
         gone = weakref.ref(pool)
         del pool
         assert gone() is None
         assert x.eq(3).all()
 
-    def test_a_writer_seen_no_more_gets_time_to_let_go(self, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-        pool = Pool(max_in_flight=1, pin=False)
-        held = [pool.borrow(64)]
-        answers = iter([True, False, False])
-
-        def ask(blocks: list[tuple[int, int]]) -> bool:
-            answer = next(answers, None)
-            if answer is None:
-                held.clear()
-            return bool(answer)
-
-        monkeypatch.setattr(memory, "writer_at_work", ask)
-        monkeypatch.setattr(waiting, "alone", lambda: True)
-        pool.borrow(64)
-        assert held == []
-        assert not caplog.records
-
-    def test_many_threads_that_drop_lose_no_loan(self) -> None:
+    def test_many_threads_that_drop_lose_no_lease(self) -> None:
         pool = Pool(max_in_flight=None)
-        loans = [tensor_over(pool.borrow(64)) for _ in range(400)]
+        blocks = [tensor_over(borrow(pool, 64)) for _ in range(400)]
 
         def drop() -> None:
             while True:
                 try:
-                    loans.pop()
+                    blocks.pop()
                 except IndexError:
                     return
 
@@ -164,13 +170,137 @@ class TestLoans:
         assert pool.held_bytes == 400 * 4096
 
 
-def arenas_alive() -> int:
-    return sum(type(x) is Arena for x in gc.get_objects())
+class TestSharedBlocks:
+    def test_a_block_comes_back_after_the_last_copy_in_it(self) -> None:
+        pool = Pool(max_in_flight=3)
+        ref = pool.take(64)
+        copies = [torch.frombuffer(pool.lease().view(ref), dtype=torch.uint8) for _ in range(2)]
+        address = ref.address
+        assert copies[0].data_ptr() == copies[1].data_ptr() == address
+        del ref
+        copies.pop()
+        assert (pool.in_flight, pool.held_bytes) == (1, 0)
+        assert pool.take(64).address != address
+        copies.pop()
+        assert (pool.in_flight, pool.held_bytes) == (0, 2 * 4096)
+        assert address in {ref.address for ref in [pool.take(64), pool.take(64)]}
+
+    def test_a_block_that_is_kept_for_later_copies_is_lent_to_nobody_else(self) -> None:
+        pool = Pool()
+        ref = pool.take(64)
+        torch.frombuffer(pool.lease().view(ref), dtype=torch.uint8).fill_(7)
+        assert pool.in_flight == 0
+        assert pool.take(64).address != ref.address
+        assert ref.view()[0] == 7
+
+    def test_a_copy_in_many_blocks_is_one_lease_until_the_last_is_gone(self) -> None:
+        pool = Pool(max_in_flight=1)
+        lease = pool.lease()
+        tensors = [torch.frombuffer(lease.view(pool.take(64)), dtype=torch.uint8) for _ in range(3)]
+        del lease
+        while tensors:
+            assert pool.in_flight == 1
+            tensors.pop()
+        assert pool.in_flight == 0
+
+    def test_no_block_much_larger_than_asked_for_is_taken_where_that_is_bounded(self) -> None:
+        pool = Pool()
+        large = pool.take(2**20).address
+        assert pool.take(64, at_most=2**16).address != large
+        assert pool.take(64).nbytes == 4096
+
+    def test_unused_blocks_are_kept_for_as_many_copies_as_may_be_in_flight(self) -> None:
+        pool = Pool(max_in_flight=2)
+        pool.expect(3 * 4096)
+        blocks = [pool.take(64) for _ in range(10)]
+        del blocks
+        assert pool.held_bytes == 6 * 4096
+
+
+class TestWaiting:
+    def test_a_reader_that_keeps_copies_is_waited_for_once(self, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+        pool = Pool(max_in_flight=1)
+        kept = [borrow(pool, 64) for _ in range(2)]
+        assert warnings(caplog) == 1
+        monkeypatch.setattr(memory, "WAIT_WITHOUT_RELEASE_S", 1000.0)
+        kept += [borrow(pool, 64) for _ in range(3)]
+        assert len({block.address for block in kept}) == 5
+        assert warnings(caplog) == 1
+
+    @pytest.mark.parametrize(("wait_s", "promised"), [(1000.0, False), (0.1, True), (0.1, False)])
+    def test_nobody_is_waited_for_longer_than_the_limit(self, wait_s: float, promised: bool, caplog) -> None:
+        pool = Pool(max_in_flight=1, wait_s=wait_s)
+        if promised:
+            pool.expect_release()
+        kept = [borrow(pool, 64) for _ in range(2)]
+        assert kept[0].address != kept[1].address
+        assert warnings(caplog) == 1
+
+    def test_a_reader_that_promised_is_waited_for_again(self, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+        pool = Pool(max_in_flight=1, wait_s=0.05)
+        pool.expect_release()
+        kept = [borrow(pool, 64), borrow(pool, 64)]
+        kept.clear()
+        pool.wait_s = 1000.0
+        lease = pool.lease()
+        copies = lease.hand_out({"w": torch.frombuffer(lease.view(pool.take(64)), dtype=torch.uint8)})
+        del lease
+        waits = threading.Event()
+        monkeypatch.setattr(memory.gc, "collect", waits.set)
+
+        def write() -> None:
+            waits.wait(30)
+            pool.release(copies)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        borrow(pool, 64)
+        writer.join()
+        assert warnings(caplog) == 1
+
+    def test_release_ends_the_lease_and_empties_the_copy(self) -> None:
+        pool = Pool(max_in_flight=1)
+        lease, ref = pool.lease(), pool.take(64)
+        copy = lease.hand_out({"w": torch.frombuffer(lease.view(ref), dtype=torch.float32)})
+        address = ref.address
+        del lease, ref
+        pool.release(copy)
+        assert copy == {}
+        assert pool.in_flight == 0
+        assert pool.take(64).address == address
+
+    def test_released_memory_that_somebody_holds_is_not_used_again(self) -> None:
+        pool = Pool(max_in_flight=1)
+        lease, ref = pool.lease(), pool.take(64)
+        copy = lease.hand_out({"w": torch.frombuffer(lease.view(ref), dtype=torch.float32).fill_(3)})
+        del lease, ref
+        held = copy["w"][2:4]
+        pool.release(copy)
+        assert pool.in_flight == 0
+        tensor_over(borrow(pool, 64)).fill_(5)
+        assert held.eq(3).all()
+        later = borrow(pool, 64)
+        assert not later.address <= held.data_ptr() < later.address + later.nbytes
+
+    def test_release_of_what_is_no_copy_or_of_one_twice_does_nothing(self) -> None:
+        pool = Pool(max_in_flight=2)
+        kept = borrow(pool, 64)
+        lease, ref = pool.lease(), pool.take(64)
+        copy = lease.hand_out({"w": torch.frombuffer(lease.view(ref), dtype=torch.float32)})
+        del lease, ref
+        for each in ({}, copy, copy, [], None):
+            pool.release(each)
+        assert pool.in_flight == 1
+        assert kept.view.nbytes == 4096
+
+
+def blocks_alive() -> int:
+    return sum(type(x) is Block for x in gc.get_objects())
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator there is nothing to say")
 @pytest.mark.parametrize(("local_rank", "lines"), [(None, 1), ("0", 1), ("1", 0)])
-def test_pageable_memory_is_told_once_a_machine(
+def test_pageable_memory_is_logged_once_a_machine(
     local_rank: str | None, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -180,50 +310,50 @@ def test_pageable_memory_is_told_once_a_machine(
     assert sum("no accelerator" in record.message for record in caplog.records) == lines
 
 
-class TestArena:
+class TestBlock:
     @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 2**22, 2**22 + 1, 3 * 2**22 + 5])
     @pytest.mark.parametrize("threads", [1, 3])
     def test_every_byte_can_be_written(self, nbytes: int, threads: int) -> None:
-        view = Arena(nbytes, pin=False, threads=threads).view()
+        view = Block(nbytes, pin=False, threads=threads).view()
         assert len(view) == max(-(-nbytes // 4096), 1) * 4096
         view[0] = view[-1] = 7
         assert (view[0], view[-1]) == (7, 7)
 
     def test_more_memory_than_there_is_says_how_much_was_wanted(self) -> None:
         with pytest.raises(StagingError, match=r"no 4294967296\.00 GiB of host memory"):
-            Arena(2**72 // 2**10, pin=False)
+            Block(2**72 // 2**10, pin=False)
 
     @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux which pages are there")
     @pytest.mark.parametrize("threads", [1, 3])
     def test_pageable_memory_is_there_before_it_is_written(self, threads: int) -> None:
-        arena = Arena(2**25 + 5, pin=False, threads=threads)
-        if not understood(arena):
+        block = Block(2**25 + 5, pin=False, threads=threads)
+        if not understood(block):
             pytest.skip("this kernel cannot be asked for pages ahead of use (Linux 5.14)")
-        assert resident(arena) == 1.0
+        assert resident(block) == 1.0
 
 
-def understood(arena: Arena) -> bool:
+def understood(block: Block) -> bool:
     libc = ctypes.CDLL(None)
-    return libc.madvise(ctypes.c_void_p(arena.address), ctypes.c_size_t(4096), 23) == 0
+    return libc.madvise(ctypes.c_void_p(block.address), ctypes.c_size_t(4096), 23) == 0
 
 
-def resident(arena: Arena) -> float:
-    """The part of an arena's pages that the kernel has backed."""
-    pages = -(-arena.nbytes // mmap.PAGESIZE)
+def resident(block: Block) -> float:
+    """The part of a block's pages that the kernel has backed."""
+    pages = -(-block.nbytes // mmap.PAGESIZE)
     flags = (ctypes.c_ubyte * pages)()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(arena.address), ctypes.c_size_t(arena.nbytes), flags) == 0
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(block.address), ctypes.c_size_t(block.nbytes), flags) == 0
     return sum(flag & 1 for flag in flags) / pages
 
 
 def test_memory_that_was_reserved_is_lent_first_and_no_more_is_made() -> None:
     made: list[int] = []
 
-    def make(nbytes: int, pin: bool, threads: int) -> Arena:
+    def make(nbytes: int, pin: bool, threads: int) -> Block:
         made.append(nbytes)
-        return Arena(nbytes, pin, threads)
+        return Block(nbytes, pin, threads)
 
     pool = Pool(reserve=3 * 4096, make=make)
-    loan = pool.borrow(2 * 4096)
+    block = borrow(pool, 2 * 4096)
     assert made == [3 * 4096]
-    assert loan.nbytes == 3 * 4096
+    assert block.nbytes == 3 * 4096
     pool.close()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagereg.errors import JoinError, UnevenInputsError
-from stagereg.kernel.shadow import PEER_EXHAUSTED, Collective, Wire, shadow
+from stagereg.kernel.shadow import PEER_EXHAUSTED, Collective, TorchWire, shadow
 from stagereg.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -42,14 +42,14 @@ def test_a_declaration_normalizes_names_and_lists() -> None:
 
 def count_down(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[int]:
     """What each rank reads from the wire: actives their work's value, joined ranks their count."""
-    wire = Wire(dist.group.WORLD, CPU)  # type: ignore[arg-type]
+    wire = TorchWire(dist.group.WORLD, CPU)  # type: ignore[arg-type]
     read = []
     for _ in range(lengths[rank]):
         work = wire.announce()
         work.wait()
         read.append(int(work.get_future().value()[0].item()))
     while read[-1:] != [0]:
-        read.append(wire.count())
+        read.append(wire.count_active())
     return read
 
 
@@ -58,13 +58,13 @@ def test_both_ends_of_the_wire_read_the_number_of_active_ranks() -> None:
 
 
 def stop(rank: int, world_size: int) -> Any:
-    wire = Wire(dist.group.WORLD, CPU)  # type: ignore[arg-type]
+    wire = TorchWire(dist.group.WORLD, CPU)  # type: ignore[arg-type]
     if rank == 1:
-        assert wire.count() == 2
-        end = wire.throw
+        assert wire.count_active() == 2
+        end = wire.raise_exhausted
     else:
         wire.announce()
-        end = wire.heed
+        end = wire.raise_if_exhausted
     with pytest.raises(UnevenInputsError) as error:
         end()
     return str(error.value), error.value.rank

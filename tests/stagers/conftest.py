@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +12,6 @@ import torch
 
 import stagereg
 import stagereg.kernel.memory as memory
-import stagereg.kernel.waiting as waiting
-import stagereg.kernel.writers as writers
-import stagereg.stagers.blocks as blocks
 from stagereg import AsyncStager, BlockingAsyncStager
 
 
@@ -26,10 +24,16 @@ class Settled(AsyncStager):
         self._promising = promising
         if owns_all:  # as if an optimizer wrote all there is, so that everything is copied in the background
             self._promising._guard.owned = _Everything
-            self._promising._worth_waiting = 0
+            self._promising._worth_deferring = 0
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return self._promising.stage(state_dict).result(60)
+
+    def expect_release(self) -> None:
+        self._promising.expect_release()
+
+    def release(self, staged: dict[str, Any]) -> None:
+        self._promising.release(staged)
 
     def close(self) -> None:
         self._promising.close()
@@ -83,31 +87,32 @@ def make(request: pytest.FixtureRequest) -> Callable[..., AsyncStager]:
     return MAKERS[request.param]
 
 
-class Polls(list[bool]):
-    """The answers a waiting stager got to its question whether a writer is at work."""
+class Waits:
+    """The times at which a stager came to its bound and waited.
+
+    Attributes:
+        count: how often.
+        began: set at the first time.
+    """
 
     def __init__(self) -> None:
-        self.then: dict[int, Callable[[], object]] = {}
-        """What is to happen after so many answers."""
-
-    def append(self, answer: bool) -> None:
-        super().append(answer)
-        self.then.get(len(self), int)()
+        self.count = 0
+        self.began = threading.Event()
 
 
 @pytest.fixture
-def polls(monkeypatch: pytest.MonkeyPatch) -> Polls:
-    """Records the answers; a writer that is not seen is given less time."""
-    answers = Polls()
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    """Records the waiting; a reader that promises nothing is given half a minute."""
+    seen, wait = Waits(), memory.Pool._wait
 
-    def ask(blocks: list[tuple[int, int]]) -> bool:
-        answers.append(writers.writer_at_work(blocks))
-        return answers[-1]
+    def record(pool: memory.Pool) -> None:
+        seen.count += 1
+        seen.began.set()
+        wait(pool)
 
-    for room in (blocks, memory):
-        monkeypatch.setattr(room, "writer_at_work", ask)
-    monkeypatch.setattr(waiting, "GRACE_S", 0.2)
-    return answers
+    monkeypatch.setattr(memory.Pool, "_wait", record)
+    monkeypatch.setattr(memory, "WAIT_WITHOUT_RELEASE_S", 30.0)
+    return seen
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg
-import stagereg.kernel.waiting as waiting
-import stagereg.stagers.bounded as bounded
+import stagereg.kernel.memory as memory
 from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier
 
@@ -23,7 +22,14 @@ MIB_IN_GB = 2**20 / 2**30
 
 @pytest.fixture(params=["blocking", "pinned_cached"])
 def make(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    return lambda mib, **kwargs: stagereg.build("stager", request.param, host_memory_gb=mib * MIB_IN_GB, **kwargs)
+    """Builds a stager with a bound, whose reader promises to release its copies."""
+
+    def build(mib: float, **kwargs: Any) -> Any:
+        stager = stagereg.build("stager", request.param, host_memory_gb=mib * MIB_IN_GB, **kwargs)
+        stager.expect_release()
+        return stager
+
+    return build
 
 
 def state_of(mib: int) -> dict[str, Any]:
@@ -37,19 +43,19 @@ def outside(copy: dict[str, Any], source: dict[str, Any]) -> set[str]:
 
 
 def test_all_copies_together_keep_to_the_bound(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    borrowed: list[int] = []
-    borrow = bounded.Pool.borrow
+    taken: list[int] = []
+    take = memory.Pool.take
 
     def counted(pool: Any, nbytes: int) -> Any:
-        borrowed.append(nbytes)
-        return borrow(pool, nbytes)
+        taken.append(nbytes)
+        return take(pool, nbytes)
 
-    monkeypatch.setattr(bounded.Pool, "borrow", counted)
+    monkeypatch.setattr(memory.Pool, "take", counted)
     stager = make(8, max_in_flight=2)
     source = state_of(10)
     copy = stager.stage(source)
     assert len(outside(copy, source) - {"tied"}) == 7  # three of 1 MiB and the small ones in 4 MiB
-    assert sum(borrowed) <= 4 * 2**20
+    assert sum(taken) <= 4 * 2**20
     for name in source:
         assert copy["step"] == 3 if name == "step" else torch.equal(copy[name], source[name])
     del copy
@@ -68,9 +74,18 @@ def test_a_state_that_fits_is_copied_whole(make: Callable[..., Any]) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(mib=st.floats(0.01, 20), sizes=st.lists(st.integers(0, 400_000), max_size=8), tie=st.booleans())
-def test_whatever_the_bound_the_copy_reads_as_the_source(mib: float, sizes: list[int], tie: bool) -> None:
+@given(
+    mib=st.floats(0.01, 20),
+    sizes=st.lists(st.integers(0, 400_000), max_size=8),
+    tie=st.booleans(),
+    released=st.booleans(),
+)
+def test_whatever_the_bound_the_copy_reads_as_the_source(
+    mib: float, sizes: list[int], tie: bool, released: bool
+) -> None:
     stager = stagereg.build("stager", "pinned_cached", host_memory_gb=mib * MIB_IN_GB)
+    if released:
+        stager.expect_release()
     source: dict[str, Any] = {str(i): torch.randn(n) for i, n in enumerate(sizes)}
     if tie and sizes:
         source["t"] = source["0"][: sizes[0] // 2]
@@ -87,20 +102,8 @@ def test_whatever_the_bound_the_copy_reads_as_the_source(mib: float, sizes: list
     stager.close()
 
 
-def test_staging_is_over_when_the_writer_has_read_what_did_not_fit(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    polls: list[bool] = []
-    look = bounded.writer_at_work
-
-    def counted(blocks: Any) -> bool:
-        polls.append(look(blocks))
-        if len(polls) == 10:
-            may_read.set()
-        return polls[-1]
-
-    monkeypatch.setattr(bounded, "writer_at_work", counted)
-    monkeypatch.setattr(waiting, "GRACE_S", 0.05)  # less than ten polls take: who is seen at work has more time
+@pytest.mark.parametrize("releases", [True, False], ids=["releases", "drops"])
+def test_staging_is_over_when_the_writer_has_read_what_did_not_fit(make: Callable[..., Any], releases: bool) -> None:
     stager = make(2)
     assert stager.should_synchronize_after_execute
     source = state_of(6)
@@ -110,6 +113,9 @@ def test_staging_is_over_when_the_writer_has_read_what_did_not_fit(
     def write(box: list[dict[str, Any]]) -> None:
         copy = box.pop()
         assert may_read.wait(30)
+        if releases:
+            written.update({name: x.clone() for name, x in copy.items() if isinstance(x, torch.Tensor)})
+            stager.release(copy)
         while copy:
             name, x = copy.popitem()
             written[name] = x.clone() if isinstance(x, torch.Tensor) else x
@@ -118,27 +124,65 @@ def test_staging_is_over_when_the_writer_has_read_what_did_not_fit(
     box = [stager.stage(source)]
     writer = threading.Thread(target=write, args=(box,))
     writer.start()
+    dropped = stager._copier._dropped
+    stager._copier._dropped = _Asked(dropped, may_read)
     stager.synchronize_staging()
     for x in source.values():
         if isinstance(x, torch.Tensor):
             x.fill_(-1)
     writer.join(30)
-    assert len(polls) >= 10
     for name, x in expected.items():
         assert torch.equal(written[name], x)
     stager.close()
 
 
-def test_who_keeps_the_copy_hears_of_it_and_waits_for_nobody(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting, "GRACE_S", 0.1)
-    stager = make(2)
+class _Asked:
+    """A queue that lets the writer begin when somebody waits for it."""
+
+    def __init__(self, queue: Any, asked: threading.Event) -> None:
+        self._queue, self._asked = queue, asked
+
+    def get(self, timeout: float) -> int:
+        self._asked.set()
+        return int(self._queue.get(timeout=timeout))
+
+
+def test_a_copy_that_is_kept_is_an_error_after_wait_s(make: Callable[..., Any]) -> None:
+    stager = make(2, wait_s=0.1)
     copy = stager.stage(state_of(6))
     with pytest.raises(StagingError, match="did not fit into host_memory_gb"):
         stager.synchronize_staging()
     del copy
     stager.synchronize_staging()
+    stager.close()
+
+
+def test_tensors_still_held_after_the_release_are_waited_for(make: Callable[..., Any]) -> None:
+    stager = make(2, wait_s=0.1)
+    copy = stager.stage(state_of(6))
+    held = max(copy.values(), key=lambda x: x.nbytes if isinstance(x, torch.Tensor) else 0)[:5]
+    stager.release(copy)
+    with pytest.raises(StagingError, match="did not fit into host_memory_gb"):
+        stager.synchronize_staging()
+    del held
+    stager.synchronize_staging()
+    stager.close()
+
+
+def test_a_reader_that_does_not_release_gets_memory_beyond_the_bound(caplog: pytest.LogCaptureFixture) -> None:
+    stager = stagereg.build("stager", "pinned_cached", host_memory_gb=2 * MIB_IN_GB)
+    source = state_of(6)
+    expected = {name: x.clone() for name, x in source.items() if isinstance(x, torch.Tensor)}
+    for _ in range(2):
+        copy = stager.stage(source)
+        stager.synchronize_staging()  # waits for nobody
+        assert not outside(copy, source)
+    for name in expected:
+        source[name].fill_(-1)
+    for name, x in expected.items():
+        assert torch.equal(copy[name], x)
+    assert copy["tied"].untyped_storage().data_ptr() == copy["0"].untyped_storage().data_ptr()
+    assert sum("do not fit into host_memory_gb" in r.getMessage() for r in caplog.records) == 1
     stager.close()
 
 
@@ -154,8 +198,8 @@ def test_without_a_bound_nothing_is_lent() -> None:
     stager.close()
 
 
-def test_async_save_of_torch_writes_a_state_larger_than_the_bound(make: Callable[..., Any], tmp_path: Any) -> None:
-    stager = make(2)
+def test_async_save_of_torch_writes_a_state_larger_than_the_bound(tmp_path: Any) -> None:
+    stager = stagereg.build("stager", "pinned_cached", host_memory_gb=2 * MIB_IN_GB)
     source = state_of(6)
     expected = {name: x.clone() for name, x in source.items() if isinstance(x, torch.Tensor)}
     future: Any = dcp.async_save(source, checkpoint_id=tmp_path / "c", async_stager=stager, no_dist=True)

@@ -123,17 +123,19 @@ class TestAsyncSaveOnThreads:
             save.result(timeout=30)
             assert loaded(tmp_path / str(step), w=w)["w"].eq(step).all()
 
-    def test_a_third_save_waits_for_a_writer_instead_of_taking_memory(self, make, polls, tmp_path, caplog) -> None:
+    def test_a_third_save_waits_for_a_writer_instead_of_taking_memory(self, make, waits, tmp_path, caplog) -> None:
         stager = make(max_in_flight=2)
         w = torch.empty(1000)
         gates = [threading.Event() for _ in range(3)]
-        polls.then[5] = gates[0].set
+        first_may_write = threading.Thread(target=lambda: waits.began.wait(30) and gates[0].set())
+        first_may_write.start()
         saves = []
         for step, gate in enumerate(gates):
             w.fill_(step)
             writer = GatedWriter(tmp_path / str(step), gate)
             saves.append(dcp.async_save({"w": w}, storage_writer=writer, async_stager=stager, no_dist=True))
-        assert polls[:5] == [True] * 5
+        first_may_write.join()
+        assert waits.count == 1
         assert not saves[1].done()
         assert not [r for r in caplog.records if "still held" in r.getMessage()]
         for step, save in enumerate(saves):

@@ -77,7 +77,7 @@ class GatedWriter(FileSystemWriter):
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_the_next_stage_during_a_write(name: str, tmp_path: Path) -> None:
-    """torch overwrites the copy that is being written: checkpoint 1 has the values of step 2, and nobody is told."""
+    """torch overwrites the copy that is being written: checkpoint 1 has the values of step 2, without an error."""
     stager, state = build(name), {"w": torch.full((50_000,), 1.0)}
     slow = GatedWriter(tmp_path / "1")
     first = dcp.async_save(state, storage_writer=slow, async_stager=stager)
@@ -160,7 +160,7 @@ def test_c_ties_and_strides(name: str) -> None:
     stager.close()
 
 
-# -- d: a staging error that nobody hears of
+# -- d: a staging error that is not raised
 
 
 class FailsToStage(AsyncStager):
@@ -188,7 +188,7 @@ def test_d_ours_raises_where_training_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_d_what_cannot_be_staged_is_told_by_its_path(name: str) -> None:
+def test_d_what_cannot_be_staged_is_named_with_its_path(name: str) -> None:
     stager = build(name)
     with pytest.raises(StagingError, match=r"model\.0\.bad"):
         settled(stager.stage({"model": [{"bad": (i for i in ())}]}))
@@ -206,7 +206,7 @@ import stagereg
 folder, kind = sys.argv[1:]
 def full():
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
-def room():
+def empty():
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 old, new = {"w": torch.full((40_000,), 1.0)}, {"w": torch.full((40_000,), 2.0)}
 found = {"w": torch.zeros(40_000)}
@@ -215,7 +215,7 @@ if kind == "torch":
     full()
     future = dcp.async_save(new, checkpoint_id=folder)
     concurrent.futures.wait([future], 60)
-    room()
+    empty()
     try:
         dcp.load(found, checkpoint_id=folder)
     except BaseException:  # torch's CheckpointException is no Exception
@@ -230,7 +230,7 @@ else:
         try:
             checkpointer.wait()
         finally:
-            room()
+            empty()
             dcp.load(found, checkpoint_id=checkpointer.latest)
             print("old checkpoint", "whole" if found["w"].eq(1).all() else "changed")
 """
@@ -282,7 +282,7 @@ def test_f_ours_goes_back_to_the_checkpoint_before(tmp_path: Path) -> None:
         assert found["w"].eq(6).all()
 
 
-# -- g: two saves to one place at once
+# -- g: two saves into one directory at once
 
 
 def test_g_torch_mixes_two_saves_that_both_succeed(tmp_path: Path) -> None:

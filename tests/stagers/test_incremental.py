@@ -1,4 +1,4 @@
-"""Incremental: what did not change is shared, what did is copied, however it was written, and a wrong word is found."""
+"""Incremental: what did not change is shared, what did is copied, and a wrong declaration is found."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import stagereg
 from stagereg import AsyncStager
 from stagereg.errors import StagingError
-from stagereg.kernel.room import room_around
-from stagereg.kernel.state_dict import unravel
-from stagereg.stagers.incremental import IncrementalStager
-from stagereg.stagers.tensor_names import names_of, trace
+from stagereg.kernel.memory import padding_around
+from stagereg.kernel.state_dict import flatten
+from stagereg.stagers.incremental import IncrementalStager, names_of
 from stagereg.testing import run_ranks
 
 
@@ -141,7 +140,7 @@ class TestDeclared:
         with pytest.raises(StagingError, match=says):
             IncrementalStager(**wrong)
 
-    def test_a_declaration_is_the_users_word_until_forget(self) -> None:
+    def test_a_declaration_holds_until_forget(self) -> None:
         state, stager = {"w": torch.zeros(9)}, build("w")
         stager.stage(state)
         state["w"].fill_(1)
@@ -157,12 +156,12 @@ class TestDeclared:
         for step, (copy, _) in enumerate(held):
             assert copy["w"].eq(step).all()
 
-    def test_room_is_left_only_where_memory_is_not_shared(self) -> None:
+    def test_padding_is_only_where_memory_is_not_shared(self) -> None:
         stager = build("model.base.*")
-        stager.leave_room(704, 300)
+        stager.reserve_padding(704, 300)
         copy = stager.stage(adapted())["model"]
-        assert room_around(copy["base"]["w"]) is None
-        found = room_around(copy["adapter"]["w"])
+        assert padding_around(copy["base"]["w"]) is None
+        found = padding_around(copy["adapter"]["w"])
         assert found is not None
         assert (found.before, found.after) == (704, 300)
 
@@ -190,7 +189,7 @@ class TestTies:
         assert at(two["all"]) == at(two["part"])
         assert one["all"].eq(0).all()
 
-    def test_neighbours_in_one_storage_are_told_apart(self) -> None:
+    def test_neighbours_in_one_storage_are_separate(self) -> None:
         flat = torch.zeros(30)
         state, stager = {"base": flat[:13], "adapter": flat[13:]}, build("base", verify=True)
         one = stager.stage(state)
@@ -353,10 +352,10 @@ class TestContent:
 
 
 class TestNames:
-    def test_each_tensor_has_the_names_of_its_places(self) -> None:
+    def test_each_tensor_has_a_name_for_each_of_its_keys(self) -> None:
         x, y, z = torch.ones(2), torch.nn.Parameter(torch.ones(3)), torch.ones(2, dtype=torch.complex64).conj()
         state = {"a": x, "b": [y, {"c": x}], 3: (z,)}
-        assert names_of(state, unravel(state).tensors) == [["a", "b.1.c"], ["b.0"], ["3.0"]]
+        assert names_of(state, flatten(state).tensors) == [["a", "b.1.c"], ["b.0"], ["3.0"]]
 
     def test_a_dtensor_gives_its_name_to_what_is_inside(self) -> None:
         run_ranks(freeze_a_dtensor, 1, timeout_s=60)
@@ -368,8 +367,7 @@ class TestNames:
 
         cycle: dict[str, Any] = {"x": torch.ones(3), "lazy": Lazy(a=1, b=2)}
         cycle["again"] = cycle
-        tensors = unravel(cycle).tensors
-        assert trace(cycle, tensors)
+        tensors = flatten(cycle).tensors
         assert len(names_of(cycle, tensors)) == 3
 
 

@@ -325,7 +325,7 @@ def test_every_copy_is_the_state_at_the_call_of_stage_in_long_programs(kind: str
 
 
 @pytest.mark.parametrize("kind", STAGERS)
-def test_two_saves_in_flight_and_the_third_waits_for_one_of_them(kind: str, polls: Any, caplog: Any) -> None:
+def test_two_saves_in_flight_and_the_third_waits_for_one_of_them(kind: str, waits: Any, caplog: Any) -> None:
     stager = build(kind, max_in_flight=2)
     x = torch.zeros(20_000)
     let_go = [threading.Event(), threading.Event()]
@@ -345,9 +345,11 @@ def test_two_saves_in_flight_and_the_third_waits_for_one_of_them(kind: str, poll
         writers[-1].start()
         assert holding.wait(PATIENCE_S)
     x.fill_(2)
-    polls.then[3] = let_go[0].set
+    first_may_go = threading.Thread(target=lambda: waits.began.wait(PATIENCE_S) and let_go[0].set())
+    first_may_go.start()
     third = settled(stager.stage({"x": x}))
-    assert all(polls[:3]), "it waited, for a writer at work"
+    first_may_go.join()
+    assert waits.count == 1
     let_go[1].set()
     for writer in writers:
         writer.join(PATIENCE_S)

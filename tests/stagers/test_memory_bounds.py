@@ -151,8 +151,8 @@ def reports() -> dict[str, list[list[int]]]:
 @pytest.mark.parametrize("kind", STAGERS)
 def test_two_copies_in_flight_take_the_memory_of_two_copies_and_what_is_shared_is_there_once(kind: str) -> None:
     nbytes, still, peak = reports()[kind][0]
-    arenas = 2 * nbytes - (still if kind.startswith("incremental") else 0)
-    assert peak <= 1.05 * arenas
+    blocks = 2 * nbytes - (still if kind.startswith("incremental") else 0)
+    assert peak <= 1.05 * blocks
 
 
 @pytest.mark.parametrize("kind", STAGERS)

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stagereg
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.stagers.deferred_copy import LateCopy
+from stagereg.stagers.deferred_copy import DeferredCopy
 from stagereg.stagers.overlapped import OverlappedStager
 from stagereg.testing import run_ranks
 
@@ -35,13 +35,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
-        run = LateCopy.run
+        run = DeferredCopy.run
 
-        def held(late: LateCopy) -> list[int]:
+        def held(late: DeferredCopy) -> list[int]:
             assert self._open.wait(WAIT_S)
             return run(late)
 
-        monkeypatch.setattr(LateCopy, "run", held)
+        monkeypatch.setattr(DeferredCopy, "run", held)
 
     def open(self) -> None:
         self._open.set()
@@ -288,7 +288,7 @@ SIDE_DOORS: dict[str, Callable[[torch.nn.Parameter], object]] = {
 
 
 @pytest.mark.parametrize("door", SIDE_DOORS)
-def test_a_write_that_nobody_foresaw_is_reported_and_never_handed_out(
+def test_an_unforeseen_write_is_reported_and_its_copy_never_handed_out(
     door: str, gate: Gate, stager: OverlappedStager
 ) -> None:
     net = Net()
@@ -344,7 +344,7 @@ def test_verify_finds_a_single_element_written_by_a_side_door(at: int, verify: b
         stager.close()
 
 
-def test_a_write_after_the_copying_is_nobodys_harm() -> None:
+def test_a_write_after_the_copying_does_no_harm() -> None:
     weight = torch.nn.Parameter(torch.zeros(100_000))
     stager = OverlappedStager()
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -356,10 +356,10 @@ def test_a_write_after_the_copying_is_nobodys_harm() -> None:
     stager.close()
 
 
-class TestTellingOfAFailure:
+class TestReportingOfAFailure:
     @pytest.fixture
     def failed(self, gate: Gate, stager: OverlappedStager) -> Future[Any]:
-        """A copy that failed, of which nobody has heard."""
+        """A copy that failed, that was not reported yet."""
         weight = torch.nn.Parameter(torch.zeros(100_000))
         optimizer = torch.optim.SGD([weight], lr=0.1)
         stager.watch(optimizer)
@@ -390,7 +390,7 @@ class TestTellingOfAFailure:
         with pytest.raises(StagerClosedError):
             stager.stage({})
 
-    def test_it_is_told_once(self, failed: Future[Any], stager: OverlappedStager) -> None:
+    def test_it_is_raised_once(self, failed: Future[Any], stager: OverlappedStager) -> None:
         with pytest.raises(StagingError, match="'w'"):
             failed.result(WAIT_S)
         stager.synchronize_staging()
@@ -398,7 +398,7 @@ class TestTellingOfAFailure:
 
     def test_it_keeps_no_memory(self, failed: Future[Any], stager: OverlappedStager) -> None:
         gc.collect()
-        assert not [x for x in gc.get_objects() if type(x) is LateCopy]
+        assert not [x for x in gc.get_objects() if type(x) is DeferredCopy]
         assert failed.exception() is not None
 
 

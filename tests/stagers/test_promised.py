@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stagereg
-from stagereg.kernel.transfer import Mover
+from stagereg.kernel.transfer import CopyEngine
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -34,10 +34,10 @@ class Stream:
 
 
 def test_the_future_is_done_when_what_was_queued_at_once_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(mover: Any, device: torch.device, pairs: Pairs, behind: Sequence[Any] = ()) -> Queued:
+    def fetch(engine: Any, device: torch.device, pairs: Pairs, behind: Sequence[Any] = ()) -> Queued:
         return Queued(pairs)
 
-    monkeypatch.setattr(Mover, "fetch", fetch)
+    monkeypatch.setattr(CopyEngine, "fetch", fetch)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream())
     stager = stagereg.build("stager", "overlapped")
     column = torch.arange(40_000.0).view(200, 200)[:, 3]  # is packed, which is an accelerator's way of copying

@@ -22,13 +22,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import stagereg
 import stagereg.kernel.memory as memory
-import stagereg.stagers.shared_memory as sharing
-import stagereg.stagers.tensor_bundle as parcel
+import stagereg.stagers.shared_memory as shared_memory
+import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg import AsyncStager
 from stagereg.errors import StagingError
-from stagereg.kernel.memory import Pool
-from stagereg.kernel.room import room_around
-from stagereg.stagers.shared_memory import SharedArena
+from stagereg.kernel.memory import Pool, padding_around
+from stagereg.stagers.shared_memory import SharedBlock, register_reducers
 from stagereg.testing import run_ranks
 
 PROGRAM = """
@@ -49,7 +48,7 @@ while True:
 
 
 class Reader:
-    """Another process that does what it is told; it shares nothing with this one but two pipes."""
+    """Another process that does what it is asked; it shares nothing with this one but two pipes."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -102,8 +101,13 @@ def descriptors(pid: int | str = "self") -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def pool_lending(arena: SharedArena) -> Pool:
-    return Pool(max_in_flight=1, wait_s=0.0, make=lambda nbytes, pin, threads: arena)
+def shared_block() -> SharedBlock:
+    register_reducers()
+    return SharedBlock(4096, pin=False)
+
+
+def pool_lending(block: SharedBlock) -> Pool:
+    return Pool(max_in_flight=1, wait_s=0.0, make=lambda nbytes, pin, threads: block)
 
 
 RECEIVE = "state = ForkingPickler.loads(message); answer = {name: x.unique().tolist() for name, x in state.items()}"
@@ -230,31 +234,42 @@ class TestFidelity:
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(state=states())
-    def test_a_parcel_holds_equal_tensors(self, stager, state: dict[str, Any]) -> None:
+    def test_a_bundle_holds_equal_tensors(self, stager, state: dict[str, Any]) -> None:
         copies = [x.detach() for x in stager.stage(state).values() if isinstance(x, torch.Tensor)]
-        packed, outside = parcel.pack(copies)
+        packed, outside = tensor_bundle.pack(copies)
         assert outside == []
         described = locally_described()
-        for arrived, copy in zip(parcel.unpack(pickle.loads(pickle.dumps(packed))), copies, strict=True):
+        for arrived, copy in zip(tensor_bundle.unpack(pickle.loads(pickle.dumps(packed))), copies, strict=True):
             *same, nbytes, flags, bits = described(copy)
             assert described(arrived) == (*same, min(nbytes, arrived.untyped_storage().nbytes()), flags, bits)
 
-    def test_a_parcel_brings_the_room_around_the_tensors(self, stager) -> None:
-        stager.leave_room(128, 64)
+    def test_a_bundle_has_the_padding_around_the_tensors(self, stager) -> None:
+        stager.reserve_padding(128, 64)
         copy = stager.stage(state(1))
-        arrived = parcel.unpack(pickle.loads(pickle.dumps(parcel.pack(list(copy.values()))[0])))
+        arrived = tensor_bundle.unpack(pickle.loads(pickle.dumps(tensor_bundle.pack(list(copy.values()))[0])))
         for here, there in zip(copy.values(), arrived, strict=True):
-            mine, theirs = room_around(here), room_around(there)
+            mine, theirs = padding_around(here), padding_around(there)
             assert mine is not None
             assert theirs is not None
             assert (mine.nbytes, mine.before, mine.after) == (theirs.nbytes, theirs.before, theirs.after)
             assert here.data_ptr() - mine.address == there.data_ptr() - theirs.address
 
-    def test_a_parcel_tells_what_lies_elsewhere(self, stager) -> None:
+    def test_a_bundle_reports_which_tensors_lie_elsewhere(self, stager) -> None:
         copy = stager.stage(state(1))
-        packed, outside = parcel.pack([copy["w"], torch.ones(3), torch.empty(0), copy["v"]])
+        packed, outside = tensor_bundle.pack([copy["w"], torch.ones(3), torch.empty(0), copy["v"]])
         assert outside == [1]
-        assert len(packed.passages) == 1
+        assert len(packed.handles) == 1
+
+
+def test_reducers_are_registered_by_the_first_stager_and_not_by_an_import() -> None:
+    process = Reader()
+    registered = process.do(
+        "import stagereg, stagereg.stagers.shared\n"
+        "def count(): return sum('stagereg' in f.__module__ for f in ForkingPickler._extra_reducers.values())\n"
+        "before = count(); stagereg.build('stager', 'shared'); answer = before, count() > 0"
+    )
+    process.kill()
+    assert registered == (0, True)
 
 
 class TestLease:
@@ -267,12 +282,12 @@ class TestLease:
         assert reader.do("answer = state['w'].unique().tolist()") == [1.0]
 
     def test_one_slice_in_another_process_keeps_all_of_it(self, reader) -> None:
-        arena = SharedArena(4096, pin=False)
-        held = torch.frombuffer(arena.view(), dtype=torch.uint8)
+        block = shared_block()
+        held = torch.frombuffer(block.view(), dtype=torch.uint8)
         reader.do("state = ForkingPickler.loads(message)[7:8]", sent(held))
-        assert not arena.idle
+        assert not block.idle
         reader.do("state = None")
-        assert arena.idle
+        assert block.idle
 
     def test_what_is_on_its_way_is_not_overwritten(self, stager, reader) -> None:
         message = sent(stager.stage(state(1)))
@@ -286,17 +301,17 @@ class TestLease:
         assert reader.do(RECEIVE, message) == {"w": [1.0], "v": [1.0]}
 
     def test_when_the_reader_is_done_the_memory_is_lent_again(self, reader) -> None:
-        made: list[SharedArena] = []
+        made: list[SharedBlock] = []
 
-        def make(nbytes: int, pin: bool, threads: int) -> SharedArena:
-            made.append(SharedArena(nbytes, pin, threads))
+        def make(nbytes: int, pin: bool, threads: int) -> SharedBlock:
+            made.append(SharedBlock(nbytes, pin, threads))
             return made[-1]
 
         pool = Pool(max_in_flight=1, make=make)
         for step in range(5):
-            loan = pool.borrow(4096)
-            message = sent(torch.frombuffer(loan.view, dtype=torch.uint8, count=10).fill_(step))
-            del loan
+            view = pool.lease().view(pool.take(4096))
+            message = sent(torch.frombuffer(view, dtype=torch.uint8, count=10).fill_(step))
+            del view
             assert reader.do("state = ForkingPickler.loads(message); answer = state.tolist()", message) == [step] * 10
             assert pool.in_flight == 1
             reader.do("state = None")
@@ -305,20 +320,21 @@ class TestLease:
 
     def test_at_the_bound_stage_waits_for_the_other_process(self, monkeypatch, reader, caplog) -> None:
         stager = stagereg.build("stager", "shared", max_in_flight=1, wait_s=60.0)
+        stager.expect_release()
         copy = stager.stage(state(1))
         at = min(x.data_ptr() for x in copy.values())
         reader.do(RECEIVE, sent(copy))
         del copy
         looks: list[bool] = []
-        look = sharing._File.settle
+        look = shared_memory._SharedFile.revoke
 
-        def let_go_after_three(file: sharing._File) -> bool:
+        def let_go_after_three(file: shared_memory._SharedFile) -> bool:
             looks.append(look(file))
             if len(looks) == 3:
                 reader.do("state = None")
             return looks[-1]
 
-        monkeypatch.setattr(sharing._File, "settle", let_go_after_three)
+        monkeypatch.setattr(shared_memory._SharedFile, "revoke", let_go_after_three)
         with caplog.at_level(logging.WARNING, logger="stagereg"):
             again = stager.stage(state(2))
         assert min(x.data_ptr() for x in again.values()) == at, "the memory let go is used again"
@@ -327,38 +343,38 @@ class TestLease:
         stager.close()
 
     def test_a_reader_that_was_killed_reads_no_more(self) -> None:
-        arena = SharedArena(4096, pin=False)
-        held = torch.frombuffer(arena.view(), dtype=torch.uint8)
+        block = shared_block()
+        held = torch.frombuffer(block.view(), dtype=torch.uint8)
         doomed = Reader()
         doomed.do("state = ForkingPickler.loads(message)", sent(held))
-        assert not arena.idle
+        assert not block.idle
         os.kill(doomed.process.pid, signal.SIGKILL)
         doomed.kill()
-        assert arena.idle
+        assert block.idle
 
     def test_a_forked_child_of_a_reader_reads_too(self, reader) -> None:
-        arena = SharedArena(4096, pin=False)
+        block = shared_block()
         reader.do(
             "import os; state = ForkingPickler.loads(message); away, here = os.pipe(); child = os.fork()\n"
             "if not child: os.close(here); os.read(away, 1); os._exit(0)\n"
             "state = None",
-            sent(torch.frombuffer(arena.view(), dtype=torch.uint8)),
+            sent(torch.frombuffer(block.view(), dtype=torch.uint8)),
         )
-        assert not arena.idle
+        assert not block.idle
         reader.do("os.close(here); os.close(away); os.waitpid(child, 0)")
-        assert arena.idle
+        assert block.idle
 
     def test_a_message_that_nobody_takes_is_revoked_and_never_shows_other_bytes(self, monkeypatch, reader) -> None:
-        arena = SharedArena(4096, pin=False)
-        pool = pool_lending(arena)
-        loan = pool.borrow(4096)
-        message = sent(torch.frombuffer(loan.view, dtype=torch.uint8))
-        del loan
+        block = shared_block()
+        pool = pool_lending(block)
+        view = pool.lease().view(pool.take(4096))
+        message = sent(torch.frombuffer(view, dtype=torch.uint8))
+        del view
         assert pool.in_flight == 1
-        monkeypatch.setattr(sharing, "_ON_THE_WAY_S", -1.0)
+        monkeypatch.setattr(shared_memory, "_UNRECEIVED_S", -1.0)
         assert pool.in_flight == 0
-        again = pool.borrow(4096)
-        assert again.address == arena.address
+        again = pool.take(4096)
+        assert again.address == block.address
         assert "received too late" in reader.do("state = ForkingPickler.loads(message)", message)
 
     def test_a_message_opened_twice_late_is_refused_the_second_time(self, stager, reader) -> None:
@@ -382,7 +398,7 @@ class TestLease:
     def test_a_forked_child_leaves_the_parents_memory_alone(self) -> None:
         # Run in a process of its own, which may fork since it has run no threads.
         parent = Reader()
-        told = parent.do(
+        answer = parent.do(
             "import os, stagereg\n"
             "stager = stagereg.build('stager', 'shared', threads=1)\n"
             "copy = stager.stage({'w': torch.ones(1000)}); spare = stager.stage({'w': torch.ones(1000)}); del spare\n"
@@ -395,7 +411,7 @@ class TestLease:
             "answer = status, copy['w'].unique().tolist(), next['w'].sum().item()"
         )
         parent.kill()
-        assert told == (0, [1.0], 3000.0)
+        assert answer == (0, [1.0], 3000.0)
 
 
 class TestMemory:
@@ -432,7 +448,7 @@ class TestMemory:
 
     def test_more_than_the_machine_has_is_an_error(self) -> None:
         with pytest.raises(StagingError, match="shared memory"):
-            SharedArena(2**60, pin=False)
+            SharedBlock(2**60, pin=False)
 
     def test_reserved_memory_is_there_for_the_first_stage(self) -> None:
         stager = stagereg.build("stager", "shared", reserve_gb=1 / 64)
@@ -444,7 +460,7 @@ class TestMemory:
 
     def test_without_memory_files_it_is_a_file_on_disk_that_goes_away(self, monkeypatch, tmp_path, reader) -> None:
         monkeypatch.delattr(os, "memfd_create")
-        monkeypatch.setattr(sharing.tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(shared_memory.tempfile, "tempdir", str(tmp_path))
         stager = stagereg.build("stager", "shared", max_in_flight=1, wait_s=0.0)
         copy = stager.stage(state(1))
         assert len(list(tmp_path.iterdir())) == 1
@@ -473,8 +489,8 @@ def test_the_stager_says_that_others_can_read_its_copies(stager: AsyncStager) ->
     assert stager.shares_memory is True
 
 
-def test_arenas_fit_where_arenas_go() -> None:
-    made: Callable[[int, bool, int], memory.Arena] = SharedArena
+def test_blocks_fit_where_blocks_go() -> None:
+    made: Callable[[int, bool, int], memory.Block] = SharedBlock
     assert made(1, False, 1).nbytes == 4096
 
 

@@ -162,10 +162,10 @@ def jobs(
             overrides=(*constant, *name.split()),
             repeat=repeat,
             again=is_again,
-            figures=dict(told),
+            figures=dict(seen),
             **fields,
         )
-        for num, (name, repeat, is_again, told) in enumerate(planned)
+        for num, (name, repeat, is_again, seen) in enumerate(planned)
     ]
 
 

@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 import stagereg.sweep.result as result_room
-from stagereg.launch.scheduler_task import Task
+from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.callback import Compare
 from stagereg.sweep.result import JobResult
 
@@ -68,7 +68,7 @@ def test_the_sweep_ends_with_the_table_and_files_that_have_every_row(mixed: Any)
     assert (out / "compare.md").exists()
 
 
-def test_a_job_without_the_metric_completes_and_says_so(mixed: Any) -> None:
+def test_a_job_without_the_metric_completes_and_that_is_reported(mixed: Any) -> None:
     app, ended = mixed
     jobs = app.results()
     assert "returned.score" not in jobs[6]["figures"]
@@ -76,7 +76,7 @@ def test_a_job_without_the_metric_completes_and_says_so(mixed: Any) -> None:
     assert ended.stdout.count("returned.score is not known of this job") == 2
 
 
-def test_a_result_says_what_ran_where_and_how_to_run_it_alone(mixed: Any) -> None:
+def test_a_result_has_what_ran_where_and_how_to_run_it_alone(mixed: Any) -> None:
     app, _ = mixed
     job = app.results()[4]
     assert job["overrides"] == ["a=fine", "b=2"]
@@ -123,7 +123,7 @@ def test_a_sweep_ends_in_its_table_on_hydra_1_4(app: App) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_sweep_says_how_to_see_what_is_done(tmp_path: Path) -> None:
+def test_an_interrupted_sweep_shows_how_to_see_what_is_done(tmp_path: Path) -> None:
     app = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
     command = [sys.executable, "app.py", "-m", "hydra.sweep.dir=out", "nproc=1", "a=fine,hang,raise"]
     with subprocess.Popen(
@@ -137,8 +137,8 @@ def test_an_interrupted_sweep_says_how_to_see_what_is_done(tmp_path: Path) -> No
         finally:
             parent.kill()
     assert parent.returncode == 130
-    told = f"The sweep has not come to its end: `stagereg report {tmp_path / 'out'}` shows what is done, 1 job."
-    assert stderr.splitlines()[-2:] == ["stopped by SIGINT", told]
+    seen = f"The sweep has not come to its end: `stagereg report {tmp_path / 'out'}` shows what is done, 1 job."
+    assert stderr.splitlines()[-2:] == ["stopped by SIGINT", seen]
     assert [job["status"] for job in app.results()] == ["completed"]
     assert result_room.JobResult.of_directory(tmp_path / "out" / "1").status == "unfinished"
 
@@ -209,11 +209,11 @@ def handed(directory: Path, returned: JobReturn, metric: str | None, sweeper: di
 
 
 def test_a_sweeper_gets_the_number_it_is_to_search_by(tmp_path: Path) -> None:
-    told = {"score": 3, "loss": 0.5}
-    assert handed(tmp_path, ended(dict(told)), "returned.score") == 3
-    assert handed(tmp_path, ended(dict(told)), "loss") == 0.5
+    seen = {"score": 3, "loss": 0.5}
+    assert handed(tmp_path, ended(dict(seen)), "returned.score") == 3
+    assert handed(tmp_path, ended(dict(seen)), "loss") == 0.5
     assert handed(tmp_path, ended(0.25), "loss") == 0.25
-    assert handed(tmp_path, ended(dict(told)), None) == told
+    assert handed(tmp_path, ended(dict(seen)), None) == seen
     several = {"direction": ["minimize", "maximize"], "_target_": OPTUNA}
     assert handed(tmp_path, ended([1, 2]), "loss", several) == [1, 2]
 
@@ -243,11 +243,13 @@ def test_a_single_job_that_fails_stays_failed_and_leaves_its_result(tmp_path: Pa
     assert JobResult.read(tmp_path / "0").error == "KeyError: 'x'"
 
 
-def test_of_several_tasks_that_are_one_run_the_first_alone_says_how_it_ended(
+def test_of_several_tasks_that_are_one_run_the_first_alone_shows_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for index, value in ((0, 0.25), (1, None)):
-        monkeypatch.setattr(Task, "current", lambda index=index: Task(index, 2, 1, "7", "127.0.0.1:1"))
+        monkeypatch.setattr(
+            SchedulerTask, "current", lambda index=index: SchedulerTask(index, 2, 1, "7", "127.0.0.1:1")
+        )
         Compare().on_job_end(config(tmp_path), ended(value))
     assert JobResult.read(tmp_path / "0").returned == 0.25
 
@@ -302,10 +304,10 @@ def test_what_would_make_the_sweep_worthless_is_refused_before_it(
     with pytest.raises(SystemExit) as left:
         Compare(metric, direction).on_multirun_start(config(tmp_path, sweeper, **sweep))
     assert left.value.code == 1
-    told = capsys.readouterr().err
-    assert told.startswith("stagereg: ")
-    assert line in told
-    assert len(told.splitlines()) == 1
+    seen = capsys.readouterr().err
+    assert seen.startswith("stagereg: ")
+    assert line in seen
+    assert len(seen.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -327,15 +329,15 @@ def test_what_makes_sense_is_not_refused(
     callback._early_end.forget()
 
 
-def test_a_sweep_that_cannot_be_compared_says_how_to_try_again(
+def test_a_sweep_that_cannot_be_compared_shows_how_to_try_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
         Compare("loss").on_multirun_end(config(tmp_path))
     assert left.value.code == 1
-    told = capsys.readouterr().err
-    assert "holds no job" in told
-    assert f"`stagereg report {tmp_path}` tries again" in told
+    seen = capsys.readouterr().err
+    assert "holds no job" in seen
+    assert f"`stagereg report {tmp_path}` tries again" in seen
 
 
 def test_the_command_of_a_job_has_what_is_its_own_and_nothing_of_the_sweep(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.compare import Cell, Comparison, Row, compare
+from stagereg.sweep.answer import sentences
+from stagereg.sweep.compare import compare
+from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
 from stagereg.sweep.result import JobResult, results
 
 from .samples import BEGAN, ENVIRONMENT, FAILING, STALLS, UNFINISHED, VERSIONS, failed, jobs, result, sweep
@@ -33,23 +35,23 @@ def verdicts(comparison: Comparison, name: str = "stall_ms") -> list[str]:
 
 class TestRows:
     def test_a_sweep_has_a_row_for_each_combination(self, tmp_path: Path) -> None:
-        told = compare(results(sweep(tmp_path)))
-        first, again = told.rows[:2]
-        assert (told.parameters, told.constant) == (("stager", "join.mode"), ("train.steps=40", "nproc=2"))
-        assert [row.label for row in told.rows] == [next(iter(STALLS)), *STALLS, FAILING, UNFINISHED]
+        shown = compare(results(sweep(tmp_path)))
+        first, again = shown.rows[:2]
+        assert (shown.parameters, shown.constant) == (("stager", "join.mode"), ("train.steps=40", "nproc=2"))
+        assert [row.label for row in shown.rows] == [next(iter(STALLS)), *STALLS, FAILING, UNFINISHED]
         assert (first.parameters, again.parameters) == ({"stager": "blocking", "join.mode": "planned"},) * 2
-        assert [row.again for row in told.rows] == [False, True] + [False] * 7
-        assert [row.status for row in told.rows] == ["completed"] * 7 + ["failed", "unfinished"]
-        assert [len(row.jobs) for row in told.rows] == [3, 1, 3, 3, 3, 3, 3, 3, 1]
-        assert told.rows[-2].error.startswith("rank 1: RuntimeError: the loss is not finite\n")
-        assert "killed half-way" in told.rows[-1].error
-        assert told.rows[-1].cells == {}
-        assert (told.directory, told.repeats, told.ranking.name) == (tmp_path, 3, "stall_ms")
-        assert told.best is not None
-        assert told.best.label == "stager=pinned_cached join.mode=planned"
-        assert [row.label for row in told.ties] == ["stager=pinned_cached join.mode=counted"]
+        assert [row.again for row in shown.rows] == [False, True] + [False] * 7
+        assert [row.status for row in shown.rows] == ["completed"] * 7 + ["failed", "unfinished"]
+        assert [len(row.jobs) for row in shown.rows] == [3, 1, 3, 3, 3, 3, 3, 3, 1]
+        assert shown.rows[-2].error.startswith("rank 1: RuntimeError: the loss is not finite\n")
+        assert "killed half-way" in shown.rows[-1].error
+        assert shown.rows[-1].cells == {}
+        assert (shown.directory, shown.repeats, shown.ranking.name) == (tmp_path, 3, "stall_ms")
+        assert shown.best is not None
+        assert shown.best.label == "stager=pinned_cached join.mode=planned"
+        assert [row.label for row in shown.ties] == ["stager=pinned_cached join.mode=counted"]
 
-    def test_repeats_are_told_by_median_and_quartiles(self) -> None:
+    def test_repeats_become_median_and_quartiles(self) -> None:
         (row,) = compare(stalls(a=[4.0, 1.0, 2.0, 3.0])).rows
         assert row.cells["stall_ms"] == Cell(2.5, 1.5, (4.0, 1.0, 2.0, 3.0), "best")
 
@@ -58,58 +60,58 @@ class TestRows:
 
     def test_overrides_are_one_combination_in_any_order_and_with_any_plus(self) -> None:
         given = [["a=1", "+b=2"], ["++b=2", "a=1"], ["a=9", "b=2", "a=1"]]
-        told = compare([result(Path(str(at)), at, overrides=tuple(each)) for at, each in enumerate(given)])
-        assert [len(row.jobs) for row in told.rows] == [3]
-        assert told.parameters == ()
+        shown = compare([result(Path(str(at)), at, overrides=tuple(each)) for at, each in enumerate(given)])
+        assert [len(row.jobs) for row in shown.rows] == [3]
+        assert shown.parameters == ()
 
     def test_what_only_some_jobs_override_is_swept(self) -> None:
         given = [("a=1",), ("a=1", "b=2"), ("a=1", "~c")]
-        told = compare([result(Path(str(at)), at, overrides=each) for at, each in enumerate(given)])
-        assert told.parameters == ("b", "~c")
-        assert [row.parameters for row in told.rows] == [{}, {"b": "2"}, {"~c": ""}]
-        assert [row.label for row in told.rows] == ["as configured", "b=2", "~c="]
-        assert told.constant == ("a=1",)
+        shown = compare([result(Path(str(at)), at, overrides=each) for at, each in enumerate(given)])
+        assert shown.parameters == ("b", "~c")
+        assert [row.parameters for row in shown.rows] == [{}, {"b": "2"}, {"~c": ""}]
+        assert [row.label for row in shown.rows] == ["as configured", "b=2", "~c="]
+        assert shown.constant == ("a=1",)
 
     def test_a_job_whose_overrides_are_lost_sweeps_nothing(self) -> None:
-        told = compare([*stalls(a=[1.0], b=[2.0]), result(Path("sweep/9"), 9, status="unfinished", overrides=())])
-        assert told.parameters == ("stager",)
-        assert told.constant == ("train.steps=40", "nproc=2")
+        shown = compare([*stalls(a=[1.0], b=[2.0]), result(Path("sweep/9"), 9, status="unfinished", overrides=())])
+        assert shown.parameters == ("stager",)
+        assert shown.constant == ("train.steps=40", "nproc=2")
 
     def test_what_goes_for_the_sweep_is_neither_swept_nor_something_that_jobs_share(self) -> None:
         given = [("a=1", "sweep.repeats=2", "++sweep.metric=loss", "n=1"), ("a=2", "sweep.repeats=3", "n=1")]
-        told = compare([result(Path(str(at)), at, overrides=each) for at, each in enumerate(given)])
-        assert (told.parameters, told.constant) == (("a",), ("n=1",))
+        shown = compare([result(Path(str(at)), at, overrides=each) for at, each in enumerate(given)])
+        assert (shown.parameters, shown.constant) == (("a",), ("n=1",))
 
     def test_columns_are_the_figures_that_any_completed_job_has(self) -> None:
-        told = [
+        shown = [
             result(Path("0"), 0, overrides=("a=0",), figures={"loss": 1.0, "train_s": 3.0, "returned.b": 1.0}),
             result(Path("1"), 1, overrides=("a=1",), figures={"stall_ms": 1.0, "returned.a": 2.0}),
             failed(Path("2"), 2, ("a=2",), figures={"samples_per_s": 9.0}),
         ]
-        assert [one.name for one in compare(told).metrics] == ["stall_ms", "loss", "returned.a", "returned.b"]
+        assert [one.name for one in compare(shown).metrics] == ["stall_ms", "loss", "returned.a", "returned.b"]
 
     def test_what_tasks_return_has_a_best_only_where_it_ranks(self) -> None:
-        told = jobs({"a=1": [{"returned.acc": 0.5, "loss": 1.0}], "a=2": [{"returned.acc": 0.75, "loss": 2.0}]})
-        assert verdicts(compare(told, "loss"), "returned.acc") == ["", ""]
-        assert verdicts(compare(told, "returned.acc"), "returned.acc") == ["best", ""]
-        assert verdicts(compare(told, "returned.acc", "maximize"), "returned.acc") == ["", "best"]
+        shown = jobs({"a=1": [{"returned.acc": 0.5, "loss": 1.0}], "a=2": [{"returned.acc": 0.75, "loss": 2.0}]})
+        assert verdicts(compare(shown, "loss"), "returned.acc") == ["", ""]
+        assert verdicts(compare(shown, "returned.acc"), "returned.acc") == ["best", ""]
+        assert verdicts(compare(shown, "returned.acc", "maximize"), "returned.acc") == ["", "best"]
 
     def test_each_column_has_its_own_best(self) -> None:
-        told = jobs(
+        shown = jobs(
             {
                 "a=1": [{"stall_ms": 1.0, "samples_per_s": 10.0, "shadowed_steps": 3.0}],
                 "a=2": [{"stall_ms": 2.0, "samples_per_s": 20.0, "shadowed_steps": 1.0}],
             }
         )
-        comparison = compare(told)
+        comparison = compare(shown)
         assert verdicts(comparison, "stall_ms") == ["best", ""]
         assert verdicts(comparison, "samples_per_s") == ["", "best"]
         assert verdicts(comparison, "shadowed_steps") == ["", ""]
 
     def test_a_column_in_which_all_are_equal_has_no_best_unless_it_ranks(self) -> None:
-        told = jobs({f"a={at}": [{"stall_ms": float(at), "loss": 2.5}] * 3 for at in range(1, 4)})
-        assert verdicts(compare(told), "loss") == ["", "", ""]
-        assert verdicts(compare(told, "loss"), "loss") == ["best", "tie", "tie"]
+        shown = jobs({f"a={at}": [{"stall_ms": float(at), "loss": 2.5}] * 3 for at in range(1, 4)})
+        assert verdicts(compare(shown), "loss") == ["", "", ""]
+        assert verdicts(compare(shown, "loss"), "loss") == ["best", "tie", "tie"]
 
 
 class TestTies:
@@ -133,8 +135,8 @@ class TestTies:
         assert verdicts(compare(stalls(a=[10.0] * 5, b=[11.0] * 5, again=[8.5]))) == ["best", "", "tie"]
 
     def test_noise_of_a_large_figure_hides_no_difference_of_small_ones(self) -> None:
-        told = compare(stalls(a=[20.0] * 5, b=[2.0] * 5, c=[5.0] * 5, again=[24.0]))
-        assert verdicts(told) == ["", "", "best", ""]
+        shown = compare(stalls(a=[20.0] * 5, b=[2.0] * 5, c=[5.0] * 5, again=[24.0]))
+        assert verdicts(shown) == ["", "", "best", ""]
 
     def test_few_runs_tie_where_they_overlap(self) -> None:
         assert verdicts(compare(stalls(a=[1.0, 1.0, 3.0], b=[2.5, 2.5, 2.5]))) == ["best", "tie"]
@@ -162,27 +164,29 @@ class TestTies:
 
 
 class TestJobsThatDidNotComplete:
-    def test_a_combination_that_failed_once_is_not_best_and_the_answer_says_so(self) -> None:
-        told = stalls(a=[1.0, 1.0], b=[5.0, 5.0, 5.0])
-        told.append(failed(Path("sweep/9"), 9, told[0].overrides, figures={"stall_ms": 0.1}))
-        comparison = compare(told)
+    def test_a_combination_that_failed_once_is_not_best_and_the_answer_is_reported(self) -> None:
+        shown = stalls(a=[1.0, 1.0], b=[5.0, 5.0, 5.0])
+        shown.append(failed(Path("sweep/9"), 9, shown[0].overrides, figures={"stall_ms": 0.1}))
+        comparison = compare(shown)
         assert verdicts(comparison) == ["", "best"]
         assert comparison.rows[0].status == "1 of 3 failed"
         assert comparison.rows[0].cells["stall_ms"].values == (1.0, 1.0)
-        assert comparison.answer.endswith("stager=a, 1 ms, is out: 1 of 3 failed.")
+        assert sentences(comparison).endswith("stager=a, 1 ms, is out: 1 of 3 failed.")
 
     def test_an_unfinished_repeat_does_not_count_but_leaves_its_combination_in(self) -> None:
-        told = stalls(a=[1.0, 1.0], b=[5.0, 5.0])
+        shown = stalls(a=[1.0, 1.0], b=[5.0, 5.0])
         last = {"status": "unfinished", "error": None, "figures": {"stall_ms": 9.0}, "started": BEGAN + 900}
-        told.append(replace(told[0], directory=Path("sweep/9"), **last))
-        comparison = compare(told)
+        shown.append(replace(shown[0], directory=Path("sweep/9"), **last))
+        comparison = compare(shown)
         assert verdicts(comparison) == ["best", ""]
         assert comparison.rows[0].status == "1 of 3 unfinished"
         assert comparison.warnings == ("1 job was killed half-way or is still running: its figures do not count.",)
 
     def test_a_combination_whose_runs_lack_the_figure_now_and_then_is_not_best(self) -> None:
-        told = jobs({"a=1": [{"loss": 1.0, "stall_ms": 1.0}, {"stall_ms": 1.0}], "a=2": [{"loss": 2.0}, {"loss": 2.0}]})
-        comparison = compare(told, "loss")
+        shown = jobs(
+            {"a=1": [{"loss": 1.0, "stall_ms": 1.0}, {"stall_ms": 1.0}], "a=2": [{"loss": 2.0}, {"loss": 2.0}]}
+        )
+        comparison = compare(shown, "loss")
         assert verdicts(comparison, "loss") == ["", "best"]
         assert comparison.rows[0].note == "no loss in 1 of 2 runs"
 
@@ -195,19 +199,19 @@ class TestJobsThatDidNotComplete:
         ]
 
     def test_the_error_of_a_row_is_that_of_a_failed_job_before_that_of_an_unfinished_one(self) -> None:
-        told = [result(Path("0"), 0, status="unfinished", error="killed"), failed(Path("1"), 1, ())]
-        assert compare(told).rows[0].error.startswith("rank 1: RuntimeError")
-        assert compare(told[:1]).rows[0].error == "killed"
+        shown = [result(Path("0"), 0, status="unfinished", error="killed"), failed(Path("1"), 1, ())]
+        assert compare(shown).rows[0].error.startswith("rank 1: RuntimeError")
+        assert compare(shown[:1]).rows[0].error == "killed"
 
-    def test_a_job_killed_before_it_told_its_versions_belongs_to_its_combination(self) -> None:
-        told = stalls(a=[1.0, 2.0])
-        told.append(replace(told[0], directory=Path("sweep/9"), status="unfinished", versions={}))
-        assert [len(row.jobs) for row in compare(told).rows] == [3]
+    def test_a_job_killed_before_it_recorded_its_versions_belongs_to_its_combination(self) -> None:
+        shown = stalls(a=[1.0, 2.0])
+        shown.append(replace(shown[0], directory=Path("sweep/9"), status="unfinished", versions={}))
+        assert [len(row.jobs) for row in compare(shown).rows] == [3]
 
 
 class TestAnswer:
     @pytest.mark.parametrize(
-        ("told", "answer"),
+        ("shown", "answer"),
         [
             (
                 stalls(a=[1.2, 1.1, 1.3], b=[3.4, 3.5, 3.6]),
@@ -221,13 +225,13 @@ class TestAnswer:
             ),
             (
                 stalls(a=[1.2], b=[3.4], c=[2.0]),
-                "Best by stall_ms: stager=a, 1.2 ms, before stager=c, 2 ms: one run each, so nothing says whether the "
-                "difference is real; sweep.repeats=3 would.",
+                "Best by stall_ms: stager=a, 1.2 ms, before stager=c, 2 ms: one run each, so it is unknown whether the "
+                "difference is real; sweep.repeats=3 would show.",
             ),
             (
                 stalls(a=[1.2, 1.2], b=[3.4]),
                 "Best by stall_ms: stager=a, 1.2 ms, before stager=b, 3.4 ms: one of the two has a single run, so "
-                "nothing says whether the difference is real; sweep.repeats=3 would.",
+                "it is unknown whether the difference is real; sweep.repeats=3 would show.",
             ),
             (
                 stalls(a=[1.0, 2.0, 3.0], b=[2.5, 2.5, 2.5], c=[9.0] * 3),
@@ -286,31 +290,31 @@ class TestAnswer:
             ),
             (
                 [replace(job, job={"sweeper": "OptunaSweeper"}) for job in stalls(a=[1.2], b=[3.4])],
-                "Best by stall_ms: stager=a, 1.2 ms, before stager=b, 3.4 ms: one run each, so nothing says whether "
+                "Best by stall_ms: stager=a, 1.2 ms, before stager=b, 3.4 ms: one run each, so it is unknown whether "
                 "the difference is real; a sweep of the best ones with hydra/sweeper=interleaved sweep.repeats=3 "
-                "would.",
+                "would show.",
             ),
         ],
     )
-    def test_it_is_a_sentence_that_claims_no_more_than_the_runs_say(self, told: list[JobResult], answer: str) -> None:
-        assert compare(told).answer == answer
+    def test_it_is_a_sentence_that_claims_no_more_than_the_runs_show(self, shown: list[JobResult], answer: str) -> None:
+        assert sentences(compare(shown)) == answer
 
     def test_no_combination_that_always_worked_is_no_answer(self) -> None:
-        told = stalls(a=[1.0])
-        told.append(failed(Path("sweep/9"), 9, told[0].overrides))
-        assert compare(told).answer == (
+        shown = stalls(a=[1.0])
+        shown.append(failed(Path("sweep/9"), 9, shown[0].overrides))
+        assert sentences(compare(shown)) == (
             "No answer by stall_ms: every combination that has it failed, or lacks it, in some of its runs."
         )
 
     def test_higher_is_better_where_it_is(self) -> None:
-        told = jobs(
+        shown = jobs(
             {
                 "a=1": [{"samples_per_s": 10.0}] * 3,
                 "a=2": [{"samples_per_s": 30.0}] * 3,
                 "a=3": [{"samples_per_s": 20.0}] * 3,
             }
         )
-        assert compare(told, "samples_per_s").answer.startswith(
+        assert sentences(compare(shown, "samples_per_s")).startswith(
             "Best by samples_per_s: a=2, 30 samples/s, before a=3, 20 samples/s: the difference"
         )
 
@@ -338,54 +342,54 @@ class TestWarnings:
         ]
         (warning,) = comparison.warnings
         assert warning.startswith("Results of different versions are mixed (torch 2.13.0; torch 2.12.0).")
-        assert "stager=a (torch 2.13.0)" in comparison.answer
+        assert "stager=a (torch 2.13.0)" in sentences(comparison)
 
     def test_the_difference_of_an_a_a_pair_is_within_one_version(self) -> None:
-        told = stalls(a=[10.0] * 5, b=[12.0] * 5, again=[10.5])
-        older = replace(told[0], directory=Path("sweep/99"), versions=VERSIONS | {"torch": "2.12.0"})
-        comparison = compare([*told, replace(older, figures={"stall_ms": 90.0})])
+        shown = stalls(a=[10.0] * 5, b=[12.0] * 5, again=[10.5])
+        older = replace(shown[0], directory=Path("sweep/99"), versions=VERSIONS | {"torch": "2.12.0"})
+        comparison = compare([*shown, replace(older, figures={"stall_ms": 90.0})])
         assert {row.label: row.cells["stall_ms"].verdict for row in comparison.rows if not row.again} == {
             "stager=a (torch 2.13.0)": "best",
             "stager=b (torch 2.13.0)": "",
             "stager=a (torch 2.12.0)": "",
         }
 
-    def test_other_machines_are_told(self) -> None:
-        told = stalls(a=[1.0], b=[2.0])
-        moved = replace(told[1], environment=ENVIRONMENT | {"cores": 8, "host": "there"})
-        assert compare([told[0], moved]).warnings == (
+    def test_other_machines_are_reported(self) -> None:
+        shown = stalls(a=[1.0], b=[2.0])
+        moved = replace(shown[1], environment=ENVIRONMENT | {"cores": 8, "host": "there"})
+        assert compare([shown[0], moved]).warnings == (
             "The jobs ran on different machines (a processor, 2 cores; a processor, 8 cores): what differs between "
             "rows may come from the machine.",
         )
 
-    def test_jobs_that_ran_beside_each_other_are_told(self) -> None:
-        told = [replace(job, started=BEGAN) for job in stalls(a=[1.0], b=[2.0], c=[3.0])]
-        elsewhere = replace(told[2], environment=ENVIRONMENT | {"host": "there"})
-        assert compare(told).warnings[0].startswith("Up to 3 jobs ran at the same time on one machine")
-        assert compare([*told[:2], elsewhere]).warnings[0].startswith("Up to 2 jobs")
-        assert compare([told[0], elsewhere]).warnings == ()
-        in_turn = [replace(job, started=BEGAN + 49.5 * at) for at, job in enumerate(told)]
+    def test_jobs_that_ran_beside_each_other_are_reported(self) -> None:
+        shown = [replace(job, started=BEGAN) for job in stalls(a=[1.0], b=[2.0], c=[3.0])]
+        elsewhere = replace(shown[2], environment=ENVIRONMENT | {"host": "there"})
+        assert compare(shown).warnings[0].startswith("Up to 3 jobs ran at the same time on one machine")
+        assert compare([*shown[:2], elsewhere]).warnings[0].startswith("Up to 2 jobs")
+        assert compare([shown[0], elsewhere]).warnings == ()
+        in_turn = [replace(job, started=BEGAN + 49.5 * at) for at, job in enumerate(shown)]
         assert compare(in_turn).warnings == ()
 
-    def test_jobs_of_an_earlier_sweep_in_the_same_directory_are_told(self) -> None:
-        told = stalls(a=[1.0], b=[2.0], c=[3.0])
-        left = replace(told[2], started=BEGAN - 3600)
-        assert compare([*told[:2], left]).warnings[0].startswith("1 job was over before the first one began")
-        assert compare([*told[:2], replace(told[2], started=BEGAN - 20)]).warnings[0].startswith("Up to 2 jobs ran")
+    def test_jobs_of_an_earlier_sweep_in_the_same_directory_are_reported(self) -> None:
+        shown = stalls(a=[1.0], b=[2.0], c=[3.0])
+        left = replace(shown[2], started=BEGAN - 3600)
+        assert compare([*shown[:2], left]).warnings[0].startswith("1 job was over before the first one began")
+        assert compare([*shown[:2], replace(shown[2], started=BEGAN - 20)]).warnings[0].startswith("Up to 2 jobs ran")
 
-    def test_rows_without_the_figure_that_ranks_are_told(self) -> None:
-        told = jobs({"a=1": [{"stall_ms": 1.0}], "a=2": [{"loss": 1.0}]})
-        assert compare(told).warnings == ("No run of a=2 has stall_ms.",)
+    def test_rows_without_the_figure_that_ranks_are_reported(self) -> None:
+        shown = jobs({"a=1": [{"stall_ms": 1.0}], "a=2": [{"loss": 1.0}]})
+        assert compare(shown).warnings == ("No run of a=2 has stall_ms.",)
 
-    def test_lost_time_that_counts_only_stalls_is_told(self) -> None:
-        told = jobs({"a=1": [{"lost_percent": 1.0}], "a=2": [{"lost_percent": 2.0, "step_s": 0.1}]})
-        comparison = compare(told, "lost_percent")
+    def test_lost_time_that_counts_only_stalls_is_reported(self) -> None:
+        shown = jobs({"a=1": [{"lost_percent": 1.0}], "a=2": [{"lost_percent": 2.0, "step_s": 0.1}]})
+        comparison = compare(shown, "lost_percent")
         assert comparison.rows[0].note.startswith("lost_percent counts only stalls")
         assert comparison.warnings[0].startswith("The lost_percent of a=1 counts only stalls")
 
-    def test_checkpoints_that_could_not_be_saved_are_told(self) -> None:
-        told = jobs({"a=1": [{"stall_ms": 1.0, "lost_checkpoints": 2.0}]})
-        assert compare(told).rows[0].note == "2 checkpoints could not be saved"
+    def test_checkpoints_that_could_not_be_saved_are_reported(self) -> None:
+        shown = jobs({"a=1": [{"stall_ms": 1.0, "lost_checkpoints": 2.0}]})
+        assert compare(shown).rows[0].note == "2 checkpoints could not be saved"
 
 
 class TestBadInput:
@@ -412,33 +416,33 @@ SWEEPS = st.dictionaries(st.sampled_from("abcdef"), VALUES, min_size=1, max_size
 AGAIN = st.lists(FIGURE, max_size=2)
 
 
-def of(told: dict[str, list[float]], again: list[float], metric: str = "stall_ms") -> list[JobResult]:
-    figures = {f"stager={name}": [{metric: each} for each in several] for name, several in told.items()}
+def of(shown: dict[str, list[float]], again: list[float], metric: str = "stall_ms") -> list[JobResult]:
+    figures = {f"stager={name}": [{metric: each} for each in several] for name, several in shown.items()}
     return jobs(figures, again=[{metric: each} for each in again])
 
 
-def seen(rows: tuple[Row, ...]) -> list[tuple[object, ...]]:
+def seen(rows: tuple[ComparisonRow, ...]) -> list[tuple[object, ...]]:
     return [(row.label, row.again, row.cells, row.status, row.note) for row in rows]
 
 
 @settings(deadline=None, max_examples=40)
-@given(told=SWEEPS, again=AGAIN, order=st.randoms(use_true_random=False))
+@given(shown=SWEEPS, again=AGAIN, order=st.randoms(use_true_random=False))
 def test_the_order_of_results_changes_nothing(
-    told: dict[str, list[float]], again: list[float], order: random.Random
+    shown: dict[str, list[float]], again: list[float], order: random.Random
 ) -> None:
-    every = of(told, again)
+    every = of(shown, again)
     shuffled = order.sample(every, len(every))
     assert compare(shuffled) == compare(every)
 
 
 @settings(deadline=None, max_examples=40)
-@given(told=SWEEPS, again=AGAIN, exponent=st.integers(-8, 8))
-def test_other_units_change_no_verdict(told: dict[str, list[float]], again: list[float], exponent: int) -> None:
+@given(shown=SWEEPS, again=AGAIN, exponent=st.integers(-8, 8))
+def test_other_units_change_no_verdict(shown: dict[str, list[float]], again: list[float], exponent: int) -> None:
     factor = 2.0**exponent
     scaled = compare(
-        of({name: [v * factor for v in values] for name, values in told.items()}, [v * factor for v in again])
+        of({name: [v * factor for v in values] for name, values in shown.items()}, [v * factor for v in again])
     )
-    plain = compare(of(told, again))
+    plain = compare(of(shown, again))
     for one, other in zip(scaled.rows, plain.rows, strict=True):
         cell, before = one.cells["stall_ms"], other.cells["stall_ms"]
         assert cell.median == before.median * factor
@@ -447,44 +451,44 @@ def test_other_units_change_no_verdict(told: dict[str, list[float]], again: list
 
 
 @settings(deadline=None, max_examples=40)
-@given(told=SWEEPS, again=AGAIN)
-def test_to_maximize_is_to_minimize_the_negative(told: dict[str, list[float]], again: list[float]) -> None:
-    negative = of({name: [-v for v in values] for name, values in told.items()}, [-v for v in again], "returned.x")
-    assert verdicts(compare(of(told, again, "returned.x"), "returned.x", "maximize"), "returned.x") == verdicts(
+@given(shown=SWEEPS, again=AGAIN)
+def test_to_maximize_is_to_minimize_the_negative(shown: dict[str, list[float]], again: list[float]) -> None:
+    negative = of({name: [-v for v in values] for name, values in shown.items()}, [-v for v in again], "returned.x")
+    assert verdicts(compare(of(shown, again, "returned.x"), "returned.x", "maximize"), "returned.x") == verdicts(
         compare(negative, "returned.x", "minimize"), "returned.x"
     )
 
 
 @settings(deadline=None, max_examples=40)
-@given(told=SWEEPS, values=VALUES, fails=st.integers(1, 3))
-def test_a_failed_job_changes_no_other_row(told: dict[str, list[float]], values: list[float], fails: int) -> None:
-    every = of(told, [])
-    assume(len(told) > 1)
+@given(shown=SWEEPS, values=VALUES, fails=st.integers(1, 3))
+def test_a_failed_job_changes_no_other_row(shown: dict[str, list[float]], values: list[float], fails: int) -> None:
+    every = of(shown, [])
+    assume(len(shown) > 1)
     more = [failed(Path(f"sweep/{90 + at}"), 90 + at, ("train.steps=40", "nproc=2", "stager=z")) for at in range(fails)]
     before, after = compare(every), compare([*every, *more])
     assert seen(after.rows[:-1]) == seen(before.rows)
-    assert after.answer == before.answer
+    assert sentences(after) == sentences(before)
     assert after.rows[-1].status == "failed"
 
 
 @settings(deadline=None, max_examples=40)
-@given(told=SWEEPS, again=AGAIN, name=st.sampled_from("abcdef"))
+@given(shown=SWEEPS, again=AGAIN, name=st.sampled_from("abcdef"))
 def test_a_row_with_the_same_values_is_never_beaten(
-    told: dict[str, list[float]], again: list[float], name: str
+    shown: dict[str, list[float]], again: list[float], name: str
 ) -> None:
-    assume(name in told)
-    comparison = compare(of({**told, "twin": told[name]}, again))
+    assume(name in shown)
+    comparison = compare(of({**shown, "twin": shown[name]}, again))
     marks = {row.parameters.get("stager"): row.cells["stall_ms"].verdict for row in comparison.rows if not row.again}
     assert (marks[name], marks["twin"]) in [("best", "tie"), ("tie", "tie"), ("", "")]
 
 
 @settings(deadline=None, max_examples=60)
-@given(told=SWEEPS, again=AGAIN)
-@example(told={"a": [1.0, 2.0, 3.0], "b": [2.0]}, again=[])
+@given(shown=SWEEPS, again=AGAIN)
+@example(shown={"a": [1.0, 2.0, 3.0], "b": [2.0]}, again=[])
 def test_the_best_has_the_best_median_and_whoever_is_within_the_noise_of_it_ties(
-    told: dict[str, list[float]], again: list[float]
+    shown: dict[str, list[float]], again: list[float]
 ) -> None:
-    comparison = compare(of(told, again))
+    comparison = compare(of(shown, again))
     best = comparison.best
     assert best is not None
     top = best.cells["stall_ms"]
@@ -504,14 +508,14 @@ def test_the_best_has_the_best_median_and_whoever_is_within_the_noise_of_it_ties
 
 
 @settings(deadline=None, max_examples=60)
-@given(told=SWEEPS, again=AGAIN)
-def test_one_run_each_claims_nothing(told: dict[str, list[float]], again: list[float]) -> None:
-    once = {name: values[:1] for name, values in told.items()}
-    answer = compare(of(once, again)).answer
-    assert "real" not in answer or "nothing says whether the difference is real" in answer
+@given(shown=SWEEPS, again=AGAIN)
+def test_one_run_each_claims_nothing(shown: dict[str, list[float]], again: list[float]) -> None:
+    once = {name: values[:1] for name, values in shown.items()}
+    answer = sentences(compare(of(once, again)))
+    assert "real" not in answer or "it is unknown whether the difference is real" in answer
 
 
 def test_reading_and_comparing_imports_no_torch() -> None:
     code = "import sys, stagereg.sweep.compare; print([m for m in ('torch', 'matplotlib', 'rich') if m in sys.modules])"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert told.stdout.strip() == "[]"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.strip() == "[]"

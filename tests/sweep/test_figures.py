@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stagereg.sweep.figures import figures
-from stagereg.sweep.metrics import METRICS
+from stagereg.sweep.metric import METRICS
 from stagereg.sweep.run import RankRecord, Run, Span
 
 from .samples import MIB, Sample, write_run
@@ -27,10 +27,10 @@ def run_of(*ranks: RankRecord) -> Run:
 
 def steps(*durations: float, start: float = 0.0) -> tuple[tuple[int, float], ...]:
     """Steps from 1 on, the first of which ends at ``start``."""
-    told = [(1, start)]
+    seen = [(1, start)]
     for duration in durations:
-        told.append((told[-1][0] + 1, told[-1][1] + duration))
-    return tuple(told)
+        seen.append((seen[-1][0] + 1, seen[-1][1] + duration))
+    return tuple(seen)
 
 
 def test_a_whole_run_has_all_figures(tmp_path: Path) -> None:
@@ -149,8 +149,8 @@ class TestLostTime:
         assert figures(run_of(replace(own, start={}), RankRecord(1, {}, writes=write)))["lost_s"] == 0
 
     def test_logs_that_skip_steps_are_compared_step_by_step(self) -> None:
-        told = ((10, 0.0), (20, 10.0), (25, 15.0), (30, 20.0), (40, 40.0))
-        record = RankRecord(0, steps=told, stalls=(Span(1, -1, 0.5),), writes=(Span(30, 30, 1.0),))
+        seen = ((10, 0.0), (20, 10.0), (25, 15.0), (30, 20.0), (40, 40.0))
+        record = RankRecord(0, steps=seen, stalls=(Span(1, -1, 0.5),), writes=(Span(30, 30, 1.0),))
         assert figures(run_of(record))["lost_s"] == 10
 
     @settings(deadline=None)
@@ -282,7 +282,7 @@ RANKS = st.lists(
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(ranks=RANKS)
-def test_whatever_was_told_figures_are_finite_and_nothing_lost_is_negative(ranks: list[RankRecord]) -> None:
+def test_whatever_was_recorded_figures_are_finite_and_nothing_lost_is_negative(ranks: list[RankRecord]) -> None:
     found = figures(run_of(*(replace(record, rank=rank) for rank, record in enumerate(ranks))))
     assert all(math.isfinite(value) for value in found.values())
     assert found.get("lost_s", 0) >= 0

@@ -53,7 +53,7 @@ def test_optuna_searches_by_the_metric_and_a_job_that_fails_does_not_end_its_stu
     words = ("hydra/sweeper/sampler=grid", "a=choice(fine,raise)", "b=choice(2,1)", "hydra.sweeper.n_trials=4")
     ended = app.sweep(*OPTUNA, *words)
     assert ended.returncode == 1
-    assert "hydra/sweeper=interleaved sweep.repeats=3 would." in ended.stdout
+    assert "hydra/sweeper=interleaved sweep.repeats=3 would show." in ended.stdout
     assert sorted(job["status"] for job in app.results()) == ["completed", "completed", "failed", "failed"]
     best = (app.folder / "out" / "optimization_results.yaml").read_text()
     assert "best_value: 1.0" in best

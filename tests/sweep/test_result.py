@@ -17,7 +17,7 @@ from .samples import BEGAN, VERSIONS, Sample, rank_file, result, sweep, write_ev
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
-    told = result(
+    seen = result(
         tmp_path / "3",
         3,
         status="failed",
@@ -28,9 +28,9 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
         returned={"loss": 1.5, "names": ["a"]},
         figures={"stall_ms": 1.25},
     )
-    assert told.write() == tmp_path / "3" / RESULT
-    assert JobResult.read(tmp_path / "3") == JobResult.read(tmp_path / "3" / RESULT) == told
-    assert JobResult.of_directory(tmp_path / "3") == told
+    assert seen.write() == tmp_path / "3" / RESULT
+    assert JobResult.read(tmp_path / "3") == JobResult.read(tmp_path / "3" / RESULT) == seen
+    assert JobResult.of_directory(tmp_path / "3") == seen
 
 
 def test_a_result_is_strict_json_of_this_format(tmp_path: Path) -> None:
@@ -40,9 +40,9 @@ def test_a_result_is_strict_json_of_this_format(tmp_path: Path) -> None:
 
     returned = {"nan": math.nan, 1: math.inf, "loss": Loss(), "path": Path("a/b"), "pair": (1, None), "set": {1}}
     written = result(tmp_path, returned=returned, figures={"loss": math.nan, "stall_ms": 1.0}).write()
-    told = json.loads(written.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert told["format"] == 1
-    assert told["returned"] == {"nan": None, "1": None, "loss": 2.0, "path": "a/b", "pair": [1, None], "set": "{1}"}
+    seen = json.loads(written.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert seen["format"] == 1
+    assert seen["returned"] == {"nan": None, "1": None, "loss": 2.0, "path": "a/b", "pair": [1, None], "set": "{1}"}
     assert JobResult.read(written).figures == {"stall_ms": 1.0}
 
 
@@ -88,7 +88,7 @@ def test_a_result_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
         ('{"format": 1, "status": ["failed"]}', "its status is"),
     ],
 )
-def test_what_is_no_result_says_so_and_its_job_is_unfinished(tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_no_result_is_reported_and_its_job_is_unfinished(tmp_path: Path, text: str, said: str) -> None:
     write_hydra(tmp_path, ["lr=1"], 4)
     (tmp_path / RESULT).write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=f"{RESULT} {said}|{said}"):
@@ -105,8 +105,8 @@ def test_what_is_no_result_says_so_and_its_job_is_unfinished(tmp_path: Path, tex
 
 def test_fields_of_a_wrong_type_are_as_if_they_were_not_there(tmp_path: Path) -> None:
     figures = {"stall_ms": "fast", "loss": None, "steps": 4, "lost_percent": True}
-    told = {"format": 1, "status": "completed", "figures": figures, "overrides": "a=1", "seconds": "long", "job": []}
-    (tmp_path / RESULT).write_text(json.dumps(told).replace("4}", '4, "write_s": NaN}'))
+    seen = {"format": 1, "status": "completed", "figures": figures, "overrides": "a=1", "seconds": "long", "job": []}
+    (tmp_path / RESULT).write_text(json.dumps(seen).replace("4}", '4, "write_s": NaN}'))
     job = JobResult.read(tmp_path)
     assert (job.figures, job.overrides, job.seconds, job.job) == ({"steps": 4.0}, (), 0.0, {})
 
@@ -123,7 +123,7 @@ def test_a_newer_result_stops_whoever_reads_it(tmp_path: Path) -> None:
 
 
 class TestWithoutResult:
-    def test_a_job_that_was_killed_is_unfinished_and_tells_what_is_known(self, tmp_path: Path) -> None:
+    def test_a_job_that_was_killed_is_unfinished_and_reports_what_is_known(self, tmp_path: Path) -> None:
         write_hydra(tmp_path, ["stager=blocking", "++sweep.repeat=2", "++sweep.again=true"], 7)
         write_run(tmp_path, Sample(killed=True, versions={**VERSIONS, "device": "H200"}))
         job = JobResult.of_directory(tmp_path)
@@ -135,11 +135,11 @@ class TestWithoutResult:
         assert job.seconds == pytest.approx(0.406, rel=0.1)
         assert job.figures["stall_ms"] == pytest.approx(2.1)
 
-    def test_a_job_that_has_told_nothing_is_unfinished(self, tmp_path: Path) -> None:
+    def test_a_job_that_has_recorded_nothing_is_unfinished(self, tmp_path: Path) -> None:
         job = JobResult.of_directory(write_hydra(tmp_path / "newer", ["a=1"], 0))
-        assert (job.status, job.error) == ("unfinished", "killed, or still running: it has told nothing yet")
+        assert (job.status, job.error) == ("unfinished", "killed, or still running: nothing recorded yet")
 
-    def test_a_run_that_tells_its_end_has_ended_that_way(self, tmp_path: Path) -> None:
+    def test_a_run_that_reports_its_end_has_ended_that_way(self, tmp_path: Path) -> None:
         assert JobResult.of_directory(write_run(tmp_path / "a")).status == "completed"
         end = {"event": "end", "t": BEGAN + 9, "seconds": 9, "status": "failed"}
         for name, error, status in [
@@ -166,7 +166,7 @@ class TestWithoutResult:
         with pytest.raises(ConfigError, match="newer stagereg"):
             results(tmp_path)
 
-    def test_a_folder_that_is_no_job_says_what_was_looked_for(self, tmp_path: Path) -> None:
+    def test_a_folder_that_is_no_job_shows_what_was_looked_for(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*overrides\.yaml.*metrics\.jsonl"):
             JobResult.of_directory(tmp_path)
 
@@ -191,14 +191,14 @@ class TestResults:
     def test_a_run_is_a_sweep_of_one_job(self, tmp_path: Path) -> None:
         assert [job.directory for job in results(write_run(tmp_path))] == [tmp_path]
 
-    def test_a_folder_of_several_sweeps_is_told_to_be_narrowed_down(self, tmp_path: Path) -> None:
+    def test_a_folder_of_several_sweeps_has_to_be_narrowed_down(self, tmp_path: Path) -> None:
         for at, name in enumerate(["10-00-00", "11-00-00"]):
             sweep(tmp_path / name, repeats=1)
             os.utime(tmp_path / name / "multirun.yaml", (at, at))
         with pytest.raises(ConfigError, match=r"holds 2 sweeps: .*The newest is .*11-00-00\."):
             results(tmp_path)
 
-    def test_where_there_is_nothing_it_is_said_what_was_looked_for(self, tmp_path: Path) -> None:
+    def test_where_there_is_nothing_the_error_has_what_was_looked_for(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*hydra\.sweep\.dir"):
             results(tmp_path)
         (tmp_path / "multirun.yaml").write_text("")
@@ -210,7 +210,7 @@ class TestResults:
             results(tmp_path / "multirun.yaml")
 
 
-def test_repeats_are_told_from_combinations() -> None:
+def test_repeats_are_distinguished_from_combinations() -> None:
     assert split(["a=1", "++sweep.repeat=3", "++sweep.again=True"]) == (("a=1",), 3, True)
     assert split(["sweep.repeats=3", "sweep.again=false", "x.sweep.repeat=1"]) == (
         ("sweep.repeats=3", "x.sweep.repeat=1"),

@@ -33,13 +33,13 @@ def lines(directory: Path, *events: object, rank: int = 0) -> Run:
 def test_what_record_writes_is_read_back(tmp_path: Path) -> None:
     with record.recording(tmp_path, 0, 1):
         before = record.now()
-        record.tell("step", step=3)
-        record.tell("stall", step=3, start=before, seconds=0.5)
-        record.tell("stage", step=3, start=before, seconds=0.25, bytes=1024)
-        record.tell("write", step=3, start=before + 1, seconds=2, bytes=2048)
-        record.tell("lost", step=2, error="the disk is full")
-        record.tell("fallback", step=1, damaged=3, lost=2, why="x: missing")
-        record.tell("join", steps=5, shadowed=2, samples=40)
+        record.emit("step", step=3)
+        record.emit("stall", step=3, start=before, seconds=0.5)
+        record.emit("stage", step=3, start=before, seconds=0.25, bytes=1024)
+        record.emit("write", step=3, start=before + 1, seconds=2, bytes=2048)
+        record.emit("lost", step=2, error="the disk is full")
+        record.emit("fallback", step=1, damaged=3, lost=2, why="x: missing")
+        record.emit("join", steps=5, shadowed=2, samples=40)
         record.log(3, loss=2.5, gap=math.nan)
     run = Run.read(tmp_path)
     (mine,) = run.ranks
@@ -76,12 +76,12 @@ def test_a_file_that_ends_anywhere_is_read_up_to_there(at: int) -> None:
                 Run.read(folder)
             return
         run = Run.read(folder)
-    (told,) = run.ranks
+    (seen,) = run.ranks
     expected = [json.loads(line)["event"] for line in SHORT.splitlines()[:complete]]
     assert run.damaged == 0
-    assert len(told.steps) == expected.count("step")
-    assert len(told.stalls) == expected.count("stall")
-    assert (told.end is None) == ("end" not in expected)
+    assert len(seen.steps) == expected.count("step")
+    assert len(seen.stalls) == expected.count("stall")
+    assert (seen.end is None) == ("end" not in expected)
 
 
 NEARLY_JSON = st.recursive(
@@ -119,9 +119,9 @@ def test_damaged_lines_are_left_out_and_counted(garbage: list[bytes], at: int) -
         run = Run.read(folder)
         rank_file(Path(folder), 0).write_bytes(SHORT)
         clean = Run.read(folder)
-    (told,), (expected,) = run.ranks, clean.ranks
+    (seen,), (expected,) = run.ranks, clean.ranks
     assert run.damaged == len(garbage)
-    assert (told.steps, told.stalls, told.logs, told.end) == (
+    assert (seen.steps, seen.stalls, seen.logs, seen.end) == (
         expected.steps,
         expected.stalls,
         expected.logs,
@@ -145,9 +145,9 @@ def test_what_follows_the_last_start_counts(tmp_path: Path) -> None:
         {**START, "t": 20},
         {"event": "step", "t": 21, "step": 7},
     )
-    (told,) = run.ranks
-    assert told.steps == ((7, 21.0),)
-    assert told.end is None
+    (seen,) = run.ranks
+    assert seen.steps == ((7, 21.0),)
+    assert seen.end is None
     assert (run.began, run.damaged) == (20, 0)
 
 
@@ -157,11 +157,11 @@ def test_files_of_ranks_that_the_last_run_did_not_have_are_left_out(tmp_path: Pa
     assert [record.rank for record in Run.read(tmp_path).ranks] == [0, 1]
 
 
-def test_steps_come_from_logs_where_no_checkpointer_told_them(tmp_path: Path) -> None:
+def test_steps_come_from_logs_where_no_checkpointer_recorded_them(tmp_path: Path) -> None:
     logs = [{"event": "log", "t": 6 + t, "step": step, "values": {"loss": 1}} for t, step in enumerate([1, 1, 2, 4])]
     assert lines(tmp_path, START, *logs).ranks[0].steps == ((1, 6.0), (2, 8.0), (4, 9.0))
-    told = lines(tmp_path, START, *logs, {"event": "step", "t": 30, "step": 1})
-    assert told.ranks[0].steps == ((1, 30.0),)
+    seen = lines(tmp_path, START, *logs, {"event": "step", "t": 30, "step": 1})
+    assert seen.ranks[0].steps == ((1, 30.0),)
 
 
 def test_joins_that_were_left_one_after_the_other_are_summed(tmp_path: Path) -> None:
@@ -173,26 +173,26 @@ def test_joins_that_were_left_one_after_the_other_are_summed(tmp_path: Path) -> 
     assert lines(tmp_path, START).ranks[0].join is None
 
 
-def test_a_run_is_unfinished_until_every_rank_has_told_its_end(tmp_path: Path) -> None:
+def test_a_run_is_unfinished_until_every_rank_has_recorded_its_end(tmp_path: Path) -> None:
     assert lines(tmp_path, {**START, "world_size": 2}, END).status == "unfinished"
     assert lines(tmp_path, START, rank=1).status == "unfinished"
     run = lines(tmp_path, START, END, rank=1)
     assert (run.status, run.finished) == ("completed", True)
 
 
-def test_a_run_has_failed_when_some_rank_says_so(tmp_path: Path) -> None:
+def test_a_run_has_failed_when_some_rank_has(tmp_path: Path) -> None:
     lines(tmp_path, {**START, "world_size": 3})
     lines(tmp_path, START, {**END, "status": "failed", "error": "RuntimeError: rank 2 is gone"}, rank=1)
     run = lines(tmp_path, START, {**END, "t": 8.9, "status": "failed", "error": "ValueError: no"}, rank=2)
     assert (run.status, run.error, run.finished) == ("failed", "rank 2: ValueError: no", False)
 
 
-def test_a_newer_format_says_so(tmp_path: Path) -> None:
+def test_a_newer_format_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics\.jsonl was written by a newer stagereg \(0\.9, format 2\).*Update"):
         lines(tmp_path, {**START, "format": 2, "stagereg": "0.9"})
 
 
-def test_a_directory_without_a_run_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_shows_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
         Run.read(tmp_path)
     with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):

@@ -115,8 +115,8 @@ def test_batches_are_as_large_as_the_basic_sweepers() -> None:
 def test_jobs_run_in_rounds_and_know_which_repeat_they_are(app: Path) -> None:
     jobs, ended = sweep(app, "a=1,2", "b=3", "+sweep.repeats=2")
     assert ended.returncode == 0, ended.stderr
-    told = [(job["a"], job["sweep"].get("repeat"), job["sweep"].get("again")) for job in jobs]
-    assert told == [(1, 0, None), (2, 0, None), (1, 0, True), (2, 1, None), (1, 1, None)]
+    seen = [(job["a"], job["sweep"].get("repeat"), job["sweep"].get("again")) for job in jobs]
+    assert seen == [(1, 0, None), (2, 0, None), (1, 0, True), (2, 1, None), (1, 1, None)]
     assert {job["b"] for job in jobs} == {3}
     folders = sorted(path.parent.parent.name for path in app.rglob("overrides.yaml"))
     assert folders == ["0", "1", "2", "3", "4"]

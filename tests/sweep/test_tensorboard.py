@@ -36,14 +36,14 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 def test_a_run_has_its_steps_checkpoints_and_logs_as_scalars(tmp_path: Path) -> None:
     run = Run.read(write_run(tmp_path / "run", Sample(ranks=2)))
     tensorboard.write_run(run, tmp_path / "board")
-    told = scalars(tmp_path / "board")
-    assert told["checkpoint/stall_ms"] == [(step, pytest.approx(2.1, abs=0.01)) for step in (10, 20, 30, 40)]
-    assert told["checkpoint/write_ms"][0] == (10, pytest.approx(20, abs=0.01))
-    assert told["checkpoint/stage_ms"][0] == (10, pytest.approx(5, abs=0.01))
-    assert [step for step, _ in told["train/step_ms"]] == list(range(2, 41))
-    assert dict(told["train/step_ms"])[11] == pytest.approx(11, abs=0.01), "a stall is no part of a step"
-    assert told["train/loss"][-1] == (40, 2.5)
-    assert len(told["log/samples"]) == len(told["log/loss/rank1"]) == 40
+    seen = scalars(tmp_path / "board")
+    assert seen["checkpoint/stall_ms"] == [(step, pytest.approx(2.1, abs=0.01)) for step in (10, 20, 30, 40)]
+    assert seen["checkpoint/write_ms"][0] == (10, pytest.approx(20, abs=0.01))
+    assert seen["checkpoint/stage_ms"][0] == (10, pytest.approx(5, abs=0.01))
+    assert [step for step, _ in seen["train/step_ms"]] == list(range(2, 41))
+    assert dict(seen["train/step_ms"])[11] == pytest.approx(11, abs=0.01), "a stall is no part of a step"
+    assert seen["train/loss"][-1] == (40, 2.5)
+    assert len(seen["log/samples"]) == len(seen["log/loss/rank1"]) == 40
     written = read(tmp_path / "board").Scalars("train/loss")[0]
     assert written.wall_time == pytest.approx(run.ranks[0].logs[0][1]), "the time is the run's, not the report's"
 
@@ -56,7 +56,7 @@ def test_numbers_that_are_none_stay_none(tmp_path: Path) -> None:
     assert second == 0.5
 
 
-def test_writing_once_more_takes_the_place_of_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+def test_writing_once_more_replaces_what_was_there_and_nothing_else(tmp_path: Path) -> None:
     run = Run.read(write_run(tmp_path / "run", Sample(ranks=1)))
     board = tmp_path / "board"
     board.mkdir()
@@ -90,9 +90,9 @@ def test_a_sweep_has_its_parameters_and_figures_as_hparams(tmp_path: Path) -> No
     assert not ended, "a job that failed has not ended well"
     assert set(failed) == set(first)
     assert same_names == names, "TensorBoard takes the columns of whichever job it reads first"
-    told = scalars(tmp_path / "board" / "1")
-    assert told["figures/stall_ms"] == [(0, pytest.approx(1.95))]
-    assert len(told["train/loss"]) == 40
+    seen = scalars(tmp_path / "board" / "1")
+    assert seen["figures/stall_ms"] == [(0, pytest.approx(1.95))]
+    assert len(seen["train/loss"]) == 40
     assert set(names) >= {"figures/stall_ms", "figures/loss"}
 
 
@@ -103,12 +103,14 @@ def test_parameters_that_are_numbers_in_all_jobs_are_numbers(tmp_path: Path) -> 
     assert [hparams(tmp_path / "b" / job)[0] for job in "01"] == [{"lr": 0.1}, {"lr": 0.001}]
 
 
-def test_without_the_package_or_a_place_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_or_a_directory_one_line_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run.read(write_run(tmp_path / "run", Sample(ranks=1)))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--tensorboard: cannot write in"):
         tensorboard.write_run(run, tmp_path / "file" / "board")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'stagereg\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'hydra-stagereg\[tensorboard\]'"):
         tensorboard.write_run(replace(run), tmp_path / "board")
     assert not (tmp_path / "board").exists()

@@ -61,13 +61,13 @@ def legend(figure: Any) -> str:
     return " | ".join(text.get_text() for text in figure.legends[0].get_texts())
 
 
-def test_stalls_staging_and_writing_lie_where_the_ranks_said_they_were(read: Read) -> None:
+def test_stalls_staging_and_writing_lie_where_the_ranks_recorded_them(read: Read) -> None:
     run = read(ranks=2)
     figure = timeline_figure(run)
     for colour, name in ((STALL, "stalls"), (STAGE, "stages"), (WRITE, "writes")):
         drawn = bars(figure, colour)
-        told = [(span.start - run.began, span.end - run.began) for rank in run.ranks for span in getattr(rank, name)]
-        assert [bar[:2] for bar in drawn] == [pytest.approx(each, abs=1e-6) for each in told]
+        seen = [(span.start - run.began, span.end - run.began) for rank in run.ranks for span in getattr(rank, name)]
+        assert [bar[:2] for bar in drawn] == [pytest.approx(each, abs=1e-6) for each in seen]
         assert len({bar[2] for bar in drawn}) == 2, "each rank has a lane of its own"
 
 
@@ -89,7 +89,7 @@ def test_steps_fill_the_time_between_stalls(read: Read) -> None:
     assert len(bars(figure, STEP)) == 29, "when the first one began, nobody knows"
 
 
-def test_checkpoints_have_their_step_and_what_did_not_become_complete_says_so(read: Read) -> None:
+def test_checkpoints_have_their_step_and_what_did_not_become_complete_is_reported(read: Read) -> None:
     complete, killed = texts(timeline_figure(read())), texts(timeline_figure(read(killed=True)))
     assert [step for step in ("10", "20", "30", "40") if step in complete] == ["10", "20", "30", "40"]
     assert "40 not complete" in killed
@@ -117,13 +117,13 @@ def test_a_rank_that_left_its_loop_is_hatched_up_to_the_end_of_the_others(read: 
     assert band[:2] == pytest.approx((early - run.began, run.ranks[0].steps[-1][1] - run.began), abs=1e-6)
 
 
-def test_a_long_run_shows_a_stretch_around_its_first_checkpoints_and_says_so(read: Read) -> None:
+def test_a_long_run_shows_a_stretch_around_its_first_checkpoints_and_that_is_reported(read: Read) -> None:
     run = read(ranks=1, steps=1000, every=50)
     figure = timeline_figure(run)
     start, end = figure.axes[0].get_xlim()
-    told = " ".join(texts(figure))
-    assert "a stretch around the first checkpoints" in told
-    assert f"of {run.ranks[0].steps[-1][1] - run.began + 0.1:.0f}" in told
+    seen = " ".join(texts(figure))
+    assert "a stretch around the first checkpoints" in seen
+    assert f"of {run.ranks[0].steps[-1][1] - run.began + 0.1:.0f}" in seen
     first = saved(run)[0]
     assert start < first.start
     assert first.end < end
@@ -154,12 +154,12 @@ def test_many_steps_in_one_window_are_drawn_as_stretches(read: Read) -> None:
 
 def test_of_many_ranks_those_that_stalled_longest_are_drawn(read: Read) -> None:
     figure = timeline_figure(read(ranks=40, steps=10))
-    told = texts(figure)
-    assert [text for text in told if text.startswith("rank ")] == [f"rank {rank}" for rank in (0, *range(29, 40))]
-    assert any("12 of 40 ranks" in text for text in told)
+    seen = texts(figure)
+    assert [text for text in seen if text.startswith("rank ")] == [f"rank {rank}" for rank in (0, *range(29, 40))]
+    assert any("12 of 40 ranks" in text for text in seen)
 
 
-def test_a_run_without_steps_is_told_not_drawn() -> None:
+def test_a_run_without_steps_is_reported_not_drawn() -> None:
     with pytest.raises(ConfigError, match="no steps and no checkpoints"):
         timeline_figure(Run(Path("run"), (RankRecord(0, {"t": BEGAN}),)))
 
@@ -240,7 +240,7 @@ def test_steps_and_stalls_never_overlap_and_leave_no_gap(run: Run) -> None:
             )
 
 
-def test_how_many_steps_had_data_is_what_the_join_said() -> None:
+def test_how_many_steps_had_data_is_what_the_join_reported() -> None:
     rank = RankRecord(0, steps=tuple((step, float(step)) for step in range(10)))
     assert with_data(rank) == 10
     assert with_data(replace(rank, join={"steps": 7, "shadowed": 3})) == 7

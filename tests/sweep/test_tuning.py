@@ -13,11 +13,11 @@ from stagereg import machine, registry
 from stagereg.errors import ConfigError, StageregError
 from stagereg.stagers.host import HostStager
 from stagereg.sweep.candidates import space
-from stagereg.sweep.goal import Goal
-from stagereg.sweep.over import Choices, Floats, Ints, over, text
+from stagereg.sweep.objective import Objective
 from stagereg.sweep.program import Composed
-from stagereg.sweep.space import Parameter, Space
+from stagereg.sweep.search_space import Choices, Floats, Ints, search_space, text
 from stagereg.sweep.study import Study
+from stagereg.sweep.tune_space import Parameter, Space
 
 PINNED = "stagereg.stagers.pinned_cached.PinnedCachedStager"
 
@@ -101,7 +101,7 @@ def test_only_leaves_nothing_but_what_is_given():
         ("nope=1,2", "+nope"),
     ],
 )
-def test_what_cannot_be_varied_is_said_with_what_would_be_right(given, said):
+def test_what_cannot_be_varied_is_reported_with_what_would_be_right(given, said):
     with pytest.raises(StageregError) as caught:
         space(composed(), [], [given])
     assert given in str(caught.value)
@@ -109,13 +109,13 @@ def test_what_cannot_be_varied_is_said_with_what_would_be_right(given, said):
 
 
 def test_hydras_grammar_is_taken_as_hydra_means_it():
-    assert over("x=a,b").values == Choices(("a", "b"))
-    assert over("+x=1,true,null,'1',[1,2]").values == Choices(("1", "true", "null", "'1'", "[1,2]"))
-    assert over("x=range(1,9,2)").values == Ints(1, 7, 2)
-    assert over("x=range(0,1,0.25)").values == Choices(("0.0", "0.25", "0.5", "0.75"))
-    assert over("x=interval(1,8)", default=4).values == Ints(1, 8)
-    assert over("x=int(interval(1,8))").values == Ints(1, 8)
-    assert over("x=tag(log,interval(0.1,1))", default=0.5).values == Floats(0.1, 1.0, log=True)
+    assert search_space("x=a,b").values == Choices(("a", "b"))
+    assert search_space("+x=1,true,null,'1',[1,2]").values == Choices(("1", "true", "null", "'1'", "[1,2]"))
+    assert search_space("x=range(1,9,2)").values == Ints(1, 7, 2)
+    assert search_space("x=range(0,1,0.25)").values == Choices(("0.0", "0.25", "0.5", "0.75"))
+    assert search_space("x=interval(1,8)", default=4).values == Ints(1, 8)
+    assert search_space("x=int(interval(1,8))").values == Ints(1, 8)
+    assert search_space("x=tag(log,interval(0.1,1))", default=0.5).values == Floats(0.1, 1.0, log=True)
 
 
 # Hydra's grammar has no way to write a key that reads as a number or another value.
@@ -164,30 +164,30 @@ def test_expected_lost_time_is_least_at_a_shorter_interval_where_failures_are_mo
     figures = {"checkpoints": 3.0, "lost_s": 0.3, "step_s": 0.01, "write_s": 0.05}
 
     def best(mtbf_s: float) -> int:
-        goal = Goal.of(composed(), None, None, mtbf_s)
-        return min(range(10, 3000, 10), key=lambda every: goal.value(figures, {"checkpoint.every": str(every)}))
+        objective = Objective.of(composed(), None, None, mtbf_s)
+        return min(range(10, 3000, 10), key=lambda every: objective.value(figures, {"checkpoint.every": str(every)}))
 
     # Young: the square root of twice the cost, 0.1 s, times the time between failures; in steps of 0.01 s.
     assert best(10.0) == pytest.approx(100 * (2 * 0.1 * 10) ** 0.5, rel=0.15)
     assert best(1000.0) == pytest.approx(100 * (2 * 0.1 * 1000) ** 0.5, rel=0.05)
 
 
-def test_a_goal_that_a_run_does_not_tell_says_what_is_missing():
-    stall = Goal.of(composed(), None, None, None)
+def test_an_objective_that_a_run_does_not_record_names_what_is_missing():
+    stall = Objective.of(composed(), None, None, None)
     with pytest.raises(ConfigError, match="it took no checkpoint"):
         stall.value({"loss": 1.0}, {})
-    expected = Goal.of(composed(), None, None, 3600.0)
+    expected = Objective.of(composed(), None, None, 3600.0)
     with pytest.raises(ConfigError, match="cost of a checkpoint"):
         expected.value({"step_s": 1.0}, {})
     with pytest.raises(ConfigError, match="too few steps"):
         expected.value({"checkpoints": 1.0, "lost_s": 1.0}, {})
     with pytest.raises(ConfigError, match=r"checkpoint\.every, not None"):
-        Goal.of(composed(every="${every}"), None, None, 3600.0).value({}, {})
+        Objective.of(composed(every="${every}"), None, None, 3600.0).value({}, {})
 
 
 def test_an_automatic_interval_is_judged_as_the_one_that_a_long_run_comes_to():
     figures = {"checkpoints": 3.0, "lost_s": 0.3, "step_s": 0.01, "write_s": 0.05}
-    fixed, auto = (Goal.of(composed(every=every), None, None, 1000.0) for every in (100, "auto"))
+    fixed, auto = (Objective.of(composed(every=every), None, None, 1000.0) for every in (100, "auto"))
     least = min(fixed.value(figures, {"checkpoint.every": str(every)}) for every in range(1000, 2000))
     assert (
         auto.value(figures, {}) == fixed.value(figures, {"checkpoint.every": "auto"}) == pytest.approx(least, rel=1e-6)

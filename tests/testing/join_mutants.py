@@ -232,7 +232,7 @@ class OursOnlyContract(Broken):
 
 class Dialect(Tally):
     def take(self, mine: torch.Tensor) -> None:
-        if hasattr(self._join_config, "attendance"):
+        if self.session is not None:
             dist.all_reduce(mine.clone())
         super().take(mine)
 
@@ -434,10 +434,9 @@ class Expectant(Tally):
 
     def join_hook(self, **kwargs: Any) -> Any:
         self.inside = True
-        return TallyHook(self)
-
-    def join_exit(self) -> None:
-        self.inside = False
+        hook = TallyHook(self)
+        hook.post_hook = lambda is_last_joiner: setattr(self, "inside", False)
+        return hook
 
     def take(self, mine: torch.Tensor) -> None:
         if self.inside and not self._join_config.enable:

@@ -13,10 +13,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
-from stagereg.join.hooks.collective import CollectiveHook
-from stagereg.join.hooks.step import StepHook
-from stagereg.join.hooks.zero import ZeroHook
-from stagereg.kernel.shadow import Collective
+from stagereg.join.kinds.collective import CollectiveHook, CollectiveJoinable
+from stagereg.join.kinds.step import StepHook, StepJoinable
+from stagereg.join.kinds.zero import ZeroHook, ZeroJoinable
 from stagereg.testing.carrier import Carrier
 from stagereg.testing.join import JoinableContract, JoinHookContract
 
@@ -335,7 +334,7 @@ class CollectiveHookContract(JoinHookContract):
         return []
 
     def hook(self, subject: list[float]) -> Any:
-        return CollectiveHook([Collective("all_reduce", dtype=torch.float64)], dist.group.WORLD, torch.device("cpu"))
+        return CollectiveHook(CollectiveJoinable([{"op": "all_reduce", "dtype": "float64"}]))
 
     def step(self, subject: list[float], value: float) -> None:
         total = torch.tensor(value, dtype=torch.float64)
@@ -366,7 +365,7 @@ class StepHookContract(JoinHookContract):
         return Counter()
 
     def hook(self, subject: Counter) -> Any:
-        return StepHook(subject.advance)
+        return StepHook(StepJoinable(subject.advance))
 
     def step(self, subject: Counter, value: float) -> None:
         subject.advance()
@@ -383,7 +382,7 @@ class ZeroHookContract(JoinHookContract, ZeroContract):
 
     def joinables(self, subject: Sharded) -> Sequence[Any]:
         ddp = stagereg.build("joinable", "ddp", module=subject.model)
-        return [ddp, Carrier(lambda: ZeroHook(subject.optimizer, ddp.reduced), self.device)]
+        return [ddp, Carrier(lambda: ZeroHook(ZeroJoinable(subject.optimizer, after=ddp)), self.device)]
 
 
 class ActiveContract(DdpContract):

@@ -13,7 +13,7 @@ import stagereg.testing
 from stagereg.errors import BrokenPromiseError
 from stagereg.testing import Contract, Outcome
 from stagereg.testing.contract import table
-from stagereg.testing.likeness import difference, note
+from stagereg.testing.snapshot import difference, note
 
 
 class Small(Contract):
@@ -109,7 +109,7 @@ class TestWithin:
         with pytest.raises(SystemExit):
             Small().within(sys.exit)
 
-    def test_what_does_not_come_back_is_a_broken_promise_that_says_where(self) -> None:
+    def test_what_does_not_come_back_is_a_broken_promise_that_shows_where(self) -> None:
         never = threading.Event()
 
         def wait_for_ever() -> None:
@@ -133,7 +133,7 @@ def test_a_table_has_a_line_for_each_promise_and_a_column_for_each_contract() ->
 
 class TestLikeness:
     @pytest.mark.parametrize(
-        ("copied", "source", "told"),
+        ("copied", "source", "shown"),
         [
             ({"a": torch.ones(2, dtype=torch.float64)}, {"a": torch.ones(2)}, "dtype torch.float64, not torch.float32"),
             ({"a": torch.ones(1)}, {"a": torch.ones(2)}, "has the shape (1,), not (2,)"),
@@ -151,10 +151,10 @@ class TestLikeness:
             ({"a": [{"b": 1}]}, {"a": [{"b": 2}]}, "copy['a'][0]['b'] is 1, not 2"),
         ],
     )
-    def test_every_difference_is_told_with_its_place(self, copied: object, source: object, told: str) -> None:
+    def test_every_difference_is_reported_with_its_path(self, copied: object, source: object, shown: str) -> None:
         seen = difference(copied, note(source, lambda x: x))
         assert seen is not None
-        assert told in seen
+        assert shown in seen
 
     def test_what_is_like_its_source_differs_in_nothing(self) -> None:
         odd = {"nan": torch.tensor([float("nan"), -0.0]), "empty": torch.empty(0, 3), "one": torch.tensor(1)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import stagereg
-import stagereg.checkpoint.points as points
+import stagereg.checkpoint.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.testing.faults import FaultyStorage
@@ -18,12 +18,12 @@ from stagereg.testing.faults import FaultyStorage
 @pytest.fixture(autouse=True)
 def nobody_listens() -> Iterator[None]:
     yield
-    points.watch(None)
+    failpoints.watch(None)
 
 
 @pytest.mark.parametrize("storage", ["dcp", "direct", "safetensors"])
 @pytest.mark.parametrize("at", ["writing", "flushed", "held", "described"])
-def test_a_save_fails_where_and_when_it_was_told_to(tmp_path: Path, storage: str, at: str) -> None:
+def test_a_save_fails_where_and_when_it_was_asked_to(tmp_path: Path, storage: str, at: str) -> None:
     if storage == "safetensors":
         pytest.importorskip("safetensors")
     faulty = FaultyStorage(storage, "EDQUOT", at, saves=[2])

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from stagereg.join.abort import abort
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import StageregError
-from stagereg.join.abort import abort
 from stagereg.testing import RankFailure, run_ranks
 from stagereg.testing.worker import await_all, limited, new_group
 
@@ -188,7 +188,7 @@ def test_a_rank_can_go_on_in_a_new_group_even_after_the_old_one_was_aborted(spoi
     assert run_ranks(sum_in_new_groups, args=(spoils,), timeout_s=30) == [[3.0, 5.0, 7.0]] * 2
 
 
-def test_a_limited_block_that_does_not_end_ends_its_rank_and_tells_where():
+def test_a_limited_block_that_does_not_end_ends_its_rank_and_reports_where():
     with pytest.raises(RankFailure) as caught:
         run_ranks(wait_in_a_limit, timeout_s=30)
     assert next(iter(caught.value.failed)) == 1
@@ -196,11 +196,11 @@ def test_a_limited_block_that_does_not_end_ends_its_rank_and_tells_where():
     assert "in wait_in_a_limit" in caught.value.failed[1]
 
 
-def test_who_waits_for_the_others_is_told_whether_they_came():
+def test_waiting_for_the_others_returns_whether_they_came():
     assert run_ranks(count_who_comes) == [(None, True), (False, True)]
 
 
-def test_the_means_of_a_rank_say_so_where_there_is_none():
+def test_the_means_of_a_rank_report_that_there_is_none():
     for means in (new_group, lambda: limited(1.0).__enter__(), lambda: await_all("here")):
         with pytest.raises(StageregError, match=r"on the ranks of stagereg\.testing\.run_ranks only"):
             means()
@@ -224,13 +224,13 @@ def test_a_raising_rank_is_named_with_its_traceback_and_the_others_end():
     assert multiprocessing.active_children() == []
 
 
-def test_the_cause_is_told_before_its_consequence():
+def test_the_cause_is_reported_before_its_consequence():
     with pytest.raises(RankFailure, match="2 of 2 ranks failed: rank 1, then 0\n") as caught:
         run_ranks(raise_on, args=([1],))
     assert list(caught.value.failed) == [1, 0]
 
 
-def test_every_raising_rank_is_told():
+def test_every_raising_rank_is_reported():
     with pytest.raises(RankFailure, match="3 of 3 ranks failed") as caught:
         run_ranks(raise_on, 3, args=([0, 1, 2],))
     assert sorted(caught.value.failed) == [0, 1, 2]
@@ -238,7 +238,7 @@ def test_every_raising_rank_is_told():
 
 
 @pytest.mark.parametrize("name", ["SIGABRT", "SIGKILL", "SIGSEGV"])
-def test_a_rank_that_dies_is_told_with_its_signal_and_last_words(name):
+def test_a_rank_that_dies_is_reported_with_its_signal_and_last_output(name):
     with pytest.raises(RankFailure) as caught:
         run_ranks(die_on, args=(1, int(getattr(signal, name))))
     assert name in caught.value.failed[1]
@@ -257,7 +257,7 @@ def started() -> None:
 
 
 @pytest.mark.usefixtures("started")
-def test_a_hung_rank_is_named_with_its_stack_and_nobody_is_left(tmp_path):
+def test_a_hung_rank_is_named_with_its_stack_and_no_one_is_left(tmp_path):
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 hung: still running after 4 s; ended in time: rank 0") as caught:
         run_ranks(wait_for_ever_on, args=([1], str(tmp_path)), timeout_s=4)

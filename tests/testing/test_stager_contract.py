@@ -166,16 +166,16 @@ def test_the_projects_stagers_are_all_held_to_it() -> None:
     assert held == set(stagereg.names("stager")) - {"torch_default"}
 
 
-def test_a_stager_that_casts_says_what_it_makes_and_keeps_the_rest() -> None:
+def test_a_stager_that_casts_shows_what_it_makes_and_keeps_the_rest() -> None:
     casting = {"test_dtypes_may_change", "test_strides_are_kept", "test_tied_tensors_stay_tied", "test_keys_may_change"}
     casting |= {"test_later_writes_do_not_show", "test_structure_is_kept", "test_every_dtype_keeps_its_bits"}
     casting |= {"test_torchs_async_save_writes_what_was_staged", "test_a_view_costs_its_own_bytes"}
     assert [Halved.outcome(name).seen for name in sorted(casting)] == [""] * len(casting)
-    told = held_to(Halving).outcome("test_later_writes_do_not_show")
-    assert (told.kept, "has the dtype torch.bfloat16, not torch.float32" in told.seen) == (False, True)
+    shown = held_to(Halving).outcome("test_later_writes_do_not_show")
+    assert (shown.kept, "has the dtype torch.bfloat16, not torch.float32" in shown.seen) == (False, True)
 
 
-def test_a_stager_may_tell_an_error_again_whose_future_nobody_may_have_looked_at() -> None:
+def test_a_stager_may_raise_an_error_again_whose_future_may_not_have_been_read() -> None:
     names = ("test_an_error_leaves_the_stager_usable", "test_errors_that_nobody_looked_at_surface")
     assert [held_to(Foretold).outcome(name).seen for name in names] == ["", ""]
 
@@ -248,7 +248,7 @@ def broken_on_a_rank() -> dict[str, dict[str, str]]:
 class TestTorchsStagers:
     @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13")
     @pytest.mark.slow
-    def test_break_what_the_page_says_and_nothing_else(self) -> None:
+    def test_break_what_the_page_shows_and_nothing_else(self) -> None:
         recorded = re.search(r"<!-- torch's stagers -->\n(.*?)\n<!-- -->", PAGE.read_text(), re.S)
         assert recorded
         assert table(TORCHS) == recorded[1], "print it with: python -m stagereg.testing.torchs"
@@ -257,13 +257,13 @@ class TestTorchsStagers:
     def test_the_cached_one_does_not_run_without_an_accelerator(self) -> None:
         from torch.distributed.checkpoint import staging
 
-        told = held_to(lambda: staging.BlockingAsyncStager(True)).outcome("test_keys_may_change")
-        assert "Cannot access accelerator device" in told.seen
+        shown = held_to(lambda: staging.BlockingAsyncStager(True)).outcome("test_keys_may_change")
+        assert "Cannot access accelerator device" in shown.seen
 
     def test_reading_freed_memory_costs_the_process_of_a_rank_and_no_more(self) -> None:
-        told = TORCHS["`BlockingAsyncStager`"].outcome("test_a_storage_that_shrank_is_an_error")
-        assert told.kept is False
-        assert "tried in a process of its own, died of SIGSEGV" in told.seen
+        shown = TORCHS["`BlockingAsyncStager`"].outcome("test_a_storage_that_shrank_is_an_error")
+        assert shown.kept is False
+        assert "tried in a process of its own, died of SIGSEGV" in shown.seen
 
 
 @pytest.mark.gpu
@@ -278,7 +278,7 @@ def test_the_projects_stagers_keep_it_from_an_accelerator(name: str) -> None:
 
 
 class TestStuckAtTheEnd:
-    def test_a_stager_that_hangs_is_told_where(self) -> None:
+    def test_a_stager_that_hangs_is_reported_with_its_stack(self) -> None:
         class Stuck(BlockingAsyncStager):
             def close(self) -> None:
                 RELEASE.wait(30)
@@ -289,10 +289,10 @@ class TestStuckAtTheEnd:
             def make(self) -> AsyncStager:
                 return Stuck()
 
-        told = Held.outcome("test_close_is_harmless_early_and_twice")
+        shown = Held.outcome("test_close_is_harmless_early_and_twice")
         RELEASE.set()
-        assert told.kept is False
-        assert re.search(r"did not come back within 2 s; it is at .* in close -> .* in wait", told.seen), told.seen
+        assert shown.kept is False
+        assert re.search(r"did not come back within 2 s; it is at .* in close -> .* in wait", shown.seen), shown.seen
 
 
 AUTHORS = """
@@ -313,8 +313,10 @@ def test_under_pytest_it_is_what_an_author_writes_and_no_more(pytester: pytest.P
     pytester.makepyfile(test_mine=AUTHORS)
     run = pytester.runpytest_inprocess("-W", "error", "-k", "later_writes or shape_of")
     run.assert_outcomes(passed=1, failed=1)
-    told = "BrokenPromiseError: after in-place writes to the source, 1000 of 1000 elements of copy['small'] are wrong: "
-    assert told + "element 0 is 7.0, not 1.0" in run.stdout.str()
+    shown = (
+        "BrokenPromiseError: after in-place writes to the source, 1000 of 1000 elements of copy['small'] are wrong: "
+    )
+    assert shown + "element 0 is 7.0, not 1.0" in run.stdout.str()
 
 
 def test_no_contract_imports_pytest() -> None:

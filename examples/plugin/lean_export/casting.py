@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from stagereg.errors import StagingError
-from stagereg.kernel.layout import ALIGNMENT, lay_out, sign
+from stagereg.kernel.layout import ALIGNMENT, plan_layout, signature
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.transfer import Mover
+from stagereg.kernel.transfer import CopyEngine
 
 __all__ = ["WIDE", "CastingCopier"]
 
@@ -51,7 +51,7 @@ class CastingCopier:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._mover = Mover(threads=1)  # the casting is torch's, and so are its threads
+        self._engine = CopyEngine(threads=1)  # the casting is torch's, and so are its threads
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return bfloat16 copies of plain strided tensors of :data:`WIDE` dtypes, from any devices.
@@ -65,13 +65,13 @@ class CastingCopier:
         runs = [run for dtype in WIDE for run in _runs({i: x for i, x in enumerate(tensors) if x.dtype == dtype})]
         made = {i: _empty(x) for i, x in enumerate(tensors) if not x.numel()}
         pairs: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        view, offset = self._pool.borrow(sum(run.room for run in runs)).view, 0
+        view, offset = self._pool.lease().view(self._pool.take(sum(run.room for run in runs))), 0
         for run in runs:
             flat = torch.frombuffer(view, dtype=torch.bfloat16, count=run.source.numel(), offset=offset)
             offset += run.room
             pairs.setdefault(run.source.device, []).append((flat.as_strided(run.source.shape, run.stride), run.source))
             made.update((i, flat.as_strided(*place)) for i, place in run.members.items())
-        events = [self._mover.fetch(device, some) for device, some in pairs.items()]
+        events = [self._engine.fetch(device, some) for device, some in pairs.items()]
         for event in events:
             if event is not None:
                 event.synchronize()
@@ -80,14 +80,14 @@ class CastingCopier:
     def close(self) -> None:
         """Free the memory that is kept. Copies handed out stay valid. Twice is harmless."""
         self._pool.close()
-        self._mover.close()
+        self._engine.close()
 
 
 def _runs(tensors: Mapping[int, torch.Tensor]) -> list[_Run]:
     """What is to be copied of tensors of one dtype, by their indices; those without elements are left out."""
     index, listed = list(tensors), list(tensors.values())
     try:
-        layout = lay_out(listed, sign(listed))
+        layout = plan_layout(listed, signature(listed))
     except StagingError as error:
         raise type(error)([index[int(str(i))] for i in error.path], error.reason) from error
     runs = []

@@ -14,9 +14,9 @@ from stagereg.testing import JoinableContract, JoinHookContract, StagerContract
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lean_export.average import WeightAverage
 from lean_export.casting import WIDE
 from lean_export.hook import EmaHook
+from lean_export.joinable import EmaJoinable
 from lean_export.stager import Bf16Stager
 
 __all__ = ["Bf16Contract", "EmaContract", "EmaHookContract"]
@@ -106,22 +106,22 @@ class Constant(nn.Module):
 class EmaHookContract(JoinHookContract):
     """``join_hook=ema`` by itself: the average moves as often on ranks without data as on others."""
 
-    def build(self) -> WeightAverage:
+    def build(self) -> EmaJoinable:
         """Return an average that is on its way from 0 to 1."""
         constant = Constant()
-        average = WeightAverage(constant, decay=0.5)
+        ema = EmaJoinable(constant, decay=0.5)
         nn.init.ones_(constant.weight)
-        return average
+        return ema
 
-    def hook(self, subject: WeightAverage) -> EmaHook:
+    def hook(self, subject: EmaJoinable) -> EmaHook:
         """Return the hook for one join."""
         return EmaHook(subject)
 
-    def step(self, subject: WeightAverage, value: float) -> None:
+    def step(self, subject: EmaJoinable, value: float) -> None:
         """Take one step on a rank that has data."""
         subject.update()
 
-    def state(self, subject: WeightAverage) -> dict[str, Any]:
+    def state(self, subject: EmaJoinable) -> dict[str, Any]:
         """Return the average."""
         return subject.state_dict()
 

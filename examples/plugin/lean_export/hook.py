@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from stagereg import JoinHook
 
-from lean_export.average import WeightAverage
+if TYPE_CHECKING:
+    from lean_export.joinable import EmaJoinable
 
 __all__ = ["EmaHook"]
 
@@ -21,32 +22,24 @@ class EmaHook(JoinHook):
     what DDP does with the module's.
 
     Args:
-        average: the average.
-        process_group: the ranks that train together; ``None`` is the default group.
-        due: tells whether the active ranks update now; always, if it is not given.
+        joinable: the joinable that has the average.
     """
 
-    def __init__(
-        self,
-        average: WeightAverage,
-        process_group: dist.ProcessGroup | None = None,
-        due: Callable[[], bool] | None = None,
-    ) -> None:
-        self._average = average
-        self._group = process_group
-        self._due = due
+    def __init__(self, joinable: EmaJoinable, /) -> None:
+        self.joinable = joinable
 
     def main_hook(self) -> None:
         """Update, after the hooks of the model and of its optimizer."""
-        if self._due is None or self._due():
-            self._average.update()
+        if self.joinable.is_due():
+            self.joinable.update()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the buffers of the highest rank among the last ones; collective, on every rank."""
-        buffers = self._average.buffers()
+        buffers = self.joinable.average.buffers()
         if not buffers:
             return
-        source = torch.tensor(dist.get_rank(self._group) if is_last_joiner else -1, device=buffers[0].device)
-        dist.all_reduce(source, op=dist.ReduceOp.MAX, group=self._group)
+        group = self.joinable.join_process_group
+        source = torch.tensor(dist.get_rank(group) if is_last_joiner else -1, device=buffers[0].device)
+        dist.all_reduce(source, op=dist.ReduceOp.MAX, group=group)
         for buffer in buffers:
-            dist.broadcast(buffer, group=self._group, group_src=int(source))
+            dist.broadcast(buffer, group=group, group_src=int(source))

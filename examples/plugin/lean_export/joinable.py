@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from stagereg import Joinable
+from stagereg import Joinable, JoinHook
 from stagereg.errors import ConfigError
 from torch import nn
 
@@ -29,12 +29,12 @@ class EmaJoinable(Joinable):
         decay: from 0 on and below 1; what is left of the average at an update. The first updates count for more.
         buffers: whether buffers are those of the last update (``copy``) or averaged as well (``average``).
         after: the joinable of the model, so that nothing is updated in steps without a reduction (``no_sync``).
-            stagereg's ``Join`` fills it in.
+            ``None``: the nearest one listed before it.
         process_group: the ranks that train together; ``None``: those of ``after``, or the default group.
+        hook: another hook in the place of ``ema``.
 
     Attributes:
         average: the average itself.
-        silent: that it does not announce the rank, so that it cannot be the first in a join.
 
     Raises:
         ConfigError: ``decay`` is no such number.
@@ -51,21 +51,23 @@ class EmaJoinable(Joinable):
                 checkpointer.maybe_save(step, state)
     """
 
-    silent = True
+    has_no_collectives = True
 
     def __init__(
         self,
         module: nn.Module,
         decay: float = 0.999,
         buffers: Literal["copy", "average"] = "copy",
-        after: Any = None,
+        after: Joinable | None = None,
         process_group: dist.ProcessGroup | None = None,
+        hook: Callable[..., JoinHook] | None = None,
     ) -> None:
         super().__init__()
         if not 0 <= decay < 1:
             raise ConfigError(f"decay must be at least 0 and below 1, not {decay}: 0.999 is a usual value")
         self.average = WeightAverage(module, decay, buffers)
         self.after = after
+        self.hook = hook
         self._group = process_group
         self._device = next((x.device for x in module.parameters()), torch.device("cpu"))
 
@@ -85,9 +87,9 @@ class EmaJoinable(Joinable):
         """Go on from a checkpoint. Raises: ``ValueError`` if it is of another module."""
         self.average.load_state_dict(state)
 
-    def join_hook(self, **kwargs: Any) -> EmaHook:
+    def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook; takes no keyword arguments of its own."""
-        return EmaHook(self.average, self.join_process_group, None if self.after is None else self.after.reduced)
+        return self.make_hook(EmaHook)
 
     @property
     def join_device(self) -> torch.device:

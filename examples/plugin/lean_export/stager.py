@@ -15,7 +15,7 @@ from stagereg import AsyncStager
 from stagereg.errors import StagingError, nearest
 from stagereg.kernel.copier import HostCopier, naming
 from stagereg.kernel.memory import Pool
-from stagereg.kernel.state_dict import unravel
+from stagereg.kernel.state_dict import flatten
 from stagereg.stagers.async_stager import StateDict
 from torch.distributed.tensor import DTensor
 
@@ -38,8 +38,8 @@ class Bf16Stager(AsyncStager):
             dots. What matches none is copied as it is.
         exclude: patterns likewise; what matches one is copied as it is, such as ``"*.norm.*"``.
         max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most, and only while a writer is seen at work; then it takes memory
-            beyond the bound and says so once.
+        wait_s: seconds, one at most, that ``stage`` waits for that; then it takes memory beyond the bound, which is
+            logged once.
 
     Not for use from several threads at once.
     """
@@ -76,14 +76,14 @@ class Bf16Stager(AsyncStager):
         with torch.no_grad():
             named = [(name, leaf) for name, leaf in _leaves(state_dict) if _castable(leaf)]
             self._refuse_idle([name for name, _ in named])
-            skeleton = unravel(with_narrow_shards(state_dict, lambda name, x: self._wants(name) and _castable(x)))
-            tensors = skeleton.tensors
+            spec = flatten(with_narrow_shards(state_dict, lambda name, x: self._wants(name) and _castable(x)))
+            tensors = spec.tensors
             chosen = _chosen([leaf for name, leaf in named if self._wants(name)], tensors)
             others = [i for i in range(len(tensors)) if i not in chosen]
             with naming(state_dict):
                 staged = _copied(self._cast.copy, tensors, sorted(chosen))
                 staged |= _copied(self._rest.copy_tensors, tensors, others)
-            copy: StateDict = skeleton.fill([staged[i] for i in range(len(tensors))])
+            copy: StateDict = spec.unflatten([staged[i] for i in range(len(tensors))])
             return copy
 
     def synchronize_staging(self) -> None:

@@ -25,9 +25,9 @@ from types import TracebackType
 
 import torch
 
-from stagereg.checkpoint.layout import FileMark
-from stagereg.checkpoint.points import reach
-from stagereg.kernel.memory import Arena
+from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.manifest import FileMark
+from stagereg.kernel.memory import Block
 
 __all__ = ["PAGE", "STRAIGHT_BYTES", "AlignedFile", "Bounce"]
 
@@ -49,10 +49,10 @@ class Bounce:
     """A page-aligned buffer of ``nbytes`` bytes, a multiple of a page; page-locked where an accelerator is there."""
 
     def __init__(self, nbytes: int) -> None:
-        arena = Arena(nbytes + PAGE, pin=torch.accelerator.is_available())
-        self.address = -(-arena.address // PAGE) * PAGE
-        begin = self.address - arena.address
-        self.view = arena.view()[begin : begin + nbytes]
+        block = Block(nbytes + PAGE, pin=torch.accelerator.is_available())
+        self.address = -(-block.address // PAGE) * PAGE
+        begin = self.address - block.address
+        self.view = block.view()[begin : begin + nbytes]
         self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
 
 
@@ -70,7 +70,7 @@ class AlignedFile:
         refused: whether it has.
 
     Raises:
-        OSError: from any method, with the path: what the operating system said of this write or an earlier one.
+        OSError: from any method, with the path: the operating system's error for this write or an earlier one.
     """
 
     def __init__(self, path: Path, buffers: list[Bounce]) -> None:
@@ -106,17 +106,17 @@ class AlignedFile:
         rest = memoryview(data).cast("B")
         size = len(rest)
         while rest:
-            room = self._room(len(rest))
-            self._buffers[0][0].view[self._filled : self._filled + room] = rest[:room]
-            self._filled += room
-            rest = rest[room:]
+            free = self._free(len(rest))
+            self._buffers[0][0].view[self._filled : self._filled + free] = rest[:free]
+            self._filled += free
+            rest = rest[free:]
         return size
 
     def write_tensor(self, data: torch.Tensor) -> None:
         """Write a contiguous one-dimensional tensor of ``uint8`` on any device.
 
         It comes over in pieces of a buffer. Large ones in host memory need no buffer but at their ends, if their
-        address is as far from a page boundary as their place in the file (:meth:`meet`); they must stay as they are
+        address is as far from a page boundary as their offset in the file (:meth:`meet`); they must stay as they are
         until :meth:`finish`.
         """
         before = -data.data_ptr() % PAGE
@@ -164,7 +164,7 @@ class AlignedFile:
             os.fsync(self._descriptor)
         except OSError as error:
             raise self._named(error) from None
-        reach("flushed")
+        failpoint("flushed")
         return FileMark(end, self._crc32)
 
     def _open(self) -> int:
@@ -175,7 +175,7 @@ class AlignedFile:
         self.refused = True
         return os.open(self._path, flags, 0o666)
 
-    def _room(self, wanted: int) -> int:
+    def _free(self, wanted: int) -> int:
         """Return how much of ``wanted`` bytes goes into the first buffer now."""
         if self._filled == len(self._buffers[0][0].view):
             self._submit_buffer()
@@ -186,14 +186,14 @@ class AlignedFile:
     def _copy(self, data: torch.Tensor) -> None:
         at, size = 0, data.numel()
         while at < size:
-            room = self._room(size - at)
+            free = self._free(size - at)
             buffer, _ = self._buffers[0]
             if data.device.type == "cpu":  # not Tensor.copy_, which has threads of its own and is slower
-                ctypes.memmove(buffer.address + self._filled, data.data_ptr() + at, room)
+                ctypes.memmove(buffer.address + self._filled, data.data_ptr() + at, free)
             else:
-                buffer.tensor[self._filled : self._filled + room].copy_(data[at : at + room])
-            self._filled += room
-            at += room
+                buffer.tensor[self._filled : self._filled + free].copy_(data[at : at + free])
+            self._filled += free
+            at += free
 
     def _submit_buffer(self) -> None:
         if self._filled == 0:
@@ -232,7 +232,7 @@ class AlignedFile:
                 continue
             if written == 0:
                 raise OSError(errno.EIO, "The file takes no more bytes", str(self._path))
-            reach("writing")
+            failpoint("writing")
             data, at = data[written:], at + written
             if self.direct and written % PAGE:
                 self._use_cache()  # what is left of this write starts inside a block

@@ -1,7 +1,7 @@
 """What ``torch.load`` may be given: an archive of records that are stored as they are, and no larger than the file.
 
 A tensor or object in a file of torch's is a zip archive. Torch's reader would inflate a compressed record, and makes
-room for a record of whatever size the archive's directory tells; a few kilobytes could ask for all memory. What torch
+memory for a record of whatever size the archive's directory has; a few kilobytes could ask for all memory. What torch
 writes is never compressed. So the directory is looked at first: all records are stored, and no larger than the archive.
 
 Only what torch writes is taken: the directory right before its end records, no comment behind them. So this reader and
@@ -33,7 +33,7 @@ def expect_stored(stream: IO[bytes] | Any) -> None:
         CheckpointError: it is none, or a record is compressed or larger than the file.
     """
     stream.seek(0, io.SEEK_END)
-    size = stream.tell()  # what seek returns is, of torch's view of a part of a file, a place in the file
+    size = stream.tell()  # seek returns, of torch's view of a part of a file, an offset in the file
     try:
         begin, end = _directory(stream, size)
         for stored, length in _records(_read(stream, begin, end)):

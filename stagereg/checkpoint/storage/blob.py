@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Skeleton", "saved_stride", "skeleton"]
+__all__ = ["Envelope", "envelope", "saved_stride"]
 
 _KEPT = 1 << 15  # a model has as many kinds of tensor as it has tensors at worst
 _MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 
 
 @dataclass(frozen=True, slots=True)
-class Skeleton:
+class Envelope:
     """The bytes before and behind a tensor's content."""
 
     head: bytes
@@ -49,7 +49,7 @@ def saved_stride(x: torch.Tensor) -> tuple[int, ...] | None:
 
 
 @functools.lru_cache(_KEPT)
-def skeleton(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Skeleton | None:
+def envelope(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Envelope | None:
     """Return what goes around the content of such a tensor; None where torch does not know how to leave that out."""
     nbytes = shape.numel() * dtype.itemsize
     archive = _Archive()
@@ -62,7 +62,7 @@ def skeleton(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> 
 
 
 def _hollow(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], nbytes: int) -> torch.Tensor:
-    """Return a tensor of that kind over memory that is only promised: nobody reads it, and it may be huge."""
+    """Return a tensor of that kind over memory that is only reserved: it may be huge and is never read."""
     if not sys.platform.startswith("linux"):
         return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
@@ -91,7 +91,7 @@ class _Archive:
 
     def flush(self) -> None: ...
 
-    def around(self, nbytes: int) -> Skeleton | None:
+    def around(self, nbytes: int) -> Envelope | None:
         """Return what lies before and behind the one hole, if that is of ``nbytes`` bytes."""
         sides: list[list[bytes]] = [[]]
         end = 0
@@ -102,4 +102,4 @@ class _Archive:
                 sides.append([])
             sides[-1].append(data)
             end = begin + len(data)
-        return Skeleton(b"".join(sides[0]), b"".join(sides[1])) if len(sides) == 2 else None
+        return Envelope(b"".join(sides[0]), b"".join(sides[1])) if len(sides) == 2 else None

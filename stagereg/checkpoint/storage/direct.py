@@ -3,13 +3,13 @@
 The file of a rank is what torch's writer would have made of the same entries, blob by blob; only the order, and what
 lies between blobs, differ. A tensor goes one of four ways:
 
-* *In place.* A stager that left room around it (:mod:`stagereg.kernel.room`) has made its memory nearly the image of
-  the file. Head and tail are written into that room, and the pages with all of it go to the disk without a copy. Such
-  runs of pages begin on page boundaries of the file. The rest of the room is written over with zeros; what remains, in
+* *In place.* A stager that reserved padding around it (:mod:`stagereg.kernel.memory`) has made its memory nearly the
+  image of the file. Head and tail are written into the padding, and the pages with all of it go to disk without a copy.
+  Such runs of pages begin on page boundaries of the file. The rest of the padding becomes zeros; what remains, in
   the first and last page of a run and in fewer than 64 bytes between blobs, is what the stager's memory held there:
   other tensors of the copy, or what that memory was used for before by this process.
-* *Straight.* A large tensor elsewhere in host memory has its pages written as they are as well, at a place in the file
-  that is as far from a page boundary as its memory; head, tail and ends go through a buffer.
+* *Straight.* A large tensor elsewhere in host memory has its pages written as they are as well, at an offset in the
+  file that is as far from a page boundary as its memory; head, tail and ends go through a buffer.
 * *Through a buffer.* Any other plain tensor is copied piece by piece behind its head, packed if it has holes.
 * *As torch does it.* The few kinds that :func:`.blob.saved_stride` names go through ``torch.save``.
 """
@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.storage.aligned import PAGE, STRAIGHT_BYTES, AlignedFile, Bounce
-from stagereg.checkpoint.storage.blob import Skeleton, saved_stride, skeleton
-from stagereg.checkpoint.storage.files import FileStorage, StrPath, telling_the_truth
+from stagereg.checkpoint.storage.blob import Envelope, envelope, saved_stride
+from stagereg.checkpoint.storage.files import FileStorage, StrPath, raising_os_errors
 from stagereg.errors import ConfigError
-from stagereg.kernel.room import room_around
+from stagereg.kernel.memory import padding_around
 from stagereg.registry import register
 
 __all__ = ["DirectStorage"]
@@ -49,10 +49,10 @@ _log = logging.getLogger(__name__)
 class DirectStorage(FileStorage):
     """Writes with ``O_DIRECT`` what plain ``torch.distributed.checkpoint.load`` reads.
 
-    It takes hardly any processor time from training, and none of its page cache. With a stager that leaves room (the
-    checkpointer asks it to) the staged memory itself is written; with another one, or without any, small tensors and
-    tensors with holes go through two small buffers. A file system that refuses ``O_DIRECT``, as some network and memory
-    file systems do, is written through the page cache, and one log line says so.
+    It takes hardly any processor time from training, and none of its page cache. With a stager that reserves padding
+    (the checkpointer asks it to) the staged memory itself is written; with another one, or without any, small tensors
+    and tensors with holes go through two small buffers. A file system that refuses ``O_DIRECT``, as some network and
+    memory file systems do, is written through the page cache, which is logged once.
 
     Tensors may be on any device; those on an accelerator come over in pieces of the buffers' size.
 
@@ -61,10 +61,10 @@ class DirectStorage(FileStorage):
         buffer_mb: MiB of each of the two buffers, at least 1.
 
     Attributes:
-        margins: bytes of room that it can use before and after a tensor, see :class:`.Storage`.
+        padding: see :class:`.UsesPadding`.
     """
 
-    margins = (768, 1024)
+    padding = (768, 1024)
     remote = False
 
     def __init__(self, path: StrPath | None = None, buffer_mb: int = 4) -> None:
@@ -73,14 +73,14 @@ class DirectStorage(FileStorage):
         super().__init__(path)
         self._buffer_bytes = buffer_mb << 20
         self._buffers: list[Bounce] = []
-        self._told = False
+        self._logged = False
 
     def __getstate__(self) -> dict[str, Any]:
         """For a writer in another process, which makes buffers of its own."""
         return {**vars(self), "_buffers": []}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, flushed to the disk. Raises: ``OSError``, with what the operating system said."""
+        """Write this rank's file, flushed to the disk. Raises: ``OSError``, with the operating system's error."""
         self.files.marks.clear()
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._write_file(plan, planner) if plan.items else [])
@@ -90,18 +90,18 @@ class DirectStorage(FileStorage):
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         path = Path(self.path) / name
         self._buffers = self._buffers or [Bounce(self._buffer_bytes) for _ in range(2)]
-        with telling_the_truth(), AlignedFile(path, self._buffers) as file:
+        with raising_os_errors(), AlignedFile(path, self._buffers) as file:
             results = list(_write_items(file, name, plan, planner))
             self.files.marks[name] = file.finish()
         if file.refused:
-            self._tell(path.parent)
+            self._log_refusal(path.parent)
         return results
 
-    def _tell(self, folder: Path) -> None:
-        # Of the ranks on a machine, which would all say the same, the first one says it.
-        if not self._told and os.environ.get("LOCAL_RANK", "0") == "0":
+    def _log_refusal(self, folder: Path) -> None:
+        # Once on each machine: all its ranks would log the same.
+        if not self._logged and os.environ.get("LOCAL_RANK", "0") == "0":
             _log.warning("%s is on a file system that refuses O_DIRECT: written through the page cache.", folder)
-        self._told = True
+        self._logged = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +116,10 @@ class _InPlace:
 
 def _write_items(file: AlignedFile, name: str, plan: SavePlan, planner: SavePlanner) -> Iterator[WriteResult]:
     in_place: list[_InPlace] = []
-    rooms: dict[int, Skeleton] = {}
+    written: dict[int, Envelope] = {}
     for item in plan.items:
         data = planner.resolve_data(item)
-        ready = _put_around(item, data.detach(), rooms) if isinstance(data, torch.Tensor) else None
+        ready = _put_around(item, data.detach(), written) if isinstance(data, torch.Tensor) else None
         if ready is not None:
             in_place.append(ready)
             continue
@@ -141,27 +141,27 @@ def _result(index: MetadataIndex, name: str, offset: int, length: int) -> WriteR
 # -- in place
 
 
-def _put_around(item: WriteItem, x: torch.Tensor, rooms: dict[int, Skeleton]) -> _InPlace | None:
-    """Write head and tail into the room around a tensor; None where there is none, or too little.
+def _put_around(item: WriteItem, x: torch.Tensor, written: dict[int, Envelope]) -> _InPlace | None:
+    """Write head and tail into the padding around a tensor; None where there is none, or too little.
 
-    ``rooms`` has what was written around each address: another view of the same tensor must leave that alone.
+    ``written`` has what was written around each address: another view of the same tensor must leave that alone.
     """
-    room = room_around(x) if type(x) is torch.Tensor else None
-    around = _skeleton(x) if room is not None else None
-    if room is None or around is None or len(around.head) > room.before or len(around.tail) > room.after:
+    padding = padding_around(x) if type(x) is torch.Tensor else None
+    around = _envelope(x) if padding is not None else None
+    if padding is None or around is None or len(around.head) > padding.before or len(around.tail) > padding.after:
         return None
     address = x.data_ptr()
-    if rooms.setdefault(address, around) != around:
+    if written.setdefault(address, around) != around:
         return None
-    # The whole room, so that nothing gets into the file that happened to be in the memory.
-    ctypes.memmove(address - room.before, around.head.rjust(room.before, b"\0"), room.before)
-    ctypes.memmove(address + x.nbytes, around.tail.ljust(room.after, b"\0"), room.after)
+    # All of the padding, so that nothing gets into the file that happened to be in the memory.
+    ctypes.memmove(address - padding.before, around.head.rjust(padding.before, b"\0"), padding.before)
+    ctypes.memmove(address + x.nbytes, around.tail.ljust(padding.after, b"\0"), padding.after)
     return _InPlace(item.index, x, address - len(around.head), len(around.head) + x.nbytes + len(around.tail))
 
 
-def _skeleton(x: torch.Tensor) -> Skeleton | None:
+def _envelope(x: torch.Tensor) -> Envelope | None:
     stride = saved_stride(x)
-    return None if stride is None else skeleton(x.dtype, x.shape, stride)
+    return None if stride is None else envelope(x.dtype, x.shape, stride)
 
 
 def _runs(blobs: list[_InPlace]) -> list[list[_InPlace]]:
@@ -194,7 +194,7 @@ def _write_item(file: AlignedFile, item: WriteItem, data: Any) -> int:
         file.write(data.getbuffer())
         return begin
     x = data.detach()
-    stride, around = saved_stride(x), _skeleton(x)
+    stride, around = saved_stride(x), _envelope(x)
     if stride is None or around is None:
         torch.save(_own_storage(x.cpu()), file)  # type: ignore[arg-type]
         return begin

@@ -1,7 +1,7 @@
 """Files in torch's format, marked on their way: what the storages have in common.
 
 Torch's ``FileSystemWriter`` asks a file system object for its streams. :class:`MarkedFiles` is one whose streams take
-the CRC-32 of what passes through and flush it to the disk, so that nobody has to read a file again to know its mark.
+the CRC-32 of what passes through and flush it to the disk, so that no file is read again for its mark.
 Where the directory is a URL, :class:`.MarkedObjects` takes its place, and a write that the network has lost is made
 again as a whole: what is to be written is still there.
 """
@@ -23,17 +23,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from stagereg.checkpoint.layout import FileMark
-from stagereg.checkpoint.place.choice import is_url
-from stagereg.checkpoint.place.retry import retrying, until, within
-from stagereg.checkpoint.points import reach
-from stagereg.checkpoint.storage.choice import expect_fit
+from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.storage.lookup import expect_fit
 from stagereg.checkpoint.storage.objects import MarkedObjects
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.storage.reader import CheckpointReader
+from stagereg.checkpoint.store.open_store import is_url
+from stagereg.checkpoint.store.retry import retrying, until, within
 from stagereg.errors import CheckpointError
 
-__all__ = ["FileStorage", "MarkedFiles", "StrPath", "telling_the_truth"]
+__all__ = ["FileStorage", "MarkedFiles", "StrPath", "raising_os_errors"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 T = TypeVar("T")
@@ -81,11 +81,11 @@ class MarkedFiles(FileSystem):
 
 
 class _Marking(io.FileIO):
-    """A file written from its beginning to its end, which tells its mark when it is on the disk."""
+    """A file written from its beginning to its end, which reports its mark when it is on the disk."""
 
     def __init__(self, path: StrPath, tell: Callable[[FileMark], None]) -> None:
         super().__init__(path, "w")
-        self._tell_mark = tell
+        self._report_mark = tell
         self._bytes = self._crc32 = 0
         self.whole = True
 
@@ -97,7 +97,7 @@ class _Marking(io.FileIO):
             raise
         self._bytes += written
         self._crc32 = zlib.crc32(memoryview(data)[:written], self._crc32)
-        reach("writing")
+        failpoint("writing")
         return written
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
@@ -109,18 +109,18 @@ class _Marking(io.FileIO):
         try:
             if self.whole:
                 os.fsync(self.fileno())
-                self._tell_mark(FileMark(self._bytes, self._crc32))
-                reach("flushed")
+                self._report_mark(FileMark(self._bytes, self._crc32))
+                failpoint("flushed")
         finally:
             super().close()
 
 
 @contextmanager
-def telling_the_truth() -> Generator[None, None, None]:
+def raising_os_errors() -> Generator[None, None, None]:
     """Raise the operating system's error where torch would raise another one on top of it.
 
     When the disk refuses a write, torch's archive writer fails once more while it unwinds and raises about positions in
-    the archive. Other ranks are told of the error that is raised, not of those behind it.
+    the archive. Other ranks get the error that is raised, not those behind it.
     """
     try:
         yield
@@ -174,11 +174,11 @@ class FileStorage(FileSystemWriter, Storage):
                 f"{type(self).__name__} was given no directory: build it with path=..., or save with checkpoint_id=..."
             )
         prepared = super().prepare_local_plan(plan)
-        reach("made")
+        failpoint("made")
         return prepared
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files. Raises: ``OSError``, with what the operating system or the store said."""
+        """Write this rank's files. Raises: ``OSError``, with the error of the operating system or the store."""
 
         def write() -> Future[list[WriteResult]]:
             self.files.marks.clear()
@@ -192,7 +192,7 @@ class FileStorage(FileSystemWriter, Storage):
         """Raise what a stream has failed with meanwhile: torch loses the errors of its own threads."""
         self.files.error = None  # that is left of an earlier checkpoint
         try:
-            with telling_the_truth():
+            with raising_os_errors():
                 yield
             if self.files.error is not None:
                 raise self.files.error

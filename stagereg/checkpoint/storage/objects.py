@@ -18,9 +18,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
-from stagereg.checkpoint.layout import FileMark
-from stagereg.checkpoint.place.objects import Objects
-from stagereg.checkpoint.points import reach
+from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.errors import CheckpointError
 
 __all__ = ["MarkedObjects"]
@@ -42,7 +42,7 @@ class MarkedObjects(FileSystemBase):
     def __init__(self) -> None:
         self.marks: dict[str, FileMark] = {}
         self.error: BaseException | None = None
-        self._objects: Objects | None = None
+        self._objects: ObjectStore | None = None
         self._waiting: dict[str, bytes] = {}
 
     @contextmanager
@@ -72,7 +72,7 @@ class MarkedObjects(FileSystemBase):
 
     def mkdir(self, path: StrPath) -> None:
         """Make a directory, where the store has any."""
-        self._store(os.fspath(path)).make_room(os.fspath(path))
+        self._store(os.fspath(path)).make_directory(os.fspath(path))
 
     def rename(self, path: StrPath, new_path: StrPath) -> None:
         """Store what was waiting for its name."""
@@ -80,7 +80,7 @@ class MarkedObjects(FileSystemBase):
         data = self._waiting.pop(os.fspath(path))
         self._store(url).put(url, data)
         self.marks[_name(url)] = FileMark(len(data), zlib.crc32(data))
-        reach("flushed")
+        failpoint("flushed")
 
     def exists(self, path: StrPath) -> bool:
         """Whether there is an object of that name."""
@@ -112,18 +112,18 @@ class MarkedObjects(FileSystemBase):
             upload.give_up()
             raise self.error from error
         self.marks[_name(url)] = mark
-        reach("flushed")
+        failpoint("flushed")
 
-    def _store(self, url: str) -> Objects:
+    def _store(self, url: str) -> ObjectStore:
         if self._objects is None or self._objects.protocol != url.partition("://")[0]:
-            self._objects = Objects(url)
+            self._objects = ObjectStore(url)
         return self._objects
 
 
 class _Upload(io.RawIOBase):
     """An object that is written from its beginning to its end."""
 
-    def __init__(self, objects: Objects, url: str) -> None:
+    def __init__(self, objects: ObjectStore, url: str) -> None:
         super().__init__()
         self._objects, self._url = objects, url
         self._file: Any = objects.fs.open(objects.path(url), "wb")
@@ -170,7 +170,7 @@ class _Upload(io.RawIOBase):
             self._file.write(piece)
             self._bytes += len(piece)
             self._crc32 = zlib.crc32(piece, self._crc32)
-        reach("writing")
+        failpoint("writing")
         return len(rest)
 
 

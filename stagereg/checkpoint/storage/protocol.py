@@ -1,8 +1,9 @@
-"""What a storage is: torch's ``StorageWriter`` that also names its reader.
+"""The protocol of a storage: torch's ``StorageWriter`` that also returns its reader.
 
-The signatures are those of ``torch.distributed.checkpoint.StorageWriter`` (torch 2.13), so a storage goes into
-``torch.distributed.checkpoint.save(storage_writer=...)`` as it is, and a writer made for torch is a storage here once
-it has :meth:`Storage.reader`. What the checkpointer asks beyond torch is told in :class:`Storage`.
+The signatures are those of ``torch.distributed.checkpoint.StorageWriter`` (torch 2.13). So a storage works as
+``torch.distributed.checkpoint.save(storage_writer=...)``, and a writer made for torch is a storage here once it has
+:meth:`Storage.reader`. The optional members are :class:`MarksFiles`, :class:`UsesPadding`, :class:`WritesUrls` and
+:class:`WrapsStorage`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from stagereg.checkpoint.layout import FileMark
+from stagereg.checkpoint.manifest import FileMark
 
-__all__ = ["Storage"]
+__all__ = ["MarksFiles", "Storage", "UsesPadding", "WrapsStorage", "WritesUrls"]
 
 
 class Storage(StorageWriter):
@@ -23,23 +25,19 @@ class Storage(StorageWriter):
 
     The order of calls on each rank, by a checkpointer or by ``torch.distributed.checkpoint.save``, on one thread:
 
-    1. ``reset(checkpoint_id)`` names the directory, which is empty or not there.
+    1. ``reset(checkpoint_id)`` gives the directory, which is empty or does not exist.
     2. ``set_up_storage_writer``, ``prepare_local_plan``, and on the coordinator ``prepare_global_plan``.
     3. ``write_data`` writes this rank's files; the coordinator's ``finish`` follows when all ranks have written theirs.
-    4. ``marks`` tells what was written, if the storage has them. Steps 1 to 4 may come again.
+    4. ``marks`` returns what was written, if the storage has them. Steps 1 to 4 may come again.
 
     A storage promises:
 
-    1. *Whole or an error.* What the disk refuses is an ``OSError`` that says what the operating system said.
+    1. *Whole or an error.* What the disk refuses is an ``OSError`` with the error of the operating system.
     2. *On the disk.* A file that has a mark is flushed to the disk; the checkpointer flushes the others.
     3. *Bit for bit.* What :meth:`reader` reads equals what was given, also in another process and on other ranks.
-    4. *No arguments needed.* It can be built without arguments, so that a checkpoint tells by the name of its storage
-       how it is to be read.
-    5. *Portable.* It can be pickled before ``write_data`` and after it, where a process of its own is to write.
-
-    Not asked of every storage, and looked for by name: ``margins``, a pair of bytes. A stager that can is told to leave
-    as much free before and after each tensor, which the storage may then write on, see :mod:`stagereg.kernel.room`.
-    ``remote``, whether it can write to URLs; one that says false is refused where checkpoints go to one.
+    4. *No arguments needed.* It can be built without arguments: a checkpoint names its storage, and the name is enough
+       to read it.
+    5. *Portable.* It can be pickled before ``write_data`` and after it, for a writer process.
 
     A subclass has to write torch's methods and ``reader``.
     """
@@ -50,8 +48,53 @@ class Storage(StorageWriter):
 
     @property
     def marks(self) -> Mapping[str, FileMark]:
+        """See :class:`MarksFiles`; none unless a subclass has them."""
+        return {}
+
+
+@runtime_checkable
+class MarksFiles(Protocol):
+    """A storage that computes the marks of its files while it writes them."""
+
+    @property
+    def marks(self) -> Mapping[str, FileMark]:
         """Size and CRC-32 of each file that this process wrote in the last ``write_data`` and ``finish``.
 
-        By name inside the directory, from the bytes on their way. The checkpointer reads files without a mark again.
+        By name inside the directory, from the bytes as they were written. The checkpointer reads every other file once
+        more to mark it.
         """
-        return {}
+
+
+@runtime_checkable
+class UsesPadding(Protocol):
+    """A storage that can write the image of a file in place, around tensors of the copy.
+
+    Attributes:
+        padding: bytes that it writes before and after each tensor. A stager that is a
+            :class:`~stagereg.stagers.async_stager.ReservesPadding` leaves as many free.
+    """
+
+    padding: tuple[int, int]
+
+
+@runtime_checkable
+class WritesUrls(Protocol):
+    """A storage that says whether it can write to URLs. Any other storage is taken to.
+
+    Attributes:
+        remote: False if it writes only to file systems of this machine. Saving to a URL is then refused.
+    """
+
+    remote: bool
+
+
+@runtime_checkable
+class WrapsStorage(Protocol):
+    """A storage that writes through another one.
+
+    Attributes:
+        wraps: the other one, whose name the manifest gets, and which reads the checkpoint.
+    """
+
+    @property
+    def wraps(self) -> Storage: ...

@@ -1,4 +1,4 @@
-"""Reading torch's files without trusting them: metadata that is checked, and files that are what it says.
+"""Reads torch's files without trusting them: checks the metadata, and the files against the metadata.
 
 Torch's ``FileSystemReader`` unpickles ``.metadata`` and opens what that names. :class:`CheckpointReader` reads it with
 :mod:`stagereg.checkpoint.trusted` and builds torch's own objects from it one field at a time. Before anything else is
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from stagereg.checkpoint.layout import MANIFEST, MOST, Manifest
+from stagereg.checkpoint.manifest import MANIFEST, MOST, Manifest
 from stagereg.checkpoint.storage.archive import expect_stored
 from stagereg.checkpoint.trusted import Maker, Record, Vocabulary, dtypes, exactly, loads
 from stagereg.errors import CheckpointError
@@ -68,7 +68,7 @@ _TYPES = (
 
 
 def read_metadata(data: bytes) -> Metadata:
-    """Return what the content of a ``.metadata`` file says, in torch's own objects.
+    """Return the content of a ``.metadata`` file, in torch's own objects.
 
     Raises:
         CheckpointError: it is damaged, or has something else in it than metadata; nothing of it was run.
@@ -116,7 +116,7 @@ class CheckpointReader(FileSystemReader):
         items = sorted(plan.items, key=lambda item: int(self.storage_data[item.storage_index].offset))
         try:
             return super().read_data(replace(plan, items=items), planner)
-        except pickle.UnpicklingError as error:  # torch's words on it tell how to run what is there
+        except pickle.UnpicklingError as error:  # torch's message explains how to run the pickle
             raise CheckpointError(f"{self.path} has something else where a tensor belongs; nothing was run") from error
 
     def expect_regular(self, name: str) -> None:
@@ -163,7 +163,7 @@ def _expect_plain(name: str) -> None:
 
 
 def _check(metadata: Metadata, sizes: Mapping[str, int]) -> None:
-    """Hold where everything is said to be, and how large, against the sizes of the files."""
+    """Check where every entry lies, and how large it is, against the sizes of the files."""
     for info in metadata.storage_data.values():
         if info.relative_path not in sizes:
             raise CheckpointError(f"it names {info.relative_path!r:.100}, which is no file of the checkpoint")
@@ -176,7 +176,7 @@ def _check(metadata: Metadata, sizes: Mapping[str, int]) -> None:
         if isinstance(entry, TensorStorageMetadata):
             _check_tensor(name, entry, metadata.storage_data)
         elif MetadataIndex(name) not in metadata.storage_data:
-            raise CheckpointError(f"it has {name!r:.100} and does not say where")
+            raise CheckpointError(f"it has {name!r:.100} without saying where")
 
 
 def _check_tensor(name: str, entry: TensorStorageMetadata, stored: Mapping[MetadataIndex, _StorageInfo]) -> None:
@@ -184,7 +184,7 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, stored: Mapping[Metad
     for chunk in entry.chunks:
         info = stored.get(MetadataIndex(name, chunk.offsets))
         if info is None:
-            raise CheckpointError(f"it has a part of {name!r:.100} and does not say where")
+            raise CheckpointError(f"it has a part of {name!r:.100} without saying where")
         count = math.prod(chunk.sizes)
         within = len(chunk.offsets) == len(chunk.sizes) == len(entry.size) and all(
             not count or begin + length <= whole

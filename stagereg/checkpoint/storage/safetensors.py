@@ -3,7 +3,7 @@
 Torch's ``HuggingFaceStorageWriter`` writes one file of tensors a rank, named in that format after the rank as
 ``shard-00001-model-00001-of-00001.safetensors``. A whole tensor is in one of them; of a ``DTensor`` each has a shard,
 with its offsets in the file's metadata. Numbers, text and what else is no tensor cannot be in such a file: it goes into
-``__0_0.distcp``, and ``.metadata`` says where everything is, as in torch's own format.
+``__0_0.distcp``, and ``.metadata`` has where everything is, as in torch's own format.
 
 A rank's tensors are gathered in host memory once more, as torch's writer does it.
 """
@@ -44,8 +44,8 @@ class SafetensorsStorage(FileStorage):
     """Writes files for ``safetensors.torch.load_file``; needs the package ``safetensors``.
 
     ``torch.distributed.checkpoint.load(..., storage_reader=HuggingFaceStorageReader(path))`` reads the tensors,
-    :meth:`reader` all of it. Tied tensors are written once a name. A tensor that the format has no place for (sparse,
-    quantized, or of a dtype it does not name) is an error that says which.
+    :meth:`reader` all of it. Tied tensors are written once a name. A tensor that the format cannot hold (sparse,
+    quantized, or of a dtype it does not name) is an error that names it.
 
     Args:
         path: the directory; torch and the checkpointer name another for each checkpoint.
@@ -72,7 +72,7 @@ class SafetensorsStorage(FileStorage):
         return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Say how each rank's files are named. Called on the coordinator."""
+        """Name each rank's files. Called on the coordinator."""
         ours, theirs = super().prepare_global_plan(plans), self._tensors.prepare_global_plan(plans)
         return [
             replace(plan, storage_data=_Names(our.storage_data, their.storage_data))
@@ -180,5 +180,5 @@ def _expect_package() -> None:
         import safetensors  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "storage=safetensors needs a package that is not installed: pip install 'stagereg[safetensors]'"
+            "storage=safetensors needs a package that is not installed: pip install 'hydra-stagereg[safetensors]'"
         ) from error

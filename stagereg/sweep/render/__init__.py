@@ -19,7 +19,7 @@ import stagereg.sweep.render.tables as tables
 from stagereg.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Comparison
+    from stagereg.sweep.comparison import Comparison
 
 __all__ = ["FILES", "write"]
 
@@ -37,7 +37,7 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
     """Write the files of ``comparison`` and return their paths; who calls is one process.
 
     Where there is nothing to draw, or no matplotlib, the pictures are left out (older ones are removed); the latter is
-    said on stderr in a line.
+    reported on stderr in a line.
 
     Raises:
         OSError: a file could not be written.
@@ -55,10 +55,10 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
         if figure is not None:
             svg = plots.svg_text(figure)
             documents |= {"compare.svg": svg.encode(), "compare.png": plots.png_bytes(figure)}
-            pictures = [page.Picture(f"{comparison.ranking.name} and the rest", svg, words=_WORDS)]
+            pictures = [page.Picture(f"{comparison.ranking.name} and the rest", svg, caption=_CAPTION)]
         timelines = list(_timelines(comparison))
     except ImportError as error:
-        print(f"no picture ({error}): pip install 'stagereg[report]'", file=sys.stderr)
+        print(f"no picture ({error}): pip install 'hydra-stagereg[report]'", file=sys.stderr)
     documents["report.html"] = page.compare_page(comparison, pictures, timelines).encode()
     for name in FILES:
         if name in documents:
@@ -68,7 +68,7 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
     return [directory / name for name in FILES if name in documents]
 
 
-_WORDS = "Each line is a row of the table, in its order: hollow points are single runs, the bar is their middle half."
+_CAPTION = "Each line is a row of the table, in its order: hollow points are single runs, the bar is their middle half."
 
 
 def _timelines(comparison: Comparison) -> Iterator[page.Picture]:
@@ -83,8 +83,8 @@ def _timelines(comparison: Comparison) -> Iterator[page.Picture]:
             continue
         with contextlib.suppress(ConfigError):  # a run without records has no timeline; the table is there anyway
             figure = timeline_figure(Run.read(job.directory), None)
-            words = f"The first run of the row, {job.directory}"
+            caption = f"The first run of the row, {job.directory}"
             svg = plots.svg_text(figure)
             png = plots.png_bytes(figure, _DOTS_PER_INCH) if len(svg) > _LONGEST_SVG else b""
-            yield page.Picture(row.label, "" if png else svg, png, words)
+            yield page.Picture(row.label, "" if png else svg, png, caption)
             drawn += 1

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import stagereg.sweep.render.sheets as sheets
 import stagereg.sweep.render.tables as tables
-from stagereg.sweep.answer import Trust, repeated, trust
-from stagereg.sweep.metrics import METRICS, counted
+from stagereg.sweep.answer import Confidence, confidence, repeated, sentences
+from stagereg.sweep.metric import METRICS, counted
 from stagereg.sweep.render.plots import COLOURS
 from stagereg.sweep.render.sheets import Table
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Comparison, Row
+    from stagereg.sweep.comparison import Comparison, ComparisonRow
     from stagereg.sweep.result import JobResult
     from stagereg.sweep.run import Run
 
@@ -47,13 +47,13 @@ class Picture:
         title: its heading; for timelines of a sweep what the run is.
         svg: an SVG document as ``plots.svg_text`` makes it; it goes into the page and follows light and dark.
         png: a PNG file's bytes, for what is too much for SVG; used where ``svg`` is empty.
-        words: what there is to see, for who cannot see it and as the caption.
+        caption: what there is to see, also for a screen reader.
     """
 
     title: str
     svg: str = ""
     png: bytes = b""
-    words: str = ""
+    caption: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Tile:
 
     head: str
     text: str
-    words: str = ""
+    caption: str = ""
     kind: str = ""
 
 
@@ -73,7 +73,7 @@ class _Drawn:
     title: str
     svg: str
     png: str
-    words: str
+    caption: str
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def compare_page(comparison: Comparison, pictures: Sequence[Picture] = (), timel
         title=f"Sweep {comparison.directory.name}",
         directory=str(comparison.directory),
         when=_when(jobs),
-        answer=comparison.answer,
-        verdict=_CERTAINTY[trust(comparison)][2],
+        answer=sentences(comparison),
+        verdict=_CERTAINTY[confidence(comparison)][2],
         tiles=_tiles(comparison, jobs),
         command=_again(best.jobs) if best else "",
         warnings=[*comparison.warnings, *_incomplete(rows)],
@@ -134,7 +134,7 @@ def run_page(
     """Return the page of a single run.
 
     Args:
-        run: what its ranks told; gives the heading and how it ended.
+        run: its records; they give the heading and how it ended.
         figures: its figures as ``figures.figures`` gives them.
         pictures: the timeline, the loss curve …, in this order.
         answer: the sentence on top.
@@ -154,7 +154,7 @@ def run_page(
         tiles=_run_tiles(run, figures),
         warnings=list(warnings),
         figures=sheets.of_figures(figures),
-        tables=[sheets.as_told(table) for table in tables],
+        tables=[sheets.as_given(table) for table in tables],
         pictures=[_drawn(picture, f"p{place}-") for place, picture in enumerate(pictures)],
         config=_cut(config),
         command=command,
@@ -186,11 +186,11 @@ def _rendered(template: str, **values: Any) -> str:
 
 def _drawn(picture: Picture, prefix: str) -> _Drawn:
     png = f"data:image/png;base64,{base64.b64encode(picture.png).decode()}" if picture.png and not picture.svg else ""
-    svg = _inline(picture.svg, prefix, f"{picture.title}. {picture.words}") if picture.svg else ""
-    return _Drawn(picture.title, svg, png, picture.words)
+    svg = _inline(picture.svg, prefix, f"{picture.title}. {picture.caption}") if picture.svg else ""
+    return _Drawn(picture.title, svg, png, picture.caption)
 
 
-def _inline(document: str, prefix: str, told: str) -> Any:
+def _inline(document: str, prefix: str, shown: str) -> Any:
     """The SVG as markup for a page: names of its own, no size of its own, and colours that the page may change.
 
     Trusts the document: matplotlib escapes all text in it.
@@ -202,7 +202,7 @@ def _inline(document: str, prefix: str, told: str) -> Any:
     text = re.sub(r'^<svg([^>]*?) width="[^"]*"', r"<svg\1", text)
     text = re.sub(r'^<svg([^>]*?) height="[^"]*"', r"<svg\1", text)
     text = re.sub(r"<[^>]+>", lambda tag: _of_the_page(tag[0], prefix), text)
-    return Markup(f'<svg role="img" aria-label="{escape(told)}"{text[4:]}')
+    return Markup(f'<svg role="img" aria-label="{escape(shown)}"{text[4:]}')
 
 
 def _of_the_page(tag: str, prefix: str) -> str:
@@ -213,29 +213,29 @@ def _of_the_page(tag: str, prefix: str) -> str:
 
 
 _CERTAINTY = {
-    Trust.NO_BEST: ("unknown", "no combination completed with {metric}", "bad"),
-    Trust.ALONE: ("not known", "no other combination has this figure in all its runs", "open"),
-    Trust.TIE: ("a tie", "{ties} cannot be told from the best", "open"),
-    Trust.ONCE: ("not proven", "one run says nothing about the spread; {repeats} would", "open"),
-    Trust.FEW: ("likely", "larger than the spread, but of few runs only", "open"),
-    Trust.REAL: ("real", "larger than the spread of the runs", "good"),
+    Confidence.NO_BEST: ("unknown", "no combination completed with {metric}", "bad"),
+    Confidence.ALONE: ("not known", "no other combination has this figure in all its runs", "open"),
+    Confidence.TIE: ("a tie", "{ties} cannot be distinguished from the best", "open"),
+    Confidence.ONCE: ("not proven", "one run has no spread; {repeats} would have one", "open"),
+    Confidence.FEW: ("likely", "larger than the spread, but of few runs only", "open"),
+    Confidence.REAL: ("real", "larger than the spread of the runs", "good"),
 }
-"""Whether the answer is one: in a word or two, in a sentence, and which colour that has."""
+"""Whether the answer is one: in short, in a sentence, and which colour that has."""
 
 
 def _tiles(comparison: Comparison, jobs: Sequence[JobResult]) -> list[_Tile]:
     ranking, best = comparison.ranking, comparison.best
     tiles = []
     if best is not None and (cell := tables.known(best, ranking)):
-        said = f"{tables.median_text(cell)} {tables.spread_text(cell)}".rstrip()
-        tiles.append(_Tile(f"best {ranking.name}", said, best.label, "best"))
-    word, words, kind = _CERTAINTY[trust(comparison)]
-    told = {
+        shown = f"{tables.median_text(cell)} {tables.spread_text(cell)}".rstrip()
+        tiles.append(_Tile(f"best {ranking.name}", shown, best.label, "best"))
+    short, caption, kind = _CERTAINTY[confidence(comparison)]
+    facts = {
         "metric": ranking.name,
         "ties": counted(len(comparison.ties), "other"),
         "repeats": repeated(comparison, 3),
     }
-    tiles.append(_Tile("the difference is", word, words.format(**told), kind))
+    tiles.append(_Tile("the difference is", short, caption.format(**facts), kind))
     done = sum(job.status == "completed" for job in jobs)
     rows = [row for row in comparison.rows if not row.again]
     repeats = f"{counted(len(rows), 'combination')}, {counted(comparison.repeats, 'run')} each"
@@ -244,19 +244,19 @@ def _tiles(comparison: Comparison, jobs: Sequence[JobResult]) -> list[_Tile]:
     return tiles
 
 
-def _incomplete(rows: Sequence[Row]) -> list[str]:
-    """Say what failed, in one line, so that it is seen before the table."""
+def _incomplete(rows: Sequence[ComparisonRow]) -> list[str]:
+    """What failed, in one line, to be seen before the table."""
     broken = [row for row in rows if row.status != "completed"]
     if not broken:
         return []
-    # The table has no room for the error of a row with figures.
-    said = (f"{row.status}: {tables.first_line(row.error)}" if row.cells else row.status for row in broken)
-    names = "; ".join(f"{tables.named(row)} ({status})" for row, status in zip(broken, said, strict=True))
+    # The table has no space for the error of a row with figures.
+    shown = (f"{row.status}: {tables.first_line(row.error)}" if row.cells else row.status for row in broken)
+    names = "; ".join(f"{tables.named(row)} ({status})" for row, status in zip(broken, shown, strict=True))
     where = names if len(names) < _LINE else "they are the last of the table, and their errors are with their configs"
     return [f"{len(broken)} of {counted(len(rows), 'row')} did not complete: {where}."]
 
 
-def _detail(row: Row, comparison: Comparison) -> _Detail:
+def _detail(row: ComparisonRow, comparison: Comparison) -> _Detail:
     jobs = tuple(
         (
             str(job.directory),
@@ -297,13 +297,13 @@ def _when(jobs: Iterable[JobResult]) -> str:
 
 def _facts(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Names and values; where the runs differ, all of them. The load is of the first run: it always differs."""
-    told: list[tuple[str, str]] = []
+    shown: list[tuple[str, str]] = []
     for name in dict.fromkeys(name for one in environments for name in one):
         values = [_text(one[name]) for one in environments if one.get(name) not in (None, "")]
         different = list(dict.fromkeys(values[:1] if name == "load" else values))
         if different:
-            told.append((name, "; ".join(different)))
-    return told
+            shown.append((name, "; ".join(different)))
+    return shown
 
 
 def _text(value: Any) -> str:
@@ -321,6 +321,6 @@ def _run_tiles(run: Run, figures: Mapping[str, float]) -> list[_Tile]:
     tiles = [_Tile("status", run.status, f"after {tables.number(run.seconds)} s", kind)]
     for metric in METRICS:
         if metric.name in figures and len(tiles) < 4:
-            words = re.split(r"[:.]", metric.doc)[0]
-            tiles.append(_Tile(metric.name, metric.text(figures[metric.name]), words))
+            caption = re.split(r"[:.]", metric.doc)[0]
+            tiles.append(_Tile(metric.name, metric.text(figures[metric.name]), caption))
     return tiles

@@ -1,12 +1,12 @@
 """The picture of a comparison: every run of every row, so that one sees whether a difference is one.
 
 One large panel for the metric that ranks, and a small one for each other metric, the rows in the order of the table.
-Best, tie, A/A and failed are told apart by shape as well as by colour, and the colours by people with any colour vision
+Best, tie, A/A and failed differ in shape as well as in colour, and the colours for people with any colour vision
 (after Okabe and Ito, https://jfly.uni-koeln.de/color/).
 
 Pictures are drawn with matplotlib's objects, without pyplot and untouched by the user's matplotlibrc, and the same
 comparison gives the same bytes: :func:`styled` is the style, :func:`svg_text` and :func:`png_bytes` the documents, for
-the pictures of other rooms too. The colours of :data:`COLOURS` follow light and dark where the SVG stands in a page.
+other pictures too. The colours of :data:`COLOURS` follow light and dark where the SVG stands in a page.
 
 Matplotlib is imported when a picture is made; who has none gets ImportError from each function here.
 """
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from stagereg.sweep.compare import Cell, Comparison, Row
-    from stagereg.sweep.metrics import Metric
+    from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
+    from stagereg.sweep.metric import Metric
 
 __all__ = ["COLOURS", "compare_figure", "plain", "png_bytes", "styled", "svg_text"]
 
@@ -100,7 +100,7 @@ _SMALL_BOTTOM = 0.32
 _CHARACTER = 0.075
 """What a letter of a label takes."""
 _MARKER = 0.36
-"""What a marker of the legend and the room around it take."""
+"""What a marker of the legend and the space around it take."""
 _MANY = 14
 """Rows from which on they stand closer."""
 _SMALL_PANELS = 4
@@ -141,14 +141,14 @@ def compare_figure(comparison: Comparison) -> Figure | None:
             return figure.add_axes((x / _WIDTH, 1 - (top + high) / height, wide / _WIDTH, high / height))
 
         texts = [_one_line(tables.known(row, main)) for row in rows]
-        room = max(map(len, texts)) * _CHARACTER + 0.2
-        axes = panel(left, _TOP, _WIDTH - left - room - _EDGE, tall)
+        width = max(map(len, texts)) * _CHARACTER + 0.2
+        axes = panel(left, _TOP, _WIDTH - left - width - _EDGE, tall)
         _draw(axes, rows, main, labels, kinds)
-        _words(axes, rows, texts, kinds)
+        _texts(axes, rows, texts, kinds)
         _legend(figure, axes, kinds, rows)
         wide = (_WIDTH - left - _EDGE + _SMALL_GAP) / across - _SMALL_GAP
-        for place, metric in enumerate(small):
-            line, column = divmod(place, across)
+        for index, metric in enumerate(small):
+            line, column = divmod(index, across)
             top = _TOP + tall + _BOTTOM + line * (_SMALL_TOP + tall_small + _SMALL_BOTTOM) + _SMALL_TOP
             axes = panel(left + column * (wide + _SMALL_GAP), top, wide, tall_small)
             _draw(axes, rows, metric, labels if column == 0 else [""] * len(rows), kinds, small=True)
@@ -158,7 +158,7 @@ def compare_figure(comparison: Comparison) -> Figure | None:
 def svg_text(figure: Figure) -> str:
     """Return ``figure`` as an SVG document whose letters are text; the same figure gives the same document."""
     kept = io.StringIO()
-    with styled(), _silent():
+    with styled(), _muted():
         figure.savefig(kept, format="svg", metadata={"Date": None, "Creator": None})
     return kept.getvalue()
 
@@ -166,7 +166,7 @@ def svg_text(figure: Figure) -> str:
 def png_bytes(figure: Figure, dots_per_inch: float = _DOTS_PER_INCH) -> bytes:
     """Return ``figure`` as a PNG file."""
     kept = io.BytesIO()
-    with styled(), _silent():
+    with styled(), _muted():
         figure.savefig(kept, format="png", dpi=dots_per_inch, metadata={"Software": None})
     return kept.getvalue()
 
@@ -189,7 +189,7 @@ def plain(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def _muted() -> Iterator[None]:
     """Without a warning for each letter that the font does not have: an SVG is shown in the reader's fonts anyway."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph", UserWarning)
@@ -198,7 +198,7 @@ def _silent() -> Iterator[None]:
 
 def _draw(
     axes: Axes,
-    rows: Sequence[Row],
+    rows: Sequence[ComparisonRow],
     metric: Metric,
     labels: Sequence[str],
     kinds: Sequence[str],
@@ -208,11 +208,11 @@ def _draw(
     factor = 0.55 if small else 1.0
     best = next((cell for row in rows if (cell := tables.known(row, metric)) and cell.verdict == "best"), None)
     if best is not None and len(rows) > 1:
-        last = max(place for place, row in enumerate(rows) if tables.known(row, metric))
+        last = max(index for index, row in enumerate(rows) if tables.known(row, metric))
         at, ends = [best.median] * 2, [-0.5, last + 0.5]
         axes.plot(at, ends, color=COLOURS["best"], linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.7, zorder=1)
     drawn: list[float] = []
-    for place, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
+    for index, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
         cell = tables.known(row, metric)
         if cell is None:
             continue
@@ -223,10 +223,10 @@ def _draw(
         drawn += [*values, cell.median]
         if len(values) > 1:
             low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-            axes.plot([low, high], [place, place], color=colour, linewidth=5 * factor, alpha=0.35, zorder=2)
+            axes.plot([low, high], [index, index], color=colour, linewidth=5 * factor, alpha=0.35, zorder=2)
             axes.scatter(
                 values,
-                [place] * len(values),
+                [index] * len(values),
                 s=16 * factor,
                 facecolors="none",
                 edgecolors=colour,
@@ -236,7 +236,7 @@ def _draw(
         hollow = kind == "A/A"
         axes.scatter(
             [cell.median],
-            [place],
+            [index],
             s=area * factor,
             marker=shape,
             facecolors=COLOURS["surface"] if hollow else colour,
@@ -263,7 +263,7 @@ def _draw(
 
 
 def _scale(axes: Axes, drawn: Sequence[float], most: int) -> None:
-    """Give the axis of values its range and at most ``most`` ticks, with as many digits as tell them apart."""
+    """Give the axis of values its range and at most ``most`` ticks, with enough digits to distinguish them."""
     low, high = min(drawn), max(drawn)
     if low > 0 and high / low >= _LOGARITHMIC:
         margin = (high / low) ** 0.06
@@ -278,7 +278,7 @@ def _scale(axes: Axes, drawn: Sequence[float], most: int) -> None:
     begin, end = (-0.3 * margin if from_zero else low - margin), high + margin
     ticks = _round_steps(begin, end, most, whole=all(float(value).is_integer() for value in drawn))
     axes.set_xlim(begin, end)
-    axes.set_xticks(ticks, _told_apart(ticks))
+    axes.set_xticks(ticks, _distinct_digits(ticks))
 
 
 def _decades(low: float, high: float, most: int) -> list[float]:
@@ -299,28 +299,28 @@ def _round_steps(begin: float, end: float, most: int, whole: bool) -> list[float
     return [float(tick) for tick in found if begin <= tick <= end]
 
 
-def _told_apart(ticks: Sequence[float]) -> list[str]:
-    """The numbers with as many places behind the point as they differ in."""
+def _distinct_digits(ticks: Sequence[float]) -> list[str]:
+    """The numbers with as many digits behind the point as they differ in."""
     step = min((after - before for before, after in itertools.pairwise(ticks)), default=0.0)
     if not step or max(map(abs, ticks)) >= 1e9:
         return [tables.number(tick) for tick in ticks]
-    places = next((n for n in range(12) if all(abs(round(tick, n) - tick) < step / 100 for tick in ticks)), 12)
-    return [f"{tick:,.{places}f}" if tick else "0" for tick in ticks]
+    digits = next((n for n in range(12) if all(abs(round(tick, n) - tick) < step / 100 for tick in ticks)), 12)
+    return [f"{tick:,.{digits}f}" if tick else "0" for tick in ticks]
 
 
-def _words(axes: Axes, rows: Sequence[Row], texts: Sequence[str], kinds: Sequence[str]) -> None:
+def _texts(axes: Axes, rows: Sequence[ComparisonRow], texts: Sequence[str], kinds: Sequence[str]) -> None:
     """The numbers at the right of each row, and in place of points what became of those that have none."""
-    for place, (row, text, kind) in enumerate(zip(rows, texts, kinds, strict=True)):
+    for index, (row, text, kind) in enumerate(zip(rows, texts, kinds, strict=True)):
         if text:
             weight = "bold" if kind == "best" else "normal"
             across = axes.get_yaxis_transform()
-            axes.text(1.012, place, text, transform=across, va="center_baseline", fontsize=8.5, fontweight=weight)
+            axes.text(1.012, index, text, transform=across, va="center_baseline", fontsize=8.5, fontweight=weight)
         elif kind in ("failed", "unfinished"):
-            said = f"{_CROSS} {kind}" + (f": {tables.first_line(row.error)}" if row.error else "")
+            text = f"{_CROSS} {kind}" + (f": {tables.first_line(row.error)}" if row.error else "")
             axes.text(
                 0.008,
-                place,
-                plain(_shortened(said, 88)),
+                index,
+                plain(_shortened(text, 88)),
                 transform=axes.get_yaxis_transform(),
                 va="center_baseline",
                 fontsize=8.0,
@@ -328,33 +328,33 @@ def _words(axes: Axes, rows: Sequence[Row], texts: Sequence[str], kinds: Sequenc
             )
 
 
-def _legend(figure: Figure, axes: Axes, kinds: Sequence[str], rows: Sequence[Row]) -> None:
+def _legend(figure: Figure, axes: Axes, kinds: Sequence[str], rows: Sequence[ComparisonRow]) -> None:
     from matplotlib.lines import Line2D
 
-    words = {"best": "best", "tie": "ties with the best", "A/A": "A/A: the first combination once more", "": "median"}
+    labels = {"best": "best", "tie": "ties with the best", "A/A": "A/A: the first combination once more", "": "median"}
     handles = []
-    for kind, word in words.items():
+    for kind, label in labels.items():
         if kind not in kinds:
             continue
         shape, area = _SHAPES[kind]
         colour = COLOURS[_KINDS[kind]]
         face = COLOURS["surface"] if kind == "A/A" else colour
         handles.append(
-            Line2D([], [], marker=shape, linestyle="", color=face, mec=colour, ms=math.sqrt(area) * 0.9, label=word)
+            Line2D([], [], marker=shape, linestyle="", color=face, mec=colour, ms=math.sqrt(area) * 0.9, label=label)
         )
     if any(len(cell.values) > 1 for row in rows for cell in row.cells.values()):
         handles.append(
             Line2D([], [], marker="o", linestyle="", color="none", mec=COLOURS["plain"], ms=4, label="one run")
         )
         handles.append(Line2D([], [], color=COLOURS["plain"], alpha=0.35, linewidth=5, label="middle half of the runs"))
-    place = axes.get_position()
+    index = axes.get_position()
     needed = sum(_MARKER + len(str(handle.get_label())) * _CHARACTER * 0.9 for handle in handles)
-    # As far left as the title, or further where the picture would end before the words do.
-    left = max(min(place.x0 - 0.012, 1 - (needed + _EDGE) / _WIDTH), 0.0)
+    # As far left as the title, or further where the picture would end before the text does.
+    left = max(min(index.x0 - 0.012, 1 - (needed + _EDGE) / _WIDTH), 0.0)
     figure.legend(
         handles=handles,
         loc="lower left",
-        bbox_to_anchor=(left, place.y1),
+        bbox_to_anchor=(left, index.y1),
         ncols=len(handles),
         fontsize=8.0,
         borderaxespad=0.2,
@@ -367,14 +367,14 @@ def _one_line(cell: Cell | None) -> str:
     return f"{tables.median_text(cell)} {tables.spread_text(cell)}".rstrip() if cell else ""
 
 
-def _labels(rows: Sequence[Row]) -> list[str]:
+def _labels(rows: Sequence[ComparisonRow]) -> list[str]:
     """What the rows are called, each with its own label: the values alone, for the names are the same in all."""
     texts = []
     for row in rows:
         text = _shortened(" · ".join(row.parameters.values()) or row.label, _LONGEST)
         ends = [*([row.versions] if row.versions and row.parameters else []), *(["A/A"] if row.again else [])]
         texts.append(f"{text} ({', '.join(ends)})" if ends else text)
-    return [text if texts.count(text) == 1 else f"{text} #{place + 1}" for place, text in enumerate(texts)]
+    return [text if texts.count(text) == 1 else f"{text} #{index + 1}" for index, text in enumerate(texts)]
 
 
 def _shortened(text: str, longest: int) -> str:

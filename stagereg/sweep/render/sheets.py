@@ -1,7 +1,7 @@
-"""Tables of a page: what each head and each cell says, how it looks and by what it is sorted.
+"""Tables of a page: the text of each head and cell, how it looks and by what it is sorted.
 
-Numbers are sorted as numbers, by all their digits, whatever of them is written. How that becomes HTML is the business
-of the templates, and which tables a page has that of :mod:`stagereg.sweep.render.page`.
+Numbers are sorted as numbers, by all their digits, whatever of them is written. The templates turn this into HTML;
+:mod:`stagereg.sweep.render.page` chooses the tables of a page.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import stagereg.sweep.render.tables as tables
-from stagereg.sweep.metrics import METRICS, counted, in_order, in_words
+from stagereg.sweep.metric import METRICS, counted, in_order, labelled
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Cell, Comparison, Row
-    from stagereg.sweep.metrics import Metric
+    from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
+    from stagereg.sweep.metric import Metric
 
-__all__ = ["Shown", "Table", "as_told", "compared", "of_figures"]
+__all__ = ["Shown", "Table", "as_given", "compared", "of_figures"]
 
 _NONE = "-"
 _VERDICTS = ("best", "tie", "", "A/A", "unfinished", "failed")
@@ -35,18 +35,18 @@ class Table:
         title: its heading.
         columns: the heads.
         rows: as many values each as there are columns; floats are written with few digits and sorted with all.
-        words: a line below the heading.
+        caption: a line below the heading.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str | float | int | None, ...], ...]
-    words: str = ""
+    caption: str = ""
 
 
 @dataclass(frozen=True)
 class _Column:
-    """A head: what it says, also on closer look, and how a first click sorts; ``ranked`` is words with numbers."""
+    """A head: its text, also on closer look, and how a first click sorts; ``ranked`` is text with numbers."""
 
     head: str
     hint: str = ""
@@ -90,10 +90,10 @@ class Shown:
     label: str
     columns: tuple[_Column, ...]
     lines: tuple[_Line, ...]
-    words: str = ""
+    caption: str = ""
 
 
-def compared(comparison: Comparison, rows: Sequence[Row]) -> Shown:
+def compared(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Shown:
     """Return the table of a sweep: its rows as ``tables.ordered`` has them."""
     ranking = comparison.ranking
     columns = [_Column("verdict", ranked=True)]
@@ -107,14 +107,14 @@ def compared(comparison: Comparison, rows: Sequence[Row]) -> Shown:
         columns.append(_Column(metric.head, _hint(metric), numeric=True, first=first, sorted=now))
     if not comparison.metrics:
         columns.append(_Column("error"))
-    given = ([(values[place], numeric[name]) for name, values in apart.items()] for place in range(len(rows)))
+    given = ([(values[index], numeric[name]) for name, values in apart.items()] for index in range(len(rows)))
     lines = tuple(_comparison_line(row, comparison, one) for row, one in zip(rows, given, strict=True))
-    words = f"{counted(len(rows), 'row')}, ranked by {ranking.name}"
-    return Shown("Comparison", tuple(columns), lines, words)
+    caption = f"{counted(len(rows), 'row')}, ranked by {ranking.name}"
+    return Shown("Comparison", tuple(columns), lines, caption)
 
 
-def _comparison_line(row: Row, comparison: Comparison, given: Iterable[tuple[str | None, bool]]) -> _Line:
-    """The line of a row that is told from others by values each of which is a number, or is not."""
+def _comparison_line(row: ComparisonRow, comparison: Comparison, given: Iterable[tuple[str | None, bool]]) -> _Line:
+    """The line of a row, which values distinguish from others; each of them is a number, or is not."""
     kind = tables.verdict(row, comparison)
     cells = [_Cell(kind, key=str(_VERDICTS.index(kind)), chip=bool(kind), verdict=kind)]
     for value, numeric in given:
@@ -123,8 +123,8 @@ def _comparison_line(row: Row, comparison: Comparison, given: Iterable[tuple[str
     done = sum(job.status == "completed" for job in row.jobs)
     cells.append(_Cell(tables.runs(row), key=str(done), numeric=True, hint=row.note, mark="†" if row.note else ""))
     if not tables.measured(row):
-        said = tables.first_line(row.error) or ("ended before it had told its end" if kind == "unfinished" else "")
-        cells.append(_Cell(said, error=True, span=max(1, len(comparison.metrics))))
+        shown = tables.first_line(row.error) or ("no end recorded" if kind == "unfinished" else "")
+        cells.append(_Cell(shown, error=True, span=max(1, len(comparison.metrics))))
         return _Line(tuple(cells), kind, last=row.status != "completed")
     cells += [_metric_cell(tables.known(row, metric)) for metric in comparison.metrics]
     return _Line(tuple(cells), kind)
@@ -150,14 +150,14 @@ def _hint(metric: Metric) -> str:
     return f"{metric.name}: {metric.doc.rstrip('.')}.{unit}{better}"
 
 
-def as_told(table: Table) -> Shown:
-    """Return a table that somebody else has filled."""
-    numeric = [_numbers(row[place] for row in table.rows) for place in range(len(table.columns))]
+def as_given(table: Table) -> Shown:
+    """Return a table of values that were made elsewhere."""
+    numeric = [_numbers(row[index] for row in table.rows) for index in range(len(table.columns))]
     columns = tuple(_Column(head, numeric=one) for head, one in zip(table.columns, numeric, strict=True))
     lines = tuple(
         _Line(tuple(_plain_cell(value, one) for value, one in zip(row, numeric, strict=True))) for row in table.rows
     )
-    return Shown(table.title, columns, lines, table.words)
+    return Shown(table.title, columns, lines, table.caption)
 
 
 def _plain_cell(value: str | float | int | None, numeric: bool) -> _Cell:
@@ -172,7 +172,7 @@ def of_figures(figures: Mapping[str, float]) -> Shown:
     docs = {metric.name: f"{metric.doc.rstrip('.')}." for metric in METRICS}
     lines = []
     for name in in_order(figures):
-        head, value, unit = in_words(name, figures[name])
+        head, value, unit = labelled(name, figures[name])
         doc = docs.get(name, "")
         lines.append(
             _Line(

@@ -1,12 +1,12 @@
 """A comparison as text: on the terminal, as CSV with the raw numbers, and as Markdown for a pull request.
 
-All of them, and the page and the pictures too, show the rows in one order and the numbers in one way, which are told
+All of them, and the page and the pictures too, show the rows in one order and the numbers in one way, defined
 here: :func:`ordered`, :func:`verdict`, :func:`number`. The best of a column has a ``*`` and what ties with it a ``~``,
 so that no verdict is a matter of colour alone.
 
 On the terminal the number of runs is a column only where rows differ in it. A table that is too wide gives way in this
 order: the spread goes below its median, long parameters are folded, and then whole metrics go from the right, never the
-one that ranks; what is not shown is said.
+one that ranks; a line names what is not shown.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import stagereg.output as output
-from stagereg.sweep.metrics import counted, shown
+from stagereg.sweep.answer import sentences
+from stagereg.sweep.metric import counted, shown
 
 if TYPE_CHECKING:
-    from stagereg.sweep.compare import Cell, Comparison, Row
-    from stagereg.sweep.metrics import Metric
+    from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
+    from stagereg.sweep.metric import Metric
 
 __all__ = [
     "AGAIN",
@@ -74,46 +75,46 @@ _HUGE = 1e9
 """From here on a number is written with an exponent."""
 
 
-def ordered(comparison: Comparison) -> tuple[Row, ...]:
+def ordered(comparison: Comparison) -> tuple[ComparisonRow, ...]:
     """Return the rows, best first by the ranking metric; those without a number follow, and those that failed end."""
 
-    def place(row: Row) -> tuple[int, float]:
+    def position(row: ComparisonRow) -> tuple[int, float]:
         cell = known(row, comparison.ranking)
         if cell is None:
             return (1 if measured(row) else 2, 0.0)
         return (0, -cell.median if comparison.ranking.better == "higher" else cell.median)
 
-    return tuple(sorted(comparison.rows, key=place))
+    return tuple(sorted(comparison.rows, key=position))
 
 
 def distinct(comparison: Comparison) -> dict[str, list[str | None]]:
-    """Return what rows are told apart by, by heads: the swept parameters, and the versions where these differ.
+    """Return what distinguishes rows, by heads: the swept parameters, and the versions where these differ.
 
     Values are those of the rows as :func:`ordered`; None where a row was not given the parameter.
     """
     rows = ordered(comparison)
-    told = {name: [row.parameters.get(name) for row in rows] for name in comparison.parameters}
-    return told | ({"versions": [row.versions or None for row in rows]} if any(row.versions for row in rows) else {})
+    values = {name: [row.parameters.get(name) for row in rows] for name in comparison.parameters}
+    return values | ({"versions": [row.versions or None for row in rows]} if any(row.versions for row in rows) else {})
 
 
-def known(row: Row, metric: Metric) -> Cell | None:
+def known(row: ComparisonRow, metric: Metric) -> Cell | None:
     """Return the row's cell for ``metric`` if it has one with a finite number."""
     cell = row.cells.get(metric.name)
     return cell if cell is not None and math.isfinite(cell.median) else None
 
 
-def measured(row: Row) -> bool:
+def measured(row: ComparisonRow) -> bool:
     """Whether there is any number in the row."""
     return any(math.isfinite(cell.median) for cell in row.cells.values())
 
 
-def tied(rows: Sequence[Row]) -> bool:
+def tied(rows: Sequence[ComparisonRow]) -> bool:
     """Whether anything ties with the best of a column."""
     return any(cell.verdict == "tie" for row in rows for cell in row.cells.values())
 
 
-def verdict(row: Row, comparison: Comparison) -> str:
-    """Return the word for a row: best, tie, A/A, failed, unfinished, or none; by the metric that ranks."""
+def verdict(row: ComparisonRow, comparison: Comparison) -> str:
+    """Return the verdict on a row: best, tie, A/A, failed, unfinished, or none; by the metric that ranks."""
     if not measured(row) and row.status != "completed":
         return "unfinished" if row.status == "unfinished" else "failed"
     if row.again:
@@ -122,7 +123,7 @@ def verdict(row: Row, comparison: Comparison) -> str:
     return cell.verdict if cell else ""
 
 
-def named(row: Row) -> str:
+def named(row: ComparisonRow) -> str:
     """Return what the row's jobs were given, as one would type it, and whether it is the A/A row."""
     return f"{row.label} (A/A)" if row.again else row.label
 
@@ -132,7 +133,7 @@ def constants(comparison: Comparison) -> str:
     return " ".join(comparison.constant)
 
 
-def runs(row: Row) -> str:
+def runs(row: ComparisonRow) -> str:
     """Return how many runs the row has, and where they ended differently how many of them did not complete."""
     return row.status if " " in row.status else str(len(row.jobs))
 
@@ -146,49 +147,50 @@ def number(value: float) -> str:
 
 def median_text(cell: Cell) -> str:
     """Return the median as :func:`number` has it, or as fine as its spread if that is finer."""
-    places = _places(cell)
-    return number(cell.median) if places is None else f"{cell.median:,.{places}f}"
+    digits = _places(cell)
+    return number(cell.median) if digits is None else f"{cell.median:,.{digits}f}"
 
 
 def spread_text(cell: Cell) -> str:
-    """Return the spread with as many places behind the point as its median has; empty for one run."""
+    """Return the spread with as many digits behind the point as its median has; empty for one run."""
     if cell.spread is None or not math.isfinite(cell.spread):
         return ""
-    places = _places(cell)
-    return f"±{number(cell.spread)}" if places is None else f"±{cell.spread:,.{places}f}"
+    digits = _places(cell)
+    return f"±{number(cell.spread)}" if digits is None else f"±{cell.spread:,.{digits}f}"
 
 
 def first_line(error: str) -> str:
-    """Return the first line of an error that says something."""
+    """Return the first line of an error that is not empty."""
     return next((line.strip() for line in error.splitlines() if line.strip()), "")
 
 
-def notes(rows: Sequence[Row]) -> Iterator[str]:
+def notes(rows: Sequence[ComparisonRow]) -> Iterator[str]:
     """What is to be known of rows, once for all that it is true of."""
     for note in dict.fromkeys(row.note for row in rows if row.note):
-        told = [named(row) for row in rows if row.note == note]
-        yield f"{' and '.join(told) if len(told) <= _NAMED else f'{len(told)} of {len(rows)} rows'}: {note}"
+        named_rows = [named(row) for row in rows if row.note == note]
+        which = " and ".join(named_rows) if len(named_rows) <= _NAMED else f"{len(named_rows)} of {len(rows)} rows"
+        yield f"{which}: {note}"
 
 
 def terminal(comparison: Comparison) -> None:
     """Print the comparison: the table, what failed and why, what to beware of, and last the answer."""
     rows = ordered(comparison)
     if constants(comparison):
-        output.say(f"All with {constants(comparison)}")
+        output.echo(f"All with {constants(comparison)}")
     columns, lines, left_out = _fitting(comparison, rows, output.line_width())
     each = f" {counted(comparison.repeats, 'run')} each." if _all_alike(comparison) else ""
     output.table(_title(comparison) + each, columns, lines, verdict="verdict")
     for line in _legend(rows):
-        output.say(f"  {line}.")
+        output.echo(f"  {line}.")
     if left_out:
-        output.say(f"  Not shown, for want of room: {', '.join(left_out)}; compare.csv has all.")
+        output.echo(f"  Not shown, for want of space: {', '.join(left_out)}; compare.csv has all.")
     for line in notes(rows):
-        output.say(f"  {line}.")
+        output.echo(f"  {line}.")
     for line in _failures(rows):
-        output.say(f"  {line}", "red")
+        output.echo(f"  {line}", "red")
     for warning in comparison.warnings:
-        output.say(f"Beware: {warning}", "yellow")
-    output.say(f"\n{comparison.answer}", "bold")
+        output.echo(f"Beware: {warning}", "yellow")
+    output.echo(f"\n{sentences(comparison)}", "bold")
 
 
 def csv_text(comparison: Comparison) -> str:
@@ -198,23 +200,23 @@ def csv_text(comparison: Comparison) -> str:
     rows differ in them, ``NAME.median, NAME.spread, NAME.n`` per metric, ``error, note, overrides, directories`` (the
     last two separated by blanks).
     """
-    told = io.StringIO()
-    writer = csv.writer(told, lineterminator="\n")
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
     per_metric = [f"{metric.name}.{what}" for metric in comparison.metrics for what in ("median", "spread", "n")]
     tail = ("error", "note", "overrides", "directories")
     apart = distinct(comparison)
     writer.writerow(("verdict", "status", "again", *apart, *per_metric, *tail))
-    for place, row in enumerate(ordered(comparison)):
+    for position, row in enumerate(ordered(comparison)):
         cells: list[object] = []
         for metric in comparison.metrics:
             cell = known(row, metric)
             cells += ["", "", 0] if cell is None else [cell.median, _empty(cell.spread), len(cell.values)]
-        parameters = [values[place] or "" for values in apart.values()]
+        parameters = [values[position] or "" for values in apart.values()]
         overrides = [*comparison.constant, *(f"{name}={value}" for name, value in row.parameters.items())]
         directories = " ".join(str(job.directory) for job in row.jobs)
         ends = (first_line(row.error), row.note, " ".join(overrides), directories)
         writer.writerow((verdict(row, comparison), row.status, str(row.again).lower(), *parameters, *cells, *ends))
-    return told.getvalue()
+    return stream.getvalue()
 
 
 def markdown_text(comparison: Comparison) -> str:
@@ -223,10 +225,10 @@ def markdown_text(comparison: Comparison) -> str:
     apart = distinct(comparison)
     heads = ["verdict", *apart, "runs", *(metric.head for metric in comparison.metrics)]
     marks = [":---"] * (1 + len(apart)) + ["---:"] * (1 + len(comparison.metrics))
-    lines = [f"**{_escaped(comparison.answer)}**", "", _markdown_row(map(_escaped, heads)), _markdown_row(marks)]
-    for place, row in enumerate(rows):
+    lines = [f"**{_escaped(sentences(comparison))}**", "", _markdown_row(map(_escaped, heads)), _markdown_row(marks)]
+    for position, row in enumerate(rows):
         cells = [_escaped(verdict(row, comparison))]
-        cells += [_code(values[place] or _NONE) for values in apart.values()]
+        cells += [_code(values[position] or _NONE) for values in apart.values()]
         cells.append(_escaped(runs(row)))
         for metric in comparison.metrics:
             cell = known(row, metric)
@@ -236,11 +238,11 @@ def markdown_text(comparison: Comparison) -> str:
     lines += ["", _escaped(" ".join([_title(comparison), *(f"{line}." for line in _legend(rows))]))]
     if comparison.constant:
         lines += ["", f"All with {_code(constants(comparison))}."]
-    told = [
+    remarks = [
         f"- {_code(named(row))} ({_escaped(row.status)}): {_code(first_line(row.error))}" for row in rows if row.error
     ]
-    told += [f"- {_escaped(line)}" for line in notes(rows)]
-    lines += ["", *told] if told else []
+    remarks += [f"- {_escaped(line)}" for line in notes(rows)]
+    lines += ["", *remarks] if remarks else []
     lines += [line for warning in comparison.warnings for line in ("", f"> {_escaped(warning)}")]
     return "\n".join(lines) + "\n"
 
@@ -250,20 +252,20 @@ def _title(comparison: Comparison) -> str:
     return f"{counted(len(comparison.rows), 'row')}, ranked by {comparison.ranking.name}{better}."
 
 
-def _legend(rows: Sequence[Row]) -> list[str]:
+def _legend(rows: Sequence[ComparisonRow]) -> list[str]:
     if not any(map(measured, rows)):
         return []
     return [LEGEND, *([TIES] if tied(rows) else []), *([AGAIN] if any(row.again for row in rows) else [])]
 
 
-def _failures(rows: Sequence[Row]) -> Iterator[str]:
+def _failures(rows: Sequence[ComparisonRow]) -> Iterator[str]:
     for row in rows:
         if row.error:
             yield f"{named(row)} {row.status}: {first_line(row.error)}"
 
 
 def _fitting(
-    comparison: Comparison, rows: Sequence[Row], width: int
+    comparison: Comparison, rows: Sequence[ComparisonRow], width: int
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
     """The heads and lines of the widest table that fits ``width``, and the names of the metrics that did not."""
     shown = list(comparison.metrics)
@@ -281,7 +283,7 @@ def _fitting(
 
 
 def _drawn(
-    comparison: Comparison, rows: Sequence[Row], shown: Sequence[Metric], below: bool, fold: int
+    comparison: Comparison, rows: Sequence[ComparisonRow], shown: Sequence[Metric], below: bool, fold: int
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     cells = [_column([known(row, metric) for row in rows], below) for metric in shown]
     heads = [metric.head.replace(" ", "\n", 1) if below else metric.head for metric in shown]
@@ -289,10 +291,10 @@ def _drawn(
     names = [_folded(name, fold) for name in apart]
     different = not _all_alike(comparison)
     lines = []
-    for place, row in enumerate(rows):
-        values = [_folded(told[place] or _NONE, fold) for told in apart.values()]
-        told = ["\n".join(runs(row).rsplit(" ", 1)) if below else runs(row)] if different else []
-        lines.append((verdict(row, comparison), *values, *told, *(column[place] for column in cells)))
+    for position, row in enumerate(rows):
+        values = [_folded(one[position] or _NONE, fold) for one in apart.values()]
+        counts = ["\n".join(runs(row).rsplit(" ", 1)) if below else runs(row)] if different else []
+        lines.append((verdict(row, comparison), *values, *counts, *(column[position] for column in cells)))
     return ("verdict", *names, *(["runs"] if different else []), *heads), lines
 
 
@@ -328,16 +330,16 @@ def _wide(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> int:
     return _INDENT + sum(widest) + gap * (len(columns) - 1)
 
 
-def _folded(text: str, room: int) -> str:
-    """``text`` in lines of at most ``room`` characters, broken behind a sign if there is one."""
-    if not room or len(text) <= room:
+def _folded(text: str, width: int) -> str:
+    """``text`` in lines of at most ``width`` characters, broken behind a sign if there is one."""
+    if not width or len(text) <= width:
         return text
     lines = [""]
     for piece in _PIECES.findall(text):
-        if lines[-1] and len(lines[-1]) + len(piece) > room:
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
             lines.append("")
         lines[-1] += piece
-    return "\n".join(part for line in lines for part in textwrap.wrap(line, room))
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, width))
 
 
 def _one_line(cell: Cell) -> str:
@@ -345,7 +347,7 @@ def _one_line(cell: Cell) -> str:
 
 
 def _places(cell: Cell) -> int | None:
-    """Places behind the point in which median and spread are both told; None where one of them needs no such thing."""
+    """Digits behind the point for median and spread alike; None where one of them needs none."""
     if not cell.spread or not math.isfinite(cell.spread) or not 0 < abs(cell.median) < _HUGE:
         return None
     of_median, of_spread = (

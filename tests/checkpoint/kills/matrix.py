@@ -43,11 +43,11 @@ import torch.nn.parallel
 from observer import ALL, ONE, RANDOM, WRITER, Kill, Observer, tell
 
 import stagereg
-import stagereg.checkpoint.place.local as local
-import stagereg.checkpoint.points as points
+import stagereg.checkpoint.failpoints as failpoints
+import stagereg.checkpoint.store.local_store as local
 from stagereg import output
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.choice import place_of
+from stagereg.checkpoint.store.open_store import open_store
 from stagereg.registry import find
 
 STEPS, EVERY, WIDTH = 10, 2, 256
@@ -55,7 +55,7 @@ LIMIT_S = 300.0  # of one run; nothing here takes a tenth of it on an idle machi
 LINGER_S = 2.0  # for the other ranks to notice, which is no promise; a launcher would end them as well
 ATTEMPTS = 4
 BEFORE, AFTER, BETWEEN = "before the commit", "after it", "between saves"
-BY_RANK_0 = {"locked", "swept", *list(points.POINTS)[list(points.POINTS).index("held") :]} - {"ended"}
+BY_RANK_0 = {"locked", "swept", *list(failpoints.POINTS)[list(failpoints.POINTS).index("held") :]} - {"ended"}
 IN_THE_WRITER = {"writing", "flushed"}
 START = {"locked", "swept"}
 
@@ -108,7 +108,7 @@ def train(setup: Setup, rank: int, root: Path, folder: Path, kills: Sequence[Kil
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, own: 0.0}
     storage = stagereg.build("storage", setup.storage)
     storage.observer = observer
-    points.watch(observer)
+    failpoints.watch(observer)
     with Checkpointer(
         str(root), EVERY, setup.keep, resume, stagereg.build("stager", setup.stager), storage
     ) as checkpointer:
@@ -336,10 +336,10 @@ class Matrix:
     def expected(self, ranks: int) -> Told:
         """The uninterrupted run of that many ranks."""
         if ranks not in self._expected:
-            told = run(Setup(ranks=ranks), self.folder / f"expected{ranks}", self.folder / f"told-expected{ranks}")
-            if told.codes != [0] * ranks:
-                raise Broken(f"The uninterrupted run failed.\n{told.output()}")
-            self._expected[ranks] = told
+            shown = run(Setup(ranks=ranks), self.folder / f"expected{ranks}", self.folder / f"told-expected{ranks}")
+            if shown.codes != [0] * ranks:
+                raise Broken(f"The uninterrupted run failed.\n{shown.output()}")
+            self._expected[ranks] = shown
             self.runs += 1
         return self._expected[ranks]
 
@@ -354,11 +354,11 @@ class Matrix:
         if setup.again:
             self._run(setup, root, [])
         for planned in kills:
-            told = self._run(setup, root, planned)
-            missed += [kill for i, kill in enumerate(planned) if told.killed(i) is None]
-            if told.codes == [0] * setup.ranks:
-                self._check_end(setup, root, told)
-        if told.codes != [0] * setup.ranks:
+            shown = self._run(setup, root, planned)
+            missed += [kill for i, kill in enumerate(planned) if shown.killed(i) is None]
+            if shown.codes == [0] * setup.ranks:
+                self._check_end(setup, root, shown)
+        if shown.codes != [0] * setup.ranks:
             self._check_end(setup, root, self._run(setup, root, []))
         return missed
 
@@ -368,10 +368,10 @@ class Matrix:
         if key not in self._seconds:
             root = self.folder / "measured"
             self.expected(setup.ranks)
-            told = self._run(setup, root, [])
-            self._check_end(setup, root, told)
+            shown = self._run(setup, root, [])
+            self._check_end(setup, root, shown)
             shutil.rmtree(root)
-            self._seconds[key] = told.seconds
+            self._seconds[key] = shown.seconds
         return self._seconds[key]
 
     def _run(self, setup: Setup, root: Path, kills: Sequence[Kill]) -> Told:
@@ -379,36 +379,36 @@ class Matrix:
         resume = "never" if setup.again and kills else "auto"
         full = self.duration(setup) if any(kill.when == RANDOM for kill in kills) else 0.0
         self.expected(setup.ranks)
-        told = run(setup, root, self.folder / "told", kills, resume, full)
+        shown = run(setup, root, self.folder / "shown", kills, resume, full)
         self.runs += 1
-        self.reached.update(name for rank in range(setup.ranks) for name in told.of(rank, "point"))
-        with self._naming(setup, kills, told):
-            self._check_resumed(setup, told, 0 if resume == "never" else before)
-            fatal = [kill for i, kill in enumerate(kills) if kill.victim != WRITER and told.killed(i) is not None]
-            if not fatal and told.codes != [0] * setup.ranks:
-                raise Broken(f"ranks ended with {told.codes}, and nobody had killed one")
-            if fatal and told.codes.count(-signal.SIGKILL) - told.ended < (
+        self.reached.update(name for rank in range(setup.ranks) for name in shown.of(rank, "point"))
+        with self._naming(setup, kills, shown):
+            self._check_resumed(setup, shown, 0 if resume == "never" else before)
+            fatal = [kill for i, kill in enumerate(kills) if kill.victim != WRITER and shown.killed(i) is not None]
+            if not fatal and shown.codes != [0] * setup.ranks:
+                raise Broken(f"ranks ended with {shown.codes}, and nobody had killed one")
+            if fatal and shown.codes.count(-signal.SIGKILL) - shown.ended < (
                 setup.ranks if fatal[0].victim == ALL and fatal[0].when != RANDOM else 1
             ):
-                raise Broken(f"ranks ended with {told.codes}")
-            self._check_directory(setup, root, told, before)
+                raise Broken(f"ranks ended with {shown.codes}")
+            self._check_directory(setup, root, shown, before)
         for i, kill in enumerate(kills):
-            moment = told.killed(i)
+            moment = shown.killed(i)
             if moment is not None:
-                self.fates.append(Fate(setup, kill, told.phase(moment), newest(root)))
-        return told
+                self.fates.append(Fate(setup, kill, shown.phase(moment), newest(root)))
+        return shown
 
     @contextlib.contextmanager
-    def _naming(self, setup: Setup, kills: Sequence[Kill], told: Told) -> Iterator[None]:
+    def _naming(self, setup: Setup, kills: Sequence[Kill], shown: Told) -> Iterator[None]:
         try:
             yield
         except Broken as broken:
-            raise Broken(f"{setup}, {list(kills)}: {broken}\n{told.output()}") from None
+            raise Broken(f"{setup}, {list(kills)}: {broken}\n{shown.output()}") from None
 
-    def _check_resumed(self, setup: Setup, told: Told, before: int) -> None:
+    def _check_resumed(self, setup: Setup, shown: Told, before: int) -> None:
         expected = self.expected(setup.ranks)
         for rank in range(setup.ranks):
-            resumed = told.resumed(rank)
+            resumed = shown.resumed(rank)
             if resumed is None:
                 continue
             step, found = resumed
@@ -418,37 +418,37 @@ class Matrix:
             if found != wanted:
                 raise Broken(f"rank {rank} got another state back than the one of step {step}")
 
-    def _check_directory(self, setup: Setup, root: Path, told: Told, before: int) -> None:
-        place = place_of(str(root))
-        complete, refused = place.checkpoints()
+    def _check_directory(self, setup: Setup, root: Path, shown: Told, before: int) -> None:
+        store = open_store(str(root))
+        complete, refused = store.checkpoints()
         if refused:
             raise Broken(f"step directories that are no checkpoints: {refused}")
-        damaged = {one.path: str(found) for one in complete if (found := place.examine(one.path)).damages}
+        damaged = {one.path: str(found) for one in complete if (found := store.examine(one.path)).damages}
         if damaged:
             raise Broken(f"damaged: {damaged}")
-        if not setup.again and newest(root) < max(before, told.committed()):
-            raise Broken(f"step {max(before, told.committed())} was committed, and the newest is {newest(root)}")
-        if os.path.lexists(root / "latest") and place_of(str(root)).latest() is None and not setup.again:
+        if not setup.again and newest(root) < max(before, shown.committed()):
+            raise Broken(f"step {max(before, shown.committed())} was committed, and the newest is {newest(root)}")
+        if os.path.lexists(root / "latest") and open_store(str(root)).latest() is None and not setup.again:
             raise Broken("latest points to what is no checkpoint")
 
-    def _check_end(self, setup: Setup, root: Path, told: Told) -> None:
+    def _check_end(self, setup: Setup, root: Path, shown: Told) -> None:
         expected = self.expected(setup.ranks)
-        with self._naming(setup, [], told):
+        with self._naming(setup, [], shown):
             for rank in range(setup.ranks):
-                by_writer = any(line.get("writer") for line in told.lines(rank))
-                if setup.stager == "shared" and "written" in told.of(rank, "point") and not by_writer:
+                by_writer = any(line.get("writer") for line in shown.lines(rank))
+                if setup.stager == "shared" and "written" in shown.of(rank, "point") and not by_writer:
                     raise Broken(f"rank {rank} wrote without its writer process")
-                if told.of(rank, "end") != expected.of(rank, "end"):
+                if shown.of(rank, "end") != expected.of(rank, "end"):
                     raise Broken(f"rank {rank} ended with another state than the uninterrupted run")
             hidden = [name for name in os.listdir(root) if name.startswith(".")]
-            latest = place_of(str(root)).latest()
+            latest = open_store(str(root)).latest()
             if hidden or newest(root) != STEPS or latest is None or latest.manifest.step != STEPS:
                 raise Broken(f"{hidden} were left, the newest step is {newest(root)}, and latest is {latest}")
 
 
 def newest(root: Path) -> int:
     """Return the step of the newest complete checkpoint; 0 without one."""
-    complete, _ = place_of(str(root)).checkpoints()
+    complete, _ = open_store(str(root)).checkpoints()
     return complete[0].manifest.step if complete else 0
 
 
@@ -468,7 +468,7 @@ def at_random(draw: random.Random, victim: str, ranks: int) -> Kill:
 
 def few(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]]:
     """Chains for a short run: each point once, writers of one run, and random moments for the rest of ``kills``."""
-    named = [name for name in points.POINTS if name != "aside"]
+    named = [name for name in failpoints.POINTS if name != "aside"]
     single = [at_point(draw, draw.choice((ONE, ALL)), name, 2) for name in named]
     writers = [Kill(WRITER, draw.choice(("writing", "flushed", "marked")), nth=2)]
     count = kills - len(single) - len(writers) - 1
@@ -483,7 +483,7 @@ def few(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]]
 def many(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]]:
     """Chains for a long run: ranks at each point under each setup, writers at each; random moments for the rest."""
     chains: list[tuple[Setup, list[list[Kill]]]] = []
-    named = [name for name in points.POINTS if name != "aside"]
+    named = [name for name in failpoints.POINTS if name != "aside"]
     for setup in CHEAP:
         each = [at_point(draw, victim, name, 2) for victim in (ONE, ALL) for name in named]
         draw.shuffle(each)
@@ -520,7 +520,7 @@ def work_off(matrix: Matrix, chains: Sequence[tuple[Setup, list[list[Kill]]]]) -
 def counts(fates: Sequence[Fate]) -> list[list[str]]:
     """Return the rows of the table: when, kills of each victim, before and after the commit, and resumed from."""
     rows = []
-    for when in [*points.POINTS, RANDOM, "all"]:
+    for when in [*failpoints.POINTS, RANDOM, "all"]:
         these = [fate for fate in fates if when in (fate.kill.when, "all")]
         victims = [sum(fate.kill.victim == victim for fate in these) for victim in (ONE, ALL, WRITER)]
         phases = [sum(fate.phase == phase for fate in these) for phase in (BEFORE, AFTER, BETWEEN)]
@@ -551,13 +551,13 @@ def main() -> int:
     output.table("", HEADS, counts(matrix.fates))
     print(f"{len(matrix.fates)} kills, {matrix.runs} runs, {time.monotonic() - began:.0f} s, seed {asked.seed}")
     if asked.json:
-        told = {
+        shown = {
             "kills": len(matrix.fates),
             "reached": sorted(matrix.reached),
             "heads": HEADS,
             "rows": counts(matrix.fates),
         }
-        asked.json.write_text(json.dumps(told))
+        asked.json.write_text(json.dumps(shown))
     if failure is not None:
         print(f"\nLOST: {failure}", file=sys.stderr)
         return 1

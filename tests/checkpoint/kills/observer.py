@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import stagereg.checkpoint.points as points
+import stagereg.checkpoint.failpoints as failpoints
 
 ONE, ALL, WRITER = "one rank", "all ranks", "the writer"
 RANDOM = "a random moment"
@@ -56,7 +56,7 @@ class Observer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if os.getpid() != self.process:
-            points.watch(self)
+            failpoints.watch(self)
 
     def _first(self, i: int) -> bool:
         """Whether this kill has not happened yet: a writer process that was replaced comes to the same point again."""

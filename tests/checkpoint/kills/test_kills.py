@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from stagereg.checkpoint.points import POINTS
+from stagereg.checkpoint.failpoints import POINTS
 
 MATRIX = Path(__file__).with_name("matrix.py")
 
 
 def killed(tmp_path: Path, limit_s: float, *asked: str) -> dict[str, Any]:
     """Run the matrix and return its counts, which are printed as well."""
-    told = tmp_path / "counts.json"
+    seen = tmp_path / "counts.json"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(MATRIX), "--json", str(told), *asked],
+        [sys.executable, "-W", "ignore", str(MATRIX), "--json", str(seen), *asked],
         capture_output=True,
         text=True,
         timeout=limit_s,
@@ -29,7 +29,7 @@ def killed(tmp_path: Path, limit_s: float, *asked: str) -> dict[str, Any]:
     )
     print(done.stdout)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-8000:]}"
-    counts: dict[str, Any] = json.loads(told.read_text())
+    counts: dict[str, Any] = json.loads(seen.read_text())
     return counts
 
 

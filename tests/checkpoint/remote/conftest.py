@@ -88,8 +88,8 @@ class Store:
 
     def start(self) -> None:
         """Start it, or start it again: same port, and everything that it had acknowledged."""
-        told = self._servers.ask(do="start", port=self._port, disk=str(self._disk))
-        self.pid, self._port = told["pid"], told["port"]
+        shown = self._servers.ask(do="start", port=self._port, disk=str(self._disk))
+        self.pid, self._port = shown["pid"], shown["port"]
 
     def kill(self) -> None:
         if self.pid:

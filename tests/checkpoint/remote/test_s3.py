@@ -214,7 +214,7 @@ def test_what_gets_better_is_tried_again(name: str, store: Store) -> None:
         pytest.param(404, "NoSuchBucket", marks=pytest.mark.slow),
     ],
 )
-def test_what_does_not_get_better_is_told_at_once(status: int, code: str, store: Store) -> None:
+def test_what_does_not_get_better_is_reported_at_once(status: int, code: str, store: Store) -> None:
     with Checkpointer(store.url) as checkpointer:
         checkpointer.save(1, state(1))
         checkpointer.wait()
@@ -301,7 +301,7 @@ def test_a_storage_that_needs_a_file_system_is_refused_with_one_that_does_not() 
         Checkpointer("memory://refused", storage=build("storage", "direct"))
 
 
-def test_memory_is_a_place_too() -> None:
+def test_memory_is_a_store_too() -> None:
     url = "memory://runs/first"
     with Checkpointer(url, keep=1) as checkpointer:
         for step in (1, 2):

@@ -23,7 +23,7 @@ def test_what_the_server_has_acknowledged_outlives_it(store: Store) -> None:
     assert fsspec.filesystem("s3").cat_file(f"{BUCKET}/gpt/a b") == b"first"
 
 
-def test_the_server_fails_as_told_and_only_then(store: Store) -> None:
+def test_the_server_fails_as_asked_and_only_then(store: Store) -> None:
     store.fail({"method": "PUT", "contains": "/gpt/", "after": 1, "times": 1, "do": "refuse", "status": 503})
     store.write("gpt/1", b"passes")
     with pytest.raises(urllib.error.HTTPError, match="503"):
@@ -37,7 +37,7 @@ def test_the_server_fails_as_told_and_only_then(store: Store) -> None:
     assert ("PUT", f"/{BUCKET}/gpt/2", "") in store.seen()
 
 
-def test_the_server_dies_in_the_middle_of_an_upload_when_told(store: Store) -> None:
+def test_the_server_dies_in_the_middle_of_an_upload_when_asked(store: Store) -> None:
     store.fail({"contains": "/gpt/1", "do": "die"})
     with pytest.raises((urllib.error.URLError, ConnectionError)):
         store.write("gpt/1", b"x" * 100_000)

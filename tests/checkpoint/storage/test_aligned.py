@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg.checkpoint.storage.aligned as aligned
-from stagereg.checkpoint.layout import FileMark
-from stagereg.checkpoint.place.local import mark_file
+from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, Bounce
+from stagereg.checkpoint.store.local_store import mark_file
 
 BUFFERS = [Bounce(2 * PAGE) for _ in range(2)]
 SIZES = st.one_of(st.integers(0, 5 * PAGE), st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 4 * PAGE]))
@@ -65,9 +65,9 @@ def test_the_file_is_what_was_written_in_order_and_the_mark_is_the_files(
             expected += data
         expected += bytes(-len(expected) % PAGE) + MEMORY[:last]
         file.place(ADDRESS, -(-last // PAGE) * PAGE, last)
-        told = file.finish()
+        seen = file.finish()
     assert path.read_bytes() == expected
-    assert told == mark_file(path) == FileMark(len(expected), zlib.crc32(expected))
+    assert seen == mark_file(path) == FileMark(len(expected), zlib.crc32(expected))
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_an_error_leaves_neither_thread_nor_descriptor(tmp_path: Path) -> None:
     assert threading.active_count() == before[1]
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_reported(tmp_path: Path) -> None:
     made: Callable[[], Any] = lambda: AlignedFile(tmp_path / "no" / "file", BUFFERS)  # noqa: E731
     with pytest.raises(FileNotFoundError):
         made()

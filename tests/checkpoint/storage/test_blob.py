@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagereg.checkpoint.storage.blob import saved_stride, skeleton
+from stagereg.checkpoint.storage.blob import envelope, saved_stride
 
 
 def saved(x: torch.Tensor) -> bytes:
@@ -40,7 +40,7 @@ DTYPES = [d for d in sorted({d for d in vars(torch).values() if isinstance(d, to
 def test_head_content_and_tail_are_as_long_as_torchs_and_load_as_the_tensor(dtype: torch.dtype) -> None:
     x = of_bytes(dtype)
     expected = saved(x)
-    around = skeleton(dtype, x.shape, x.stride())
+    around = envelope(dtype, x.shape, x.stride())
     assert around is not None
     content = bytes(x.untyped_storage())
     whole = around.head + content + around.tail
@@ -54,9 +54,9 @@ def test_the_dtypes_tried_are_those_of_models() -> None:
     assert {torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn} <= set(DTYPES)
 
 
-def test_a_tensor_beyond_4_gib_has_a_skeleton_too(tmp_path: Path) -> None:
+def test_a_tensor_beyond_4_gib_has_an_envelope_too(tmp_path: Path) -> None:
     shape = torch.Size((5, 1 << 30))
-    around = skeleton(torch.uint8, shape, (1 << 30, 1))
+    around = envelope(torch.uint8, shape, (1 << 30, 1))
     assert around is not None
     with (tmp_path / "sparse").open("wb") as file:  # a file with a hole costs no disk
         file.write(around.head)
@@ -68,7 +68,7 @@ def test_a_tensor_beyond_4_gib_has_a_skeleton_too(tmp_path: Path) -> None:
 
 
 def test_memory_for_the_tensor_is_not_taken() -> None:
-    assert skeleton(torch.float64, torch.Size((1 << 36,)), (1,)) is not None  # 512 GiB
+    assert envelope(torch.float64, torch.Size((1 << 36,)), (1,)) is not None  # 512 GiB
 
 
 @pytest.mark.parametrize(

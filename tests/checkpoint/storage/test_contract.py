@@ -18,18 +18,22 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hydra import compose, initialize_config_dir
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import stagereg
-import stagereg.checkpoint.layout as layout
-import stagereg.checkpoint.place.local as local
+import stagereg.checkpoint.manifest as manifest
+import stagereg.checkpoint.store.local_store as local
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.place.local import LocalPlace, mark_file
 from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.storage.lookup import name_of
+from stagereg.checkpoint.storage.protocol import MarksFiles, UsesPadding, WrapsStorage, WritesUrls
+from stagereg.checkpoint.store.local_store import LocalStore, mark_file
 from stagereg.errors import CheckpointError, ConfigError, RegistryError
 from stagereg.testing import run_ranks
+from stagereg.testing.faults import FaultyStorage
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint"
@@ -94,8 +98,8 @@ def test_a_checkpointer_gets_back_what_it_saved_whatever_storage_it_has_then(
         for step in range(3):
             saving.save(step, {**values(), "int": step})
     for path in tmp_path.glob("step-*"):
-        marks = layout.Manifest.loads((path / layout.MANIFEST).read_text()).files
-        assert marks == {name: mark_file(path / name) for name in os.listdir(path) if name != layout.MANIFEST}
+        marks = manifest.Manifest.loads((path / manifest.MANIFEST).read_text()).files
+        assert marks == {name: mark_file(path / name) for name in os.listdir(path) if name != manifest.MANIFEST}
     with Checkpointer(str(tmp_path)) as restoring:
         state: dict[str, Any] = dict.fromkeys(values())
         assert restoring.restore(state) == 2
@@ -114,18 +118,18 @@ def test_every_file_is_flushed_to_the_disk_before_the_checkpoint_has_its_name(
     tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: set[str] = set()
-    real, publish = os.fsync, LocalPlace.publish
+    real, publish = os.fsync, LocalStore.publish
 
     def fsync(descriptor: int) -> None:
         real(descriptor)
         flushed.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).removesuffix(".tmp"))
 
-    def check(place: LocalPlace, written: str, *more: Any) -> str:
+    def check(store: LocalStore, written: str, *more: Any) -> str:
         assert set(os.listdir(written)) <= flushed
-        return publish(place, written, *more)
+        return publish(store, written, *more)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(LocalPlace, "publish", check)
+    monkeypatch.setattr(LocalStore, "publish", check)
     with checkpointer(tmp_path, storage) as saving:
         saving.save(1, values())
 
@@ -134,7 +138,7 @@ def test_every_file_is_flushed_to_the_disk_before_the_checkpoint_has_its_name(
 def test_a_flipped_bit_is_found_in_every_file(tmp_path: Path, storage: str) -> None:
     with checkpointer(tmp_path, storage) as saving:
         saving.save(1, values())
-    files = [path for path in (tmp_path / "step-00000001").iterdir() if path.name != layout.MANIFEST]
+    files = [path for path in (tmp_path / "step-00000001").iterdir() if path.name != manifest.MANIFEST]
     assert len(files) == (3 if storage == "safetensors" else 2)
     for path in files:
         content = path.read_bytes()
@@ -163,7 +167,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @each
 @pytest.mark.parametrize("stager", STAGERS)
-def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(small_disk: Path, storage: str, stager: str) -> None:
+def test_a_full_disk_is_reported_and_the_checkpoints_before_it_stay(
+    small_disk: Path, storage: str, stager: str
+) -> None:
     with checkpointer(small_disk, storage, stager, keep=9) as saving:
         saving.save(1, {"x": torch.ones(400_000)})
         saving.wait()
@@ -224,7 +230,7 @@ def test_it_goes_to_another_process_and_back_with_its_marks(tmp_path: Path, stor
 
 
 @each
-def test_a_storage_without_a_directory_says_so(storage: str) -> None:
+def test_a_storage_without_a_directory_is_reported(storage: str) -> None:
     with pytest.raises(dcp.api.CheckpointException, match=r"given no directory: build it with path="):
         dcp.save({"x": 1}, storage_writer=stagereg.build("storage", storage), no_dist=True)
 
@@ -291,8 +297,8 @@ def test_two_ranks_write_their_shards_and_read_them_back(tmp_path: Path) -> None
     for storage, names in listings.items():
         assert {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"} <= set(names)
         latest = tmp_path / storage / "latest"
-        manifest = layout.Manifest.loads((latest / layout.MANIFEST).read_text())
-        assert set(manifest.files) == set(names) - {layout.MANIFEST}
+        written = manifest.Manifest.loads((latest / manifest.MANIFEST).read_text())
+        assert set(written.files) == set(names) - {manifest.MANIFEST}
         if storage == "safetensors":
             continue
         template = {"sharded": {name: torch.zeros(50, 70) for name in PLACEMENTS}}
@@ -312,19 +318,51 @@ class Foreign(DcpStorage):
         return super().__getattribute__(name)
 
 
+def test_every_storage_declares_its_optional_members() -> None:
+    built = {name: stagereg.build("storage", name) for name in STORAGES}
+    declared = {name: (storage.marks, isinstance(storage, UsesPadding)) for name, storage in built.items()}
+    assert declared == {name: ({}, name == "direct") for name in STORAGES}
+    local = {name for name, storage in built.items() if isinstance(storage, WritesUrls) and not storage.remote}
+    assert local == {"direct", "safetensors"}
+    assert not isinstance(FileSystemWriter("x"), (MarksFiles, UsesPadding, WrapsStorage, WritesUrls))
+
+
+def test_a_storage_around_another_one_declares_what_that_declares() -> None:
+    for name in STORAGES:
+        inner = stagereg.build("storage", name)
+        around = FaultyStorage(inner, saves=())
+        assert isinstance(around, WrapsStorage)
+        assert around.wraps is inner
+        assert name_of(around) == name
+        for protocol in (MarksFiles, UsesPadding, WritesUrls):
+            assert isinstance(around, protocol) == isinstance(inner, protocol), (name, protocol)
+
+
+class Padded(DcpStorage):
+    padding = (64, 128)
+
+
+def test_a_stager_reserves_the_padding_that_a_storage_declares(tmp_path: Path) -> None:
+    stager, reserved = stagereg.build("stager", "pinned_cached"), []
+    stager.reserve_padding = lambda before, after: reserved.append((before, after))
+    for storage in (Padded(), DcpStorage()):
+        Checkpointer(str(tmp_path), storage=storage, stager=stager).close()
+    assert reserved == [(64, 128)]
+
+
 def test_a_storage_without_marks_has_its_files_read(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), storage=Foreign()) as saving:
         saving.save(1, {"x": 1})
         path = tmp_path / "step-00000001"
         saving.wait()
-        files = layout.Manifest.loads((path / layout.MANIFEST).read_text()).files
+        files = manifest.Manifest.loads((path / manifest.MANIFEST).read_text()).files
         assert files == {name: mark_file(path / name) for name in (".metadata", "__0_0.distcp")}
 
 
 def test_the_manifest_names_the_storage_and_an_old_one_means_dcp(tmp_path: Path) -> None:
     with checkpointer(tmp_path, "direct") as saving:
         saving.save(1, {"x": 1})
-    path = tmp_path / "step-00000001" / layout.MANIFEST
+    path = tmp_path / "step-00000001" / manifest.MANIFEST
     data = json.loads(path.read_text())
     assert data.pop("storage") == "direct"
     del data["time"], data["crc32"]
@@ -332,7 +370,7 @@ def test_the_manifest_names_the_storage_and_an_old_one_means_dcp(tmp_path: Path)
     with Checkpointer(str(tmp_path)) as restoring:
         state = {"x": 0}
         assert restoring.restore(state) == 1
-    assert layout.Manifest.loads(path.read_text()).storage == "dcp"
+    assert manifest.Manifest.loads(path.read_text()).storage == "dcp"
     assert state == {"x": 1}
 
 
@@ -364,7 +402,7 @@ def test_a_storage_is_chosen_in_a_config(tmp_path: Path) -> None:
     }
     with stagereg.instantiate(config) as saving:
         saving.save(1, {"x": 1})
-    assert json.loads((tmp_path / "latest" / layout.MANIFEST).read_text())["storage"] == "direct"
+    assert json.loads((tmp_path / "latest" / manifest.MANIFEST).read_text())["storage"] == "direct"
 
 
 def test_it_is_a_group_of_the_command_line_with_dcp_as_its_default(tmp_path: Path) -> None:
@@ -375,5 +413,5 @@ def test_it_is_a_group_of_the_command_line_with_dcp_as_its_default(tmp_path: Pat
             config = compose("app", [*overrides, f"checkpoint.dir={tmp_path}"])
         with stagereg.instantiate(config.checkpoint) as saving:
             saving.save(1, {"x": 1})
-        chosen[tuple(overrides)] = json.loads((tmp_path / "latest" / layout.MANIFEST).read_text())["storage"]
+        chosen[tuple(overrides)] = json.loads((tmp_path / "latest" / manifest.MANIFEST).read_text())["storage"]
     assert list(chosen.values()) == ["dcp", "direct", "safetensors"]

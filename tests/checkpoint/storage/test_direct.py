@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import stagereg
-from stagereg.checkpoint.place.local import mark_file
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.direct import DirectStorage
+from stagereg.checkpoint.store.local_store import mark_file
 from stagereg.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -89,7 +89,7 @@ def save(state: dict[str, Any], path: Path, writer: Any) -> None:
 
 WRITER = DirectStorage(buffer_mb=1)
 STAGER = stagereg.build("stager", "pinned_cached", pin=False)
-STAGER.leave_room(*WRITER.margins)
+STAGER.reserve_padding(*WRITER.padding)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -159,7 +159,7 @@ def test_large_tensors_load_with_plain_torch_in_place_and_through_the_buffers(tm
         assert placed == []
 
 
-def test_a_checkpointer_has_its_stager_leave_room(tmp_path: Path) -> None:
+def test_a_checkpointer_has_its_stager_reserve_padding(tmp_path: Path) -> None:
     with counted("place") as placed, stagereg.Checkpointer(str(tmp_path), storage=DirectStorage()) as checkpointer:
         checkpointer.save(1, {"model": torch.nn.Linear(10, 10)})
         checkpointer.wait()
@@ -174,7 +174,7 @@ def test_a_staged_copy_is_the_same_after_it_was_written(tmp_path: Path) -> None:
         assert torch.equal(staged[name], x), name
 
 
-def test_views_of_one_staged_tensor_leave_each_others_room_alone(tmp_path: Path) -> None:
+def test_views_of_one_staged_tensor_leave_each_others_padding_alone(tmp_path: Path) -> None:
     x = STAGER.stage({"x": torch.arange(600.0)})["x"]
     views = {"a": x, "b": x.view(20, 30), "c": x, "d": x.view(torch.int32), "e": x.view(20, 30).t()}
     save(views, tmp_path / "torch", FileSystemWriter(tmp_path / "torch"))
@@ -184,9 +184,9 @@ def test_views_of_one_staged_tensor_leave_each_others_room_alone(tmp_path: Path)
     assert blobs(tmp_path / "direct") == blobs(tmp_path / "torch")
 
 
-def test_too_little_room_is_left_alone(tmp_path: Path) -> None:
+def test_too_little_padding_is_left_alone(tmp_path: Path) -> None:
     stager = stagereg.build("stager", "blocking")
-    stager.leave_room(64, 64)
+    stager.reserve_padding(64, 64)
     state = large()
     staged = stager.stage(state)
     with counted("place") as placed:
@@ -218,15 +218,15 @@ def test_tensors_on_an_accelerator_come_over_in_pieces_of_a_buffer(tmp_path: Pat
         assert torch.equal(template[name], x.cpu()), name
 
 
-def test_a_refusal_is_said_once(
+def test_a_refusal_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("stagereg.checkpoint.storage.aligned._O_DIRECT", 0)
     writer = DirectStorage()
     for step in range(2):
         save({"x": torch.ones(5)}, tmp_path / str(step), writer)
-    (told,) = [record.message for record in caplog.records if "O_DIRECT" in record.message]
-    assert str(tmp_path / "0") in told
+    (seen,) = [record.message for record in caplog.records if "O_DIRECT" in record.message]
+    assert str(tmp_path / "0") in seen
 
 
 @pytest.mark.parametrize("x", [torch.ones(1 << 22), torch.ones(1 << 20, dtype=torch.complex64).conj()])

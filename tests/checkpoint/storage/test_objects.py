@@ -17,11 +17,11 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFile
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from stagereg.checkpoint.layout import FileMark
-from stagereg.checkpoint.place.remote import RemotePlace
+from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.files import _Marking
 from stagereg.checkpoint.storage.objects import MarkedObjects
+from stagereg.checkpoint.store.remote_store import RemoteStore
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled",
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr("stagereg.checkpoint.place.retry.FIRST_S", 0.0)
+    monkeypatch.setattr("stagereg.checkpoint.store.retry.FIRST_S", 0.0)
     name = uuid.uuid4().hex
     yield f"memory://{name}/one"
     if fsspec.filesystem("memory").exists(f"/{name}"):
@@ -49,8 +49,8 @@ def loaded(url: str, **how: Any) -> bool:
 
 
 def stored(url: str) -> dict[str, FileMark]:
-    place = RemotePlace(url.rpartition("/")[0])
-    return {name: place.mark(url, name) for name in place.files(url)}
+    store = RemoteStore(url.rpartition("/")[0])
+    return {name: store.mark(url, name) for name in store.files(url)}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -104,7 +104,7 @@ def test_a_write_that_fails_for_once_is_made_again(
     assert caplog.text.count("Trying again") == 1
 
 
-def test_the_error_of_the_store_is_told_and_not_what_torch_makes_of_it(
+def test_the_error_of_the_store_is_reported_and_not_what_torch_makes_of_it(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Fails(monkeypatch, PermissionError(errno.EACCES, "Access Denied"), times=10**9, skip=5)

@@ -63,16 +63,16 @@ def test_a_tensor_it_cannot_hold_is_named(tmp_path: Path, x: torch.Tensor, why: 
         dcp.save({"model": {"w": x}}, storage_writer=SafetensorsStorage(tmp_path), no_dist=True)
 
 
-def test_a_checkpointer_tells_of_a_tensor_it_cannot_hold(tmp_path: Path) -> None:
+def test_a_checkpointer_names_a_tensor_it_cannot_hold(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), storage=SafetensorsStorage()) as saving:
         saving.save(1, {"w": torch.ones(2, dtype=torch.complex128)})
         with pytest.raises(CheckpointError, match=r"cannot hold 'w': the format has no torch\.complex128"):
             saving.wait()
 
 
-def test_without_the_package_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_shows_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ConfigError, match=r"pip install 'stagereg\[safetensors\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'hydra-stagereg\[safetensors\]'"):
         stagereg.build("storage", "safetensors")
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stagereg.sweep.compare import Cell, Comparison, Row
-from stagereg.sweep.metrics import METRICS, metric
+from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
+from stagereg.sweep.metric import METRICS, metric
 from stagereg.sweep.result import JobResult
 
 Values = Mapping[str, Sequence[float]]
@@ -24,7 +24,7 @@ def made_row(
     error: str = "",
     again: bool = False,
     directory: Path = Path("sweep/0"),
-) -> Row:
+) -> ComparisonRow:
     """A row of as many jobs as the longest of ``values`` has, or of one that failed."""
     found = verdicts or {}
     cells = {name: replace(Cell.of(list(many)), verdict=found.get(name, "")) for name, many in values.items()}
@@ -39,10 +39,12 @@ def made_row(
         command="python train.py " + " ".join(f"{name}={value}" for name, value in parameters.items()),
     )
     jobs = tuple(replace(job, repeat=repeat) for repeat in range(count))
-    return Row(dict(parameters), jobs, cells, again=again, error=error)
+    return ComparisonRow(dict(parameters), jobs, cells, again=again, error=error)
 
 
-def made_comparison(rows: Sequence[Row], ranking: str = "stall_ms", warnings: Sequence[str] = ()) -> Comparison:
+def made_comparison(
+    rows: Sequence[ComparisonRow], ranking: str = "stall_ms", warnings: Sequence[str] = ()
+) -> Comparison:
     """The rows side by side, in that order; columns are the figures that any has."""
     parameters = tuple(dict.fromkeys(name for row in rows for name in row.parameters))
     known = tuple(one for one in METRICS if any(one.name in row.cells for row in rows))
@@ -85,7 +87,7 @@ def usual() -> Comparison:
 
 
 @pytest.fixture
-def row_of() -> Callable[..., Row]:
+def row_of() -> Callable[..., ComparisonRow]:
     return made_row
 
 

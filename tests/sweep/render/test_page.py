@@ -14,10 +14,11 @@ import pytest
 
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
-from stagereg.sweep.compare import Comparison, Row
+from stagereg.sweep.answer import sentences
+from stagereg.sweep.comparison import Comparison, ComparisonRow
 from stagereg.sweep.run import RankRecord, Run
 
-Rows = Callable[..., Row]
+Rows = Callable[..., ComparisonRow]
 Compared = Callable[..., Comparison]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -90,7 +91,7 @@ Opener = Callable[..., Opened]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of stagereg[test]")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of hydra-stagereg[test]")
     if CHROMIUM is None:
         pytest.skip("needs chromium, and there is none on the path")
     with playwright.sync_playwright() as running:
@@ -116,10 +117,10 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Opener]:
 
 @pytest.fixture(scope="module")
 def usual(comparison: Comparison) -> str:
-    return page.compare_page(comparison, [page.Picture("stall", SVG, words="All runs.")])
+    return page.compare_page(comparison, [page.Picture("stall", SVG, caption="All runs.")])
 
 
-def test_the_page_asks_nobody_and_complains_of_nothing(opened: Opener, usual: str) -> None:
+def test_the_page_asks_no_one_and_complains_of_nothing(opened: Opener, usual: str) -> None:
     one = opened(usual)
     one.view.locator("#table th button").first.click()
     assert [url for url in one.asked if not url.startswith(("file://", "data:"))] == []
@@ -131,7 +132,7 @@ def test_the_answer_is_on_the_first_screen_and_the_table_begins_there(
     opened: Opener, usual: str, comparison: Comparison
 ) -> None:
     view = opened(usual, viewport={"width": 1280, "height": 800}).view
-    assert view.locator("h1").inner_text() == comparison.answer
+    assert view.locator("h1").inner_text() == sentences(comparison)
     assert "The machine was busy." in view.locator(".warnings").inner_text()
     assert view.locator(".tile strong").all_inner_texts() == ["9.10 ±0.95", "a tie", "10 of 11 completed"]
     table = view.locator("#table").bounding_box()
@@ -143,8 +144,8 @@ def test_the_answer_is_on_the_first_screen_and_the_table_begins_there(
     assert best.locator("td.tie .mark").inner_text() == "~"
 
 
-def test_a_row_with_figures_and_a_failed_run_tells_its_error_above_the_table(
-    row_of: Callable[..., Row], compared: Callable[..., Comparison]
+def test_a_row_with_figures_and_a_failed_run_reports_its_error_above_the_table(
+    row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison]
 ) -> None:
     row = row_of({"stager": "blocking"}, {"stall_ms": [1.0, 2.0]}, error="rank 1: died of SIGKILL\nand so on")
     part = replace(row, jobs=(row.jobs[0], replace(row.jobs[1], status="completed", error=None)))
@@ -203,11 +204,11 @@ def test_what_comes_out_of_a_run_stays_text(row_of: Rows, compared: Compared, op
     evil = compared(rows, warnings=[EVIL])
     job = replace(rows[0].jobs[0], environment={EVIL: EVIL}, command=EVIL)
     evil = replace(evil, rows=(replace(rows[0], jobs=(job,), note=EVIL), rows[1]), directory=Path(EVIL))
-    pytest.importorskip("matplotlib", reason="pictures need stagereg[report]")
+    pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
     figure = plots.compare_figure(evil)
     assert figure is not None
-    drawn = page.Picture(EVIL, plots.svg_text(figure), words=EVIL)
-    text = page.compare_page(evil, [drawn], [page.Picture(EVIL, png=b"x", words=EVIL)])
+    drawn = page.Picture(EVIL, plots.svg_text(figure), caption=EVIL)
+    text = page.compare_page(evil, [drawn], [page.Picture(EVIL, png=b"x", caption=EVIL)])
     one = opened(text)
     assert one.view.evaluate("window.owned") is None
     assert one.view.locator("script").count() == 1
@@ -222,11 +223,11 @@ def test_what_comes_out_of_a_run_stays_text(row_of: Rows, compared: Compared, op
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_words_can_be_read_in_light_and_in_dark(opened: Opener, usual: str, scheme: str) -> None:
+def test_all_text_can_be_read_in_light_and_in_dark(opened: Opener, usual: str, scheme: str) -> None:
     view = opened(usual, color_scheme=scheme).view
-    told = view.evaluate(CONTRAST)
-    assert len(told) == 16
-    assert {name: ratio for name, ratio in told.items() if ratio < 4.5} == {}
+    seen = view.evaluate(CONTRAST)
+    assert len(seen) == 16
+    assert {name: ratio for name, ratio in seen.items() if ratio < 4.5} == {}
     ground = view.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (max(json.loads(f"[{ground[4:-1]}]")) < 60) == (scheme == "dark")
     ink = view.locator("svg g").evaluate("(one) => getComputedStyle(one).fill")
@@ -287,14 +288,14 @@ def test_the_page_of_a_run_shows_figures_tables_pictures_and_how_it_ended(opened
 
 
 def test_the_same_comparison_gives_the_same_page(comparison: Comparison, usual: str) -> None:
-    assert page.compare_page(comparison, [page.Picture("stall", SVG, words="All runs.")]) == usual
+    assert page.compare_page(comparison, [page.Picture("stall", SVG, caption="All runs.")]) == usual
 
 
 @pytest.mark.parametrize(
     ("runs", "ties", "words"),
     [((1, 1), False, "not proven"), ((2, 2), False, "likely"), ((3, 3), False, "real"), ((3, 3), True, "a tie")],
 )
-def test_the_page_says_no_more_than_the_runs_do(
+def test_the_page_shows_no_more_than_the_runs_do(
     runs: tuple[int, int], ties: bool, words: str, row_of: Rows, compared: Compared
 ) -> None:
     verdicts = ("best", "tie" if ties else "")

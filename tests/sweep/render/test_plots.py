@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 import pytest
 
 import stagereg.sweep.render.plots as plots
-from stagereg.sweep.compare import Comparison, Row
-from stagereg.sweep.metrics import metric
+from stagereg.sweep.comparison import Comparison, ComparisonRow
+from stagereg.sweep.metric import metric
 
-matplotlib = pytest.importorskip("matplotlib", reason="pictures need stagereg[report]")
+matplotlib = pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
 
-Rows = Callable[..., Row]
+Rows = Callable[..., ComparisonRow]
 Compared = Callable[..., Comparison]
 
 
@@ -39,13 +39,13 @@ def document(comparison: Comparison) -> str:
 
 
 def test_every_row_its_numbers_and_its_error_are_there_as_text(document: str) -> None:
-    told = texts(document)
+    seen = texts(document)
     for label in ("overlapped · counted", "pinned · counted", "blocking · planned", "blocking · planned (A/A)"):
-        assert label in told
-    assert "9.10 ±0.95" in told
-    assert any(text.endswith("failed: CheckpointError: the disk is full") for text in told)
-    assert {"stall ms", "samples/s", "loss"} <= set(told)
-    assert any("lower is better" in text for text in told)
+        assert label in seen
+    assert "9.10 ±0.95" in seen
+    assert any(text.endswith("failed: CheckpointError: the disk is full") for text in seen)
+    assert {"stall ms", "samples/s", "loss"} <= set(seen)
+    assert any("lower is better" in text for text in seen)
 
 
 def test_best_tie_and_again_differ_in_shape_not_only_in_colour() -> None:
@@ -70,11 +70,11 @@ def test_the_same_comparison_gives_the_same_bytes_whatever_the_user_has_set(
 def test_any_values_can_be_drawn(values: tuple[float, ...], row_of: Rows, compared: Compared) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        told = texts(drawn(compared([row_of({"a": str(value)}, {"stall_ms": (value,)}) for value in values])))
-    assert all(math.isfinite(float(tick.replace(",", ""))) for tick in told if re.fullmatch(r"-?[\d.,]+(e.\d+)?", tick))
+        seen = texts(drawn(compared([row_of({"a": str(value)}, {"stall_ms": (value,)}) for value in values])))
+    assert all(math.isfinite(float(tick.replace(",", ""))) for tick in seen if re.fullmatch(r"-?[\d.,]+(e.\d+)?", tick))
 
 
-def test_ticks_of_close_values_can_be_told_apart(row_of: Rows, compared: Compared) -> None:
+def test_ticks_of_close_values_can_be_distinguished(row_of: Rows, compared: Compared) -> None:
     rows = [row_of({"a": f"x{place}"}, {"loss": (2.30455 + place / 1e5,)}) for place in range(4)]
     ticks = [text for text in texts(drawn(compared(rows, "loss"))) if re.fullmatch(r"2\.30\d+", text)]
     axis = [tick for tick in ticks if ticks.count(tick) == 1]
@@ -117,7 +117,7 @@ def test_where_the_figure_that_ranks_is_nowhere_another_is_drawn(row_of: Rows, c
     assert "loss" in texts(drawn(replace(comparison, ranking=metric("stall_ms"))))
 
 
-def test_a_png_says_nothing_of_when_it_was_made(row_of: Rows, compared: Compared) -> None:
+def test_a_png_shows_nothing_of_when_it_was_made(row_of: Rows, compared: Compared) -> None:
     figures = [plots.compare_figure(compared([row_of({"a": "1"}, {"loss": (3.0,)})], "loss")) for _ in range(2)]
     one, other = (plots.png_bytes(figure) for figure in figures if figure is not None)
     assert one == other

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.tables as tables
-from stagereg.sweep.compare import Cell, Comparison, Row
-from stagereg.sweep.metrics import METRICS, metric
+from stagereg.sweep.answer import sentences
+from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
+from stagereg.sweep.metric import METRICS, metric
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e12, max_value=1e12)
 _HERE = Path("sweep")
@@ -29,7 +30,7 @@ def printed(comparison: Comparison, capsys: pytest.CaptureFixture[str]) -> list[
     return capsys.readouterr().out.splitlines()
 
 
-def wide(row_of: Callable[..., Row], compared: Callable[..., Comparison]) -> Comparison:
+def wide(row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison]) -> Comparison:
     """Two parameters and all eight metrics, each with a spread."""
     values = {one.name: (1234.5 * place, 1300.1 * place, 1280.2 * place) for place, one in enumerate(METRICS, 1)}
     rows = [
@@ -53,8 +54,8 @@ def test_rows_are_in_the_order_of_the_metric_that_ranks_and_failed_ones_last(com
     assert tuple(most_first[-1].parameters.values()) == last
 
 
-def test_rows_of_two_versions_are_told_apart_in_every_table(
-    row_of: Callable[..., Row], compared: Callable[..., Comparison], capsys: pytest.CaptureFixture[str]
+def test_rows_of_two_versions_are_distinguished_in_every_table(
+    row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
         replace(row_of({"a": "1"}, {"stall_ms": (stall,)}), versions=f"torch {version}")
@@ -73,7 +74,7 @@ def test_rows_of_two_versions_are_told_apart_in_every_table(
 
 
 def test_a_row_without_the_figure_that_ranks_stands_before_those_that_failed(
-    row_of: Callable[..., Row], compared: Callable[..., Comparison]
+    row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison]
 ) -> None:
     rows = [
         row_of({"a": "failed"}, {}, error="boom"),
@@ -99,11 +100,11 @@ def test_the_terminal_shows_marks_spreads_the_first_line_of_errors_and_ends_in_t
     assert any("best of its column" in line for line in lines)
     assert "Beware: The machine was busy." in lines
     assert lines[0] == "All with train.steps=60"
-    assert lines[-1] == comparison.answer
+    assert lines[-1] == sentences(comparison)
 
 
 def test_two_parameters_and_eight_metrics_fit_a_line_of_120(
-    row_of: Callable[..., Row], compared: Callable[..., Comparison], capsys: pytest.CaptureFixture[str]
+    row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = printed(wide(row_of, compared), capsys)
     head = next(place for place, line in enumerate(lines) if "verdict" in line)
@@ -114,7 +115,7 @@ def test_two_parameters_and_eight_metrics_fit_a_line_of_120(
 
 
 def test_the_number_of_runs_is_a_column_where_rows_differ_in_it(
-    row_of: Callable[..., Row], compared: Callable[..., Comparison], capsys: pytest.CaptureFixture[str]
+    row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [row_of({"a": str(count)}, {"loss": (1.0,) * count}) for count in (2, 2, 3)]
     again = replace(rows[2], again=True, jobs=rows[2].jobs[:1])
@@ -124,8 +125,8 @@ def test_the_number_of_runs_is_a_column_where_rows_differ_in_it(
     assert any({"runs", "verdict"} <= set(line.split()) for line in printed(compared(rows, "loss"), capsys))
 
 
-def test_what_does_not_fit_is_left_out_from_the_right_said_and_never_what_ranks(
-    row_of: Callable[..., Row],
+def test_what_does_not_fit_is_left_out_from_the_right_named_and_never_what_ranks(
+    row_of: Callable[..., ComparisonRow],
     compared: Callable[..., Comparison],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -143,7 +144,7 @@ def test_what_does_not_fit_is_left_out_from_the_right_said_and_never_what_ranks(
 
 
 def test_a_long_parameter_is_folded_not_cut(
-    row_of: Callable[..., Row], compared: Callable[..., Comparison], capsys: pytest.CaptureFixture[str]
+    row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = "torch.optim." + ".".join(f"part{number}" for number in range(30))
     lines = printed(compared([row_of({"a": long}, {"stall_ms": (1.0, 2.0)}), row_of({"a": "b"}, {})]), capsys)
@@ -154,7 +155,7 @@ def test_a_long_parameter_is_folded_not_cut(
 
 
 def test_csv_has_raw_numbers_and_reads_back(
-    comparison: Comparison, row_of: Callable[..., Row], compared: Callable[..., Comparison]
+    comparison: Comparison, row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison]
 ) -> None:
     rows = list(csv.DictReader(io.StringIO(tables.csv_text(comparison))))
     assert [row["verdict"] for row in rows] == ["best", "tie", "", "A/A", "failed"]
@@ -174,8 +175,8 @@ def test_csv_has_raw_numbers_and_reads_back(
 @example("`a` | ``b``", "| @all #12 <img src=x onerror=alert(1)>")
 def test_no_text_breaks_a_row_of_markdown(value: str, error: str) -> None:
     rows = (
-        Row({"x": value}, (), {"loss": Cell(1.0, None, (1.0,))}),
-        Row({"x": "b"}, (), error=error),
+        ComparisonRow({"x": value}, (), {"loss": Cell(1.0, None, (1.0,))}),
+        ComparisonRow({"x": "b"}, (), error=error),
     )
     made = Comparison(_HERE, ("x",), (), (metric("loss"),), rows, 1, metric("loss"))
     lines = tables.markdown_text(made).splitlines()
@@ -195,18 +196,18 @@ def test_markdown_marks_the_best_and_begins_with_the_answer(comparison: Comparis
 @example(0.0012345)
 @example(999_999.5)
 @example(1e-7)
-def test_a_number_is_told_to_three_digits(value: float) -> None:
+def test_a_number_has_three_digits(value: float) -> None:
     text = tables.number(value)
     assert float(text.replace(",", "")) == pytest.approx(value, rel=6e-3, abs=1e-300)
     assert len(text) <= 14
 
 
 @given(NUMBERS, st.floats(1e-9, 1e9))
-def test_a_median_and_its_spread_have_as_many_places_behind_the_point(median: float, spread: float) -> None:
+def test_a_median_and_its_spread_have_as_many_digits_behind_the_point(median: float, spread: float) -> None:
     cell = Cell(median, spread, (median, median))
-    shown, told = tables.median_text(cell), tables.spread_text(cell)
-    if "e" not in shown + told and median:
-        assert len(shown.partition(".")[2]) == len(told.partition(".")[2])
+    shown, seen = tables.median_text(cell), tables.spread_text(cell)
+    if "e" not in shown + seen and median:
+        assert len(shown.partition(".")[2]) == len(seen.partition(".")[2])
     assert float(shown.replace(",", "")) == pytest.approx(median, rel=6e-3, abs=1e-300)
 
 

@@ -12,27 +12,27 @@ from pathlib import Path
 import pytest
 
 import stagereg.sweep.render as render
-from stagereg.sweep.compare import Comparison, Row
+from stagereg.sweep.comparison import Comparison, ComparisonRow
 
-Rows = Callable[..., Row]
+Rows = Callable[..., ComparisonRow]
 Compared = Callable[..., Comparison]
 
 
 def recorded(directory: Path) -> Path:
     """A directory in which one rank has told of ten steps and a checkpoint."""
-    told: list[dict[str, object]] = [{"event": "start", "t": 0.0, "format": 1, "rank": 0, "world_size": 1}]
-    told += [{"event": "step", "t": 1.0 + step, "step": step} for step in range(10)]
-    told.append({"event": "stall", "t": 5.5, "step": 4, "start": 5.1, "seconds": 0.3})
-    told.append({"event": "end", "t": 12.0, "seconds": 12.0, "status": "completed", "error": None})
+    seen: list[dict[str, object]] = [{"event": "start", "t": 0.0, "format": 1, "rank": 0, "world_size": 1}]
+    seen += [{"event": "step", "t": 1.0 + step, "step": step} for step in range(10)]
+    seen.append({"event": "stall", "t": 5.5, "step": 4, "start": 5.1, "seconds": 0.3})
+    seen.append({"event": "end", "t": 12.0, "seconds": 12.0, "status": "completed", "error": None})
     directory.mkdir(parents=True)
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in told))
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in seen))
     return directory
 
 
 def test_all_five_files_are_written_and_the_page_has_a_timeline_of_each_run(
     row_of: Rows, compared: Compared, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need stagereg[report]")
+    pytest.importorskip("matplotlib", reason="pictures need hydra-stagereg[report]")
     rows = [
         row_of({"a": name}, {"stall_ms": (value,)}, directory=recorded(tmp_path / name))
         for name, value in (("slow", 3.0), ("fast", 1.0))
@@ -47,7 +47,7 @@ def test_all_five_files_are_written_and_the_page_has_a_timeline_of_each_run(
     assert paths[3].read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_a_line_says_so_and_the_rest_is_there(
+def test_without_matplotlib_one_line_is_printed_and_the_rest_is_there(
     comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("matplotlib", "matplotlib.figure"):
@@ -57,7 +57,7 @@ def test_without_matplotlib_a_line_says_so_and_the_rest_is_there(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("\n") == 1
-    assert "pip install 'stagereg[report]'" in said.err
+    assert "pip install 'hydra-stagereg[report]'" in said.err
     assert 'id="table"' in paths[-1].read_text()
 
 

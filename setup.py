@@ -1,0 +1,5 @@
+"""Finds the packages, so that none can be forgotten; everything else about the distribution is in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+setup(packages=["hydra_plugins", "stagereg.conf", *find_packages(include=["stagereg", "stagereg.*"])])

@@ -1,0 +1,22 @@
+# The public names. `stagereg/__init__.py` reads this file too: what stands here is imported when it is first used.
+from stagereg import errors as errors
+from stagereg import registry as registry
+from stagereg import testing as testing
+from stagereg._version import __version__ as __version__
+from stagereg.checkpoint.checkpointer import Checkpointer as Checkpointer
+from stagereg.config.instantiate import instantiate as instantiate
+from stagereg.errors import PeerFailedError as PeerFailedError
+from stagereg.errors import Preempted as Preempted
+from stagereg.errors import StageregError as StageregError
+from stagereg.errors import UnevenInputsError as UnevenInputsError
+from stagereg.join.context import Join as Join
+from stagereg.join.joinable import Joinable as Joinable
+from stagereg.join.joinable import JoinHook as JoinHook
+from stagereg.launch.main import main as main
+from stagereg.record import log as log
+from stagereg.registry import build as build
+from stagereg.registry import names as names
+from stagereg.registry import register as register
+from stagereg.sizes import ByteSize as ByteSize
+from stagereg.stagers.async_stager import AsyncStager as AsyncStager
+from stagereg.stagers.blocking import BlockingAsyncStager as BlockingAsyncStager

@@ -1,0 +1,57 @@
+"""The named moments of a save, for tests that end a process there.
+
+Each module that does a step of the commit calls :func:`failpoint` right after it. A run has no observer, so the call is
+one look-up. A test gives :func:`watch` an observer that kills its process, or only counts. An observer is installed in
+one process; a writer process needs one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["POINTS", "failpoint", "watch"]
+
+POINTS = {
+    "locked": "the run holds the directory, and nothing in it has been touched",
+    "swept": "what dead runs had left in the directory is gone",
+    "staged": "this rank's copy is complete",
+    "agreed": "all ranks know from each other that they have staged; nothing of the save is on disk",
+    "made": "the hidden directory of the save is there",
+    "writing": "a file has been written in part",
+    "flushed": "one file is on the disk, and its size and checksum are known",
+    "written": "all ranks have written all their files, the storage's metadata among them",
+    "marked": "all ranks know size and checksum of all files",
+    "held": "the run has made sure that it still holds the directory",
+    "described": "the manifest lies beside the files, under the hidden name",
+    "aside": "an older checkpoint of this step has given up its name, where the two cannot change names at once",
+    "renamed": "the checkpoint has its name, which may not be on the disk yet",
+    "committed": "the name, or the manifest in a remote directory, is durable: the checkpoint is complete",
+    "pointed": "``latest`` points to it",
+    "hidden": "an old checkpoint is none any more, and its files are still there",
+    "retained": "the old checkpoints are deleted",
+    "ended": "every rank knows that the save is complete",
+}
+"""What has just happened at each moment, in the order of a save. "locked", "swept", and "held" to "retained" are for
+rank 0 alone, "writing" and "flushed" for the process that writes; the others for every rank."""
+
+_observer: Callable[[str], None] | None = None
+
+
+def failpoint(name: str) -> None:
+    """Report the moment ``name``, one of :data:`POINTS`, to the observer. Any thread; passes on what that raises."""
+    if _observer is not None:
+        _observer(name)
+
+
+def watch(observer: Callable[[str], None] | None) -> Callable[[str], None] | None:
+    """Have ``observer`` called with the name of each moment of this process, on the thread where it comes.
+
+    Args:
+        observer: ``None`` ends it.
+
+    Returns:
+        The observer there was before.
+    """
+    global _observer
+    before, _observer = _observer, observer
+    return before

@@ -1,0 +1,212 @@
+"""All ranks exit at the same step when any of them was signalled: :class:`PreemptionConsensus` agrees on that step.
+
+About once a second the training threads exchange whether one of them has been signalled: an all-reduce that is begun in
+one call and read in the next, so nobody waits for it while the ranks go in step. How many calls lie between two
+exchanges follows from the slowest rank's time of a step, which is exchanged along; all ranks begin and read in the same
+calls, and so hear of a signal at the same step. That is the step to save and leave at.
+
+This needs all ranks to call at the same steps. Where they do not, as in a loop that ranks leave one by one, something
+else that all ranks take part in has to carry the flags (``exchanged_by_join``): the ``checkpoint`` joinable does.
+Where nothing does, the first exchange that a rank is missing from ends the watch, after a bounded wait.
+
+Signals are heard by :mod:`stagereg.preemption`; saving is left to the checkpointer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+import stagereg.record as record
+import stagereg.shutdown as shutdown
+from stagereg.checkpoint.rank_group import RankGroup, reason
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.errors import RESUME_CODE, Preempted, Stopped
+from stagereg.preemption import SIGNALS, PreemptionHandler
+
+__all__ = ["PreemptionConsensus", "describe_newest"]
+
+_log = logging.getLogger(__name__)
+
+_EVERY_S = 1.0
+"""Seconds from one exchange to the next."""
+_MOST_CALLS = 64
+"""Calls from one exchange to the next at most: steps may become slower than those that were measured."""
+_PATIENCE_S = 60.0
+"""Seconds to wait for the ranks that have not come to an exchange: far more than they are apart where they train in
+step."""
+
+
+class PreemptionConsensus:
+    """Whether, and at which step, this process leaves; for the training thread.
+
+    Args:
+        ranks: that leave together. Nothing else is exchanged on their group.
+        notice: of this process.
+        clock: seconds, ever growing.
+
+    Attributes:
+        agreed: the signal to leave for, on all ranks from the same step on; ``None`` until there is one.
+        exchanged_by_join: whether a join exchanges the flags, and calls here exchange nothing. The same on all ranks.
+    """
+
+    def __init__(self, ranks: RankGroup, notice: PreemptionHandler, clock: Callable[[], float] = record.now) -> None:
+        self.agreed: signal.Signals | None = None
+        self.exchanged_by_join = False
+        self._ranks = ranks
+        self._notice = notice
+        self._clock = clock
+        self._watching = True
+        self._asked: int | None = None
+        self._calls = 0  # since the last exchange began
+        self._next = 1
+        self._since = clock()
+        self._pending: tuple[torch.Tensor, Any] | None = None
+
+    def signal_flags(self) -> list[float]:
+        """What this rank has to tell: for each of ``SIGNALS``, above 0 if it has come."""
+        return [float(self._notice.received == each) for each in SIGNALS]
+
+    def update(self, told: Sequence[float]) -> None:
+        """Take up what all ranks have told, added up or the greatest of each; all hear the same at the same step."""
+        for number, signalled in zip(SIGNALS, told, strict=True):
+            if signalled > 0 and self.agreed is None:
+                self.agreed = number
+                self._notice.reports = self._ranks.rank == 0
+                self._notice.start_grace(number)
+
+    def agreed_at(self, step: int) -> bool:
+        """Whether to leave after ``step``; on all ranks, once a step. Never raises, and waits for a bounded time."""
+        self._asked = step
+        if self.agreed is None and self._watching and not self.exchanged_by_join:
+            if self._ranks.size == 1:
+                self.update(self.signal_flags())
+            else:
+                self._exchange()
+        return self.agreed is not None
+
+    def agreed_before_save(self, step: int) -> bool:
+        """Likewise, of a step that is about to be saved: there are programs that never ask whether a save is due."""
+        return self.agreed is not None if step == self._asked else self.agreed_at(step)
+
+    def exit(self, step: int, directory: str, failure: Exception | None) -> NoReturn:
+        """Leave, together with the other ranks; waits for them, and the notice's time bounds the wait.
+
+        Args:
+            step: that was to be saved.
+            directory: of the checkpoints.
+            failure: why it is not; ``None`` where it is saved.
+
+        Raises:
+            Preempted: it is saved.
+            Stopped: it is not.
+        """
+        assert self.agreed is not None
+        self._notice.saved = failure is None
+        if self._ranks.size > 1:
+            # A peer that leaves seconds later would take the end of this one for a failure.
+            with contextlib.suppress(RuntimeError):
+                # Like an exchange in size: gloo ends a process in which two of different sizes meet.
+                dist.all_reduce(self._told(), group=self._ranks.group)
+        if failure is None:
+            leaving: SystemExit = Preempted(step, directory, self.agreed)
+        else:
+            leaving = Stopped(self.agreed, reason(failure))
+        shutdown.set_exit_code(128 + self.agreed if failure is not None else RESUME_CODE)
+        if self._ranks.rank == 0:
+            _log.warning("stagereg: %s", leaving)
+        raise leaving from failure
+
+    def abandon(self) -> None:
+        """This rank fails: it tells the others nothing more, since an exchange without them would hold up its end."""
+        self._watching = False
+
+    def close(self) -> None:
+        """This rank calls no more. A rank that goes on hears of it with its next exchange, which then was the last."""
+        if self._watching and self._ranks.size > 1 and self.agreed is None:
+            self._watching = False
+            with contextlib.suppress(RuntimeError):
+                if self._pending is None or not self._ready(0.0) or not self._pending[0][len(SIGNALS)] > 0:
+                    self._begin(over=True)
+        self._notice.close()
+
+    def _exchange(self) -> None:
+        self._calls += 1
+        if self._pending is not None:
+            told = self._read()
+            if told is None:
+                return
+            *words, over, step_s = told
+            if over > 0:
+                self._watching = False
+                return
+            self.update(words)
+            self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
+        if self.agreed is None and self._calls >= self._next:
+            try:
+                self._begin()
+            except RuntimeError as error:
+                self._give_up(error)
+
+    def _begin(self, over: bool = False) -> None:
+        now = self._clock()
+        step_s = (now - self._since) / max(self._calls, 1)
+        self._since, self._calls = now, 0
+        told = self._told(over, step_s)
+        self._pending = told, dist.all_reduce(told, dist.ReduceOp.MAX, self._ranks.group, async_op=True)
+
+    def _told(self, over: bool = False, step_s: float = 0.0) -> torch.Tensor:
+        return torch.tensor([*self.signal_flags(), float(over), step_s], dtype=torch.float64)
+
+    def _read(self) -> list[float] | None:
+        """What the ranks have told; ``None``, and no more exchanges, where some have not in time."""
+        assert self._pending is not None
+        told, _ = self._pending
+        try:
+            there = self._ready(_PATIENCE_S)
+        except RuntimeError as error:
+            self._give_up(error)
+            return None
+        if not there:
+            self._give_up(f"not all ranks have come in {_PATIENCE_S:g} s")
+            return None
+        self._pending = None
+        found: list[float] = told.tolist()
+        return found
+
+    def _ready(self, seconds: float) -> bool:
+        """Wait so long at most. Raises: ``RuntimeError``: what the exchange has failed with."""
+        assert self._pending is not None
+        _, work = self._pending
+        try:
+            work.wait(datetime.timedelta(seconds=max(seconds, 0.001)))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False  # it goes on, whoever waits
+        return True
+
+    def _give_up(self, why: object) -> None:
+        self._watching = False
+        self._notice.close()
+        _log.warning(
+            "stagereg: the ranks could not tell each other whether one of them has been signalled (%s). From now on "
+            "SIGTERM and SIGUSR1 end a rank at once, without a save. Call maybe_save, or due, on all ranks in each "
+            "step; in a loop that ranks leave, through the checkpoint joinable.",
+            str(why).strip().partition("\n")[0],
+        )
+
+
+def describe_newest(store: CheckpointStore) -> str:
+    """What a place has to go on from, in words."""
+    found = store.latest()
+    if found is None:
+        return f"there is no complete checkpoint in {store.root}"
+    return f"the newest complete checkpoint in {store.root} is step {found.manifest.step}"

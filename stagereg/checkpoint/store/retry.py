@@ -1,0 +1,211 @@
+"""How often a request is tried that a network may lose, and which errors are not worth another try.
+
+A trial that fails for a reason that may pass (no connection, a time-out, a store that is busy or in trouble: statuses
+408, 425, 429, 5xx but for 501) is made again, after waits that double from half a second to a minute, each shortened
+at random by up to half so that the ranks do not come back all at once ("equal jitter", M. Brooker, AWS Architecture
+Blog, 2015).
+What cannot get better by waiting (no permission, no such bucket, bad credentials, a bad argument) is raised at once. A
+series ends with its last trial, or when the time is up that :func:`within` gave the thread; it warns once, at its first
+failure. A call that does not come back at all is for :func:`answered`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import errno
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from stagereg.errors import StageregError
+
+__all__ = ["answer_of", "answered", "may_pass", "retrying", "until", "within"]
+
+T = TypeVar("T")
+
+TRIALS = 10
+"""How often something is tried in all, some three minutes long."""
+
+FIRST_S = 0.5
+LONGEST_S = 60.0
+
+_PASSING_STATUS = (408, 425, 429)
+_NOT_IMPLEMENTED = 501
+# S3's names of errors whose status does not show it: content lost on its way, an upload that was cleared away,
+# another write of the same object at the same moment.
+_PASSING_CODES = (
+    "BadDigest",
+    "ConditionalRequestConflict",
+    "IncompleteBody",
+    "NoSuchUpload",
+    "OperationAborted",
+    "RequestTimeout",
+    "XAmzContentSHA256Mismatch",
+)
+_FINAL = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    FileExistsError,
+    FileNotFoundError,
+    ImportError,
+    IsADirectoryError,
+    LookupError,
+    MemoryError,
+    NotADirectoryError,
+    NotImplementedError,
+    PermissionError,
+    StageregError,
+    TypeError,
+    ValueError,
+)
+_FINAL_ERRNO = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG}
+_FINAL_ERRNO |= {getattr(errno, "EREMCHG", errno.EINVAL), errno.EOPNOTSUPP}
+_PROGRAMS = ("builtins", "pickle", "stagereg", "struct", "torch", "zipfile")
+_FINAL_WORDS = ("Credential", "Auth", "Param", "Profile", "Region", "InvalidEndpoint", "UnknownService", "Forbidden")
+
+_log = logging.getLogger(__name__)
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Generator[None, None, None]:
+    """Bound all series of trials of this thread: none is begun again later than ``seconds`` from now.
+
+    Where one bound is inside another, the earlier one counts.
+    """
+    before = until()
+    _thread.until = min(before, time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _thread.until = before
+
+
+def until() -> float:
+    """Return when this thread's trials end, as ``time.monotonic`` counts in all processes of a machine."""
+    found: float = getattr(_thread, "until", math.inf)
+    return found
+
+
+def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable[[T], None]) -> T:
+    """Return what ``act`` returns, waiting at most ``seconds``: a server may take a call and never answer.
+
+    It runs on a thread of its own, which is left alone when the time is up; ``give_back`` gets what it returns then.
+
+    Raises:
+        TimeoutError: it has not ended in time; names ``url``. And what ``act`` raises.
+    """
+    answer: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(act())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    def late(ended: Future[T]) -> None:
+        if ended.exception() is None:
+            give_back(ended.result())
+
+    threading.Thread(target=work, name="stagereg-answer", daemon=True).start()
+    try:
+        concurrent.futures.wait([answer], min(seconds, threading.TIMEOUT_MAX))
+        if not answer.done():
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:g} s", url)
+    except BaseException:
+        answer.add_done_callback(late)
+        raise
+    return answer.result()
+
+
+def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
+    """Return what ``act`` returns, tried again as long as that may help.
+
+    Args:
+        doing: for messages, such as ``"reading"``.
+        url: what it is done to; named in the error.
+        act: must be harmless to repeat, also after it was carried out and the answer was lost.
+
+    Raises:
+        OSError: what it raised last, naming ``url``. Errors of the program itself come as they are.
+    """
+    for trial in range(1, TRIALS + 1):
+        try:
+            return act()
+        except Exception as error:
+            pause = min(FIRST_S * 2 ** (trial - 1), LONGEST_S) * random.uniform(0.5, 1.0)
+            late = time.monotonic() + pause > until()
+            if trial == TRIALS or late or not may_pass(error):
+                raise _named(error, doing, url, trial) from error
+            if trial == 1:
+                _log.warning("%s %s: %s. Trying again, up to %d times.", doing, url, _text(error), TRIALS - 1)
+        time.sleep(pause)
+    raise AssertionError("unreachable")
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether another trial may go better than the one that ended with ``error``."""
+    code, status = answer_of(error)
+    if code in _PASSING_CODES:
+        return True
+    if status is not None:
+        return status in _PASSING_STATUS or (status >= 500 and status != _NOT_IMPLEMENTED)
+    if isinstance(error, (asyncio.TimeoutError, ConnectionError)):
+        return True
+    if isinstance(error, _FINAL) or not isinstance(error, Exception):
+        return False
+    if isinstance(error, OSError):
+        return error.errno not in _FINAL_ERRNO
+    # What is left are errors of the clients of object stores, which have no common base.
+    kinds = type(error).__mro__
+    known = kinds[0].__module__.partition(".")[0] in _PROGRAMS
+    return not known and not any(word in kind.__name__ for word in _FINAL_WORDS for kind in kinds)
+
+
+def answer_of(error: BaseException) -> tuple[str | None, int | None]:
+    """Return the store's code and the HTTP status of an error, as botocore, gcsfs, azure or aiohttp keep them."""
+    for each in (error, error.__cause__):
+        response: Any = getattr(each, "response", None)
+        if isinstance(response, dict):
+            return response.get("Error", {}).get("Code"), response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        for name in ("status_code", "status", "code"):
+            status = getattr(each, name, None)
+            if isinstance(status, int) and 400 <= status < 600:
+                return None, status
+    return None, None
+
+
+def _text(error: BaseException) -> str:
+    text = str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error).strip()
+    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
+
+
+def _named(error: Exception, doing: str, url: str, trials: int) -> Exception:
+    """Return an ``OSError`` with what was done to what; a mistake in a program stays what it is."""
+    if isinstance(error, StageregError) or (isinstance(error, _FINAL) and not isinstance(error, OSError)):
+        return error
+    often = f", tried {trials} times" if trials > 1 else ""
+    return OSError(_errno(error), f"{_text(error)} ({doing}{often})", url)
+
+
+def _errno(error: Exception) -> int:
+    for kind, number in (
+        (FileExistsError, errno.EEXIST),
+        (FileNotFoundError, errno.ENOENT),
+        (PermissionError, errno.EACCES),
+        (asyncio.TimeoutError, errno.ETIMEDOUT),
+    ):
+        if isinstance(error, kind):
+            return number
+    own = getattr(error, "errno", None)
+    if isinstance(own, int) and own in errno.errorcode:
+        return own
+    return errno.EACCES if any("Credential" in kind.__name__ for kind in type(error).__mro__) else errno.EIO

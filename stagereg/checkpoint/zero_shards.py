@@ -1,0 +1,147 @@
+"""Shards of a ``ZeroRedundancyOptimizer``, numbered so that any number of ranks can put them together.
+
+Torch's ``ZeroRedundancyOptimizer`` gives each rank some of the parameters, to an optimizer of its own that numbers them
+from 0. A shard as it is saved has the numbers that the whole optimizer's parameters have, in the order of its groups::
+
+    {"state": {3: {"exp_avg": ...}, 7: {}}, "param_groups": [{"lr": ..., "params": [3, 7]}], "group_sizes": [12]}
+
+Every parameter of the rank is in ``state``, one without state as an empty dict, so its keys are the rank's parameters.
+The whole of some shards, and a part of it, are the state dict of the optimizer class inside: what a run without ZeRO
+saves and restores.
+
+Which shards a rank has to read is decided in :mod:`stagereg.checkpoint.sources`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+from stagereg.errors import CheckpointError
+
+__all__ = ["cut", "dealt", "is_shard", "is_whole", "load", "merged", "numbers", "shard", "whole"]
+
+_STATE, _GROUPS, _PARAMS, _SIZES = "state", "param_groups", "params", "group_sizes"
+_OF_THE_PARAMETERS = (_PARAMS, "param_names")
+"""What a group has one of for each parameter; all else goes for the group."""
+
+
+def numbers(optimizer: ZeroRedundancyOptimizer) -> list[int]:
+    """Return the numbers, in the whole optimizer, of the parameters that are this rank's, in its own order."""
+    every = itertools.chain.from_iterable(group[_PARAMS] for group in optimizer.param_groups)
+    number = {id(param): index for index, param in enumerate(every)}
+    return [number[id(param)] for group in optimizer.optim.param_groups for param in group[_PARAMS]]
+
+
+def shard(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """Return this rank's shard: references to live tensors.
+
+    Raises:
+        CheckpointError: the optimizer has ``overlap_with_ddp``, whose inner one has no state dict.
+    """
+    local = _inner(optimizer).state_dict()
+    own = numbers(optimizer)
+    # A scheduler writes into the outer groups, and the local optimizer gets it at its next step only.
+    groups = [
+        {**part, **_hyperparameters(group), _PARAMS: [own[index] for index in part[_PARAMS]]}
+        for part, group in zip(local[_GROUPS], optimizer.param_groups, strict=True)
+    ]
+    state = {number: local[_STATE].get(index, {}) for index, number in enumerate(own)}
+    return {_STATE: dict(sorted(state.items())), _GROUPS: groups, _SIZES: _sizes(optimizer.param_groups)}
+
+
+def load(optimizer: ZeroRedundancyOptimizer, saved: Mapping[str, Any]) -> None:
+    """Load this rank's part of a whole state dict, which needs to have no other rank's state.
+
+    Raises:
+        CheckpointError: it is of an optimizer with other groups, or as :func:`shard` raises.
+    """
+    there, here = _sizes(saved[_GROUPS]), _sizes(optimizer.param_groups)
+    if there != here:
+        raise CheckpointError(f"it is of groups of {_listed(there)} parameters, the optimizer here has {_listed(here)}")
+    inner = _inner(optimizer)
+    local = inner.state_dict()
+    local[_STATE] = {
+        index: saved[_STATE][number] for index, number in enumerate(numbers(optimizer)) if saved[_STATE].get(number)
+    }
+    local[_GROUPS] = [
+        {**part, **_hyperparameters(group)} for part, group in zip(local[_GROUPS], saved[_GROUPS], strict=True)
+    ]
+    inner.load_state_dict(local)
+    for group, part in zip(optimizer.param_groups, inner.param_groups, strict=True):
+        group.update(_hyperparameters(part))
+
+
+def is_whole(saved: Any) -> bool:
+    """Return whether an entry, or its skeleton, is the state dict of an optimizer."""
+    return isinstance(saved, Mapping) and _GROUPS in saved and isinstance(saved.get(_STATE), Mapping)
+
+
+def is_shard(saved: Any) -> bool:
+    """Return whether an entry, or its skeleton, is a shard."""
+    return is_whole(saved) and _SIZES in saved
+
+
+def cut(saved: Mapping[str, Any], wanted: Collection[int]) -> dict[str, Any]:
+    """Return a shard, or a whole state dict, or the skeleton of one, without the state of all other parameters."""
+    return {**saved, _STATE: {number: part for number, part in saved[_STATE].items() if number in wanted}}
+
+
+def dealt(shards: Mapping[str, Any], wanted: Collection[int]) -> tuple[dict[str, Any], set[int]]:
+    """Return what to take of some shards, or their skeletons, and which of ``wanted`` is in none of them.
+
+    The state of a parameter is taken from the first that has it, and the groups from the first of all.
+    """
+    missing = set(wanted)
+    taken: dict[str, Any] = {}
+    for name, part in shards.items():
+        own = missing & part[_STATE].keys()
+        if not taken:
+            taken[name] = cut(part, own)
+        elif own:
+            taken[name] = {_STATE: cut(part, own)[_STATE]}
+        missing -= own
+    return taken, missing
+
+
+def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state dict of the whole optimizer that some shards are of, taken as :func:`dealt` has them."""
+    ends = list(itertools.accumulate(shards[0][_SIZES]))
+    groups = [
+        {**_hyperparameters(group), _PARAMS: list(range(end - size, end))}
+        for group, size, end in zip(shards[0][_GROUPS], shards[0][_SIZES], ends, strict=True)
+    ]
+    state = {number: part for each in shards for number, part in each[_STATE].items() if part}
+    return {_STATE: dict(sorted(state.items())), _GROUPS: groups}
+
+
+def whole(optimizer: ZeroRedundancyOptimizer, local: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what :func:`load` takes, of a shard with the rank's own numbers, as they were saved at first."""
+    own = numbers(optimizer)
+    state = {own[index]: part for index, part in local[_STATE].items()}
+    return merged([{_STATE: state, _GROUPS: local[_GROUPS], _SIZES: _sizes(optimizer.param_groups)}])
+
+
+def _inner(optimizer: ZeroRedundancyOptimizer) -> Optimizer:
+    inner = getattr(optimizer, "optim", None)
+    if not isinstance(inner, Optimizer):
+        raise CheckpointError(
+            "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state that can be saved; leave that out"
+        )
+    return inner
+
+
+def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [len(group[_PARAMS]) for group in groups]
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _OF_THE_PARAMETERS}

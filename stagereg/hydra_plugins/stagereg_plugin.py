@@ -1,0 +1,20 @@
+"""What Hydra finds of stagereg: its options, and its sweeper.
+
+Packaging puts this file into the namespace package ``hydra_plugins``, which Hydra scans, so an app that never imports
+stagereg has the options too. In a checkout that is merely on the path ``import stagereg`` calls :func:`offer`.
+"""
+
+from hydra.core.plugins import Plugins
+
+from stagereg.config.plugins import PluginSource
+from stagereg.config.source import RegistrySearchPath, RegistrySource
+from stagereg.sweep.interleaved import InterleavedSweeper
+
+__all__ = ["InterleavedSweeper", "PluginSource", "RegistrySearchPath", "RegistrySource", "offer"]
+
+
+def offer() -> None:
+    """Register the plugins with Hydra in this process; twice is harmless."""
+    plugins = Plugins.instance()
+    for plugin in (PluginSource, RegistrySource, RegistrySearchPath, InterleavedSweeper):
+        plugins.register(plugin)

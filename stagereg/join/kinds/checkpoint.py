@@ -1,0 +1,365 @@
+"""``checkpoint``: saves inside a join, asked for by any rank and taken part in by all.
+
+A save is collective, so an active rank that calls the checkpointer alone would wait for ranks that have left the loop,
+or write what these hold from long ago. It asks here instead, and all ranks save before the next step begins.
+
+Once a step, before anything of it happens, the ranks exchange what was asked for: one small sum on a channel of its
+own. All of them have ended the same step then, so what they save together is the state after it. The sum also carries
+whether a rank got a signal to leave (SIGTERM, SIGUSR1), with data or without: the ranks that still have some then ask
+at the end of the step, and that save is the last.
+
+A rank that has left the loop holds the current state only if the join steps its optimizers and schedules for it. So
+before a save the ranks compare how often each was stepped, and refuse if they differ, rather than write stale values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stagereg.errors import JoinError
+from stagereg.join.joinable import JoinHook, notify, serves
+from stagereg.join.kinds.fsdp2 import device_of, group_of, reduces
+from stagereg.join.step_tracker import TrackedJoinable
+from stagereg.kernel.channel import control_channel
+from stagereg.registry import register
+
+__all__ = ["CheckpointHook", "CheckpointJoinable", "Consensus", "Preemptible", "Saves", "Schedules"]
+
+_SIGNALS = 2
+_MOST = 2**51
+
+
+class Saves(Protocol):
+    """What is needed of a :class:`stagereg.Checkpointer`."""
+
+    @property
+    def every(self) -> int:
+        """Steps from one checkpoint to the next."""
+
+    def save(self, step: int, state: MutableMapping[str, Any]) -> None:
+        """Save; called on all ranks with the same steps."""
+
+
+@runtime_checkable
+class Schedules(Protocol):
+    """Of a checkpointer that decides itself after which steps to save."""
+
+    def due(self, step: int) -> bool:
+        """Whether to save after ``step``, which has just ended. Called once a step."""
+
+
+@runtime_checkable
+class Preemptible(Protocol):
+    """Of a checkpointer that saves when ranks are to leave."""
+
+    preemption: Consensus | None
+
+
+class Consensus(Protocol):
+    """How ranks learn that one of them is to leave.
+
+    Attributes:
+        exchanged_by_join: whether the join exchanges that, as not all ranks call ``due``.
+    """
+
+    exchanged_by_join: bool
+
+    def signal_flags(self) -> list[float]:
+        """Return what signals this rank has got: two numbers."""
+
+    def update(self, told: Sequence[float]) -> None:
+        """Take the sums over all ranks."""
+
+
+@register("joinable", "checkpoint")
+class CheckpointJoinable(TrackedJoinable):
+    """Lets any rank ask for a checkpoint, after its optimizer's step; all ranks then save the state after that step.
+
+    The optimizer and all else that a step changes must be in the join too, or be stepped by a function that is. A save
+    costs what the checkpointer's ``save`` costs; without one, each step has one small blocking exchange.
+
+    When a rank gets a signal to leave, SIGTERM or SIGUSR1, ranks with data and without save after the next step for
+    which ``maybe`` or ``ask`` is called, and leave together.
+
+    It comes first in the list and announces the rank for the model, so that the exchange comes before the model's own
+    collectives on every rank. All ranks construct theirs in the same order. In torch's ``Join``, make a new ``Join``
+    for each epoch.
+
+    Args:
+        checkpointer: the :class:`stagereg.Checkpointer`; in a join nobody calls its ``save`` directly.
+        state: what to save. Of entries that are plain values, ranks that have left the loop save those of one that has
+            not.
+        module: the model whose forward begins a step: what the loop calls. ``stagereg.Join`` fills in that of the first
+            joinable that has one.
+        hook: another hook in the place of ``checkpoint``.
+
+    Example::
+
+        saver = stagereg.build("joinable", "checkpoint", checkpointer=checkpointer, state=state, module=model)
+        with stagereg.Join([saver, model, optimizer]):
+            for step, batch in enumerate(loader, 1):
+                train_one_step(batch)
+                saver.maybe(step)
+    """
+
+    runs_first = True
+
+    def __init__(
+        self,
+        checkpointer: Saves,
+        state: MutableMapping[str, Any],
+        module: nn.Module | None = None,
+        hook: Callable[..., JoinHook] | None = None,
+    ) -> None:
+        super().__init__()
+        self.checkpointer = checkpointer
+        self.state = state
+        self.module = module
+        self.hook = hook
+        self._asked: int | None = None  # the step that this rank asks to save
+        self._shadows = False  # whether this rank takes part by hooks
+        self._active: list[int] = []  # ranks with data in the last step that had any
+        self._channel: Any = None
+        self._steps: dict[str, int] = {}
+        self._handles: list[Any] = []
+        self._number = _numbers["checkpoint"]
+        _numbers["checkpoint"] += 1
+
+    def ask(self, step: int) -> None:
+        """Ask for a checkpoint of the step that has just ended; any rank that has data, after its optimizer's step.
+
+        It is saved before the next step begins, or when the join ends. Outside a join it is saved at once, so there all
+        ranks have to ask.
+
+        Args:
+            step: under which number; ranks that ask after the same step give the same one.
+
+        Raises:
+            JoinError: it is no whole number from 0 on.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _MOST:
+            raise JoinError(f"A step is a whole number from 0 on, not {step!r}.")
+        if self.tracker is None or not self._join_config.enable:
+            self.checkpointer.save(step, self.state)
+        else:
+            self._asked = step
+
+    def maybe(self, step: int) -> bool:
+        """Ask if that is due: ``step`` is a positive multiple of the checkpointer's ``every``, or is as it plans.
+
+        Returns:
+            Whether it asked. Ranks that call it after the same step get the same answer. It also asks where the ranks
+            have agreed to leave.
+        """
+        checkpointer = self.checkpointer
+        if isinstance(checkpointer, Schedules):
+            due = checkpointer.due(step)
+        else:
+            due = step > 0 and step % checkpointer.every == 0
+        if due:
+            self.ask(step)
+        return due
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook, and begin to watch the model. Collective where it is the first time."""
+        self.detach()
+        self._channel = control_channel(self.join_process_group, f"checkpoint/{self._number}")
+        self.watch()
+        return self.make_hook(CheckpointHook)
+
+    def watch(self) -> None:
+        """Watch the model's forward, and count the optimizers' steps."""
+        if self.tracker is not None:
+            return
+        self._model()
+        super().watch()
+        self._asked, self._shadows, self._active, self._steps = None, False, [], {}
+        optimizers = {name: value for name, value in self.state.items() if isinstance(value, Optimizer)}
+        self._handles = [value.register_step_post_hook(self._counts(name)) for name, value in optimizers.items()]
+        if (consensus := self._consensus) is not None:
+            consensus.exchanged_by_join = True
+
+    def detach(self) -> None:
+        """Stop watching the model and its optimizers."""
+        if self.tracker is not None and (consensus := self._consensus) is not None:
+            consensus.exchanged_by_join = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        super().detach()
+
+    @property
+    def join_device(self) -> torch.device:
+        """The model's device."""
+        module = self._model()
+        if isinstance(module, DistributedDataParallel):
+            return module.join_device
+        if isinstance(module, FSDPModule):
+            return device_of(module)
+        return next((param.device for param in module.parameters()), torch.device("cpu"))
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that train the model."""
+        module = self._model()
+        if isinstance(module, DistributedDataParallel):
+            return module.join_process_group
+        if isinstance(module, FSDPModule):
+            return group_of(module)
+        own = module.process_group if isinstance(module, FullyShardedDataParallel) else None
+        return own or dist.group.WORLD
+
+    def on_step(self) -> None:
+        """A step begins on this rank: announce it, and exchange requests before anything else happens."""
+        if not self._join_config.is_first_joinable:
+            raise JoinError("the checkpoint joinable comes first in a join: Join([saver, model, optimizer])")
+        membership = self.membership
+        if self._shadows and (membership is None or not membership.expects_empty_step):
+            return  # another hook runs the model, to take part in a step of ranks with data
+        self._shadows = False
+        notify(self, torch.is_grad_enabled() and _reduces(self._model()))
+        self.exchange(active=True)
+
+    def shadow_step(self) -> None:
+        """A step has begun on ranks with data, and this one has none: exchange ahead of the other hooks."""
+        self._shadows = True
+        self.exchange(active=False)
+
+    def exchange(self, active: bool) -> None:
+        """Exchange requests with all ranks, and save if there is one; every rank once a step, and once at the end.
+
+        Args:
+            active: whether this rank runs the loop's body in the step that begins.
+
+        Raises:
+            JoinError: on all ranks: they ask for different steps, or some rank's optimizer or schedule is stale.
+            CheckpointError: see :meth:`stagereg.Checkpointer.save`.
+            SystemExit: on all ranks: they had a signal to leave, and this save was the last.
+        """
+        asked, self._asked = self._asked, None
+        channel, consensus = self._channel, self._consensus
+        values = [0.0] * channel.size
+        values[channel.rank] = float(active) if asked is None else 2.0 * (asked + 1) + active
+        signals = [0.0] * _SIGNALS if consensus is None else consensus.signal_flags()
+        sums = channel.add([*values, *signals]).wait()
+        requested, signals = [int(value) for value in sums[: channel.size]], sums[channel.size :]
+        if consensus is not None:
+            consensus.update(signals)
+        # At the end nobody is active; those who were in the last step know best what it left.
+        self._active = [rank for rank, value in enumerate(requested) if value % 2] or self._active
+        requests = {rank: value // 2 - 1 for rank, value in enumerate(requested) if value > 1}
+        if requests:
+            self._save(requests)
+
+    def _save(self, requests: Mapping[int, int]) -> None:
+        steps = sorted(set(requests.values()))
+        if len(steps) > 1:
+            each = ", ".join(f"rank {rank} for step {step}" for rank, step in requests.items())
+            raise JoinError(
+                f"ranks asked for checkpoints of different steps at the same time: {each}. Count the steps that the "
+                "ranks take together, not a rank's own batches."
+            )
+        gathered = self._channel.gather((self._progress(), _plain(self.state)))
+        _refuse_stale(steps[0], [progress for progress, _ in gathered])
+        state = dict(self.state)
+        if self._active and self._channel.rank not in self._active:
+            current = gathered[self._active[-1]][1]
+            state.update((name, current[name]) for name in state if name in current)
+        self.checkpointer.save(steps[0], state)
+
+    def _progress(self) -> dict[str, int]:
+        schedules = {name: value.last_epoch for name, value in self.state.items() if isinstance(value, LRScheduler)}
+        return {**schedules, **self._steps}
+
+    def _counts(self, name: str) -> Callable[..., None]:
+        self._steps[name] = 0
+
+        def count(*_: Any) -> None:
+            self._steps[name] += 1
+
+        return count
+
+    @property
+    def _consensus(self) -> Consensus | None:
+        return self.checkpointer.preemption if isinstance(self.checkpointer, Preemptible) else None
+
+    def _model(self) -> nn.Module:
+        if self.module is None:
+            raise JoinError(
+                "the checkpoint joinable needs to know the model whose forward begins a step: "
+                "stagereg.build('joinable', 'checkpoint', checkpointer=..., state=..., module=model)"
+            )
+        return self.module
+
+
+@register("join_hook", "checkpoint")
+class CheckpointHook(JoinHook):
+    """Exchanges requests once a step, and saves what was requested; first of a join's hooks.
+
+    Args:
+        joinable: what the ranks ask.
+    """
+
+    def __init__(self, joinable: CheckpointJoinable, /) -> None:
+        self.joinable = serves(self, joinable, CheckpointJoinable)
+        self._exchanged = False
+
+    def before_step(self) -> None:
+        """Exchange on a rank without data, ahead of the step's other hooks."""
+        self.joinable.shadow_step()
+        self._exchanged = True
+
+    def main_hook(self) -> None:
+        """Exchange, if :meth:`before_step` has not: torch's ``Join`` calls nothing but this."""
+        if not self._exchanged:
+            self.before_step()
+        self._exchanged = False
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Exchange what was asked for after the last step."""
+        self.joinable.exchange(active=False)
+        self.joinable.detach()
+
+
+_numbers: Counter[str] = Counter()
+
+
+def _reduces(module: nn.Module) -> bool:
+    if isinstance(module, DistributedDataParallel):
+        return bool(module.require_backward_grad_sync)
+    return reduces(module) if isinstance(module, FSDPModule) else True
+
+
+def _refuse_stale(step: int, progress: list[dict[str, int]]) -> None:
+    for name in sorted({name for each in progress for name in each}):
+        taken = [each.get(name, 0) for each in progress]
+        if len(set(taken)) > 1:
+            counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(taken))
+            raise JoinError(
+                f"step {step} was not saved, since {name!r} is not the same on all ranks: it has taken {counts} steps. "
+                "Ranks that have left the loop step only what the join knows: list the optimizer, the schedule or the "
+                "function that steps them, as in Join([model, optimizer, saver])."
+            )
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a state that are numbers, text, and containers of them: stale on a rank that has left the loop."""
+    return {name: value for name, value in state.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(_is_plain(part) for pair in value.items() for part in pair)
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in (type(None), bool, int, float, complex, str, bytes)

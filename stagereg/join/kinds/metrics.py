@@ -1,0 +1,230 @@
+"""``metrics``: sums and counts over all ranks, in and after a join, so that means are over samples and exact.
+
+A mean of the ranks' means is wrong where they have unequal numbers of samples, and a collective in the loop hangs where
+some have left it. Here every rank adds up by itself, and ranks that have left answer from a thread.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stagereg.errors import JoinError
+from stagereg.join.joinable import Joinable, JoinHook, serves
+from stagereg.join.responder import GatherResponder
+from stagereg.kernel.channel import control_channel
+from stagereg.registry import register
+
+__all__ = ["MetricsHook", "MetricsJoinable"]
+
+Number = float | torch.Tensor
+
+
+@register("joinable", "metrics")
+class MetricsJoinable(Joinable):
+    """Adds up metrics on each rank, and over the ranks when asked to.
+
+    List it after the model, in stagereg's ``Join`` or in torch's; it announces nothing. All ranks construct their
+    metrics in the same order. Without ``torch.distributed`` it is this process's metrics alone.
+
+    Args:
+        process_group: the ranks to add over; ``None`` is the default group.
+        hook: another hook in the place of ``metrics``.
+
+    Example::
+
+        metrics = stagereg.build("joinable", "metrics")
+        with stagereg.Join([model, optimizer, metrics]):
+            for x, y in loader:
+                loss = train_one_step(x, y)                      # a sum over the batch
+                metrics.add(loss=(loss.detach(), len(x)))        # no collective, no wait for the device
+                if step % 100 == 0:
+                    log(metrics.compute(reset=True))             # all ranks that still have data
+        print(metrics.compute())                                 # all ranks
+    """
+
+    has_no_collectives = True
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, hook: Callable[..., JoinHook] | None = None
+    ) -> None:
+        super().__init__()
+        self.hook = hook
+        self._group = process_group
+        self._totals: dict[str, tuple[Number, Number]] = {}
+        self._lock = threading.Lock()
+        self._responder: GatherResponder | None = None
+        self._in_use = False  # whether some rank may still wait at the responder of a join that has not ended
+        self._number = _numbers["metrics"]
+        _numbers["metrics"] += 1
+        self._renewals = 0
+
+    def add(self, **metrics: tuple[Number, Number]) -> None:
+        """Add to this rank's totals; no collective.
+
+        Args:
+            **metrics: for each name a sum and the number of samples (or of whatever the mean is over) that it is of:
+                numbers, or tensors of one element, which stay on their device and are added there in float64.
+
+        Raises:
+            JoinError: something else was given.
+        """
+        added = {name: _pair(name, given) for name, given in metrics.items()}
+        with self._lock:
+            for name, (total, count) in added.items():
+                before = self._totals.get(name, (0.0, 0.0))
+                self._totals[name] = (before[0] + total, before[1] + count)
+
+    def compute(self, reset: bool = False) -> dict[str, float]:
+        """Return the mean of every metric over the samples of all ranks; see :meth:`totals` for who calls it when.
+
+        A metric of which no rank has a sample is left out, since there is no mean of nothing.
+        """
+        return {name: total / count for name, (total, count) in self.totals(reset).items() if count}
+
+    def totals(self, reset: bool = False) -> dict[str, tuple[float, float]]:
+        """Return sum and count of every metric that some rank knows, over all ranks, sorted by name.
+
+        In a join, all ranks that still have data call it at the same point of the loop; those that have left it answer
+        by themselves, and must not call it. Before, after and in ``join.iterate``, all ranks call it. In torch's
+        ``Join`` call it after the forward of a step, since ranks do not answer before they know that the step is on.
+
+        Args:
+            reset: start anew afterwards, on all ranks; also on those that have left the loop, which a :meth:`reset` of
+                the others would not reach.
+
+        Raises:
+            JoinError: a rank without data called it, or a rank has ended the join already.
+        """
+        answers = self._request((reset, self._local()))
+        self._reset_if_asked(answers)
+        shares = [share for _, share in answers]
+        names = sorted({name for share in shares for name in share})
+        columns = {name: [share.get(name, (0.0, 0.0)) for share in shares] for name in names}
+        return {
+            name: (math.fsum(total for total, _ in column), math.fsum(count for _, count in column))
+            for name, column in columns.items()
+        }
+
+    def reset(self) -> None:
+        """Start anew on this rank alone. In a join use ``compute(reset=True)``, which reaches all ranks."""
+        with self._lock:
+            self._totals.clear()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook; takes no keyword arguments of its own. Collective where it is the first time."""
+        self._open()
+        return self.make_hook(MetricsHook)
+
+    def attach(self, session: Any) -> None:
+        """The join has been entered."""
+        super().attach(session)
+        self._in_use = True
+
+    def detach(self) -> None:
+        """Leave a responder behind that was not closed, as the join failed; some rank may still wait for it."""
+        if self._in_use:
+            self._in_use = False
+            self._responder = None
+            self._renewals += 1
+        super().detach()
+
+    def answer(self) -> None:
+        """Begin to answer the other ranks from a thread, as this one has no data any more. Twice is harmless."""
+        self._open().start(lambda: (False, self._local()), self._reset_if_asked)
+
+    def end_answers(self) -> None:
+        """The join ends on all ranks, and with it the answers."""
+        self._in_use = False
+        self._open().close()
+
+    @property
+    def join_device(self) -> torch.device:
+        """The CPU: what is exchanged are a few numbers."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks to add over."""
+        return dist.group.WORLD if self._group is None else self._group
+
+    def _local(self) -> dict[str, tuple[float, float]]:
+        with self._lock:
+            return {name: (float(total), float(count)) for name, (total, count) in self._totals.items()}
+
+    def _reset_if_asked(self, answers: list[tuple[bool, Any]]) -> None:
+        if any(reset for reset, _ in answers):
+            self.reset()
+
+    def _request(self, payload: Any) -> list[Any]:
+        if not (dist.is_available() and dist.is_initialized()):
+            return [payload]
+        responder = self._open()
+        if responder.running:
+            raise JoinError(
+                "this rank has no data any more, so it gives its metrics when the others ask, and cannot ask itself. "
+                "Call compute() in the loop or after the join, not in a function that the join calls on ranks without "
+                "data."
+            )
+        return responder.request(payload)
+
+    def _open(self) -> GatherResponder:
+        if self._responder is None:
+            self._responder = GatherResponder(
+                control_channel(self.join_process_group, f"metrics/{self._number}/{self._renewals}")
+            )
+        return self._responder
+
+
+@register("join_hook", "metrics")
+class MetricsHook(JoinHook):
+    """Answers for as long as this rank is in the join without data.
+
+    Args:
+        joinable: the metrics.
+    """
+
+    def __init__(self, joinable: MetricsJoinable, /) -> None:
+        self.joinable = serves(self, joinable, MetricsJoinable)
+
+    def on_exhausted(self) -> None:
+        """Begin to answer."""
+        self.joinable.answer()
+
+    def main_hook(self) -> None:
+        """Begin to answer, if that has not happened yet: torch's ``Join`` calls nothing before this."""
+        self.joinable.answer()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """End, together with all ranks."""
+        self.joinable.end_answers()
+
+
+_numbers: Counter[str] = Counter()
+"""Global, as all ranks number their metrics in the order in which they construct them."""
+
+
+def _pair(name: str, given: Any) -> tuple[Number, Number]:
+    if isinstance(given, tuple) and len(given) == 2:
+        total, count = (_number(value) for value in given)
+        if total is not None and count is not None:
+            return total, count
+    raise JoinError(
+        f"the metric {name!r} takes a sum and a count, as in metrics.add({name}=(loss_sum, len(batch))): numbers or "
+        f"tensors of one element, not {given!r}"
+    )
+
+
+def _number(value: Any) -> Number | None:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(torch.float64).reshape(()) if value.numel() == 1 else None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

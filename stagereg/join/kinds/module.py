@@ -1,0 +1,94 @@
+"""``module``: any module whose ranks run its collectives by themselves: FSDP1, tensor parallelism, layers of one's own.
+
+There is no way to take part in its steps but to run them, so it can be joined where the loop body runs on all ranks: by
+``join.iterate``. ``Join`` wraps ``FullyShardedDataParallel`` modules, and modules with ``DTensor`` parameters, in this
+by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from stagereg.errors import JoinError
+from stagereg.join.joinable import JoinHook, serves
+from stagereg.join.step_tracker import TrackedJoinable
+from stagereg.registry import register
+
+__all__ = ["ModuleHook", "ModuleJoinable"]
+
+
+@register("joinable", "module")
+class ModuleJoinable(TrackedJoinable):
+    """Joins a module of any kind, for ``join.iterate`` only. A step begins with the module's forward.
+
+    Args:
+        module: the module that the loop body calls.
+        process_group: the ranks that train it together; ``None``: that of an FSDP1 module, or else the default group.
+        device: of the group's collectives.
+        hook: another hook in the place of ``module``: it can take part in the steps of ranks that go on.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        device: str = "cpu",
+        hook: Callable[..., JoinHook] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise JoinError(f"the module joinable needs a torch.nn.Module, not a {type(module).__name__}")
+        self.module = module
+        self.hook = hook
+        self._group = process_group
+        self._device = torch.device(device)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook. Raises: ``JoinError`` if gradients are not to be divided by the world size."""
+        if not kwargs.get("divide_by_initial_world_size", True):
+            raise JoinError(
+                f"a {type(self.module).__name__} divides its gradients by the world size itself, so "
+                "divide_by_initial_world_size=False cannot be had; use join.mean(loss_sum, n, over='active')."
+            )
+        self.detach()
+        self.watch()
+        return self.make_hook(ModuleHook)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the group's collectives."""
+        return self._device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that train the module together."""
+        own = self.module.process_group if isinstance(self.module, FullyShardedDataParallel) else None
+        return self._group or own or dist.group.WORLD
+
+
+@register("join_hook", "module")
+class ModuleHook(JoinHook):
+    """Refuses to shadow.
+
+    Args:
+        joinable: of a module whose collectives only its own forward and backward know.
+    """
+
+    def __init__(self, joinable: ModuleJoinable, /) -> None:
+        self.joinable = serves(self, joinable, ModuleJoinable)
+
+    def main_hook(self) -> None:
+        """Raise ``JoinError``: this rank has left a loop that others go on with."""
+        raise JoinError(
+            "this rank has left the loop while others go on, and nothing but the loop body can take part in the steps "
+            f"of a {type(self.joinable.module).__name__}. Loop over join.iterate(loader), which runs the body on all "
+            "ranks, and leave it on all of them at the same step."
+        )

@@ -1,0 +1,102 @@
+"""``step``: the local work of a training step: an optimizer, an LR schedule, an average of the weights, a counter.
+
+What has no collectives of its own still has to happen on ranks without data, or replicas drift apart: moments and step
+counts of the optimizer, the learning rate, whatever is saved in a checkpoint. One function for all that follows
+``backward()`` is the surest way, since ranks with data and ranks without then run the very same lines.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stagereg.errors import JoinError
+from stagereg.join.joinable import Joinable, JoinHook, serves
+from stagereg.registry import register
+
+__all__ = ["StepHook", "StepJoinable"]
+
+
+@register("joinable", "step")
+class StepJoinable(Joinable):
+    """Has a function called on joined ranks, once per step of the active ranks. Cannot be the first joinable.
+
+    ``Join`` wraps optimizers, schedulers and functions in this by itself.
+
+    Args:
+        step: the function, or an optimizer or scheduler, whose ``step`` it is then. It may run collectives, if the
+            active ranks run the same ones.
+        after: the joinable of the model whose gradients it needs; the function is then left out in steps without a
+            reduction (``no_sync``). ``None``: the nearest one before it in the list of stagereg's ``Join``.
+        hook: another hook in the place of ``step``.
+    """
+
+    has_no_collectives = True
+
+    def __init__(
+        self,
+        step: Callable[[], object] | Optimizer | LRScheduler,
+        after: Joinable | None = None,
+        hook: Callable[..., JoinHook] | None = None,
+    ) -> None:
+        super().__init__()
+        self.step: Callable[[], object] = step.step if isinstance(step, (Optimizer, LRScheduler)) else step
+        self.after = after
+        self.hook = hook
+        _refuse_arguments(self.step)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook; takes no keyword arguments of its own."""
+        return self.make_hook(StepHook)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of ``after``, or the CPU."""
+        return torch.device("cpu") if self.after is None else self.after.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of ``after``, or the default one."""
+        return dist.group.WORLD if self.after is None else self.after.join_process_group
+
+
+@register("join_hook", "step")
+class StepHook(JoinHook):
+    """Calls a function once per step of the active ranks.
+
+    Args:
+        joinable: the function's joinable.
+    """
+
+    def __init__(self, joinable: StepJoinable, /) -> None:
+        self.joinable = serves(self, joinable, StepJoinable)
+
+    def main_hook(self) -> None:
+        """Call the function."""
+        if self.joinable.is_due():
+            self.joinable.step()
+
+
+def _refuse_arguments(step: Callable[..., object]) -> None:
+    """Refuse a function that joined ranks could not call, before any rank waits for one of them."""
+    if not callable(step):
+        raise JoinError(f"the step joinable needs a function, an optimizer or a scheduler, not a {type(step).__name__}")
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # written in C: the call itself will tell
+        return
+    # A scheduler wraps its optimizer's step in a function that still shows the unbound one's ``self``.
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needs = [p.name for p in parameters if p.default is p.empty and p.kind not in optional and p.name != "self"]
+    if needs:
+        name = getattr(step, "__qualname__", repr(step))
+        raise JoinError(
+            f"joined ranks would call {name}() without arguments, but it needs {', '.join(needs)}. Put a function that "
+            "has what it needs in the list, as in Join([model, lambda: scheduler.step(last_loss())])."
+        )

@@ -1,0 +1,97 @@
+"""``zero``: a ``ZeroRedundancyOptimizer``, in stagereg's ``Join`` or in torch's.
+
+A joined rank owns a shard of the parameters that no other rank updates, so it steps that shard and takes part in the
+broadcasts. Right numbers need the step's gradients in ``param.grad`` first; stagereg's ``ddp`` hook puts them there,
+torch's does not: in torch's ``Join`` put the ``ddp`` joinable before it (``after=``).
+(torch 2.13, ``distributed/optim/zero_redundancy_optimizer.py``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from stagereg.errors import JoinError
+from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, serves
+from stagereg.registry import register
+
+__all__ = ["ZeroHook", "ZeroJoinable"]
+
+
+@register("joinable", "zero")
+class ZeroJoinable(Joinable):
+    """Joins a ``ZeroRedundancyOptimizer``: joined ranks go on stepping the shard they own.
+
+    ``Join`` wraps a bare optimizer of that class in this by itself.
+
+    Args:
+        optimizer: the optimizer, without ``overlap_with_ddp``: its step would happen inside DDP's backward.
+        after: the joinable of the model whose gradients it needs; ``no_sync`` steps are then left out. ``None``: the
+            nearest one before it in the list of stagereg's ``Join``.
+        hook: another hook in the place of ``zero``.
+    """
+
+    announces_itself = True
+
+    def __init__(
+        self,
+        optimizer: ZeroRedundancyOptimizer,
+        after: Joinable | None = None,
+        hook: Callable[..., JoinHook] | None = None,
+    ) -> None:
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise JoinError(f"the zero joinable needs a ZeroRedundancyOptimizer, not a {type(optimizer).__name__}")
+        self.optimizer = optimizer
+        self.after = after
+        self.hook = hook
+
+    @property
+    def _join_config(self) -> Any:  # the optimizer's own step announces, and reads the configuration there
+        return self.optimizer._join_config
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self.optimizer._join_config = config
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook; takes no keyword arguments of its own."""
+        if self.optimizer._overlap_with_ddp:
+            raise JoinError("a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be joined; build it without")
+        return self.make_hook(ZeroHook)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The optimizer's default device."""
+        return self.optimizer.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The optimizer's process group."""
+        return self.optimizer.join_process_group
+
+
+@register("join_hook", "zero")
+class ZeroHook(JoinHook):
+    """Steps the optimizer once per step of the active ranks.
+
+    Args:
+        joinable: the optimizer's joinable.
+    """
+
+    def __init__(self, joinable: ZeroJoinable, /) -> None:
+        self.joinable = serves(self, joinable, ZeroJoinable)
+
+    def main_hook(self) -> None:
+        """Step this rank's shard and take part in the broadcasts."""
+        if not self.joinable.is_due():
+            return
+        optimizer = self.joinable.optimizer
+        config = optimizer._join_config
+        optimizer._join_config = JoinConfig.construct_disabled_join_config()  # a shadow step announces nobody
+        try:
+            optimizer.step()
+        finally:
+            optimizer._join_config = config

@@ -1,0 +1,193 @@
+"""What the ranks of a run write for each other into torch's store: attempts, heartbeats, ends, the cause of a failure.
+
+``torchrun --max-restarts`` starts the ranks again on the same store. Each start of all ranks is an *attempt* with a
+prefix of its own, so that no rank reads a key of one that has died. Elastic's restart count cannot be that prefix: an
+agent that follows the restart of another agent does not count it (:func:`name_attempt`).
+
+An agent sees how the ranks of its own machine end. A rank of another machine that is lost only stops writing, so ranks
+of several machines write heartbeats. They use the rank's connection to the store, and other threads' calls wait for
+them; where the store itself is gone, the thread ends, and the program notices by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from stagereg.errors import LaunchError
+
+__all__ = ["GATHER_S", "RunStore", "name_attempt"]
+
+GATHER_S = 600
+"""Seconds in which the ranks of a run may start one after another."""
+_BEAT_S = 1.0
+"""Seconds between two heartbeats of a rank."""
+_LOST_WAITING_S = 60.0
+"""Seconds without a heartbeat after which a rank is lost, where nothing has failed and others wait for its end."""
+_NAMED = 8
+"""Ranks that a message names at most."""
+
+
+class RunStore:
+    """The store of a run, as one rank uses it in one attempt.
+
+    Args:
+        store: torch's; nothing else uses it.
+        rank: this process.
+        world_size: number of ranks.
+        multi_node: whether ranks are on other machines, or below other agents at least; they write heartbeats.
+        attempt: name of this attempt.
+
+    Attributes:
+        group: the store for the process group.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, multi_node: bool = False, attempt: str = "0") -> None:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        self._all_attempts = store
+        self._store = PrefixStore(attempt, store)
+        self.group = PrefixStore("group", self._store)
+        self._rank = rank
+        self._world_size = world_size
+        self.multi_node = multi_node
+
+    def begun(self) -> dict[str, Any] | None:
+        """What the run's first attempt has published; ``None`` before."""
+        store = self._all_attempts
+        return dict(json.loads(store.get("begun"))) if store.check(["begun"]) else None
+
+    def publish(self, run: dict[str, Any], **of_this_attempt: Any) -> None:
+        """Have :meth:`run` return these on all ranks; ``run`` stays that of the first attempt. On rank 0."""
+        begun = self.begun() or run
+        self._all_attempts.set("begun", json.dumps(begun))
+        self._store.set("run", json.dumps(begun | of_this_attempt))
+
+    def run(self) -> dict[str, Any]:
+        """What rank 0 has published; waits for it."""
+        _await_key(self._store, "run", "rank 0 did not begin")
+        return dict(json.loads(self._store.get("run")))
+
+    def set_cause(self, text: str) -> None:
+        """Record that this rank's error is the cause of the run's failure."""
+        self._store.set("cause", json.dumps([self._rank, text]))
+
+    def cause(self) -> tuple[int, str] | None:
+        """The rank that has failed by itself, and its error; ``None`` if none is known."""
+        if not self._store.check(["cause"]):
+            return None
+        rank, text = json.loads(self._store.get("cause"))
+        return rank, text
+
+    def is_first(self, text: str) -> bool:
+        """Whether no rank has asked this for the same text before."""
+        return bool(self._store.add(f"reported/{text}", 1) == 1)
+
+    def set_ended(self) -> None:
+        """Record that this rank has come to the end of its job."""
+        self._store.set(f"ended/{self._rank}", "")
+
+    def await_ended(self, limit_s: float) -> None:
+        """Wait until all ranks have ended, at most ``limit_s`` seconds. Raises ``LaunchError`` if ranks are lost."""
+        deadline = time.monotonic() + limit_s
+        check = time.monotonic() + _LOST_WAITING_S
+        ended = [f"ended/{rank}" for rank in range(self._world_size)]
+        while not self._store.check(ended) and time.monotonic() < deadline:
+            if time.monotonic() > check:
+                if lost := self.lost(_LOST_WAITING_S):
+                    raise LaunchError(lost)
+                check = time.monotonic() + _LOST_WAITING_S
+            time.sleep(0.02)
+
+    @contextlib.contextmanager
+    def heartbeat(self) -> Iterator[None]:
+        """Write this rank's heartbeat for the time of a ``with`` block."""
+        if not self.multi_node:
+            yield
+            return
+        over = threading.Event()
+
+        def beat() -> None:
+            with contextlib.suppress(Exception):
+                while not over.wait(_BEAT_S):
+                    self._beat()
+
+        self._beat()
+        thread = threading.Thread(target=beat, name="stagereg-heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(_BEAT_S)
+
+    def lost(self, for_s: float) -> str:
+        """The ranks that have not ended and write no heartbeat for so many seconds, as a sentence; empty without one.
+
+        It waits as long only where there may be one.
+        """
+        if not self.multi_node:
+            return ""  # the launcher sees how its ranks end
+        last = {rank: self._last(rank) for rank in range(self._world_size) if not self._store.check([f"ended/{rank}"])}
+        deadline = time.monotonic() + for_s
+        while last and time.monotonic() < deadline:
+            time.sleep(_BEAT_S / 10)
+            last = {rank: beat for rank, beat in last.items() if self._last(rank) == beat}
+        if not last:
+            return ""
+        named = ", ".join(f"rank {rank} ({_process(last[rank])})" for rank in sorted(last)[:_NAMED])
+        more = f" and {len(last) - _NAMED} more" if len(last) > _NAMED else ""
+        return f"lost {named}{more}: no heartbeat for seconds; killed, or the machine is gone."
+
+    def _beat(self) -> None:
+        process = f"process {os.getpid()} on {socket.gethostname()}"
+        self._store.set(f"heartbeat/{self._rank}", json.dumps([time.monotonic(), process]))
+
+    def _last(self, rank: int) -> bytes | None:
+        key = f"heartbeat/{rank}"
+        return self._store.get(key) if self._store.check([key]) else None
+
+
+def _process(heartbeat: bytes | None) -> str:
+    return "it has not started" if heartbeat is None else str(json.loads(heartbeat)[1])
+
+
+def name_attempt(store: Any, rank: int, world_size: int) -> str:
+    """The name of this attempt, the same on all its ranks and of no earlier one on ``store``.
+
+    Each process draws a number, and rank 0's is the name. Rank 0 answers every number drawn until all ranks have read
+    an answer; one to a process of an earlier attempt is read by none.
+
+    Raises:
+        LaunchError: not all ranks have called this in time.
+    """
+    mine = store.add("drawn", 1)
+    if rank > 0:
+        _await_key(store, f"answer/{mine}", "rank 0 did not start")
+        name: str = store.get(f"answer/{mine}").decode()
+        store.add(f"received/{name}", 1)
+        return name
+    answered, deadline = 0, time.monotonic() + GATHER_S
+    while (received := store.add(f"received/{mine}", 0)) < world_size - 1:
+        drawn = store.add("drawn", 0)
+        for number in range(answered + 1, drawn + 1):
+            store.set(f"answer/{number}", str(mine))
+        answered = drawn
+        if time.monotonic() > deadline:
+            raise LaunchError(f"{received + 1} of {world_size} ranks have started in {GATHER_S} s: look at the others")
+        time.sleep(0.01)
+    return str(mine)
+
+
+def _await_key(store: Any, key: str, failure: str) -> None:
+    try:
+        store.wait([key], timedelta(seconds=GATHER_S))
+    except RuntimeError as error:
+        raise LaunchError(f"{failure} in {GATHER_S} s, or its machine is lost: {error}") from error

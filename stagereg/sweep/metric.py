@@ -1,0 +1,216 @@
+"""The figures that rows of a comparison have: what they are called, what they mean and which way is better.
+
+Computing them is for :mod:`stagereg.sweep.figures`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from stagereg.errors import ConfigError, nearest
+
+__all__ = [
+    "DIRECTIONS",
+    "METRICS",
+    "RETURNED",
+    "Metric",
+    "counted",
+    "directed",
+    "in_order",
+    "labelled",
+    "metric",
+    "quantity",
+    "shown",
+    "usual",
+]
+
+RETURNED = "returned."
+"""What the name of a figure begins with that a task returns in a dict."""
+DIRECTIONS = {"minimize": "lower", "maximize": "higher"}
+"""Directions as Hydra's sweepers name them, and which figures each calls better."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure of a run.
+
+    Attributes:
+        name: as configs and files name it.
+        unit: of its numbers; empty for plain numbers.
+        better: ``"lower"``, ``"higher"``, or empty where neither is.
+        head: of its column, with the unit.
+        doc: what it is, in one or two sentences.
+    """
+
+    name: str
+    unit: str
+    better: str
+    head: str
+    doc: str
+
+    def text(self, value: float) -> str:
+        """The number as people read it, with its unit."""
+        return quantity(value, self.unit)
+
+
+METRICS = (
+    Metric(
+        "stall_ms",
+        "ms",
+        "lower",
+        "stall ms",
+        "How long a checkpoint holds the training loop: the slowest rank's stall, median over the checkpoints of a "
+        "run.",
+    ),
+    Metric(
+        "lost_percent",
+        "%",
+        "lower",
+        "lost %",
+        "Training time lost to checkpoints, of the time from the first step to the last: all stalls, and what the "
+        "steps that staging or writing overlapped took longer, in sum, than as many undisturbed ones, by their "
+        "median. Of the slowest rank; never below 0. Where fewer than three steps were undisturbed, it is unknown what "
+        "a step takes, and only the stalls count.",
+    ),
+    Metric(
+        "samples_per_s",
+        "samples/s",
+        "higher",
+        "samples/s",
+        "Samples that all ranks together saw in a second of training time, stalls included: as logged with "
+        "stagereg.log(step, samples=...), or else as counted by join.iterate.",
+    ),
+    Metric(
+        "staged_gib_per_s",
+        "GiB/s",
+        "higher",
+        "staged GiB/s",
+        "Tensor data that all ranks copied for a checkpoint, by the seconds until the slowest rank's copy was "
+        "complete; median over the checkpoints of a run.",
+    ),
+    Metric(
+        "write_gib_per_s",
+        "GiB/s",
+        "higher",
+        "write GiB/s",
+        "Bytes of a checkpoint's files, by the seconds from when all ranks had staged to the commit; median over the "
+        "checkpoints of a run.",
+    ),
+    Metric(
+        "peak_host_gib",
+        "GiB",
+        "lower",
+        "host GiB",
+        "The most host memory that each rank ever had resident, with its writer process, summed over the ranks.",
+    ),
+    Metric(
+        "loss",
+        "",
+        "lower",
+        "loss",
+        "The number that the task returned, or what it returned as 'loss', or else the loss that rank 0 logged last.",
+    ),
+    Metric(
+        "shadowed_steps",
+        "steps",
+        "",
+        "shadowed steps",
+        "Steps that ranks took along without data of their own, summed over the ranks.",
+    ),
+)
+"""All figures that have a name of their own, in the order of their columns."""
+_NAMES = tuple(one.name for one in METRICS)
+_MIB = 2**20
+_FACTS = {
+    "steps": ("steps", ""),
+    "step_s": ("undisturbed step", "s"),
+    "train_s": ("training time", "s"),
+    "lost_s": ("lost to checkpoints", "s"),
+    "checkpoints": ("checkpoints", ""),
+    "lost_checkpoints": ("lost checkpoints", ""),
+    "stall_s": ("stalls in sum", "s"),
+    "write_s": ("write of a checkpoint", "s"),
+    "state_bytes": ("size of a checkpoint", "MiB"),
+    "bytes_staged": ("staged in all", "MiB"),
+}
+"""Heads and units of the figures that nothing is ranked by."""
+
+
+def metric(name: str) -> Metric:
+    """Return the metric of that name; ``returned.KEY`` is a number that tasks return under ``KEY``, lower is better.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    for one in METRICS:
+        if one.name == name:
+            return one
+    key = name.removeprefix(RETURNED) if isinstance(name, str) and name.startswith(RETURNED) else ""
+    if key:
+        return Metric(name, "", "lower", key, f"The number that the task returned as {key!r}.")
+    raise ConfigError(
+        f"There is no metric {name!r}.{nearest(str(name), _NAMES)} There are: {', '.join(_NAMES)}; and "
+        f"{RETURNED}KEY, for a number that the task returns in a dict under KEY."
+    )
+
+
+def directed(name: str, direction: str | None = None) -> Metric:
+    """Return the metric with the direction it is ranked in; ``None`` is the metric's own.
+
+    Raises:
+        ConfigError: there is no such metric or direction, or neither direction is better and none was given.
+    """
+    found = metric(name)
+    if direction is None:
+        if not found.better:
+            raise ConfigError(
+                f"Neither few nor many {name} are better by themselves: choose which is wanted, with the direction "
+                "minimize or maximize (sweep.direction=minimize)."
+            )
+        return found
+    if direction not in DIRECTIONS:
+        raise ConfigError(
+            f"The direction is minimize or maximize, not {direction!r}.{nearest(str(direction), DIRECTIONS)}"
+        )
+    return replace(found, better=DIRECTIONS[direction])
+
+
+def usual(known: Collection[str]) -> str:
+    """Return the name of what to rank by if none is given: the stall of a checkpoint, or of what has none the loss."""
+    return "loss" if "stall_ms" not in known and "loss" in known else "stall_ms"
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return the names of figures as a list of them has them: metrics, what tasks returned, and then the rest."""
+    every = sorted(names)
+    order = [*_NAMES, *(name for name in every if name.startswith(RETURNED)), *_FACTS]
+    return sorted(every, key=lambda name: order.index(name) if name in order else len(order))
+
+
+def labelled(name: str, value: float) -> tuple[str, float, str]:
+    """Return what people read of a figure: its heading if it has one, its number and its unit."""
+    head, unit = _FACTS.get(name, (name, next((one.unit for one in METRICS if one.name == name), "")))
+    return head, value / _MIB if unit == "MiB" else value, unit
+
+
+def counted(number: float, noun: str) -> str:
+    """Return such as ``1 run`` and ``2,000 runs``."""
+    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
+
+
+def quantity(value: float, unit: str) -> str:
+    """Return the number with its unit behind it."""
+    return f"{shown(value)}{unit}" if unit == "%" else f"{shown(value)} {unit}".rstrip()
+
+
+def shown(value: float) -> str:
+    """A number in three significant digits, or all digits before the point: ``0.0123``, ``1.2``, ``12,346``."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    magnitude = math.floor(math.log10(abs(value)))
+    if magnitude < -4:
+        return f"{value:.2e}"
+    text = f"{value:,.{max(0, 2 - magnitude)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,171 @@
+"""How a promise of a stager is tried: on a fresh stager, called as torch calls one, within a bounded time.
+
+:class:`StagerTrial` is what the author of a stager overrides, and what the promises (``fidelity``, ``stager``) are
+written with. What a copy is compared with is noted before anything is staged (``snapshot``). Trials that may end the
+process, and those of distributed tensors, have a process of their own (``ranks``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from stagereg.crash_report import summarize
+from stagereg.errors import BrokenPromiseError
+from stagereg.stagers.async_stager import AsyncStager, StateDict
+from stagereg.testing.contract import Contract
+from stagereg.testing.ranks import RankFailure, run_ranks
+from stagereg.testing.snapshot import difference, note
+
+__all__ = ["StagerTrial", "promise", "promise_on_a_rank"]
+
+S = TypeVar("S", bound="StagerTrial")
+
+_STARTING_S = 60.0
+"""Seconds that a rank may take to start, beside the contract's own time."""
+
+
+class StagerTrial(Contract):
+    """Inherit from this, write :meth:`make`, and each ``test_*`` tries one promise on your stager.
+
+    Attributes:
+        timeout_s: seconds after which a promise whose trial does not come back counts as broken.
+        device: where the tensors lie that are staged; copies are to be in host memory.
+    """
+
+    timeout_s: ClassVar[float] = 20.0
+    device: ClassVar[str] = "cpu"
+
+    def make(self) -> AsyncStager:
+        """Return a fresh stager. Called once or more for each promise; the contract closes what it gets."""
+        raise NotImplementedError(f"{type(self).__name__} must implement make(), which returns a fresh stager")
+
+    def expected(self, tensor: Tensor) -> Tensor:
+        """Return what the copy of ``tensor`` is to be; override it for a stager that changes dtypes or values.
+
+        Structure, strides and shared storage are held against the source all the same.
+        """
+        return tensor
+
+    def opened(self) -> AsyncStager:
+        """Return a fresh stager that is closed when the promise has been tried."""
+        stager = self.make()
+        self._opened().append(stager)
+        return stager
+
+    def forget(self) -> None:
+        """Keep no reference to the stagers that were opened, and leave their closing to the promise."""
+        self._opened().clear()
+
+    def close(self) -> None:
+        """Close what was opened; how a stager closes is for one promise to judge, so errors are passed over here."""
+        for stager in self._opened():
+            with contextlib.suppress(Exception):
+                stager.close()
+        self.forget()
+
+    def settled(self, stager: AsyncStager, state: StateDict) -> Any:
+        """Stage ``state`` and return the copy when staging is complete; the source may be written again then."""
+        staged = stager.stage(state)
+        if isinstance(staged, Future):
+            return staged.result()
+        if stager.should_synchronize_after_execute:
+            stager.synchronize_staging()
+        return staged
+
+    def noted(self, state: StateDict) -> Any:
+        """Return what the copy of ``state`` is to be like, for :meth:`agree`; later writes do not show in it."""
+        return note(state, self.expected)
+
+    def agree(self, copied: Any, noted: Any, when: str) -> None:
+        """Say that the promise is broken where a copy differs from what was noted.
+
+        Args:
+            copied: by the stager.
+            noted: by :meth:`noted`.
+            when: begins the message, such as "after a later write".
+        """
+        wrong = difference(copied, noted)
+        if wrong:
+            self.broken(f"{when}, {wrong}")
+
+    def ones(self, *shape: int) -> Tensor:
+        """Return ones of a shape, on the contract's device."""
+        return torch.ones(shape, device=self.device)
+
+    def counted(self, n: int) -> Tensor:
+        """Return 0.0, 1.0, ... n - 1 on the contract's device."""
+        return torch.arange(float(n), device=self.device)
+
+    def tied(self, copied: Any, one: str, other: str, offset: int) -> None:
+        """Say that the promise is broken unless ``other`` begins ``offset`` elements after ``one`` in the copy."""
+        apart = copied[other].data_ptr() - copied[one].data_ptr()
+        if apart != offset * copied[one].element_size():
+            self.broken(f"{one!r} and {other!r} share memory in the source, and not in the copy")
+
+    def _opened(self) -> list[AsyncStager]:
+        # pytest collects no class that has a constructor.
+        opened: list[AsyncStager] = vars(self).setdefault("_stagers", [])
+        return opened
+
+
+def promise(method: Callable[[S], None]) -> Callable[[S], None]:
+    """Try a promise on a thread with a time limit, without warnings, and close its stagers at the end."""
+
+    @functools.wraps(method)
+    def attempt(self: S) -> None:
+        # The filters are the process's, so they are changed where they come back even if the trial does not.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.within(lambda: _closing(self, method))
+
+    return attempt
+
+
+def promise_on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
+    """Try a promise in a process of its own, in a process group of one: its end is not the end of the tests.
+
+    The class of the contract travels there by name, so it has to be at the top of a module.
+    """
+
+    @functools.wraps(method)
+    def attempt(self: S) -> None:
+        limit_s = self.timeout_s + _STARTING_S
+        try:
+            (wrong,) = run_ranks(_try_on_rank, 1, args=(type(self), method.__name__), timeout_s=limit_s)
+        except RankFailure as failure:
+            wrong = summarize(failure.failed[0]) if failure.failed else f"it hung for {limit_s:g} s"
+            self.broken(f"tried in a process of its own, {wrong}")
+        if wrong:
+            self.broken(wrong)
+
+    return attempt
+
+
+def _try_on_rank(rank: int, world_size: int, kind: type[StagerTrial], name: str) -> str:
+    """On the rank: what was seen of the broken promise, or nothing."""
+    contract, method = kind(), inspect.unwrap(getattr(kind, name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            contract.within(lambda: _closing(contract, method))
+        except BrokenPromiseError as broken:
+            return str(broken)
+        except (Exception, SystemExit) as error:
+            return f"it raised {type(error).__name__}: {error}"
+    return ""
+
+
+def _closing(contract: S, method: Callable[[S], None]) -> None:
+    try:
+        method(contract)
+    finally:
+        contract.close()

@@ -1,0 +1,57 @@
+"""A checkpoint names the storage that wrote it so that it is found again, whoever else claims the name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import stagereg
+from stagereg import registry
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.storage.lookup import name_of, named
+from stagereg.errors import CheckpointError
+
+
+@pytest.fixture
+def claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another package announces a storage ``dcp``."""
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[stagereg.plugins]\nstorage.dcp = theirs:Storage\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.REGISTRY.refresh()
+    yield
+    monkeypatch.undo()
+    registry.REGISTRY.refresh()
+
+
+@pytest.mark.parametrize("name", stagereg.names("storage"))
+def test_a_registered_storage_is_named_and_found_by_that_name(name: str) -> None:
+    if name == "safetensors":
+        pytest.importorskip("safetensors")
+    storage = stagereg.build("storage", name)
+    assert name_of(storage) == name
+    assert named(name, storage) is storage
+    assert type(named(name, stagereg.build("storage", "dcp"))) is type(storage)
+
+
+@pytest.mark.usefixtures("claimed")
+def test_a_storage_of_the_project_keeps_its_name_when_another_package_claims_it() -> None:
+    assert "dcp@hydra-stagereg" in stagereg.names("storage")
+    own = stagereg.build("storage", "direct")
+    assert name_of(DcpStorage()) == "dcp"
+    assert type(named("dcp", own)) is DcpStorage
+
+
+def test_an_unknown_storage_is_reported_with_those_there_are() -> None:
+    with pytest.raises(CheckpointError, match=r"storage 'gone', which is not registered here\. There is: dcp, direct"):
+        named("gone", DcpStorage())
+
+
+def test_the_memory_of_a_process_is_refused_where_several_write() -> None:
+    with pytest.raises(CheckpointError, match=r"memory of one process, and here 2 write"):
+        Checkpointer("memory://runs/gpt", stager=stagereg.build("stager", "shared"))

@@ -1,0 +1,123 @@
+"""A manifest says what was written or says nothing: damage is noticed, and no name in it leads out of its directory."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagereg.checkpoint.manifest import FileMark, Manifest, step_name, step_of
+
+PLAIN = st.text(
+    st.characters(categories=["L", "N", "P", "S"], exclude_characters="/\\"), min_size=1, max_size=20
+).filter(lambda name: name not in (".", "..", "manifest.json"))
+MARKS = st.builds(FileMark, st.integers(0, 2**50), st.integers(0, 2**32 - 1))
+MANIFESTS = st.builds(
+    Manifest,
+    st.integers(0, 10**12),
+    st.integers(1, 10**6),
+    st.integers(0, 10**9),
+    st.dictionaries(PLAIN, MARKS, max_size=4),
+    PLAIN,
+    st.integers(0, 2**36) | st.none(),
+)
+ONE = Manifest(7, 2, 3, {"__0_0.distcp": FileMark(10, 11), ".metadata": FileMark(12, 13)}, "direct", 14)
+
+
+@given(MANIFESTS)
+def test_what_is_written_is_read(manifest: Manifest) -> None:
+    assert Manifest.loads(manifest.dumps()) == manifest
+    assert Manifest.loads(manifest.dumps().encode()) == manifest
+
+
+@given(st.data())
+def test_a_changed_character_is_noticed(data: st.DataObject) -> None:
+    text = ONE.dumps()
+    at = data.draw(st.integers(0, len(text) - 1))
+    changed = text[:at] + data.draw(st.characters(codec="utf-8")) + text[at + 1 :]
+    if changed == text:
+        assert Manifest.loads(changed) == ONE
+    else:
+        with pytest.raises(ValueError, match=r".+"):
+            Manifest.loads(changed)
+
+
+@given(st.integers(0, len(ONE.dumps()) - 1))
+def test_a_torn_one_is_none(length: int) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Manifest.loads(ONE.dumps()[:length])
+
+
+def test_one_of_format_1_is_still_read() -> None:
+    old = {"format": 1, "step": 7, "world_size": 2, "serial": 3, "files": {"a": {"bytes": 1, "crc32": 2}}}
+    assert Manifest.loads(json.dumps(old)) == Manifest(7, 2, 3, {"a": FileMark(1, 2)}, "dcp", None)
+    assert Manifest.loads(json.dumps({**old, "storage": "direct"})).storage == "direct"
+
+
+NAMES = [
+    "",
+    ".",
+    "..",
+    "/etc/passwd",
+    "../x",
+    "a/b",
+    "a\\b",
+    "a\0b",
+    "a\nb",
+    "\x1b[2J",
+    "\u202ea",
+    "\ud800",
+    "manifest.json",
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_name_that_is_no_plain_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="is no plain name"):
+        Manifest.loads(Manifest(1, 1, 1, {name: FileMark(0, 0)}).dumps())
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("step", -1),
+    ("step", 1.0),
+    ("step", True),
+    ("step", "1"),
+    ("world_size", 0),
+    ("serial", None),
+    ("time", -5),
+    ("time", 1.5),
+    ("time", 10**18),
+    ("serial", 2**63),
+    ("storage", 3),
+    ("storage", ""),
+    ("storage", "\x1b[2Jdcp"),
+    ("files", ["a"]),
+    ("files", {"a": 3}),
+    ("files", {"a": {"bytes": -1, "crc32": 0}}),
+    ("files", {"a": {"bytes": 1}}),
+    ("files", {"a": {"bytes": float("nan"), "crc32": 0}}),
+    ("format", 3),
+    ("format", None),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG, ids=repr)
+def test_a_value_that_cannot_be_is_refused(key: str, value: Any) -> None:
+    old = {"format": 1, "step": 7, "world_size": 2, "serial": 3, "files": {"a": {"bytes": 1, "crc32": 2}}}
+    with pytest.raises(ValueError, match=rf"{key}|no plain|format|no mark|no files|bytes|crc32"):
+        Manifest.loads(json.dumps({**old, key: value}))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "null", "[" * 100_000, '{"format": 2}', b"\xff\xfe\x00"])
+def test_what_is_no_manifest_is_refused(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Manifest.loads(text)
+
+
+@given(st.integers(0, 10**12))
+def test_names_of_steps_show_which(step: int) -> None:
+    assert step_of(step_name(step)) == step
+    assert step_of(f".{step_name(step)}.ab.tmp") is None

@@ -1,0 +1,100 @@
+"""A directory of checkpoints is a path or a URL, and what cannot be one is told before anything is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from stagereg import cli
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.checkpoint.store.open_store import is_url, open_parent_store, open_store, path_or_url
+from stagereg.checkpoint.store.remote_store import RemoteStore
+from stagereg.errors import CheckpointError, ConfigError
+from stagereg.registry import build
+
+
+def test_paths_are_local_and_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    given = {"a/b": "a/b", "~/x": "home/x", "file:relative": "file:relative", "a:b": "a:b"}
+    for path, expected in given.items():
+        store = open_store(path)
+        assert isinstance(store, LocalStore)
+        assert store.root == str(tmp_path / expected)
+    urls = (f"file://{tmp_path}/x", f"local://{tmp_path}/x", f"file://localhost{tmp_path}/x")
+    for same in (tmp_path / "x", f"{tmp_path}/x/", *urls):
+        assert open_store(same).root == str(tmp_path / "x")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("find", [open_store, open_parent_store])
+def test_the_home_of_an_unknown_user_is_no_store(find: Callable[[str], CheckpointStore]) -> None:
+    with pytest.raises(ConfigError, match=r"home of a user who is not known here; \./~nobody-here"):
+        find("~nobody-here/runs/step-00000001")
+
+
+def test_urls_are_remote_and_stay_what_they_are() -> None:
+    for url in ("memory://a/b", "s3://bucket/runs/gpt"):
+        store = open_store(f"{url}/")
+        assert isinstance(store, RemoteStore)
+        assert (store.root, store.remote, path_or_url(store.root)) == (url, True, url)
+        assert open_parent_store(f"{url}/step-00000001.ab").root == url
+        assert is_url(url)
+    assert not is_url(Path("s3://bucket"))
+    assert open_parent_store("memory://bucket").root == "memory://bucket"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nonsense://bucket/x", "fsspec knows no nonsense://"),
+        ("abfs://container/x", "needs a package that is not installed"),
+        ("simplecache::s3://bucket/x", "is a chain of URLs"),
+        ("s3://", r"names no bucket.*s3://bucket/runs"),
+        ("s3:///runs", r"names no bucket.*s3://bucket/runs"),
+        ("s3://bucket/x?versionId=3", "is one version of an object"),
+        ("://x", r"fsspec knows no ://"),
+    ],
+)
+def test_a_url_that_cannot_be_a_store_is_refused(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Checkpointer(url)
+
+
+def test_a_password_in_a_url_is_refused_and_not_printed() -> None:
+    with pytest.raises(ConfigError, match=r"ftp://\*\*\*@host/x has a password.*FSSPEC_FTP_PASSWORD") as refused:
+        Checkpointer("ftp://user:secret@host/x")
+    assert "secret" not in str(refused.value)
+
+
+def test_one_checkpoint_is_named_by_a_file_url_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(3, {"x": 1})
+    url = f"file://{tmp_path}/step-00000003"
+    with Checkpointer(str(tmp_path / "other"), resume=url) as checkpointer:
+        assert checkpointer.restore({"x": 0}) == 3
+    assert cli.main(["ls", url]) == 0
+    assert "complete" in capsys.readouterr().out
+
+
+def test_a_missing_package_of_ours_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(protocol: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    with pytest.raises(ConfigError, match=r"pip install 'hydra-stagereg\[s3\]'"):
+        open_store("s3://bucket/x")
+
+
+@pytest.mark.parametrize("storage", ["direct", "safetensors"])
+def test_a_storage_that_cannot_write_to_a_url_is_refused_at_once(storage: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"storage={storage} writes to .* not to memory://x; use storage=dcp"):
+        Checkpointer("memory://x", storage=build("storage", storage))
+    with pytest.raises(CheckpointError, match="use storage=dcp"):
+        build("storage", storage).reset("memory://x")

@@ -1,0 +1,474 @@
+"""A place in an object store: complete by the last object, or absent; and nothing of anybody else's is touched."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+import stagereg.checkpoint.store.object_store as objects
+import stagereg.checkpoint.store.remote_store as remote
+from stagereg import cli
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest, file_mark
+from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.saving import Save, carry_out
+from stagereg.checkpoint.store.object_store import ObjectStore
+from stagereg.checkpoint.store.remote_store import RemoteStore
+from stagereg.checkpoint.store.retry import within
+from stagereg.checkpoint.torchfiles import Plans
+from stagereg.errors import CheckpointError
+from stagereg.registry import build
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    name = uuid.uuid4().hex
+    yield f"memory://{name}/runs"
+    fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
+
+
+def names(url: str) -> list[str]:
+    return sorted(ObjectStore(url).sizes(url))
+
+
+def write(url: str, step: int, token: str, content: bytes = b"content") -> tuple[str, dict[str, FileMark]]:
+    path = RemoteStore(url).temporary(step, token)
+    ObjectStore(url).put(f"{path}/__0_0.distcp", content)
+    return path, {"__0_0.distcp": RemoteStore(url).mark(path, "__0_0.distcp")}
+
+
+def publish(store: RemoteStore, step: int, token: str, keep: int = 9) -> str:
+    path, files = write(store.root, step, token)
+    return store.publish(path, step, 1, "dcp", files, keep)
+
+
+def complete(store: RemoteStore) -> list[int]:
+    return [checkpoint.manifest.step for checkpoint in store.checkpoints()[0]]
+
+
+def test_a_checkpoint_is_there_when_its_manifest_is(url: str) -> None:
+    store = RemoteStore(url)
+    path, files = write(url, 5, "aa")
+    assert (complete(store), store.latest(), store.leftovers()) == ([], None, [path])
+    assert store.open(path) == "manifest.json: missing"
+    assert store.publish(path, 5, 2, "dcp", files, 1) == path == f"{url}/step-00000005.aa"
+    found = store.open(path)
+    assert isinstance(found, Checkpoint)
+    assert (found, store.leftovers()) == (store.latest(), [])
+    assert store.open(f"{url}/latest") == found
+    assert (found.manifest.step, found.manifest.world_size, found.manifest.files) == (5, 2, files)
+    assert ObjectStore(url).get(f"{url}/latest") == b"step-00000005.aa"
+    assert names(url) == ["latest", "step-00000005.aa/__0_0.distcp", "step-00000005.aa/manifest.json"]
+
+
+def test_a_file_that_is_not_as_it_was_marked_keeps_the_manifest_away(url: str) -> None:
+    store = RemoteStore(url)
+    path, files = write(url, 5, "aa")
+    for wrong in ({**files, "more": FileMark(1, 2)}, {"__0_0.distcp": FileMark(3, 4)}):
+        with pytest.raises(CheckpointError, match=r"did not reach the store.*(more is missing|7 bytes instead of 3)"):
+            store.publish(path, 5, 1, "dcp", wrong, 1)
+    assert names(url) == ["step-00000005.aa/__0_0.distcp"]
+
+
+def test_the_newest_stay_and_a_step_saved_again_is_there_once(url: str) -> None:
+    store = RemoteStore(url)
+    for step, token in ((1, "aa"), (2, "bb"), (3, "cc"), (2, "dd")):
+        publish(store, step, token, keep=2)
+    assert complete(store) == [2, 3]
+    assert [name for name in names(url) if name.endswith("json")] == [
+        "step-00000002.dd/manifest.json",
+        "step-00000003.cc/manifest.json",
+    ]
+
+
+def test_a_damaged_one_stays_until_its_step_is_saved_again(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = RemoteStore(url)
+    cut, bent = publish(store, 1, "aa"), publish(store, 2, "bb")
+    ObjectStore(url).put(f"{cut}/__0_0.distcp", b"cut")
+    store.distrusted.add(bent)
+    for step in (3, 4, 5):
+        publish(store, step, "ee", keep=1)
+    assert "__0_0.distcp: truncated: 3 of 7 bytes" in str(store.open(cut))
+    assert complete(store) == [5, 2]
+    for step in (1, 2):
+        caplog.clear()
+        publish(store, step, "ff", keep=9)
+        assert "is replaced" in caplog.text
+    assert complete(store) == [2, 1, 5]
+    assert not store.distrusted
+
+
+def test_content_is_looked_at_when_asked_for(url: str) -> None:
+    store = RemoteStore(url)
+    path = publish(store, 1, "aa")
+    ObjectStore(url).put(f"{path}/__0_0.distcp", b"cOntent")
+    assert isinstance(store.open(path), Checkpoint)
+    assert "flipped bits" in str(store.examine(path))
+
+
+def test_sweeping_deletes_what_is_ours_and_unfinished(url: str) -> None:
+    store = RemoteStore(url)
+    publish(store, 1, "aa")
+    write(url, 2, "bb")
+    others = ["notes.txt", "step-100/.metadata", "step-0000abcd/x", "step-00000003.zz/x", "more/step-00000004.aa/x"]
+    for name in others:
+        ObjectStore(url).put(f"{url}/{name}", b"somebody else's")
+    before = names(url)
+    store.sweep()
+    assert names(url) == [name for name in before if "step-00000002.bb" not in name]
+
+
+def test_a_start_brings_latest_up_to_the_last_commit(url: str) -> None:
+    store = RemoteStore(url)
+    for step in (1, 2):
+        publish(store, step, "aa")
+    for wrong in (b"step-00000001.aa", b"../../elsewhere", b"\xff", b""):
+        ObjectStore(url).put(f"{url}/latest", wrong)
+        store.sweep()
+        assert ObjectStore(url).get(f"{url}/latest") == b"step-00000002.aa"
+
+
+@pytest.mark.parametrize("wrong", [b"..", b"../../other/step-00000001.aa", b"/step-00000001.aa", b"\xff", b""])
+def test_a_latest_that_leads_elsewhere_leads_nowhere(url: str, wrong: bytes) -> None:
+    store = RemoteStore(url)
+    publish(store, 1, "aa")
+    ObjectStore(url).put(f"{url}/latest", wrong)
+    assert store.latest() is None
+
+
+def test_nothing_else_can_be_discarded(url: str) -> None:
+    store = RemoteStore(url)
+    publish(store, 1, "aa")
+    before = names(url)
+    for path in (
+        url,
+        f"{url}/",
+        f"{url}/..",
+        f"{url}/notes",
+        f"{url}/step-00000001.aa/x",
+        "memory://",
+        f"{url}x/step-1",
+    ):
+        with pytest.raises(CheckpointError, match="nothing was deleted"):
+            store.discard(path)
+    assert names(url) == before
+
+
+def test_a_manifest_that_names_what_lies_elsewhere_is_refused(url: str) -> None:
+    store = RemoteStore(url)
+    path = publish(store, 1, "aa")
+    ObjectStore(url).put(f"{path}/manifest.json", Manifest(1, 1, 1, {"../x": FileMark(1, 1)}).dumps().encode())
+    assert "no plain name" in str(store.open(path))
+
+
+def test_an_object_is_created_once(url: str) -> None:
+    store = ObjectStore(url)
+    assert [store.create(f"{url}/x", data) for data in (b"1", b"2")] == [True, False]
+    assert store.get(f"{url}/x") == b"1"
+
+
+def test_reading_goes_to_any_offset(url: str) -> None:
+    store = ObjectStore(url)
+    data = bytes(range(256)) * 1000
+    store.put(f"{url}/x", data)
+    with store.open(f"{url}/x") as stream:
+        assert stream.seek(-10, 2) == len(data) - 10
+        assert stream.read(100) == data[-10:]
+        assert stream.seek(1000) == 1000
+        assert stream.read(3) == data[1000:1003]
+        stream.seek(0)
+        assert file_mark(stream) == RemoteStore(url).mark(url, "x")
+
+
+@pytest.mark.parametrize(("size", "tensors"), [(5_000, 40), (60_000, 5)])
+def test_each_byte_is_asked_for_about_once_when_it_is_restored(
+    url: str, monkeypatch: pytest.MonkeyPatch, size: int, tensors: int
+) -> None:
+    monkeypatch.setattr(objects, "_BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(objects, "_READ_BYTES", 1 << 9)
+    asked: list[int] = []
+    real = MemoryFileSystem.cat_file
+
+    def cat_file(self: Any, path: str, start: int | None = None, end: int | None = None, **more: Any) -> Any:
+        asked.append((end or 0) - (start or 0) if path.endswith(".distcp") else 0)
+        return real(self, path, start=start, end=end, **more)
+
+    state = {f"x{index}": torch.full((size,), float(index)) for index in range(tensors)}
+    with Checkpointer(url, verify="fast") as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+        checkpointer.restore(dict.fromkeys(state, torch.zeros(size)))
+    assert sum(asked) < 1.6 * size * tensors * 4
+    assert len([nbytes for nbytes in asked if nbytes]) < 30
+
+
+def test_a_serial_is_given_once_though_the_newest_is_damaged(url: str) -> None:
+    store = RemoteStore(url)
+    publish(store, 1, "aa")
+    ObjectStore(url).put(f"{publish(store, 2, 'bb')}/__0_0.distcp", b"cut")
+    found = store.open(publish(store, 3, "cc"))
+    assert isinstance(found, Checkpoint)
+    assert found.manifest.serial == 3
+
+
+class KilledError(BaseException):
+    """As if the process ended here."""
+
+
+CHANGES = ("pipe_file", "rm_file", "rm", "_open")
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, at: int, error: Callable[[], BaseException]) -> list[str]:
+    """Raise ``error`` right before the change of the store that has the number ``at``; return a list that grows."""
+    made: list[str] = []
+
+    def around(name: str) -> None:
+        real = getattr(MemoryFileSystem, name)
+
+        def change(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+            mode = kwargs.get("mode", args[0] if args else "rb")
+            if name != "_open" or mode != "rb":
+                made.append(f"{name} {path}")
+                if len(made) - 1 == at:
+                    raise error()
+            return real(self, path, *args, **kwargs)
+
+        monkeypatch.setattr(MemoryFileSystem, name, change)
+
+    for name in CHANGES:
+        around(name)
+    return made
+
+
+def test_killed_before_any_change_of_the_store_what_is_there_is_complete(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = committed = 0
+    for at in range(100):
+        root = f"{url}/{at}"
+        store = RemoteStore(root)
+        publish(store, 1, "aa")
+        publish(store, 2, "bb")
+        with monkeypatch.context() as patched:
+            made = counting(patched, at, KilledError)
+            try:
+                publish(store, 2, "cc", keep=1)
+            except KilledError:
+                killed += 1
+            else:
+                break
+        found = store.checkpoints()[0]
+        assert found[0].manifest.step == 2
+        assert not any(store.examine(checkpoint.path).damages for checkpoint in found)
+        committed += found[0].name.endswith(".cc")
+        RemoteStore(root).sweep()
+        assert store.leftovers() == []
+        assert store.latest() == store.checkpoints()[0][0] == found[0]
+        assert store.checkpoints()[1] == {}
+    assert killed == len(made)
+    assert 3 <= committed < killed
+
+
+def test_a_store_that_fails_after_the_commit_does_not_unsay_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = PermissionError("no")
+    put = ObjectStore.put
+
+    def fail(self: ObjectStore, target: str, data: bytes) -> None:
+        if target.endswith("latest"):
+            raise refused
+        put(self, target, data)
+
+    with Checkpointer(url, keep=1) as checkpointer:
+        monkeypatch.setattr(ObjectStore, "put", fail)
+        checkpointer.save(1, {"x": torch.ones(3)})
+        checkpointer.wait()
+        monkeypatch.setattr(ObjectStore, "put", put)
+        assert checkpointer.restore({"x": torch.zeros(3)}) == 1
+        checkpointer.save(2, {"x": torch.ones(3)})
+        checkpointer.wait()
+        assert str(checkpointer.latest).startswith(f"{url}/step-00000002.")
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_any_change_of_the_store_may_fail_for_once(url: str, monkeypatch: pytest.MonkeyPatch, again: int) -> None:
+    monkeypatch.setattr("stagereg.checkpoint.store.retry.FIRST_S", 0.0)
+    with Checkpointer(url, keep=1) as checkpointer:
+        checkpointer.save(again, {"x": torch.zeros(3)})
+        checkpointer.wait()
+        for at in range(20):
+            with monkeypatch.context() as patched:
+                made = counting(patched, at, lambda: OSError(5, "for once"))
+                checkpointer.save(1, {"x": torch.full((3,), float(at))})
+                checkpointer.wait()
+            state = {"x": torch.zeros(3)}
+            assert checkpointer.restore(state) == 1
+            assert (state["x"] == at).all()
+            assert len([name for name in names(url) if name.endswith("manifest.json")]) == 1
+            if len(made) <= at:
+                break
+        assert at > 5
+
+
+def test_a_url_that_looks_like_a_pattern_is_none(url: str) -> None:
+    ours, theirs = f"{url}/gpt[12]*", f"{url}/gpt1x"
+    paths = [publish(RemoteStore(root), 1, "aa") for root in (theirs, ours)]
+    RemoteStore(ours).discard(paths[1])
+    assert names(ours) == ["latest"]
+    assert names(theirs) == ["latest", "step-00000001.aa/__0_0.distcp", "step-00000001.aa/manifest.json"]
+
+
+def test_a_store_that_is_gone_is_reported_with_the_url_and_the_time_is_kept(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(RemoteStore(url), 1, "aa")
+
+    def gone(*args: Any, **kwargs: Any) -> bytes:
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", gone)
+    with within(0.0), pytest.raises(OSError, match=rf"\(reading\): '{url}/x'"):
+        ObjectStore(url).get(f"{url}/x")
+
+
+def test_what_was_committed_stays_though_the_save_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(point: str) -> None:
+        if point == "retained":
+            raise CheckpointError("another rank has died")
+
+    with Checkpointer(url, keep=1) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(3)})
+        checkpointer.wait()
+        monkeypatch.setattr("stagereg.checkpoint.store.remote_store.failpoint", end)
+        checkpointer.save(2, {"x": torch.ones(3)})
+        with pytest.raises(CheckpointError, match="another rank has died"):
+            checkpointer.wait()
+    assert complete(RemoteStore(url)) == [2]
+
+
+def test_a_size_that_a_listing_does_not_report_is_asked_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = publish(RemoteStore(url), 1, "aa")
+    find = ObjectStore._find
+    monkeypatch.setattr(
+        ObjectStore,
+        "_find",
+        lambda *args: {name: {**entry, "size": None} for name, entry in find(*args).items()},
+    )
+    assert isinstance(RemoteStore(url).open(path), Checkpoint)
+
+
+def refused(number: int, code: str, status: int) -> OSError:
+    """An error as s3fs translates it."""
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = OSError(number, "said the store")
+    error.__cause__ = type("ClientError", (Exception,), {"response": answer})()
+    return error
+
+
+def test_a_store_answers_that_an_object_is_there_or_that_it_cannot_look(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [refused(errno.EINVAL, "PreconditionFailed", 412), refused(errno.ENOSYS, "NotImplemented", 501)]
+
+    def pipe_file(self: Any, path: str, data: bytes, mode: str = "overwrite") -> None:
+        raise errors.pop(0)
+
+    ObjectStore(url).put(f"{url}/y", b"1")
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+    assert ObjectStore(url).create(f"{url}/x", b"1") is False
+    with pytest.raises(NotImplementedError):
+        ObjectStore(url).create(f"{url}/x", b"1")
+
+
+def test_a_store_that_cannot_be_reached_is_asked_no_longer_than_the_timeout(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def gone(self: Any, path: str, *args: Any, **kwargs: Any) -> None:
+        tried.append(path)
+        raise ConnectionError("gone")
+
+    ObjectStore(url).put(f"{url}/x", b"1")
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", gone)
+    with pytest.raises(CheckpointError, match=r"cannot be written to.*gone"):
+        Checkpointer(url, timeout=datetime.timedelta(seconds=0.1))
+    assert len(tried) == 1
+
+
+def test_a_store_that_cannot_be_looked_at_is_reported_by_the_commands(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(RemoteStore(url), 1, "aa")
+
+    def forbidden(self: Any, path: str, **kwargs: Any) -> None:
+        raise PermissionError("no credentials")
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", forbidden)
+    for command in (["ls", url], ["verify", url], ["convert", url, "out.pt"]):
+        assert cli.main(command) == 2
+        assert f"stagereg: {url} could not be looked at: " in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_hangs_before_the_first_file_is_called_by_its_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = Save(1, {"x": torch.ones(3)})
+    save.settled.set()
+    at: list[str] = []
+    real = ObjectStore.exists
+
+    def exists(self: ObjectStore, path: str) -> bool:
+        at.append(save.at)
+        return real(self, path)
+
+    monkeypatch.setattr(ObjectStore, "exists", exists)
+    ranks = RankGroup(None, datetime.timedelta(seconds=60))
+    carry_out(save, RemoteStore(url), 1, build("storage", "dcp"), Plans(), ranks)
+    assert at[0] == "preparing its files"
+
+
+def test_a_start_waits_no_longer_for_an_unresponsive_store_than_its_time_and_then_holds_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speak, released = threading.Event(), threading.Event()
+    probe, lock = RemoteStore.probe, RemoteStore.lock
+
+    def silent(store: RemoteStore) -> None:
+        assert speak.wait(60)
+        probe(store)
+
+    def watched(store: RemoteStore) -> Any:
+        hold = lock(store)
+        release = hold.release
+        hold.release = lambda: (release(), released.set())  # type: ignore[method-assign]
+        return hold
+
+    monkeypatch.setattr(RemoteStore, "probe", silent)
+    monkeypatch.setattr(RemoteStore, "lock", watched)
+    with pytest.raises(CheckpointError, match=r"no answer within 0\.1 s"):
+        Checkpointer(url, timeout=datetime.timedelta(seconds=0.1))
+    assert names(url) == []
+    speak.set()  # the store wakes up, and what was asked of it is done after all
+    assert released.wait(60)
+    monkeypatch.undo()
+    with Checkpointer(url) as checkpointer:
+        checkpointer.save(1, {"x": 1})
+
+
+def test_a_manifest_that_is_longer_than_any_is_not_read(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RemoteStore(url)
+    path = publish(store, 5, "aa")
+    length = len(ObjectStore(url).get(f"{path}/manifest.json"))
+    monkeypatch.setattr(remote, "MANIFEST_BYTES", length)
+    assert complete(store) == [5]
+    monkeypatch.setattr(remote, "MANIFEST_BYTES", length - 1)
+    assert store.checkpoints() == ([], {path: f"manifest.json: damaged (it has {length:,} bytes)"})

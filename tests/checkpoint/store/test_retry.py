@@ -1,0 +1,197 @@
+"""Trials are made again where that helps, as long as there is time, with one warning; nothing else is tried twice."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import threading
+import time
+from typing import Any
+
+import pytest
+from fsspec.exceptions import FSTimeoutError
+
+import stagereg.checkpoint.store.retry as retry
+from stagereg.checkpoint.store.retry import retrying, until, within
+from stagereg.errors import CheckpointError
+
+boto = pytest.importorskip("botocore.exceptions")
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "FIRST_S", 0.0)
+
+
+class Trials:
+    """Fails with the errors it is given, then succeeds."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.made = 0
+
+    def __call__(self) -> str:
+        self.made += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+
+def answered(status: int, code: str = "Some") -> OSError:
+    """An error as s3fs translates it: an ``OSError`` whose cause has the store's answer."""
+    error = OSError(errno.EIO, "said the store")
+    response: Any = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error.__cause__ = boto.ClientError(response, "PutObject")
+    return error
+
+
+def with_status(status: int) -> Exception:
+    error = type("HttpError", (Exception,), {"__module__": "gcsfs.retry"})("said the store")
+    error.status_code = status
+    return error
+
+
+PASSING = [
+    ConnectionResetError(errno.ECONNRESET, "reset"),
+    TimeoutError(),
+    FSTimeoutError(),
+    OSError(errno.EIO, "who knows"),
+    OSError(errno.EBUSY, "SlowDown"),
+    boto.EndpointConnectionError(endpoint_url="http://nowhere"),
+    boto.ReadTimeoutError(endpoint_url="http://slow"),
+    answered(500),
+    answered(503, "SlowDown"),
+    answered(429),
+    answered(400, "RequestTimeout"),
+    answered(400, "BadDigest"),
+    answered(404, "NoSuchUpload"),
+    answered(409, "ConditionalRequestConflict"),
+    answered(409, "OperationAborted"),
+    with_status(502),
+]
+FINAL = [
+    PermissionError(errno.EACCES, "Access Denied"),
+    FileNotFoundError(errno.ENOENT, "NoSuchBucket"),
+    OSError(errno.EINVAL, "no such thing"),
+    OSError(errno.ENOSPC, "full"),
+    boto.NoCredentialsError(),
+    boto.PartialCredentialsError(provider="env", cred_var="secret_key"),
+    boto.ParamValidationError(report="x"),
+    answered(403),
+    answered(501, "NotImplemented"),
+    answered(404, "NoSuchBucket"),
+    answered(400, "InvalidBucketName"),
+    with_status(401),
+    ValueError("a mistake"),
+    RuntimeError("a mistake of torch's"),
+    KeyError("x"),
+    NotImplementedError("no writing here"),
+    CheckpointError("ours"),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_what_may_pass_is_tried_again(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    trials = Trials(error, error, error)
+    assert retrying("writing", "s3://a/b", trials) == "done"
+    assert trials.made == 4
+    assert len(caplog.records) == 1  # a series warns once
+    assert "s3://a/b" in caplog.text
+
+
+@pytest.mark.parametrize("error", FINAL, ids=repr)
+def test_what_cannot_pass_is_reported_at_once(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    trials = Trials(error)
+    with pytest.raises(Exception, match=r".+") as caught:
+        retrying("writing", "s3://a/b", trials)
+    assert trials.made == 1
+    assert caught.value is error or (isinstance(caught.value, OSError) and "s3://a/b" in str(caught.value))
+    assert caplog.records == []
+
+
+def test_an_error_of_the_store_shows_what_was_done_to_what_and_how_often() -> None:
+    with pytest.raises(OSError, match=r"Could not connect.*\(reading, tried 10 times\): 's3://a/b'") as caught:
+        retrying("reading", "s3://a/b", Trials(*[boto.EndpointConnectionError(endpoint_url="http://x")] * 10))
+    assert isinstance(caught.value.__cause__, boto.EndpointConnectionError)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (PermissionError("Forbidden"), PermissionError),
+        (FileNotFoundError("The bucket does not exist"), FileNotFoundError),
+        (boto.NoCredentialsError(), PermissionError),
+    ],
+)
+def test_the_kind_of_an_error_stays_what_it_is(error: Exception, kind: type[OSError]) -> None:
+    with pytest.raises(kind, match=r"\(writing\): 's3://a/b'") as caught:
+        retrying("writing", "s3://a/b", Trials(error))
+    assert str(error) in str(caught.value)
+
+
+def test_no_trial_begins_after_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "FIRST_S", 60.0)
+    trials = Trials(*[TimeoutError()] * 9)
+    with within(20.0), pytest.raises(OSError, match="writing"):
+        retrying("writing", "s3://a/b", trials)
+    assert trials.made == 1
+
+
+def test_of_two_bounds_the_earlier_counts_and_both_end() -> None:
+    now = time.monotonic()
+    with within(100.0):
+        outer = until()
+        with within(1000.0):
+            assert until() == outer
+        with within(10.0):
+            assert now + 9 < until() < outer
+        assert until() == outer
+    assert until() == math.inf
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    waited: list[float] = []
+    monkeypatch.setattr(retry, "FIRST_S", 0.5)
+    monkeypatch.setattr(retry.time, "sleep", waited.append)
+    return waited
+
+
+def test_waits_double_up_to_a_minute_and_differ(waits: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    for _ in range(5):
+        retrying("writing", "s3://a/b", Trials(*[TimeoutError()] * 9))
+    for trial in range(9):
+        longest = min(0.5 * 2**trial, 60.0)
+        of_trial = waits[trial::9]
+        assert all(longest / 2 <= wait <= longest for wait in of_trial)
+        assert len(set(of_trial)) == 5
+
+
+def test_an_unresponsive_store_is_not_waited_for_and_a_late_answer_is_given_back() -> None:
+    speak, heard, given = threading.Event(), threading.Event(), list[str]()
+
+    def give_back(answer: str) -> None:
+        given.append(answer)
+        heard.set()
+
+    def silent() -> str:
+        assert speak.wait(60)
+        return "late"
+
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s: 's3://b/x'"):
+        retry.answered("s3://b/x", 0.05, silent, give_back)
+    assert given == []
+    speak.set()
+    assert heard.wait(60)
+    assert given == ["late"]
+
+
+def test_an_answer_in_time_is_what_it_is_also_a_time_out_of_its_own() -> None:
+    def fails() -> None:
+        raise TimeoutError("its own")
+
+    assert retry.answered("s3://b/x", 60, lambda: "here", pytest.fail) == "here"
+    with pytest.raises(TimeoutError, match=r"^its own$"):
+        retry.answered("s3://b/x", 60, fails, pytest.fail)

@@ -1,0 +1,57 @@
+"""However parameters were dealt to ranks, and however they are now, each state is found once, and as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stagereg.checkpoint.zero_shards as zero_shards
+
+
+@st.composite
+def deals(draw: st.DrawFn) -> tuple[list[int], dict[int, dict[str, int]], dict[str, dict[str, Any]]]:
+    """Sizes of groups, the state of every parameter (some have none), and the shards of some ranks."""
+    sizes = draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    total, ranks = sum(sizes), draw(st.integers(1, 5))
+    owners = draw(st.lists(st.integers(0, ranks - 1), min_size=total, max_size=total))
+    state = {number: {"step": number} if draw(st.booleans()) else {} for number in range(total)}
+    shards = {}
+    for rank in range(ranks):
+        own = [number for number in range(total) if owners[number] == rank]
+        groups, begin = [], 0
+        for size in sizes:
+            groups.append({"lr": rank, "params": [number for number in own if begin <= number < begin + size]})
+            begin += size
+        shards[f"x.rank{rank}"] = {
+            "state": {number: state[number] for number in own},
+            "param_groups": groups,
+            "group_sizes": sizes,
+        }
+    return sizes, state, shards
+
+
+@settings(max_examples=40)
+@given(deals(), st.data())
+def test_what_a_rank_owns_now_is_put_together_from_any_shards(deal: Any, data: st.DataObject) -> None:
+    sizes, state, shards = deal
+    wanted = data.draw(st.sets(st.sampled_from(sorted(state)))) if state else set()
+    taken, missing = zero_shards.dealt(shards, wanted)
+    whole = zero_shards.merged(list(taken.values()))
+    assert not missing
+    assert whole["state"] == {number: state[number] for number in sorted(wanted) if state[number]}
+    assert list(whole["state"]) == sorted(whole["state"])
+    assert [len(group["params"]) for group in whole["param_groups"]] == sizes
+    assert [number for group in whole["param_groups"] for number in group["params"]] == list(range(sum(sizes)))
+    assert {group["lr"] for group in whole["param_groups"]} == {0}
+    assert sum(len(shard["state"]) for shard in taken.values()) == len(wanted)
+
+
+@settings(max_examples=40)
+@given(deals(), st.data())
+def test_what_no_shard_has_is_reported(deal: Any, data: st.DataObject) -> None:
+    _, state, shards = deal
+    lost = data.draw(st.sampled_from(sorted(shards)))
+    left = {name: shard for name, shard in shards.items() if name != lost}
+    assert zero_shards.dealt(left, state.keys())[1] == set(shards[lost]["state"])

@@ -1,0 +1,43 @@
+"""Directories of small checkpoints for the commands that look at them: what lies there, without training."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+from stagereg.checkpoint.manifest import FileMark, new_token, step_name
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.open_store import open_store
+from stagereg.checkpoint.store.remote_store import RemoteStore
+
+__all__ = ["contents", "path_of", "save"]
+
+
+def contents(step: int, salt: str = "") -> dict[str, bytes]:
+    """The files of a step; of all steps ``a`` and ``b`` have the same sizes, and ``c`` has not."""
+    text = f"{step:08d}{salt:32}".encode()
+    return {"a": text * 3, "b": text[::-1], "c": text * (step // 100 + 1)}
+
+
+def save(root: Path | str, *steps: int, salt: str = "", ranks: int = 2) -> list[str]:
+    """Commit a checkpoint for each step, in this order, in a local or remote place; return where they are."""
+    store = open_store(root)
+    store.probe()
+    return [_save(store, step, contents(step, salt), ranks) for step in steps]
+
+
+def _save(store: CheckpointStore, step: int, files: dict[str, bytes], ranks: int) -> str:
+    written = store.temporary(step, new_token())
+    for name, content in files.items():
+        if isinstance(store, RemoteStore):
+            store.objects.put(f"{written}/{name}", content)
+        else:
+            Path(written).mkdir(exist_ok=True)
+            (Path(written) / name).write_bytes(content)
+    marks = {name: FileMark(len(content), zlib.crc32(content)) for name, content in files.items()}
+    return store.publish(written, step, ranks, "dcp", marks, keep=99)
+
+
+def path_of(root: Path, step: int) -> Path:
+    """The directory of a step's checkpoint."""
+    return root / step_name(step)

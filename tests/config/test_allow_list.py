@@ -1,0 +1,675 @@
+"""The lock of ``stagereg.instantiate``: no config names what is neither registered nor allowed, however it is written.
+
+Each way around that has been reported against Hydra's own checks is tried here, in each place where a target can stand,
+and the interpreter's audit events tell that nothing was imported, compiled, opened or started meanwhile.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import omegaconf
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+import stagereg
+import stagereg.config.allow_list as allow_list
+import stagereg.config.instantiate as instantiate
+from stagereg import registry
+from stagereg.config.instantiate import targets
+from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, UnknownNameError
+
+HERE = __name__
+TRAP = "lock_trap.fire"
+"""Not registered, and not imported yet."""
+LAZY = "lock_lazy.build"
+"""Registered, and not imported yet: what stands beside a refused target is not to be imported either."""
+KNOWN = f"{HERE}.known"
+
+RESOLVERS = ("flip", "function", "node", "config", "swap")
+ALARMS = {"import", "compile", "exec", "open", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen"}
+armed: list[list[str]] = []
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if armed and event in ALARMS:
+        armed[-1].append(f"{event} {arguments!r:.80}")
+
+
+sys.addaudithook(_note)  # there is no way to take one back, so it only listens while ``armed``
+
+
+# A mapping and a node by their classes; made this way because annotations that are text have to be compiled.
+Spec = dataclasses.make_dataclass("Spec", [("inner", Any, None)])
+Node = dataclasses.make_dataclass("Node", [("_target_", str, TRAP)])
+
+
+def known(inner: Any = None, other: Any = None, allow: Any = None, **more: Any) -> dict[str, Any]:
+    return {"inner": inner, "other": other, "allow": allow, **more}
+
+
+def takes_stager(stager: Any = None) -> None: ...
+
+
+def takes_any(*args: Any) -> tuple[Any, ...]:
+    return args
+
+
+@pytest.fixture(autouse=True)
+def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "lock_trap.py").write_text(
+        "import builtins\nfired = []\n"
+        "def fire(charge=1, *more, name=''): fired.append(charge); return charge, *more, name\n"
+        "class Bomb:\n    def __init__(self, size, /, color='red'): self.size, self.color = size, color\n"
+        "    @staticmethod\n    def small(): return 'small'\n"
+        "    class Fuse: pass\n"
+        "number = 3\n"
+    )
+    (tmp_path / "lock_lazy.py").write_text("def build(*args, **kwargs): return 'built'\n")
+    (tmp_path / "lock_exits.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(registry.REGISTRY.built_in, ("join", "lazy"), LAZY.replace(".", ":"))
+    registry.register("join", "known")(known)
+    registry.register("checkpoint", "any")(takes_any)
+    registry.register("checkpoint", "staging")(takes_stager)
+    registry.REGISTRY.refresh()
+    # What is read and imported once in a process is not the attack's doing.
+    registry.entries()
+    OmegaConf.to_container(OmegaConf.create({"a": "${oc.create:${b}}", "b": [1]}), resolve=True)
+    yield
+    for name in RESOLVERS:
+        OmegaConf.clear_resolver(name)
+    for module in ("lock_trap", "lock_lazy", "lock_exits"):
+        sys.modules.pop(module, None)
+    registry.REGISTRY.refresh()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[str]]:
+    heard: list[str] = []
+    armed.append(heard)
+    try:
+        yield heard
+    finally:
+        armed.pop()
+
+
+def withstands(attack: Callable[[], Any]) -> bool:
+    """Whether an attack is refused in a short message, with nothing done in the meantime."""
+    for module in ("lock_trap", "lock_lazy"):
+        sys.modules.pop(module, None)
+    with listening() as heard:
+        try:
+            attack()
+        except TargetNotAllowedError as error:
+            told = str(error)
+        else:
+            return False
+    untouched = not heard and not {"lock_trap", "lock_lazy"} & sys.modules.keys()
+    return untouched and "nothing was imported or called" in told and len(told.splitlines()) <= 6 and len(told) < 1000
+
+
+NAMES = {
+    "a command, CVE-2026-68508": "os.system",
+    "a command, by its platform's module": "posix.system",
+    "an expression": "builtins.eval",
+    "a statement": "builtins.exec",
+    "code of a file": "runpy.run_path",
+    "code of a pickle": "pickle.loads",
+    "an import": "importlib.import_module",
+    "an import by Hydra": "hydra.utils.get_method",
+    "an object by Hydra": "hydra.utils.get_object",
+    "a class by Hydra": "hydra.utils.get_class",
+    "Hydra's resolution itself": "hydra._internal.utils._locate",
+    "Hydra's instantiate, which checks less": "hydra.utils.instantiate",
+    "its alias": "hydra.utils.call",
+    "an alias through a module's imports, GHSA-37p2-j732-x8pj": "logging.os.system",
+    "an alias through a registered module": "stagereg.stagers.pinned_cached.torch.os.system",
+    "an alias through this package": "stagereg.registry.importlib.import_module",
+    "another module's name of a registered component": f"{HERE}.stagereg.stagers.pinned_cached.PinnedCachedStager",
+    "the policy's own sets, GHSA-mwj6-rfh8-7qf4": "hydra._internal.target_policy.DISCOVERY_TARGETS.discard",
+    "the registry's own table": "stagereg.registry.REGISTRY.built_in.update",
+    "registering": "stagereg.register",
+    "building by name": "stagereg.build",
+    "instantiate itself, with an allow-list of its own": "stagereg.config.instantiate.instantiate",
+    "logging's factories, GHSA-c3wx-c55w-pxjq": "logging.config.dictConfig",
+    "a dispatcher, PR 3412": "builtins.map",
+    "a lazy dispatcher, PR 3413": "itertools.accumulate",
+    "a reducer": "functools.reduce",
+    "attributes": "builtins.getattr",
+    "methods by name": "operator.methodcaller",
+    "a partial": "functools.partial",
+    "a partial's call, PR 3417": "functools.partial.__call__",
+    "a property's getter, PR 3415": "builtins.property.__get__",
+    "an iterator of calls": "builtins.iter",
+    "a mock with a side effect": "unittest.mock.Mock",
+    "what Hydra 1.3 does not block: files": "builtins.open",
+    "what Hydra 1.3 does not block: models from the net": "torch.hub.load",
+    "what Hydra 1.3 does not block: a compiler": "torch.utils.cpp_extension.load_inline",
+    "a module": HERE,
+    "a class of a registered component": f"{KNOWN}.__class__",
+    "globals of a registered function": f"{KNOWN}.__globals__.get",
+    "its call": f"{KNOWN}.__call__",
+    "the initialiser of a registered class": "stagereg.stagers.pinned_cached.PinnedCachedStager.__init__",
+    "subclasses of everything": "stagereg.stagers.pinned_cached.PinnedCachedStager.__base__.__subclasses__",
+    "a space before": f" {KNOWN}",
+    "a space after": f"{KNOWN} ",
+    "a line's end": f"{KNOWN}\n",
+    "a null": f"{KNOWN}\0",
+    "a dot before": f".{KNOWN}",
+    "a dot after": f"{KNOWN}.",
+    "two dots": KNOWN.replace(".", "..", 1),
+    "a colon": ":".join(KNOWN.rsplit(".", 1)),
+    "a slash": KNOWN.replace(".", "/"),
+    "another case": KNOWN.upper(),
+    "a letter of another alphabet": KNOWN.replace("o", "\u043e"),
+    "letters that Python's parser would take for the same": KNOWN.replace("k", "\uff4b"),
+    "an invisible character": KNOWN.replace("k", "k\u200d"),
+    "a pattern": f"{HERE}.*",
+    "nothing": "",
+    "dots": "...",
+    "a very long name": "a." * 100_000,
+    "no text: bytes": KNOWN.encode(),
+    "no text: a list": [KNOWN],
+    "no text: a mapping": {"name": KNOWN},
+    "no text: a number": 7,
+    "no text: null": None,
+    "no text: true": True,
+    "a function": os.system,
+    "a method": [].append,
+    "a class": subprocess.Popen,
+}
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES.keys())
+def test_a_name_that_is_not_exactly_a_registered_one_is_refused(name: Any) -> None:
+    assert withstands(lambda: stagereg.instantiate({"_target_": name}))
+    assert withstands(lambda: stagereg.instantiate({"_target_": LAZY, "inner": [{"_target_": name}]}))
+
+
+BAD = {"_target_": TRAP}
+PLACES: dict[str, Callable[[], Any]] = {
+    "at the top": lambda: stagereg.instantiate(BAD),
+    "in a mapping": lambda: stagereg.instantiate({"a": {"b": BAD}}),
+    "in a list": lambda: stagereg.instantiate([1, BAD]),
+    "in a tuple": lambda: stagereg.instantiate((1, (BAD,))),
+    "in a list of lists": lambda: stagereg.instantiate({"a": [[[BAD]]]}),
+    "in a config": lambda: stagereg.instantiate(OmegaConf.create({"a": [BAD]})),
+    "in a config's list": lambda: stagereg.instantiate(OmegaConf.create([BAD])),
+    "in a config's tuple": lambda: stagereg.instantiate(OmegaConf.create({"a": (BAD,)})),
+    "as a dataclass": lambda: stagereg.instantiate(Node()),
+    "as a dataclass's class": lambda: stagereg.instantiate(Node),
+    "in a dataclass": lambda: stagereg.instantiate(Spec(inner=BAD)),
+    "as a dataclass in a mapping": lambda: stagereg.instantiate({"a": [Node()]}),
+    "in an ordered mapping": lambda: stagereg.instantiate({"a": collections.OrderedDict(BAD)}),
+    "beside a component": lambda: stagereg.instantiate({"a": {"_target_": LAZY}, "b": BAD}),
+    "before a component": lambda: stagereg.instantiate([BAD, {"_target_": LAZY}]),
+    "in a component": lambda: stagereg.instantiate({"_target_": LAZY, "inner": BAD}),
+    "deep in a component": lambda: stagereg.instantiate({"_target_": LAZY, "x": {"y": [{"_target_": LAZY, "z": BAD}]}}),
+    "under a key that it does not take": lambda: stagereg.instantiate({"_target_": LAZY, "???": BAD}),
+    "in its _args_": lambda: stagereg.instantiate({"_target_": LAZY, "_args_": [BAD]}),
+    "as its _args_": lambda: stagereg.instantiate({"_target_": LAZY, "_args_": BAD}),
+    "in its _convert_": lambda: stagereg.instantiate({"_target_": LAZY, "_convert_": BAD}),
+    "in its _partial_": lambda: stagereg.instantiate({"_target_": LAZY, "_partial_": BAD}),
+    "as its target": lambda: stagereg.instantiate({"_target_": BAD}),
+    "below _partial_": lambda: stagereg.instantiate({"_target_": LAZY, "_partial_": True, "inner": BAD}),
+    "below _recursive_: false": lambda: stagereg.instantiate({"_target_": LAZY, "_recursive_": False, "inner": BAD}),
+    "as a partial": lambda: stagereg.instantiate({"_target_": TRAP, "_partial_": True}),
+    "by an interpolation": lambda: stagereg.instantiate({"a": {"_target_": "${b}"}, "b": TRAP}),
+    "by an interpolated node": lambda: stagereg.instantiate(
+        OmegaConf.create({"bad": BAD, "a": {"_target_": LAZY, "inner": "${bad}"}}).a
+    ),
+    "by the parts of a name": lambda: stagereg.instantiate({"_target_": "${m}.${n}", "m": "lock_trap", "n": "fire"}),
+    "by a resolver": lambda: stagereg.instantiate(
+        {"_target_": LAZY, "inner": "${oc.create:{_target_: lock_trap.fire}}"}
+    ),
+    "by the environment": lambda: stagereg.instantiate({"_target_": "${oc.env:LOCK_TARGET}"}),
+    "by Hydra's escape": lambda: stagereg.instantiate({"_target_": "${oc.decode:${oc.env:LOCK_TARGET}}"}),
+    "with a list that allows it": lambda: stagereg.instantiate({**BAD, "allow": [TRAP]}),
+    "with a key that allows it": lambda: stagereg.instantiate({**BAD, "_allow_": [TRAP]}),
+    "with Hydra's key that allows it": lambda: stagereg.instantiate({**BAD, "_execution_whitelist_": TRAP}),
+    "with Hydra's older key that allows it": lambda: stagereg.instantiate({**BAD, "_target_whitelist_": [TRAP]}),
+    "given as the target": lambda: stagereg.instantiate({"_target_": LAZY}, _target_=TRAP),
+    "given as a target where there is none": lambda: stagereg.instantiate({"a": 1}, _target_=TRAP),
+    "given in place of the target": lambda: stagereg.instantiate(BAD, _target_=LAZY),
+    "given": lambda: stagereg.instantiate({"_target_": LAZY}, inner=BAD),
+    "given as a config": lambda: stagereg.instantiate({"_target_": LAZY}, inner=OmegaConf.create(BAD)),
+    "given in a tuple": lambda: stagereg.instantiate({"_target_": LAZY}, inner=({"a": (BAD,)},)),
+    "given in a list of configs": lambda: stagereg.instantiate({"_target_": LAZY}, inner=[OmegaConf.create(BAD)]),
+    "given for _args_": lambda: stagereg.instantiate({"_target_": LAZY}, _args_=[BAD]),
+    "given into a node": lambda: stagereg.instantiate({"_target_": LAZY, "inner": {"a": 1}}, inner=BAD),
+    "given below a node": lambda: stagereg.instantiate({"_target_": LAZY, "inner": {"a": {}}}, inner={"a": BAD}),
+    "given by a resolver into a mapping": lambda: stagereg.instantiate(
+        {"_target_": LAZY, "inner": {}}, inner={"a": "${oc.create:{_target_: lock_trap.fire}}"}
+    ),
+    "given by an interpolation": lambda: stagereg.instantiate(
+        {"_target_": LAZY}, inner={"_target_": "${b}", "b": TRAP}
+    ),
+    "given with the program's arguments": lambda: stagereg.instantiate({"_target_": LAZY, "_args_": [BAD]}, 1),
+}
+
+
+@pytest.mark.parametrize("attack", PLACES.values(), ids=PLACES.keys())
+def test_a_target_is_refused_wherever_and_however_it_stands(
+    attack: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCK_TARGET", TRAP)
+    monkeypatch.setenv("HYDRA_INSTANTIATE_ALLOWLIST_OVERRIDE", f"{TRAP}:os.system")  # Hydra 1.3 lets these through
+    assert withstands(attack)
+
+
+def leaf_among(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    keys = st.sampled_from(["a", "inner", "_args_", "_convert_", "_partial_", "_x"])
+    wrapped = st.builds(lambda key, child, more: {**more, key: child}, keys, children, st.dictionaries(keys, st.none()))
+    component = st.builds(lambda node: {"_target_": LAZY, **node}, wrapped)
+    beside = st.integers(0, 2)
+    rows = st.builds(lambda child, before: [{"_target_": LAZY}] * before + [child], children, beside)
+    return st.one_of(wrapped, component, rows, rows.map(tuple), children.map(lambda c: OmegaConf.create({"c": c})))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.recursive(st.just(BAD), leaf_among, max_leaves=8))
+def test_a_target_is_refused_at_any_depth(tree: Any) -> None:
+    assert withstands(lambda: stagereg.instantiate(tree))
+    assert withstands(lambda: stagereg.instantiate({"_target_": LAZY}, inner=tree))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text(), st.integers(0, len(KNOWN)), st.integers(0, len(KNOWN)))
+def test_any_change_to_a_registered_name_is_another_name(text: str, start: int, end: int) -> None:
+    name = KNOWN[:start] + text + KNOWN[end:]
+    if name != KNOWN and "${" not in name:
+        assert withstands(lambda: stagereg.instantiate({"_target_": name.replace("???", "?")}))
+
+
+class Liar(str):
+    """Text that says it is what it is not, to whoever compares, hashes or prints it."""
+
+    claims: str
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return hash(self.claims)
+
+    def __str__(self) -> str:
+        return self.claims
+
+    def __format__(self, spec: str) -> str:
+        return self.claims
+
+
+def test_text_that_lies_about_itself_is_taken_for_what_it_is() -> None:
+    false, true = Liar(TRAP), Liar(KNOWN)
+    false.claims, true.claims = KNOWN, TRAP
+    assert withstands(lambda: stagereg.instantiate({"_target_": false}))
+    assert withstands(lambda: stagereg.instantiate({"_target_": LAZY}, inner={"_target_": false}))
+    assert stagereg.instantiate({"_target_": true}) == known()
+
+
+def test_a_function_under_a_registered_ones_name_is_not_the_one_that_is_called() -> None:
+    def fake(**kwargs: Any) -> str:
+        return "fake"
+
+    fake.__module__, fake.__qualname__ = KNOWN.rsplit(".", 1)
+    assert stagereg.instantiate({"_target_": fake}) == known()
+
+
+def resolver(name: str, *values: Any) -> list[Any]:
+    """Register a resolver that gives another value each time, the last one forever; return what it has given."""
+    given: list[Any] = []
+
+    def answer() -> Any:
+        given.append(values[min(len(given), len(values) - 1)])
+        return given[-1]
+
+    resolving(name, answer)
+    return given
+
+
+def resolving(name: str, answer: Callable[[], Any]) -> None:
+    assert name in RESOLVERS
+    # OmegaConf 2.4 has another name for it and warns of this one; before, the other one was something else.
+    new = tuple(int(part) for part in omegaconf.__version__.split(".")[:2]) >= (2, 4)
+    (OmegaConf.register_resolver if new else OmegaConf.register_new_resolver)(name, answer)
+
+
+def test_a_target_that_changes_after_the_check_is_not_seen_again() -> None:
+    given = resolver("flip", KNOWN, TRAP)
+    assert stagereg.instantiate({"_target_": "${flip:}"}) == known()
+    assert given == [KNOWN]
+
+
+def test_a_target_that_is_good_only_at_the_second_look_is_refused() -> None:
+    given = resolver("flip", TRAP, KNOWN)
+    assert withstands(lambda: stagereg.instantiate({"_target_": LAZY, "inner": {"_target_": "${flip:}"}}))
+    assert given == [TRAP]
+
+
+@pytest.mark.parametrize("there", [{}, {"inner": {"a": 1}}], ids=["new", "merged"])
+def test_an_argument_is_resolved_once_too(there: dict[str, Any]) -> None:
+    given = resolver("flip", KNOWN, TRAP)
+    built = stagereg.instantiate({"_target_": KNOWN, **there}, inner={"_target_": "${flip:}"})
+    assert built["inner"] == known(**there.get("inner", {}))
+    assert given == [KNOWN]
+
+
+def test_what_a_resolver_gives_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver("function", os.system)
+    resolver("node", BAD)
+    resolver("config", OmegaConf.create({"deep": [BAD]}))
+    assert withstands(lambda: stagereg.instantiate({"_target_": "${function:}"}))
+    assert withstands(lambda: stagereg.instantiate({"_target_": LAZY, "inner": "${node:}"}))
+    assert withstands(lambda: stagereg.instantiate({"_target_": LAZY, "inner": "${config:}"}))
+
+
+def test_a_resolver_that_changes_the_config_changes_nothing() -> None:
+    cfg = OmegaConf.create({"a": {"_target_": KNOWN}, "b": "${swap:}"})
+
+    def swap() -> str:
+        cfg.a._target_ = TRAP
+        return "swapped"
+
+    resolving("swap", swap)
+    assert stagereg.instantiate(cfg) == {"a": known(), "b": "swapped"}
+
+
+def test_a_component_that_changes_the_config_changes_nothing() -> None:
+    cfg = OmegaConf.create({"first": {"_target_": f"{HERE}.spoil"}, "then": {"_target_": KNOWN}})
+
+    def spoil() -> str:
+        cfg.then._target_ = TRAP
+        return "spoilt"
+
+    spoil.__qualname__ = "spoil"
+    registry.register("join", "spoil")(spoil)
+    assert stagereg.instantiate(cfg) == {"first": "spoilt", "then": known()}
+
+
+def test_text_that_was_resolved_is_text_for_who_builds_from_the_config_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCK_TEXT", "secret")
+    text = r"\${oc.env:LOCK_TEXT} \\\${oc.create:{_target_: lock_trap.fire}}"
+    plain = OmegaConf.create({"text": text}).text
+    node = {"_target_": f"{HERE}.takes_any", "_recursive_": False, "_args_": [{"deep": [text]}, {"_target_": KNOWN}]}
+    mapping, inner = stagereg.instantiate(node)
+    assert mapping.deep[0] == plain
+    assert "secret" not in plain
+    assert stagereg.instantiate(mapping) == {"deep": [plain]}
+    assert stagereg.instantiate(inner) == known()
+    outer = stagereg.instantiate({"_target_": KNOWN, "_recursive_": False, "inner": {"deep": [text]}})
+    assert outer["inner"].deep[0] == plain
+
+
+def test_what_a_component_returns_is_not_built_again() -> None:
+    assert stagereg.instantiate({"_target_": f"{HERE}.takes_any", "_args_": [{"_target_": KNOWN, "x": 1}]})[0]["x"] == 1
+    built = stagereg.instantiate({"_target_": f"{HERE}.node_maker"}, allow=(node_maker,))
+    assert built == BAD
+
+
+def node_maker() -> dict[str, Any]:
+    return dict(BAD)
+
+
+def test_nesting_without_end_is_an_error_of_the_config() -> None:
+    tree: Any = BAD
+    for _ in range(5000):
+        tree = [tree]
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        stagereg.instantiate(tree)
+    with pytest.raises(ConfigError, match="cannot be resolved"):
+        stagereg.instantiate({"a": "${b}", "b": "${a}"})
+
+
+def test_what_is_allowed_in_code_is_built_and_nothing_beside_it() -> None:
+    tree = {"a": [{"_target_": TRAP, "charge": "8"}], "b": {"_target_": KNOWN, "inner": {"_target_": TRAP}}}
+    built = stagereg.instantiate(tree, allow=(TRAP,))
+    assert built["a"] == [("8", "")]
+    assert built["b"]["inner"] == (1, "")
+    for other in ("lock_trap.Bomb", "lock_trap", "lock_trap.fire.__call__", "lock_trap.builtins.eval"):
+        assert withstands(lambda other=other: stagereg.instantiate([BAD, {"_target_": other}], allow=(TRAP,)))
+    assert withstands(lambda: stagereg.instantiate(BAD))
+
+
+def test_an_allowed_target_can_be_partial_a_class_and_inside_a_class() -> None:
+    make = stagereg.instantiate({"_target_": TRAP, "_partial_": True, "charge": 2}, allow=[TRAP])
+    assert make(name="n") == (2, "n")
+    bomb = stagereg.instantiate({"_target_": "lock_trap.Bomb", "_args_": [3]}, allow={"lock_trap.Bomb"})
+    assert (bomb.size, bomb.color) == (3, "red")
+    assert stagereg.instantiate({"_target_": "lock_trap.Bomb.small"}, allow=("lock_trap.Bomb.small",)) == "small"
+    fuse = stagereg.instantiate({"_target_": "lock_trap.Bomb.Fuse"}, allow=("lock_trap.Bomb.Fuse",))
+    assert type(fuse).__name__ == "Fuse"
+
+
+def test_an_allowed_object_may_go_by_any_name_it_has_already() -> None:
+    text = {"_args_": ['{"a": 1}']}
+    decoder = stagereg.instantiate({"_target_": "json.JSONDecoder"}, allow=(json.JSONDecoder,))
+    assert decoder.decode("[1]") == [1]
+    for name in ("json.loads", loads := json.loads, f"{HERE}.json.loads"):
+        assert stagereg.instantiate({"_target_": name, **text}, allow=(loads,)) == {"a": 1}
+    with pytest.raises(TargetNotAllowedError):  # a path is a name, and what else leads there is not
+        stagereg.instantiate({"_target_": "json.decoder.JSONDecoder"}, allow=("json.JSONDecoder",))
+
+
+def test_looking_for_an_allowed_object_imports_nothing() -> None:
+    assert withstands(lambda: stagereg.instantiate({"_target_": TRAP}, allow=(json.loads,)))
+    assert withstands(lambda: stagereg.instantiate({"_target_": "stagereg.Checkpointer.x.y"}, allow=(json.loads,)))
+
+
+def test_a_callable_written_in_c_can_be_allowed() -> None:
+    assert stagereg.instantiate({"_target_": "math.sqrt", "_args_": [4]}, allow=(math.sqrt,)) == 2
+    assert stagereg.instantiate({"_target_": "builtins.dict", "a": 1}, allow=("builtins.dict",)) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("node", "told"),
+    [
+        ({"chrge": 1}, r"^lock_trap\.fire takes no 'chrge'\. Did you mean 'charge'\? It takes: charge, name"),
+        ({"charge": "???"}, r"^lock_trap\.fire needs a value for charge: add charge=\.\.\. to the command line"),
+        ({"_args_": [1], "charge": 1}, r"^lock_trap\.fire is given charge twice: by _args_ and by name"),
+        ({"_args_": 1}, r"^_args_ is 1; it is a list"),
+        ({"_target_": "lock_trap.Bomb"}, r"^lock_trap\.Bomb needs a value for size"),
+        ({"_target_": "lock_trap.Bomb", "size": 1}, r"^lock_trap\.Bomb takes no 'size'"),
+        ({"_target_": "lock_trap.Bomb", "_args_": [1, 2, 3]}, r"takes 2 positional arguments, and _args_ has 3"),
+    ],
+)
+def test_what_an_allowed_target_does_not_take_is_refused(node: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        stagereg.instantiate({"_target_": TRAP, **node}, allow=(TRAP, "lock_trap.Bomb"))
+    assert not sys.modules["lock_trap"].fired
+
+
+def test_a_component_that_is_allowed_as_well_keeps_its_kinds_checks() -> None:
+    assert stagereg.instantiate({"_target_": KNOWN}, allow=(KNOWN, known)) == known()
+    config = {"_target_": f"{HERE}.takes_stager", "stager": {"_target_": KNOWN}}
+    with pytest.raises(ConfigError, match="stager takes a stager, not join/known"):
+        stagereg.instantiate(config, allow=(KNOWN,))
+    assert stagereg.instantiate({**config, "stager": {"_target_": TRAP}}, allow=(TRAP,)) is None
+
+
+def test_a_parameter_called_allow_comes_through_the_config() -> None:
+    assert stagereg.instantiate({"_target_": KNOWN, "allow": [TRAP]})["allow"] == [TRAP]
+    assert stagereg.instantiate({"_target_": KNOWN, "allow": 3}, allow=(TRAP,))["allow"] == 3
+
+
+@pytest.mark.parametrize(
+    "allow",
+    [
+        TRAP,
+        3,
+        {TRAP: 1},
+        OmegaConf.create([TRAP]),
+        OmegaConf.create({"a": TRAP}),
+        ["lock_trap.*"],
+        ["*"],
+        ["fire"],
+        [""],
+        ["lock_trap:fire"],
+        ["lock_trap..fire"],
+        [" lock_trap.fire"],
+        [3],
+        [None],
+        known,
+    ],
+    ids=lambda allow: getattr(allow, "__name__", None) or repr(allow),
+)
+def test_an_allow_list_is_full_paths_and_objects_from_code(allow: Any) -> None:
+    with pytest.raises(ConfigError, match=r"package\.module\.Name"), listening() as heard:
+        stagereg.instantiate(BAD, allow=allow)
+    assert not heard
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("lock_nowhere.a.b", "ModuleNotFoundError: No module named 'lock_nowhere'"),
+        ("lock_trap.fyre", "AttributeError: module 'lock_trap' has no attribute 'fyre'"),
+        ("lock_exits.a", "SystemExit: 3"),
+        ("lock_trap.number", "lock_trap.number is allowed by the program, but cannot be called: it is 3"),
+    ],
+)
+def test_an_allowed_path_that_leads_nowhere_says_so(path: str, told: str) -> None:
+    with pytest.raises(RegistryError) as caught:
+        stagereg.instantiate({"_target_": path}, allow=(path,))
+    assert told in str(caught.value)
+    assert path in str(caught.value)
+
+
+def test_a_refusal_names_the_nearest_registered_target() -> None:
+    near = "stagereg.stagers.pinned_cached.PinnedCacheStager"
+    with pytest.raises(
+        TargetNotAllowedError, match=r"Did you mean 'stagereg\.stagers\.pinned_cached\.PinnedCachedStager'"
+    ):
+        stagereg.instantiate({"_target_": near})
+
+
+def test_a_refusal_gives_no_warning_and_neither_does_a_build() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (
+            stagereg.instantiate(OmegaConf.create({"_target_": KNOWN, "inner": {"_target_": LAZY}}))["inner"] == "built"
+        )
+        assert withstands(lambda: stagereg.instantiate([BAD]))
+
+
+def test_targets_are_the_paths_of_all_components_or_of_one_kind() -> None:
+    stager = "stagereg.stagers.pinned_cached.PinnedCachedStager"
+    assert {KNOWN, LAZY, stager} <= set(targets())
+    assert targets() == sorted(set(targets()))
+    assert stager in targets("stager")
+    assert KNOWN not in targets("stager")
+    assert all(registry.find_target(path) for path in targets())
+    with pytest.raises(UnknownNameError, match="Did you mean 'stager'"):
+        targets("stagr")
+
+
+def test_targets_leave_out_what_no_config_can_name() -> None:
+    def local() -> None: ...
+
+    registry.register("join", "local")(local)
+    assert not [path for path in targets() if "<locals>" in path]
+
+
+def test_targets_and_a_refusal_need_no_torch() -> None:
+    program = (
+        "import sys, stagereg\n"
+        "from stagereg.config.instantiate import targets\n"
+        "assert len(targets()) > 20\n"
+        "try: stagereg.instantiate({'a': {'_target_': targets('stager')[0]}, 'b': {'_target_': 'os.system'}})\n"
+        "except stagereg.StageregError: print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
+
+
+# What would be wrong with the lock if one of its thoughts were missing; each must let some attack through.
+
+
+def _only_the_top(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None:
+    if isinstance(node, dict) and "_target_" in node:
+        targets_.find(node["_target_"], path.label)
+
+
+def _no_lists(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None:
+    _only_the_top(node, path, targets_)
+    for key, value in node.items() if isinstance(node, dict) else ():
+        _no_lists(value, path.child(key), targets_)
+
+
+def _not_below_a_component(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None:
+    _only_the_top(node, path, targets_)
+    if isinstance(node, (dict, list)) and "_target_" not in node:
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            _not_below_a_component(value, path.child(key), targets_)
+
+
+def _nothing_first(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None: ...
+
+
+def _finding(change: Callable[[str], str]) -> Callable[..., Any]:
+    find = registry.find_target
+    return lambda path: find(change(path))
+
+
+def _by_attributes(path: str) -> Any:
+    found = next((entry for entry in registry.entries() if path.startswith(f"{entry.path}.")), None)
+    return found or next((entry for entry in registry.entries() if entry.path == path), None)
+
+
+MUTANTS: dict[str, tuple[Any, str, Any]] = {
+    "only the top is looked at": (instantiate, "_refuse_unregistered", _only_the_top),
+    "lists are not looked into": (instantiate, "_refuse_unregistered", _no_lists),
+    "components are not looked into": (instantiate, "_refuse_unregistered", _not_below_a_component),
+    "imports while it is checked": (instantiate, "_refuse_unregistered", _nothing_first),
+    "arguments are not looked at": (instantiate, "describes", lambda value: False),
+    "spaces do not count": (registry, "find_target", _finding(str.strip)),
+    "case does not count": (registry, "find_target", _finding(str.lower)),
+    "letters are made equal": (registry, "find_target", _finding(lambda path: unicodedata.normalize("NFKC", path))),
+    "attributes are followed": (registry, "find_target", _by_attributes),
+    "text says what it is": (allow_list, "_text", str),
+    "allowed is what a config says": (
+        allow_list.TargetAllowList,
+        "_find_allowed",
+        lambda self, target, path: allow_list.AllowedTarget(path),
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS.keys())
+def test_a_lock_with_a_hole_is_caught(mutant: tuple[Any, str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCK_TARGET", TRAP)
+    lie = Liar(TRAP)
+    lie.claims = KNOWN
+    attacks = [
+        *PLACES.values(),
+        *(lambda name=name: stagereg.instantiate({"_target_": name}) for name in NAMES.values() if _harmless(name)),
+        lambda: stagereg.instantiate({"_target_": lie}),
+    ]
+    assert all(map(withstands, attacks))
+    monkeypatch.setattr(*mutant)
+
+    def is_caught(attack: Callable[[], Any]) -> bool:
+        with contextlib.suppress(Exception):
+            return not withstands(attack)
+        return True
+
+    assert any(map(is_caught, attacks))
+
+
+def _harmless(name: Any) -> bool:
+    """Whether a name may be let through by a lock that is broken on purpose."""
+    return isinstance(name, str) and unicodedata.normalize("NFKC", name).strip().lower().startswith(HERE)

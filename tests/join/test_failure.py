@@ -1,0 +1,525 @@
+"""When one rank fails, the others end in time with an error that names it; when none does, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
+
+import stagereg.testing.ranks as ranks
+from stagereg.errors import JoinError, PeerFailedError
+from stagereg.join.failure import (
+    Failure,
+    FailureDetector,
+    PeerMonitor,
+    RankStatus,
+    StatusStore,
+    abort,
+    is_broken_operation,
+    is_timeout,
+)
+from stagereg.kernel.channel import WorkerThread, resources_of
+from stagereg.testing import RankFailure, run_ranks
+
+SOON_S = 5.0
+"""Within which a rank's error is to reach the others: a quarter of a second, and much patience with a busy machine."""
+INQUIRY_S = 5.0
+"""Seconds beyond the timeout for asking around, likewise."""
+
+
+def outcome(detector: FailureDetector, step: Callable[[], Any]) -> tuple[float, int | None, str, str]:
+    """Seconds that ``step`` took to fail, and the rank, message and text of the error that a join would raise."""
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        step()
+    error = raised.value
+    known = error if isinstance(error, PeerFailedError) else detector.explain(error)
+    assert known is not None, f"not explained: {error}"
+    return time.monotonic() - start, known.rank, known.message, str(known)
+
+
+def sit_in(kind: str, group: dist.ProcessGroup, detector: FailureDetector) -> Callable[[], Any]:
+    """A step that the other ranks are to take part in, and that cannot end without them."""
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(torch.ones(1), group=group)
+    if kind == "backward":
+        ddp = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
+        ddp(torch.ones(1, 4)).sum().backward()
+        return lambda: ddp(torch.ones(1, 4)).sum().backward()
+    never = threading.Event()
+    return lambda: detector.wait(never.wait, "the end")
+
+
+def raising(rank: int, world_size: int) -> Any:
+    seen = []
+    for kind in ("all_reduce", "backward", "wait"):
+        group = dist.new_group()
+        detector = FailureDetector(group, 60, f"raising {kind}")
+        detector.start()
+        step = sit_in(kind, group, detector)
+        detector.check()
+        dist.barrier(group)
+        if rank == 1:
+            detector.report(ValueError(f"loss is not finite\nin {kind}"))
+        else:
+            seen.append(outcome(detector, step))
+            with pytest.raises(PeerFailedError):
+                detector.check()
+            detector.report(RuntimeError("a consequence, not told"))
+        detector.stop()
+        dist.barrier()
+    return seen
+
+
+def test_an_exception_of_one_rank_reaches_all_wherever_they_sit() -> None:
+    seen, silent, others = run_ranks(raising, 3, timeout_s=60)
+    assert silent == []
+    assert len(seen) == len(others) == 3
+    for kind, *both in zip(("all_reduce", "backward", "wait"), seen, others, strict=True):
+        for seconds, rank, message, text in both:
+            assert seconds < SOON_S
+            assert rank == 1
+            assert message == f"ValueError: loss is not finite\nin {kind}"
+            assert text == f"rank 1 failed: {message}\nThe cause is there: read the output of rank 1."
+
+
+def aborting(rank: int, world_size: int) -> list[float]:
+    """Rank 1 has failed and aborts nothing. Of the others one waits for it, and aborts when the other already has."""
+    seconds = []
+    for second in (0, 2):
+        group = dist.new_group()
+        dist.barrier(group)
+        if rank == second:
+            work = dist.irecv(torch.zeros(1), 1, group=group)
+            assert work is not None
+            with pytest.raises(RuntimeError):
+                dist.recv(torch.zeros(1), 2 - rank, group=group)  # until the connection to the other is closed
+        if rank != 1:
+            abort(group)
+        if rank == second:
+            start = time.monotonic()
+            with pytest.raises(RuntimeError):
+                work.wait(timedelta(seconds=2 * SOON_S))
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.zeros(1), group=group)  # a collective that had not begun
+            seconds.append(time.monotonic() - start)
+        dist.barrier()
+    return seconds
+
+
+def test_an_abort_ends_what_waits_for_the_failed_rank_whoever_aborts_first() -> None:
+    for seconds in run_ranks(aborting, 3, timeout_s=60):
+        assert all(each < SOON_S for each in seconds)
+
+
+def await_statuses(group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], step: int) -> None:
+    """Return when all ``ranks`` have published which step they are in, since others are not suspected."""
+    statuses = StatusStore(group.get_group_store(), name)
+    deadline = time.monotonic() + 20
+    for rank in ranks:
+        while (status := statuses.read(rank)) is None or status.step != step:
+            assert time.monotonic() < deadline, f"rank {rank} publishes nothing"
+    dist.barrier(group)
+
+
+def unreachable(rank: int, world_size: int, timeout_s: float) -> Any:
+    """Rank 1 is frozen, then twice busy with something else."""
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    seen: dict[str, Any] = {}
+    for kind in ("frozen", "all_reduce", "wait"):
+        group = dist.new_group()
+        detector = FailureDetector(group, timeout_s, kind, lambda: 40)
+        detector.start()
+        await_statuses(group, kind, (0, 1, 2), 40)
+        if rank != 1:
+            seen[kind] = outcome(detector, sit_in("all_reduce" if kind == "frozen" else kind, group, detector))
+            os.kill(pids[1], signal.SIGCONT)
+        elif kind == "frozen":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()  # where it is busy
+        if rank == 1:
+            seen[kind] = outcome(detector, sit_in("wait", group, detector))
+        detector.stop()
+        dist.barrier()
+    return seen
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_frozen_or_stuck_is_named_within_the_timeout() -> None:
+    timeout_s = 3.0
+    others = run_ranks(unreachable, 3, args=(timeout_s,), timeout_s=90)
+    suspect = others.pop(1)
+    for seen in others:
+        for kind in seen:
+            seconds, rank, _, _ = seen[kind]
+            assert seconds < timeout_s + INQUIRY_S
+            assert rank == 1, kind
+        assert seen["frozen"][2].startswith("did not answer for at least ")
+        assert seen["frozen"][3].endswith(
+            " s; it was last in step 40. Its process was killed or frozen, or the machine is gone: "
+            "look at the end of its output."
+        )
+        what = {"all_reduce": "the collective that this rank was in", "wait": "the end"}
+        for kind in what:
+            assert seen[kind][2] == f"alive, but did not come to {what[kind]} within 3 s"
+            assert seen[kind][3] == (
+                f"rank 1 is {seen[kind][2]}; it was last in step 40. "
+                "Raise join.timeout if that is how long a step takes."
+            )
+    for kind in suspect:
+        seconds, rank, _, text = suspect[kind]
+        assert seconds < SOON_S
+        assert rank == 1
+        assert text.startswith("the other ranks have given this one up, and went on without it: rank 1 "), kind
+
+
+def killed(rank: int, world_size: int, folder: Path, timeout_s: float, own_store: bool) -> None:
+    """Rank 0 is killed, and with it the store of the process group if it is its ``own``."""
+    if own_store:
+        ports: list[Any] = [None]
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            ports = [store.port]
+        dist.broadcast_object_list(ports, 0)
+        if rank != 0:
+            store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    group = dist.group.WORLD
+    assert group is not None
+    detector = FailureDetector(group, timeout_s, "killed", lambda: 7)
+    detector.start()
+    await_statuses(group, "killed", tuple(range(world_size)), 7)
+    assert detector.explain(RuntimeError("DataLoader timed out after 5 seconds")) is None
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen = outcome(detector, sit_in("all_reduce", group, detector))
+    start = time.monotonic()
+    detector.stop()
+    (folder / f"{rank}.json").write_text(json.dumps([*seen, time.monotonic() - start]))
+    raise LookupError("all is told; the harness would wait for the rank that is gone")
+
+
+@pytest.mark.parametrize("own_store", [False, True])
+def test_a_killed_rank_is_named_and_so_is_a_store_that_dies_with_it(
+    tmp_path: Path, own_store: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeout_s = 4.0
+    # The harness ends ranks that outlive another; these are to have the time that they may take.
+    monkeypatch.setattr(ranks, "_LINGER_S", timeout_s + INQUIRY_S)
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(killed, 3, args=(tmp_path, timeout_s, own_store), timeout_s=60)
+    assert "SIGKILL" in failure.value.failed[0]
+    for rank in (1, 2):
+        assert "all is told" in failure.value.failed[rank], failure.value
+        seconds, whose, message, text, stopping = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert seconds < SOON_S
+        assert stopping < 2.0
+        if own_store:
+            assert whose is None
+            assert message.startswith("the job's store is gone (it says ")
+            assert "The process that hosts it, rank 0 or the launcher, was killed or frozen" in text
+        else:
+            assert whose == 0
+            assert message.startswith("did not answer for at least ")
+            assert "rank 0 did not answer" in text
+            assert "it was last in step 7" in text
+
+
+def many(rank: int, world_size: int) -> Any:
+    group = dist.group.WORLD
+    assert group is not None
+    backend = group._get_backend(torch.device("cpu"))
+    store = group.get_group_store()
+    before = backend.options._timeout, threading.active_count()
+    dist.barrier()
+    keys = store.num_keys()
+    dist.barrier()
+    limits = set()
+    for epoch in range(60):
+        detector = FailureDetector(group, 30, f"epoch {epoch}")
+        detector.start()
+        detector.start()
+        limits.add(backend.options._timeout)
+        dist.all_reduce(torch.ones(1))
+        detector.check()
+        if epoch % 2 == rank:
+            dist.barrier()
+        detector.stop()
+        detector.stop()
+        if epoch % 2 != rank:
+            dist.barrier()
+        detector.check()
+        detector.report(ValueError("after its end"))
+        assert detector.explain(RuntimeError("after its end")) is None
+    idle = threading.Event()
+    resources_of(group).heartbeat.submit(idle.set)
+    assert idle.wait(20)
+    dist.barrier()
+    keys = store.num_keys() - keys
+    dist.barrier()
+    return limits, backend.options._timeout == before[0], threading.active_count() - before[1], keys
+
+
+def test_joins_in_a_row_share_one_thread_and_leave_no_key_and_the_timeout_that_was_there() -> None:
+    assert run_ranks(many, 2, timeout_s=60) == [({timedelta(seconds=30)}, True, 1, 0)] * 2
+
+
+KINDS = ("none", "left", "crossed")
+
+
+def unexplained(rank: int, world_size: int) -> Any:
+    """Three groups of three ranks, side by side, as they all wait. All ranks are well, but in the first group the last
+    rank has no detector, in the second it has left, and in the third all wait for each other."""
+    texts: list[Any] = []
+    number, kind, is_last = rank // 3, KINDS[rank // 3], rank % 3 == 2
+    members = [tuple(range(first, first + 3)) for first in range(0, world_size, 3)]
+    group = [dist.new_group(list(each)) for each in members][number]
+    detector = FailureDetector(group, 2.0, kind, lambda: 3)
+    if not is_last or kind != "none":
+        detector.start()
+        await_statuses(group, kind, members[number][:2] if kind == "none" else members[number], 3)
+    else:
+        dist.barrier(group)
+    if is_last and kind == "left":
+        detector.stop()
+    if rank == 0:
+        texts.append(detector.explain(RuntimeError("[gloo/pair.cc] sizes do not match")))
+    if not is_last or kind == "crossed":
+        never = threading.Event()
+        with pytest.raises(PeerFailedError) as error:
+            detector.wait(never.wait, f"the end of {rank}" if kind == "crossed" else "the end")
+        texts.append((error.value.rank, str(error.value)))
+    dist.barrier()
+    detector.stop()
+    dist.barrier()
+    return texts
+
+
+def test_a_rank_that_is_not_in_the_join_is_named_only_when_it_is_waited_for() -> None:
+    told = run_ranks(unexplained, 3 * len(KINDS), timeout_s=60)
+    assert told[0].pop(0) is None
+    absent = (
+        "is not in this join, or no more, and did not come to the end within 2 s. "
+        "All ranks have to enter the same joins in the same order, and none may leave by itself."
+    )
+    assert told[:6] == [[(2, f"rank 2 {absent}")]] * 2 + [[]] + [[(5, f"rank 5 {absent}")]] * 2 + [[]]
+    crossed = {text for ((_, text),) in told[6:]}
+    for text in crossed:
+        assert text.startswith("all ranks are alive and wait for each other, this one for the end of ")
+        assert text.endswith(", in step 3. They do not make the same calls in the same order.")
+
+
+def alone(rank: int, world_size: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    detector = FailureDetector(group, 0.5, "alone")
+    threads = threading.active_count()
+    detector.start()
+    assert threading.active_count() == threads
+    detector.wait(lambda seconds: True, "nothing")
+    with pytest.raises(PeerFailedError, match=r"did not come to the end within 0\.5 s"):
+        detector.wait(threading.Event().wait, "the end")
+    detector.report(ValueError("x"))
+    assert detector.explain(RuntimeError("x")) is None
+    detector.stop()
+
+
+def test_a_rank_that_is_alone_needs_no_thread() -> None:
+    run_ranks(alone, 1, timeout_s=30)
+
+
+class Member:
+    """As much of a process group as a monitor needs, for ranks in one process."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+
+class Monitored:
+    """A monitor on a thread of its own.
+
+    Attributes:
+        acted: set once it has called ``on_failure``.
+    """
+
+    def __init__(self, member: Any, name: str, size: int, timeout_s: float) -> None:
+        self.acted = threading.Event()
+        self.thread = WorkerThread("monitor")
+        self.monitor = PeerMonitor(member, name, range(size), timeout_s, lambda: None, self.acted.set)
+
+    def start(self) -> PeerMonitor:
+        self.monitor.run_on(self.thread)
+        return self.monitor
+
+    def leave(self) -> None:
+        """Return when the thread is idle."""
+        self.monitor.leave()
+        idle = threading.Event()
+        self.thread.submit(idle.set)
+        assert idle.wait(10)
+        self.thread.close()
+
+
+FATES = st.lists(st.sampled_from(["well", "well", "dead", "absent"]), min_size=2, max_size=8)
+
+
+@pytest.mark.slow
+@settings(max_examples=4, deadline=None)
+@given(st.lists(FATES, min_size=1, max_size=5))
+def test_ranks_that_publish_nothing_more_are_named_and_no_others(joins: list[list[str]]) -> None:
+    store = dist.HashStore()
+    timeout_s = 1.2
+    alive: list[tuple[Monitored, tuple[int, ...]]] = []
+    for i, fates in enumerate(joins):
+        dead = tuple(rank for rank, fate in enumerate(fates) if fate == "dead")
+        for rank in dead:
+            StatusStore(store, f"join {i}").write(rank, RankStatus(1))
+        for rank, fate in enumerate(fates):
+            if fate == "well":
+                alive.append((Monitored(Member(store, rank), f"join {i}", len(fates), timeout_s), dead))
+    try:
+        for each, _ in alive:
+            each.start()
+        for each, dead in alive:
+            assert not dead or each.acted.wait(20)
+        deadline = time.monotonic() + 1.5 * timeout_s
+        for each, dead in alive:
+            assert each.acted.wait(max(0.0, deadline - time.monotonic())) == bool(dead)
+            failure = each.monitor.failure
+            assert each.monitor.lost == ""
+            assert (() if failure is None else failure.ranks) == dead
+    finally:
+        for each, _ in alive:
+            each.leave()
+
+
+def await_true(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline
+
+
+def test_a_notification_is_answered_at_once_and_a_rank_that_comes_meanwhile_is_not_suspected() -> None:
+    shared = dist.HashStore()
+    store = StatusStore(shared, "join")
+    monitored = Monitored(Member(shared, 0), "join", 2, 60)
+    monitor = monitored.start()
+
+    def beat() -> int:
+        status = store.read(0)
+        return 0 if status is None else status.beat
+
+    await_true(lambda: beat() > 0)
+    start = time.monotonic()
+    for _ in range(6):  # by itself it publishes as many statuses in 12 seconds
+        before = beat()
+        store.notify()
+        await_true(lambda before=before: beat() > before)
+    assert time.monotonic() - start < 10
+    notifications = store.notifications()
+    poll = monitor.poll_all()
+    await_true(lambda: store.notifications() > notifications)
+    store.write(1, RankStatus(1))
+    await_true(lambda: monitor.result.poll == poll)
+    assert set(monitor.result.statuses) == {1}
+    assert monitor.failure is None
+    monitored.leave()
+
+
+def test_a_failure_reaches_64_ranks() -> None:
+    store = dist.HashStore()
+    all_of_them = [Monitored(Member(store, rank), "join", 64, 60) for rank in range(64)]
+    for each in all_of_them:
+        each.start()
+    failure = Failure((17,), "KeyError: 'x'", "rank 17 failed: KeyError: 'x'")
+    all_of_them[17].monitor.publish(failure)
+    all_of_them[17].leave()
+    assert all(each.acted.wait(20) for rank, each in enumerate(all_of_them) if rank != 17)
+    assert all(each.monitor.failure == failure for each in all_of_them)
+    for rank, each in enumerate(all_of_them):
+        if rank != 17:
+            each.leave()
+
+
+def test_no_group_is_aborted_once_a_rank_has_left() -> None:
+    store = dist.HashStore()
+    monitored = Monitored(Member(store, 0), "join", 2, 60)
+    monitored.monitor.leave()
+    monitored.monitor.publish(Failure((1,), "m", "t"), abort=True)
+    monitored.start()
+    monitored.leave()
+    assert not monitored.acted.is_set()
+
+
+class Broken(Member):
+    def get_group_store(self) -> dist.Store:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_store_that_is_gone_ends_the_monitor_and_holds_no_rank_up() -> None:
+    monitored = Monitored(Broken(dist.HashStore(), 0), "join", 2, 60)
+    monitor = monitored.start()
+    await_true(lambda: monitor.lost == "RuntimeError: Connection reset by peer")
+    monitor.publish(Failure((0,), "m", "t"))
+    assert monitored.acted.is_set()
+    monitored.leave()
+
+
+def test_a_status_is_read_as_it_was_written() -> None:
+    store = StatusStore(dist.HashStore(), "join")
+    status = RankStatus(3, 4, "the end", Failure((2, 3), "m", "t"))
+    assert store.read(1) is None
+    store.write(1, status)
+    assert store.read(1) == status
+    assert status.location("in ") == "in step 4"
+    assert RankStatus(1).location("in ") == ""
+    store.erase(1)
+    assert store.read(1) is None
+
+
+def test_the_error_is_what_joins_and_collectives_raise_and_survives_a_process_border() -> None:
+    error = pickle.loads(pickle.dumps(PeerFailedError("rank 1 failed: x", 1, "x")))
+    assert isinstance(error, JoinError)
+    assert isinstance(error, RuntimeError)
+    assert (str(error), error.rank, error.message) == ("rank 1 failed: x", 1, "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "broken", "timeout"),
+    [
+        ("[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2345", True, False),
+        ("[/x/gloo/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete", True, True),
+        ("Application timeout caused pair closure", True, True),
+        ("DataLoader timed out after 5 seconds", False, False),
+        ("mat1 and mat2 shapes cannot be multiplied", False, False),
+    ],
+)
+def test_the_error_of_a_collective_is_told_from_others(text: str, broken: bool, timeout: bool) -> None:
+    cause = RuntimeError(text)
+    outer = ValueError("in my loop")
+    outer.__cause__ = cause
+    for error in (cause, outer):
+        assert (is_broken_operation(error), is_timeout(error)) == (broken, timeout)

@@ -1,0 +1,538 @@
+"""``stagereg.main`` as a user meets it: scripts in a folder, started from a shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+from torch.distributed import HashStore
+
+from stagereg import record
+from stagereg.errors import LaunchError
+from stagereg.launch.command_line import CommandLine
+from stagereg.launch.launch import _message
+from stagereg.launch.main import _follow
+from stagereg.launch.rank import Rank
+from stagereg.machine import tunables
+
+LIMIT_S = 100
+PROMPTLY_S = 20
+"""Seconds of a machine that is busy with other things; elastic by itself would wait for 30."""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+SCRIPT = """
+import json, logging, os, sys, time
+import stagereg
+
+log = logging.getLogger("train")
+
+
+@stagereg.main(config_path="conf", config_name="app")
+def train(cfg):
+    import torch
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
+    log.info("rank %d of %d sees %g", rank, size, total.item())
+    stagereg.log(1, rank=rank)
+    about = {
+        "sum": total.item(), "lr": cfg.lr, "stamp": cfg.stamp, "cwd": os.getcwd(), "pid": os.getpid(),
+        "parent": os.getppid(), "threads": os.environ.get("OMP_NUM_THREADS"), "main": __name__, "text": cfg.text,
+        "libc": os.environ.get("GLIBC_TUNABLES"),
+    }
+    with open(os.path.join(cfg.answers, f"{rank}.json"), "a") as file:
+        file.write(json.dumps(about) + "\\n")
+    if cfg.what == "raise_on_last" and rank == size - 1:
+        raise KeyError("no cheese")
+    if cfg.what == "fail_on_last" and rank == size - 1:
+        raise stagereg.StageregError("the cheese is out: buy some")
+    if cfg.what == "exit_on_last" and rank == size - 1:
+        sys.exit()
+    if cfg.what == "exit_badly_on_last" and rank == size - 1:
+        sys.exit(3)
+    if cfg.what == "fail_everywhere":
+        raise stagereg.StageregError("no room for cheese")
+    if cfg.what == "die_on_last" and rank == size - 1:
+        os.kill(os.getpid(), 9)
+    if cfg.what == "uneven":
+        if rank == 1:
+            raise stagereg.UnevenInputsError("inputs ran out on rank 1", rank=1)
+        raise stagereg.UnevenInputsError("inputs ran out on some other rank")
+    if cfg.what in ("raise_on_last", "fail_on_last", "die_on_last"):
+        dist.all_reduce(total)
+    if cfg.what == "hang":
+        print("IN THE JOB", flush=True)
+        if rank == 0:
+            dist.all_reduce(total)
+        time.sleep(600)
+    return {"score": total.item() * cfg.lr}
+
+
+if __name__ == "__main__":
+    train()
+    from torch.distributed import is_initialized
+    print("end of the script, a group is left:", is_initialized())
+"""
+
+CONFIG = """
+nproc: 2
+lr: 1.0
+what: work
+text: plain
+answers: ???
+stamp: ${now:%H-%M-%S.%f}
+"""
+
+CALLBACK = """
+from hydra.experimental.callback import Callback
+
+
+class Tell(Callback):
+    def __init__(self, file):
+        self.file = file
+
+    def on_job_end(self, config, job_return, **kwargs):
+        with open(self.file, "a") as file:
+            file.write(f"{job_return.return_value}\\n")
+"""
+
+
+# Runs the script again and again in one process, as a notebook would, since a process that imports torch costs seconds.
+CALLS = """
+import contextlib, io, json, os, runpy, sys
+
+with open("lines.json") as file:
+    lines = json.load(file)
+ended = {}
+for name, line in lines.items():
+    sys.argv = ["train.py", *line]
+    said, told, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
+        try:
+            runpy.run_path("train.py", run_name="__main__")
+        except SystemExit as left:
+            code = left.code
+    ended[name] = {"returncode": code, "stdout": said.getvalue(), "stderr": told.getvalue(), "pid": os.getpid()}
+
+from omegaconf import OmegaConf
+from train import train
+
+sys.argv = ["train.py", "--no-such-flag"]
+os.mkdir("in the call")
+cfg = OmegaConf.create(dict(lr=3, what="work", text="", stamp="", answers="in the call"))
+ended["a config in the call"] = {"values": [train(cfg), train(cfg)]}
+with open("ended.json", "w") as file:
+    json.dump(ended, file)
+"""
+
+
+class App:
+    """A user's folder with a script, its config and a place where each rank says what it saw."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.answers = folder / "answers"
+        self.answers.mkdir()
+        (folder / "conf").mkdir()
+        (folder / "conf" / "app.yaml").write_text(CONFIG)
+        (folder / "train.py").write_text(SCRIPT)
+        (folder / "tell.py").write_text(CALLBACK)
+
+    def command(self, *arguments: str, start: list[str] | None = None) -> list[str]:
+        return [*(start or [sys.executable]), "train.py", *arguments, f"answers={self.answers}"]
+
+    def run(
+        self, *arguments: str, start: list[str] | None = None, limit_s: float = LIMIT_S
+    ) -> subprocess.CompletedProcess[str]:
+        return run(self.command(*arguments, start=start), self.folder, limit_s)
+
+    def answer(self, rank: int, job: int = 0) -> dict[str, object]:
+        return json.loads((self.answers / f"{rank}.json").read_text().splitlines()[job])
+
+    def run_folders(self) -> list[Path]:
+        return sorted(path.parent for path in self.folder.rglob(".hydra"))
+
+    def recordings(self) -> list[Path]:
+        return sorted(self.folder.rglob(record.FILES))
+
+
+def run(command: list[str], cwd: Path, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+    plain = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(command, cwd=cwd, env=plain, capture_output=True, text=True, timeout=limit_s)
+
+
+@pytest.fixture
+def app(tmp_path):
+    return App(tmp_path)
+
+
+LINES = {
+    **{f"nproc={value}": [f"nproc={value}"] for value in ("500", "0", "two", "1.5")},
+    "an error of Hydra's": ["~nope"],
+    "an unknown key": ["npro=1"],
+    "one rank": ["nproc=1"],
+    "an error of ours": ["nproc=1", "what=fail_on_last"],
+    "another error": ["nproc=1", "what=raise_on_last"],
+}
+
+
+@pytest.fixture(scope="module")
+def called(tmp_path_factory):
+    """How each of these command lines ended, all in one process: exit code, what it said, what its rank answered."""
+    app = App(tmp_path_factory.mktemp("called"))
+    answers = {name: app.answers / str(number) for number, name in enumerate(LINES)}
+    for folder in answers.values():
+        folder.mkdir()
+    own = {name: [f"answers={folder}", f"hydra.run.dir=runs/{folder.name}"] for name, folder in answers.items()}
+    (app.folder / "lines.json").write_text(json.dumps({name: line + own[name] for name, line in LINES.items()}))
+    (app.folder / "calls.py").write_text(CALLS)
+    ended = run([sys.executable, "calls.py"], app.folder)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads((app.folder / "ended.json").read_text())
+    for name, folder in answers.items():
+        told[name]["answers"] = {file.stem: json.loads(file.read_text()) for file in folder.iterdir()}
+        told[name]["run folders"] = len(list((app.folder / "runs" / folder.name).rglob(".hydra")))
+    return told
+
+
+def test_plain_python_starts_ranks_that_share_one_folder_one_log_and_one_clock(app):
+    # Ranks above 0 have no logging whose level could be overridden.
+    ended = app.run("text='a $$ {b} ${lr}'", "lr=2", "hydra.job_logging.root.level=DEBUG")
+    assert ended.returncode == 0, ended.stderr
+    first, second = app.answer(0), app.answer(1)
+    assert first["sum"] == second["sum"] == 3
+    assert first["pid"] != second["pid"]
+    assert first["stamp"] == second["stamp"]
+    assert first["threads"] == second["threads"] == "1"
+    assert first["libc"] == second["libc"] == tunables({}).get("GLIBC_TUNABLES")
+    assert first["text"] == second["text"] == "a $$ {b} 2"
+    (folder,) = app.run_folders()
+    assert "lr=2" in (folder / ".hydra" / "overrides.yaml").read_text()
+    (log,) = app.folder.rglob("*.log")
+    assert re.findall("rank (.*) sees 3", log.read_text()) == ["0 of 2"]
+    assert ended.stderr == ""
+
+
+def test_what_belongs_to_the_parent_alone_does_not_reach_the_ranks():
+    theirs = ["hydra/job_logging=none", "hydra.verbose=true", "+hydra.runner=1"]
+    own = ["hydra.sweep.dir=x", "hydra/launcher=joblib", "hydra/sweeper/sampler=grid", "+hydra.sweeper.params.a=1"]
+    job = {
+        "overrides": {"hydra": own + theirs, "task": ["lr=1"]},
+        "runtime": {"output_dir": "out"},
+        "job": {"num": 3, "id": "3"},
+    }
+    words = CommandLine(("python", "a.py"), ()).for_ranks(OmegaConf.create(job | {"callbacks": None}))
+    assert words[:3] == ["python", "a.py", "lr=1"]
+    assert [word for word in words if word in own + theirs] == theirs
+
+
+def test_one_rank_runs_in_the_process_itself(called):
+    ended = called["one rank"]
+    assert ended["returncode"] == 0, ended["stderr"]
+    assert ended["answers"]["0"]["pid"] == ended["pid"]
+    assert ended["answers"]["0"]["sum"] == 1
+    assert ended["answers"]["0"]["threads"] is None
+    assert "end of the script, a group is left: False" in ended["stdout"]
+    assert ended["run folders"] == 1
+
+
+def test_torchrun_gives_the_ranks_and_they_share_one_folder_and_one_log(app):
+    ended = app.run("nproc=7", start=TORCHRUN)
+    assert ended.returncode == 0, ended.stderr
+    assert app.answer(0)["sum"] == app.answer(1)["sum"] == 3
+    assert app.answer(0)["stamp"] == app.answer(1)["stamp"]
+    assert len(app.run_folders()) == 1
+    (log,) = app.folder.rglob("*.log")
+    assert re.findall("rank (.*) sees 3", log.read_text()) == ["0 of 2"]
+
+
+@pytest.mark.slow
+def test_torchrun_shows_the_config_once_and_ends(app):
+    ended = app.run("--cfg", "job", start=TORCHRUN)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("lr: 1.0") == 1
+
+
+def test_jobs_of_a_sweep_get_fresh_ranks_and_return_values_come_back_once(app):
+    tell = ["+hydra.callbacks.tell._target_=tell.Tell", "+hydra.callbacks.tell.file=told.txt"]
+    ended = app.run("-m", "nproc=2,1", "lr=2", *tell)
+    assert ended.returncode == 0, ended.stderr
+    first, second, alone = app.answer(0, 0), app.answer(1), app.answer(0, 1)
+    assert [each["sum"] for each in (first, second, alone)] == [3, 3, 1]
+    assert len({each["pid"] for each in (first, second, alone)}) == 3
+    assert first["parent"] == second["parent"] == alone["parent"], "also a single rank is started by the program"
+    assert (app.folder / "told.txt").read_text() == "{'score': 6.0}\n{'score': 2.0}\n"
+    assert len(app.run_folders()) == len(list(app.folder.rglob("train.log"))) == 2
+    # Each rank has recorded its job to the end, in the job's directory.
+    files = [f"0/{record.file_name(0)}", f"0/{record.file_name(1)}", f"1/{record.file_name(0)}"]
+    found = [[json.loads(line) for line in file.read_text().splitlines()] for file in app.recordings()]
+    assert ["/".join(file.parts[-2:]) for file in app.recordings()] == files
+    assert [[line["event"] for line in lines] for lines in found] == [["start", "log", "end"]] * 3
+    places = [(lines[0]["pid"], lines[0]["rank"], lines[0]["world_size"]) for lines in found]
+    assert places == [(first["pid"], 0, 2), (second["pid"], 1, 2), (alone["pid"], 0, 1)]
+    assert [lines[1]["values"]["rank"] for lines in found] == [0, 1, 0]
+    assert [lines[2]["status"] for lines in found] == ["completed"] * 3
+
+
+@pytest.mark.slow
+def test_jobs_of_a_sweep_get_a_fresh_process_also_for_a_single_rank(app):
+    ended = app.run("-m", "lr=1,2", "nproc=1")
+    assert ended.returncode == 0, ended.stderr
+    assert app.answer(0, 0)["pid"] != app.answer(0, 1)["pid"]
+    assert [app.answer(0, job)["sum"] for job in range(2)] == [1, 1]
+
+
+def test_a_sweep_is_refused_on_every_rank_of_torchrun(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "lr=1,2"])
+    for rank in range(2):
+        with pytest.raises(LaunchError, match=r"`python train\.py -m nproc=2 \.\.\.`"):
+            _follow(Rank(rank, 2, rank, 2, None, HashStore()))
+
+
+@pytest.mark.slow
+def test_torchrun_with_a_sweep_is_refused_with_one_line(app):
+    ended = app.run("-m", "lr=1,2", start=TORCHRUN)
+    assert ended.returncode == 1
+    said = [line for line in ended.stderr.splitlines() if "sweep" in line]
+    assert len(said) == 1
+    assert "python train.py -m nproc=2" in said[0]
+    assert list(app.answers.iterdir()) == []
+
+
+@pytest.mark.parametrize("start", [None, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["python", "torchrun"])
+def test_an_error_is_told_once_with_its_rank_and_not_its_consequences(app, start):
+    ended = app.run("what=raise_on_last", start=start)
+    assert ended.returncode == 1
+    assert ended.stderr.count('no cheese")') == 1  # the source line of the traceback
+    assert ended.stderr.count("KeyError: 'no cheese'") == 1
+    assert len(re.findall(r"^rank \d+: ", ended.stderr, re.MULTILINE)) == 1
+    assert "rank 1: Traceback" in ended.stderr
+    assert "peer" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        pytest.param("fail_on_last", "rank 1: the cheese is out: buy some", marks=pytest.mark.slow),
+        pytest.param("uneven", "rank 1: inputs ran out on rank 1", marks=pytest.mark.slow),
+        pytest.param("die_on_last", "rank 1: died of SIGKILL", marks=pytest.mark.slow),
+        pytest.param("exit_badly_on_last", "rank 1: left by sys.exit(3)", marks=pytest.mark.slow),
+    ],
+)
+def test_the_cause_is_one_line(app, what, line):
+    ended = app.run(f"what={what}")
+    assert ended.returncode == 1
+    assert ended.stderr == line + "\n"
+
+
+@pytest.mark.parametrize(
+    ("codes", "line"),
+    [
+        ({0: -15, 1: -9}, "rank 1: died of SIGKILL"),
+        ({0: -15, 1: 3, 2: -15}, "rank 1: ended with exit code 3"),
+        ({0: -15}, "rank 0: died of SIGTERM"),
+    ],
+)
+def test_of_ranks_that_told_nothing_those_are_named_that_nobody_ended(codes, line):
+    failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
+    assert _message({}, failures) == line
+
+
+@pytest.mark.slow
+def test_the_same_error_on_all_ranks_is_one_line(app):
+    ended = app.run("what=fail_everywhere")
+    assert ended.returncode == 1
+    assert re.fullmatch(r"rank [01]: no room for cheese\n", ended.stderr)
+
+
+@pytest.mark.slow
+def test_a_rank_may_leave_early_by_itself(app):
+    ended = app.run("what=exit_on_last")
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_errors_of_a_single_rank_look_the_same(called):
+    ours, other = called["an error of ours"], called["another error"]
+    assert (ours["returncode"], ours["stderr"]) == (1, "rank 0: the cheese is out: buy some\n")
+    assert other["returncode"] == 1
+    assert other["stderr"].startswith("rank 0: Traceback")
+    assert other["stderr"].count("KeyError: 'no cheese'") == 1
+
+
+def test_a_failed_job_ends_the_sweep_with_one_and_the_same_error_on_all_its_ranks_is_one_line(app):
+    ended = app.run("-m", "lr=1", "what=fail_everywhere")
+    assert ended.returncode == 1
+    assert len(re.findall(r"^rank [01]: no room for cheese$", ended.stderr, re.MULTILINE)) == 1
+    assert ended.stderr.count("no room for cheese") == 1
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("value", ["500", "0", "two", "1.5"])
+def test_a_senseless_number_of_ranks_is_refused_before_anything_starts(called, value):
+    ended = called[f"nproc={value}"]
+    assert ended["returncode"] == 1
+    assert ended["stderr"].startswith(f"stagereg: nproc={value} is ")
+    assert len(ended["stderr"].splitlines()) == 1
+    assert f"{os.cpu_count()} cores" in ended["stderr"]
+    assert ended["answers"] == {}
+
+
+def test_hydras_own_errors_stay_compact(called):
+    ended = called["an error of Hydra's"]
+    assert ended["returncode"] == 1
+    assert "Could not delete from config. 'nope' does not exist." in ended["stderr"]
+    assert "Traceback" not in ended["stderr"]
+
+
+def test_an_unknown_key_is_one_line_with_the_nearest_name(called):
+    ended = called["an unknown key"]
+    assert ended["returncode"] == 1
+    line = r"stagereg: the config takes no 'npro'\. Did you mean 'nproc'\? It takes: .*\n"
+    assert re.fullmatch(line, ended["stderr"])
+
+
+@pytest.mark.slow
+def test_folders_and_configs_are_found_from_anywhere_and_chdir_is_hydras(app, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    command = [sys.executable, os.path.relpath(app.folder / "train.py", elsewhere), f"answers={app.answers}"]
+    ended = run([*command, "hydra.job.chdir=true"], elsewhere)
+    assert ended.returncode == 0, ended.stderr
+    (folder,) = (path.parent for path in elsewhere.rglob(".hydra"))
+    assert app.answer(0)["cwd"] == app.answer(1)["cwd"] == str(folder)
+
+
+@pytest.mark.slow
+def test_a_module_of_a_package_can_be_started_with_m(app):
+    package = app.folder / "pkg"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (app.folder / "conf").rename(package / "conf")
+    (app.folder / "train.py").rename(package / "train.py")
+    (package / "conf" / "__init__.py").touch()
+    ended = run([sys.executable, "-m", "pkg.train", f"answers={app.answers}"], app.folder)
+    assert ended.returncode == 0, ended.stderr
+    assert app.answer(1)["sum"] == 3
+
+
+def test_a_config_in_the_call_skips_the_command_line(called):
+    assert called["a config in the call"]["values"] == [{"score": 3.0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "to_group", "sweep", "code"),
+    [
+        pytest.param("SIGINT", True, False, 130, marks=pytest.mark.slow),
+        ("SIGINT", True, True, 130),
+        ("SIGTERM", False, False, 143),
+        pytest.param("SIGKILL", False, False, -9, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_all_ranks_promptly(app, name, to_group, sweep, code):
+    command = app.command(*(["-m", "lr=1,2"] if sweep else []), "what=hang")
+    with subprocess.Popen(
+        command, cwd=app.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        try:
+            await_job(parent)
+            (os.killpg if to_group else os.kill)(parent.pid, getattr(signal, name))
+            _, stderr = parent.communicate(timeout=PROMPTLY_S)
+        finally:
+            parent.kill()
+    assert parent.returncode == code
+    assert stderr == ("" if name == "SIGKILL" else f"stopped by {name}\n")
+    assert await_gone([app.answer(rank)["pid"] for rank in range(2)]) == []
+    assert len((app.answers / "0.json").read_text().splitlines()) == 1
+
+
+# Starts a rank that waits for the others to be there, at a port where nobody is.
+STARTER = """
+import json, os, subprocess, sys
+
+if sys.argv[1] == "stagereg":
+    os.environ["STAGEREG_LAUNCHER"] = json.dumps({"pid": os.getpid(), "folder": ".", "started_at": 0.0})
+else:
+    os.environ["TORCHELASTIC_RUN_ID"] = "run"
+subprocess.run([sys.executable, "rank.py"])
+"""
+WAITING = """
+import os
+import stagereg.launch.rank as rank
+
+
+def told(parent, end_with=rank._end_with):
+    end_with(parent)
+    print(os.getpid(), flush=True)
+
+
+rank._end_with = told
+rank.Rank.current()
+"""
+
+
+@pytest.mark.parametrize("starter", ["stagereg", "torchrun"])
+def test_a_rank_ends_with_who_started_it_also_while_it_waits_for_the_others(tmp_path, starter):
+    (tmp_path / "rank.py").write_text(WAITING)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = str(nobody.getsockname()[1])
+        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command, env = [sys.executable, "-c", STARTER, starter], {**os.environ, **place}
+        with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, start_new_session=True) as parent:
+            try:
+                assert parent.stdout is not None
+                rank = int(parent.stdout.readline())
+                parent.kill()
+                assert await_gone([rank]) == []
+            finally:
+                os.killpg(parent.pid, signal.SIGKILL)
+
+
+def test_an_interrupt_ends_a_single_rank(app):
+    with subprocess.Popen(
+        app.command("nproc=1", "what=hang"), cwd=app.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as parent:
+        try:
+            await_job(parent, 1)
+            parent.send_signal(signal.SIGINT)
+            _, stderr = parent.communicate(timeout=PROMPTLY_S)
+        finally:
+            parent.kill()
+    assert (parent.returncode, stderr) == (130, "stopped by SIGINT\n")
+
+
+def await_job(parent: subprocess.Popen[str], ranks: int = 2) -> None:
+    """Wait until all ranks have said that they are in the job; the pipe ends when they die before."""
+    assert parent.stdout is not None
+    seen = 0
+    for line in parent.stdout:
+        seen += line.count("IN THE JOB")  # ranks that print at once may share a line
+        if seen == ranks:
+            return
+    raise AssertionError("the ranks ended before their job")
+
+
+def await_gone(pids: list[int], limit_s: float = PROMPTLY_S) -> list[int]:
+    """The processes that still run after a while; one that only waits to be collected has ended."""
+    deadline = time.monotonic() + limit_s
+    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

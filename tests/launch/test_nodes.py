@@ -1,0 +1,416 @@
+"""Ranks on several machines: two agents of torchrun, or two tasks of a scheduler's job, on this one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+import stagereg.launch.rank as rank
+import stagereg.launch.run_store as run_store
+import stagereg.shutdown as shutdown
+from stagereg.errors import LaunchError
+from stagereg.launch.main import _how_to_sweep
+from stagereg.launch.rank import Rank
+from stagereg.launch.run_store import RunStore
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 110
+
+SCRIPT = """
+import json, logging, os, signal, time
+import stagereg
+
+log = logging.getLogger("train")
+
+
+@stagereg.main(config_path="conf", config_name="app")
+def train(cfg):
+    import torch
+    import torch.distributed as dist
+    from hydra.core.hydra_config import HydraConfig
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    value = torch.tensor([0.0])
+    state = {"value": value}
+    with stagereg.instantiate(cfg.checkpoint) as checkpointer:
+        start = checkpointer.restore(state) or 0
+        about = {
+            "rank": rank, "start": start, "value": value.item(), "stamp": cfg.stamp, "pid": os.getpid(),
+            "agent": os.getcwd(), "run": HydraConfig.get().runtime.output_dir,
+            "job": os.path.basename(HydraConfig.get().runtime.output_dir),
+        }
+        with open(os.path.join(cfg.answers, f"{rank}.json"), "a") as file:
+            file.write(json.dumps(about) + "\\n")
+        log.info("rank %d of %d starts at step %d", rank, size, start)
+        for step in range(start + 1, cfg.steps + 1):
+            total = torch.tensor([float(rank + 1)])
+            dist.all_reduce(total)
+            value += total
+            checkpointer.maybe_save(step, state)
+            if step == 3 and start == 0 and cfg.what == "fail" and rank == size - 1:
+                checkpointer.wait()
+                raise KeyError("no cheese")
+            if step == 3 and start == 0 and cfg.what == "go_on":
+                checkpointer.wait()
+                print("IN THE JOB", flush=True)
+                while True:
+                    dist.all_reduce(total)
+        return {"value": value.item()}
+
+
+if __name__ == "__main__":
+    train()
+"""
+
+CONFIG = """
+defaults: [stagereg, _self_]
+steps: 5
+what: work
+answers: ???
+stamp: ${now:%H-%M-%S.%f}
+checkpoint: {every: 2}
+"""
+
+
+class Agents:
+    """A user's program, and two folders from which two agents start it as if they were two machines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.folders = [folder / "first", folder / "second"]
+        self.answers = folder / "answers"
+        for each in (folder / "conf", self.answers, *self.folders):
+            each.mkdir()
+        (folder / "conf" / "app.yaml").write_text(CONFIG)
+        (folder / "train.py").write_text(SCRIPT)
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str, options: tuple[str, ...] = (), script: str | Path = "../train.py") -> None:
+        """Start the first agent, and the second when the first one's meeting point is there."""
+        port = free_port()
+        meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={self.folder.name}")
+        nodes = ("--nnodes=2", "--nproc-per-node=1", *meeting, *options)
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        for folder in self.folders:
+            self.running.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "torch.distributed.run", *nodes, str(script), *arguments],
+                    cwd=folder,
+                    env=env,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+            if len(self.running) == 1:
+                await_port(port)
+
+    def run(self, *arguments: str, options: tuple[str, ...] = ()) -> list[tuple[int, str, str]]:
+        """Run the program to its end; return exit code, stdout and stderr of each agent."""
+        self.start(*arguments, f"answers={self.answers}", options=options)
+        return self.end()
+
+    def end(self) -> list[tuple[int, str, str]]:
+        """Wait for both agents."""
+        with ThreadPoolExecutor() as pool:
+            told = list(pool.map(lambda agent: agent.communicate(timeout=LIMIT_S), self.running))
+        ended = [(agent.returncode, *both) for agent, both in zip(self.running, told, strict=True)]
+        self.running.clear()
+        return ended
+
+    def await_job(self) -> None:
+        """Wait until the ranks of both agents have said that they are in their job."""
+        for agent in self.running:
+            assert agent.stdout is not None
+            assert any("IN THE JOB" in line for line in agent.stdout), "it ended before its job"
+
+    def answers_of(self, rank: int) -> list[dict[str, object]]:
+        """What a rank said of itself, at each start."""
+        return [json.loads(line) for line in (self.answers / f"{rank}.json").read_text().splitlines()]
+
+    def answer(self, rank: int) -> dict[str, object]:
+        return self.answers_of(rank)[-1]
+
+    def run_folders(self) -> list[Path]:
+        return sorted(path.parent for path in self.folder.rglob(".hydra"))
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    agents = Agents(tmp_path)
+    yield agents
+    for agent in agents.running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)
+        agent.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def await_port(port: int) -> None:
+    """Wait until somebody listens at a port, without a word to them."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        tables = [Path(f"/proc/net/{table}") for table in ("tcp", "tcp6")]
+        sockets = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+        if any(int(words[1].rpartition(":")[2], 16) == port and words[3] == "0A" for words in sockets):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the first agent does not answer")
+
+
+def await_gone(pid: int) -> bool:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+    return False
+
+
+@pytest.mark.slow
+def test_agents_that_start_apart_in_different_folders_are_one_run(agents: Agents) -> None:
+    for code, _, stderr in agents.run():
+        assert code == 0, stderr
+    first, second = agents.answer(0), agents.answer(1)
+    assert first["agent"] != second["agent"]
+    assert (first["run"], first["stamp"]) == (second["run"], second["stamp"])
+    (folder,) = agents.run_folders()
+    assert folder == Path(str(first["run"]))
+    assert folder.is_relative_to(str(first["agent"]))
+    (log,) = agents.folder.rglob("train.log")
+    assert log.parent == folder
+    assert re.findall("rank (.*) starts", log.read_text()) == ["0 of 2"]
+    assert sorted(file.name for file in folder.glob("metrics*.jsonl")) == ["metrics.jsonl", "metrics.rank1.jsonl"]
+    assert (folder / "checkpoints" / "latest").resolve().name == "step-00000004"
+
+
+@pytest.mark.slow
+def test_an_error_below_the_second_agent_is_told_once_with_its_rank_and_ends_both(agents: Agents) -> None:
+    ended = agents.run("what=fail")
+    assert all(code != 0 for code, _, _ in ended)
+    told = "".join(stderr for _, _, stderr in ended)
+    assert told.count("KeyError: 'no cheese'") == 1
+    assert re.findall(r"^rank \d+: .*", told, re.MULTILINE) == ["rank 1: Traceback (most recent call last):"]
+    assert "peer" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_restarted_run_goes_on_from_its_newest_checkpoint_in_the_same_folder(agents: Agents) -> None:
+    for code, _, stderr in agents.run("what=fail", options=("--max-restarts=2",)):
+        assert code == 0, stderr
+    attempts = list(zip(agents.answers_of(0), agents.answers_of(1), strict=True))
+    assert [[about["start"] for about in attempt] for attempt in attempts] == [[0, 0], [2, 2]]
+    assert {about["value"] for about in attempts[1]} == {6.0}
+    assert len({(about["run"], about["stamp"]) for attempt in attempts for about in attempt}) == 1
+    assert len(agents.run_folders()) == len(list(agents.folder.rglob("train.log"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_that_is_preempted_goes_on_when_it_is_started_again(agents: Agents) -> None:
+    kept = f"checkpoint.dir={agents.folder / 'kept'}"
+    agents.start("what=go_on", kept, f"answers={agents.answers}")
+    agents.await_job()
+    for agent in agents.running:
+        agent.send_signal(signal.SIGTERM)
+    assert all(code != 0 for code, _, _ in agents.end())
+    assert all(await_gone(int(str(agents.answer(rank)["pid"]))) for rank in range(2))
+    for code, _, stderr in agents.run(kept):
+        assert code == 0, stderr
+    assert agents.answer(0)["start"] == agents.answer(1)["start"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_when_an_agent_is_killed_its_ranks_go_too_and_the_other_one_ends_and_says_who_is_lost(
+    agents: Agents, lost: int
+) -> None:
+    agents.start("what=go_on", f"answers={agents.answers}")
+    agents.await_job()
+    about = agents.answer(lost)
+    agent = agents.folders.index(Path(str(about["agent"])))
+    agents.running[agent].kill()
+    told = agents.end()
+    assert await_gone(int(str(about["pid"])))
+    code, _, stderr = told[1 - agent]
+    assert code != 0
+    if lost:
+        assert re.search(rf"^rank 0: lost rank 1 \(process {about['pid']} on .*\)", stderr, re.MULTILINE), stderr
+    else:
+        assert re.search("^rank 1: lost rank 0's torchrun or machine", stderr, re.MULTILINE), stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_sweep_below_two_agents_is_refused_with_one_line(agents: Agents) -> None:
+    ended = agents.run("-m", "steps=1,2")
+    assert all(code != 0 for code, _, _ in ended)
+    said = [line for _, _, stderr in ended for line in stderr.splitlines() if "sweep" in line]
+    assert len(said) == 1
+    assert "over 2 machines" in said[0]
+    assert list(agents.answers.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_example_shadows_and_saves_over_two_agents_and_goes_on(agents: Agents) -> None:
+    small = ["data=uneven", "data.files=6", "train.eval_every=20", "model.width=32", "model.layers=1", "nproc=7"]
+    kept = [*small, f"checkpoint.dir={agents.folder / 'kept'}", "checkpoint.every=10"]
+    said = []
+    for steps in (10, 100):
+        agents.start(*kept, f"train.steps={steps}", script=ROOT / "examples" / "train.py")
+        ended = agents.end()
+        assert [code for code, _, _ in ended] == [0, 0], ended
+        said.append("".join(stdout for _, stdout, _ in ended))
+    last = int((agents.folder / "kept" / "latest").resolve().name.removeprefix("step-"))
+    assert [int(re.search(r"^ +steps +(\d+) in", each, re.MULTILINE)[1]) for each in said] == [10, last - 10], said
+    first, second = (int(rank) for rank in re.search(r"shadowed steps per rank +(\d+), (\d+)", said[1]).groups())
+    assert (first == 0) != (second == 0), said
+    assert len(agents.run_folders()) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_tasks_of_a_schedulers_job_are_one_run(agents: Agents) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "hydra.launcher.timeout_min=4"]
+    ended = subprocess.run(
+        [sys.executable, "train.py", "-m", "what=work,fail", f"answers={agents.answers}", *launcher],
+        cwd=agents.folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert ended.returncode == 1
+    assert re.findall(r"^rank \d+: .*", ended.stderr, re.MULTILINE) == ["rank 1: Traceback (most recent call last):"]
+    for job in ("0", "1"):
+        first, second = ([each for each in agents.answers_of(rank) if each["job"] == job] for rank in range(2))
+        assert [each["stamp"] for each in first] == [each["stamp"] for each in second] != []
+        files = {file.name for file in Path(str(first[0]["run"])).iterdir()}
+        assert {".hydra", "checkpoints", "metrics.jsonl", "metrics.rank1.jsonl", "train.log"} <= files
+
+
+@settings(max_examples=25, deadline=None)
+@given(world=st.integers(1, 4), dead=st.lists(st.integers(0, 5), min_size=1, max_size=4))
+def test_the_ranks_of_an_attempt_agree_on_a_name_that_no_earlier_attempt_had(world: int, dead: list[int]) -> None:
+    """Before each attempt some processes came that far and died: they drew a number, and heard nothing."""
+    store, names = HashStore(), []
+    with ThreadPoolExecutor(world) as pool:
+        for number in dead:
+            for _ in range(number):
+                store.add("drawn", 1)
+            asked = [pool.submit(run_store.name_attempt, store, each, world) for each in reversed(range(world))]
+            (name,) = {future.result(timeout=LIMIT_S) for future in asked}
+            names.append(name)
+    assert len(set(names)) == len(names)
+
+
+def test_a_rank_without_a_new_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_store, "_BEAT_S", 0.02)
+    store = HashStore()
+    first, second, _ = ranks = [RunStore(store, number, 3, multi_node=True) for number in range(3)]
+    with first.heartbeat(), second.heartbeat():
+        pass
+    with second.heartbeat():
+        lost = rf"lost rank 0 \(process {os.getpid()} on .*\), rank 2 \(it has not started\): no heartbeat .*"
+        assert re.fullmatch(lost, second.lost(2.0))
+    for each in ranks:
+        each.set_ended()
+    assert second.lost(2.0) == ""
+
+
+def test_a_heartbeat_ends_with_its_block_and_with_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_store, "_BEAT_S", 0.02)
+
+    def beating() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "stagereg-heartbeat"]
+
+    class Gone(HashStore):
+        def set(self, *given: object) -> None:
+            raise RuntimeError("Connection reset by peer")
+
+    mine = RunStore(HashStore(), 0, 1, multi_node=True)
+    with mine.heartbeat():
+        pass
+    assert beating() == []
+    with mine.heartbeat():
+        (thread,) = beating()
+        mine._store = Gone()
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    assert beating() == []
+
+
+def test_ranks_of_two_machines_tell_a_cause_once_and_end_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutdown, "exit_now", sys.exit)
+    monkeypatch.setattr(rank, "_LINGER_S", LIMIT_S)  # nobody waits that long: the other one comes
+    store = HashStore()
+
+    def ends(number: int, error: Exception) -> object:
+        with pytest.raises(SystemExit) as left:
+            Rank(number, 2, 0, 1, None, RunStore(store, number, 2, multi_node=True)).fail(error)
+        return left.value.code
+
+    with ThreadPoolExecutor(1) as pool:
+        follows = pool.submit(ends, 0, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
+        assert ends(1, KeyError("no cheese")) == follows.result(timeout=LIMIT_S) == 1
+    told = capsys.readouterr().err
+    assert told.splitlines()[0].startswith("rank 1: ")
+    assert told.count("KeyError: 'no cheese'") == len(re.findall(r"^rank \d+: ", told, re.MULTILINE)) == 1
+    assert "peer" not in told
+
+
+def test_a_rank_that_waits_for_the_others_to_end_finds_those_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_store, "_LOST_WAITING_S", 0.3)
+    store = HashStore()
+    waiting, other = (RunStore(store, number, 3, multi_node=True) for number in range(2))
+    with other.heartbeat():
+        pass
+    waiting.set_ended()
+    with pytest.raises(LaunchError, match=r"^lost rank 1 \(process \d+ on .*\), rank 2 \(it has not started\): "):
+        waiting.await_ended(LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "command"),
+    [
+        (4, 4, "python train.py -m nproc=4 ..."),
+        (8, 4, "python train.py -m nproc=4 hydra/launcher=submitit_slurm hydra.launcher.nodes=2 ..."),
+    ],
+)
+def test_a_sweep_below_torchrun_is_told_the_command_that_does_it(
+    monkeypatch: pytest.MonkeyPatch, world: int, local: int, command: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m"])
+    said = _how_to_sweep(Rank(0, world, 0, local, None, RunStore(HashStore(), 0, world)))
+    assert f"`{command}`" in said
+    assert "\n" not in said

@@ -1,0 +1,323 @@
+"""A run below ``stagereg.main`` that is told to leave: it saves, leaves with 75, and the next start goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from stagereg.errors import Preempted, Stopped
+from stagereg.launch.launcher_channel import LauncherChannel
+from stagereg.launch.resume_hint import print_exit
+from stagereg.launch.signal_forwarder import SignalForwarder
+from stagereg.sweep.result import JobResult
+
+LIMIT_S = 110
+STEPS = 700
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+SCRIPT = """
+import json, os, signal, time
+import stagereg
+
+
+@stagereg.main(config_path="conf", config_name="app")
+def train(cfg):
+    import torch
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    value = torch.tensor([0.0], dtype=torch.float64)
+    state = {"value": value}
+    data = range(cfg.steps)
+    with stagereg.instantiate(cfg.checkpoint) as checkpointer:
+        start = checkpointer.restore(state) or 0
+        data = iter(range(start, cfg.steps))
+        if cfg.workers:
+            data = iter(torch.utils.data.DataLoader(range(start, cfg.steps), None, num_workers=cfg.workers))
+        for step, number in enumerate(data, start + 1):
+            total = torch.tensor([float(rank + 1)], dtype=torch.float64)
+            dist.all_reduce(total)
+            value += total * (int(number) + 1)
+            if start == 0 and rank < len(cfg.at) and step == cfg.at[rank]:
+                os.kill(os.getppid() if cfg.to == "parent" else os.getpid(), getattr(signal, cfg.signal))
+                if cfg.what == "freeze":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+            if cfg.what == "fail" and rank == 1 and any(checkpointer.preemption.signal_flags()):
+                raise KeyError("no cheese")
+            try:
+                checkpointer.maybe_save(step, state)
+            except SystemExit:
+                while cfg.what == "linger":
+                    time.sleep(1)
+                raise
+    with open(cfg.answers, "a") as file:
+        file.write(json.dumps({"rank": rank, "start": start, "value": value.item()}) + "\\n")
+    return value.item()
+
+
+if __name__ == "__main__":
+    train()
+"""
+
+CONFIG = f"""
+defaults: [stagereg, _self_]
+nproc: 2
+steps: {STEPS}
+signal: SIGTERM
+to: parent
+at: [30]
+what: work
+workers: 0
+answers: answers
+sweep: {{repeat: 0}}
+checkpoint: {{every: 1000000}}
+"""
+
+
+class Program:
+    """A user's program that gets a signal in the middle of its first run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "conf").mkdir()
+        (folder / "conf" / "app.yaml").write_text(CONFIG)
+        (folder / "train.py").write_text(SCRIPT)
+        (folder / "answers").touch()
+
+    def run(self, *arguments: str, start: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*(start or [sys.executable]), "train.py", *arguments, f"answers={self.folder / 'answers'}"],
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+
+    def answers(self) -> list[dict[str, float]]:
+        """What the ranks of runs that came to their end have said."""
+        return [json.loads(line) for line in (self.folder / "answers").read_text().splitlines()]
+
+    def latest(self) -> int:
+        (newest,) = self.folder.rglob("latest")
+        return int(newest.resolve().name.removeprefix("step-"))
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    return Program(tmp_path)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("arguments", [["nproc=1", "to=self"], pytest.param([], marks=pytest.mark.slow)], ids=len)
+def test_a_signal_has_all_ranks_save_and_leave_with_75(program: Program, arguments: list[str]) -> None:
+    ended = program.run(*arguments)
+    assert ended.returncode == 75, ended.stderr
+    said = re.findall("^preempted.*", ended.stderr, re.MULTILINE)
+    (told,) = said
+    step, directory = re.fullmatch(
+        r"preempted by SIGTERM: step (\d+) is saved; the same command with checkpoint\.dir=(\S+) goes on from there",
+        told,
+    ).groups()
+    assert int(step) == program.latest() >= 30
+    assert Path(directory, "latest").exists()
+    assert "Traceback" not in ended.stderr
+    assert "stopped by" not in ended.stderr
+    job = JobResult.of_directory(Path(directory).parent)
+    assert job.status == "unfinished"
+    assert re.match(f"rank [01]: preempted by SIGTERM: step {step} is saved in /", str(job.error))
+    assert program.answers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("start", "arguments"),
+    [
+        (None, []),
+        (None, ["signal=SIGUSR1"]),
+        (None, ["to=self", "at=[30]"]),
+        (None, ["to=self", "at=[null,30]", "signal=SIGUSR1"]),
+        (None, ["to=self", "at=[30,70]"]),
+        (None, ["workers=1"]),
+        (None, ["nproc=1", "to=self"]),
+        (None, ["nproc=1", "to=self", "signal=SIGUSR1"]),
+        (TORCHRUN, []),
+        (TORCHRUN, ["workers=1", "stager=shared"]),
+        (TORCHRUN, ["to=self", "at=[null,30]", "signal=SIGUSR1"]),
+        ([*TORCHRUN, "--signals-to-handle=SIGTERM,SIGUSR1"], ["signal=SIGUSR1", "workers=1"]),
+    ],
+    ids=lambda given: "python" if given is None else " ".join(given[3:] if given[:3] == TORCHRUN[:3] else given) or "-",
+)
+def test_the_next_start_goes_on_and_ends_as_if_nothing_had_been(
+    program: Program, start: list[str] | None, arguments: list[str]
+) -> None:
+    arguments = [*arguments, "checkpoint.dir=kept"]
+    ended = program.run(*arguments, start=start)
+    assert ended.returncode == (75 if start is None else 1), ended.stderr  # torchrun has codes of its own
+    assert len(re.findall("^preempted by .* is saved in .*; the same command goes on", ended.stderr, re.MULTILINE)) == 1
+    saved = program.latest()
+    assert 30 <= saved < STEPS
+    if start is not None:
+        assert "exitcode  : 75" in ended.stderr or "SignalException" in ended.stderr
+    ended = program.run(*arguments, start=start)
+    assert ended.returncode == 0, ended.stderr
+    ranks = 1 if "nproc=1" in arguments else 2
+    total = sum(range(1, ranks + 1)) * STEPS * (STEPS + 1) / 2
+    answers = sorted(program.answers(), key=lambda each: each["rank"])
+    assert answers == [{"rank": rank, "start": saved, "value": total} for rank in range(ranks)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_sweep_is_stopped_by_the_job_that_was_preempted(program: Program) -> None:
+    ended = program.run("-m", f"steps={STEPS},{STEPS + 1}", "hydra.sweep.dir=sweep")
+    assert ended.returncode == 75, ended.stderr
+    told = (
+        f"^preempted by SIGTERM: step .* in {program.folder}/sweep/0/checkpoints; the same command goes on from there$"
+    )
+    assert len(re.findall(told, ended.stderr, re.MULTILINE)) == 1
+    assert [path.name for path in (program.folder / "sweep").iterdir() if path.is_dir()] == ["0"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ranks_that_do_not_leave_in_their_time_are_ended(program: Program) -> None:
+    ended = program.run("what=freeze", "checkpoint.grace=1s")
+    assert ended.returncode == 143
+    assert ended.stderr.rstrip().endswith("stopped by SIGTERM")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ranks_that_have_saved_and_do_not_come_to_their_end_are_ended_with_75(program: Program) -> None:
+    ended = program.run("what=linger", "checkpoint.grace=5s")
+    assert ended.returncode == 75, ended.stderr
+    assert ended.stderr.rstrip().endswith("preempted: all is saved, but ranks had not come to their end in time")
+    assert program.latest() >= 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_error_on_the_way_is_told_beside_the_signal(program: Program) -> None:
+    ended = program.run("what=fail")
+    assert ended.returncode == 143
+    assert ended.stderr.count("KeyError: 'no cheese'") == 1
+    assert ended.stderr.rstrip().endswith("stopped by SIGTERM")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ranks_that_do_not_listen_end_as_they_did(program: Program) -> None:
+    ended = program.run("checkpoint.grace=null")
+    assert (ended.returncode, ended.stderr) == (143, "stopped by SIGTERM\n")
+    assert program.run("checkpoint.grace=null", "signal=SIGUSR1").returncode == -signal.SIGUSR1
+
+
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+HYDRA = OmegaConf.create(
+    {
+        "runtime": {"output_dir": "/out/run", "cwd": "/home"},
+        "mode": "RUN",
+        "run": {"dir": "out/${now:%H}"},
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "run", "said"),
+    [
+        (Preempted(7, "/kept", signal.SIGTERM), None, "step 7 is saved in /kept; the same command goes on from there"),
+        (Preempted(7, "s3://a/b", signal.SIGUSR1), None, "saved in s3://a/b; the same command goes on from there"),
+        (Preempted(7, "/out/run/c", signal.SIGTERM), None, "with checkpoint.dir=/out/run/c goes on from there"),
+        (Preempted(7, "/out/run/c", signal.SIGTERM), "/out/run", "in /out/run/c; the same command goes on from there"),
+        (Stopped(signal.SIGTERM, "the disk is full"), None, "stopped by SIGTERM: the disk is full"),
+    ],
+)
+def test_it_is_told_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], error: Preempted | Stopped, run: str | None, said: str
+) -> None:
+    from hydra.types import RunMode
+
+    hydra = OmegaConf.merge(HYDRA, {"run": {"dir": run}} if run else {})
+    hydra.mode = RunMode.RUN
+    print_exit(error, hydra)
+    told = capsys.readouterr().err
+    assert told.endswith(f"{said}\n")
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("/out", "step 7 is saved in /out/run/c; the same command goes on from there"),
+        ("a/${now:b}", "step 7 is saved; the same command with hydra.sweep.dir=/home/a/b goes on from there"),
+    ],
+)
+def test_a_sweep_goes_on_where_each_of_its_jobs_finds_its_own_checkpoints(
+    capsys: pytest.CaptureFixture[str], folder: str, said: str
+) -> None:
+    from hydra.core.utils import setup_globals
+    from hydra.types import RunMode
+
+    setup_globals()
+    hydra = OmegaConf.merge(HYDRA, {"sweep": {"dir": folder}})
+    hydra.mode = RunMode.MULTIRUN
+    print_exit(Preempted(7, "/out/run/c", signal.SIGTERM), hydra)
+    assert capsys.readouterr().err == f"preempted by SIGTERM: {said}\n"
+
+
+def test_a_signal_is_forwarded_once_and_ctrl_c_does_what_it_does(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    rank = subprocess.Popen(["sh", "-c", f"trap 'echo received >> {log}' TERM; echo ready; read _"], **PIPES)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == "ready\n"
+    channel = LauncherChannel(os.getpid(), tmp_path, 0.0)
+    forwarder = SignalForwarder(channel, range(1))
+    assert not forwarder.forward(signal.SIGTERM), "no rank handles signals yet"
+    channel.report(0, pid=rank.pid, grace_s=1000.0)
+    assert not forwarder.forward(signal.SIGINT)
+    assert forwarder.forward(signal.SIGTERM)
+    assert forwarder.forward(signal.SIGTERM), "from another sender that forwards it"
+    assert forwarder.forward(signal.SIGUSR1)
+    assert not forwarder.forward(signal.SIGINT)
+    forwarder.__exit__(None, None, None)
+    rank.communicate("\n", LIMIT_S)
+    assert log.read_text() == "received\n"
+    assert forwarder.received is None
+
+
+def test_a_rank_that_no_longer_handles_signals_gets_none(tmp_path: Path) -> None:
+    channel = LauncherChannel(os.getpid(), tmp_path, 0.0)
+    channel.report_grace(0, 1000.0)
+    channel.report_grace(0, None)
+    assert not SignalForwarder(channel, range(1)).forward(signal.SIGTERM)
+
+
+def test_what_a_rank_exits_with_reaches_the_launcher(tmp_path: Path) -> None:
+    channel = LauncherChannel(os.getpid(), tmp_path, 0.0)
+    assert channel.exit_of(range(2)) is None
+    for error in (Preempted(7, "/kept", signal.SIGTERM), Stopped(signal.SIGUSR1, "the disk is full")):
+        channel = LauncherChannel(os.getpid(), tmp_path / str(int(error.received)), 0.0)
+        channel.folder.mkdir()
+        channel.report_exit(1, error)
+        found = channel.exit_of(range(2))
+        assert (type(found), str(found)) == (type(error), str(error))
+
+
+def test_a_later_report_of_a_rank_keeps_the_earlier_ones(tmp_path: Path) -> None:
+    channel = LauncherChannel(os.getpid(), tmp_path, 0.0)
+    channel.report(1, in_job=True)
+    channel.report(1, error="no cheese")
+    channel.report(0, result=[1, None])
+    assert channel.status(1) == {"in_job": True, "error": "no cheese"}
+    assert (channel.status(0), channel.status(2)) == ({"result": [1, None]}, {})
+    assert channel.errors() == {1: "no cheese"}

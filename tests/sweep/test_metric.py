@@ -1,0 +1,85 @@
+"""Metrics are found by name, and whoever asks for one that is not there is told which there are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from stagereg.errors import ConfigError
+from stagereg.sweep.metric import METRICS, directed, in_order, labelled, metric, quantity, shown, usual
+
+
+def test_each_metric_is_found_by_its_name_and_shows_what_it_is() -> None:
+    names = [one.name for one in METRICS]
+    assert names == [
+        "stall_ms",
+        "lost_percent",
+        "samples_per_s",
+        "staged_gib_per_s",
+        "write_gib_per_s",
+        "peak_host_gib",
+        "loss",
+        "shadowed_steps",
+    ]
+    for one in METRICS:
+        assert metric(one.name) is one
+        assert one.doc.endswith(".")
+        assert one.better in ("lower", "higher", "")
+
+
+def test_an_unknown_metric_is_reported_with_the_nearest_and_all_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"no metric 'stal_ms'\. Did you mean 'stall_ms'\? .*shadowed_steps; and ret"):
+        metric("stal_ms")
+    with pytest.raises(ConfigError, match=r"'returned\.'.*returned\.KEY"):
+        metric("returned.")
+
+
+def test_what_a_task_returns_is_a_metric_and_lower_is_better_by_default() -> None:
+    assert metric("returned.valid.error").head == "valid.error"
+    assert directed("returned.accuracy").better == "lower"
+    assert directed("returned.accuracy", "maximize").better == "higher"
+
+
+def test_a_direction_may_be_turned_but_must_be_one() -> None:
+    assert directed("samples_per_s").better == "higher"
+    assert directed("samples_per_s", "minimize").better == "lower"
+    with pytest.raises(ConfigError, match=r"not 'minimise'\. Did you mean 'minimize'\?"):
+        directed("loss", "minimise")
+    with pytest.raises(ConfigError, match=r"Neither .*shadowed_steps.*sweep\.direction=minimize"):
+        directed("shadowed_steps")
+
+
+@settings(deadline=None)
+@given(value=st.floats(1e-9, 1e12))
+@example(9.995)
+@example(999.5)
+@example(1e-4)
+def test_numbers_are_shown_in_three_digits_and_never_with_an_exponent_where_people_read_them(value: float) -> None:
+    text = shown(value)
+    assert math.isclose(float(text.replace(",", "")), value, rel_tol=0.0051)
+    assert len(text.replace(",", "").replace(".", "").lstrip("0")) <= max(4, len(str(round(value)))) or value < 1e-4
+    assert "e" not in text or value < 1e-4
+    assert shown(-value) == f"-{text}"
+
+
+def test_numbers_come_with_their_unit() -> None:
+    seen = [metric(name).text(value) for name, value in [("stall_ms", 1.204), ("lost_percent", 0), ("loss", 2.5)]]
+    assert seen == ["1.2 ms", "0%", "2.5"]
+    assert shown(12345.6) == "12,346"
+
+
+def test_a_list_of_figures_begins_with_metrics_and_has_units_people_read() -> None:
+    names = ["zeal", "state_bytes", "returned.b", "loss", "returned.a", "steps", "stall_ms"]
+    ordered = ["stall_ms", "loss", "returned.a", "returned.b", "steps", "state_bytes", "zeal"]
+    assert in_order(names) == ordered
+    assert labelled("state_bytes", 3 * 2**20) == ("size of a checkpoint", 3.0, "MiB")
+    assert labelled("lost_percent", 0.5) == ("lost_percent", 0.5, "%")
+    assert labelled("zeal", 2.0) == ("zeal", 2.0, "")
+    assert [quantity(1.5, "%"), quantity(1.5, "ms"), quantity(1.5, "")] == ["1.5%", "1.5 ms", "1.5"]
+
+
+def test_what_no_one_ranks_is_ranked_by_its_stall_or_else_by_its_loss() -> None:
+    assert [usual(known) for known in ((), ("loss",), ("loss", "stall_ms"))] == ["stall_ms", "loss", "stall_ms"]

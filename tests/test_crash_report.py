@@ -1,0 +1,59 @@
+"""How a process ended, and where it was, is told whatever it died of and wherever Python is installed."""
+
+from __future__ import annotations
+
+import signal
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import stagereg
+from stagereg.crash_report import innermost_frame, signal_name, summarize, summarize_exception
+
+STDLIB, PACKAGE = sysconfig.get_path("stdlib"), Path(stagereg.__file__).parent
+
+
+def dump(*frames: str, thread: str = "Current thread") -> str:
+    return "\n".join([f"{thread} 0x1 (most recent call first):", *(f'  File "{f}", line 3 in stage' for f in frames)])
+
+
+def test_every_signal_has_a_name_also_those_that_python_has_none_for() -> None:
+    assert signal_name(signal.SIGSEGV) == "SIGSEGV"
+    unnamed = set(range(1, signal.SIGRTMAX)) - set(signal.Signals)
+    assert unnamed
+    assert {signal_name(number) for number in unnamed} == {f"signal {number}" for number in unnamed}
+
+
+@pytest.mark.parametrize("mine", ["/home/me/mine.py", f"{STDLIB}/site-packages/mine.py", "/usr/lib/dist-packages/m.py"])
+def test_it_is_the_plugins_frame_that_is_told_and_not_of_those_it_called(mine: str) -> None:
+    called = [f"{STDLIB}/threading.py", "<frozen importlib._bootstrap>", "/v/site-packages/torch/_ops.py"]
+    assert (
+        innermost_frame(dump(*called, f"{PACKAGE}/stagers/host.py", mine, "/home/me/other.py")) == f"stage ({mine}:3)"
+    )
+
+
+def test_the_thread_that_was_running_is_asked_first_and_foreign_frames_are_better_than_none() -> None:
+    waiting = dump("/home/me/waiting.py", thread="Thread")
+    assert innermost_frame(f"{waiting}\n\n{dump('/home/me/running.py')}") == "stage (/home/me/running.py:3)"
+    assert innermost_frame(f"{waiting}\n\n{dump(f'{STDLIB}/ssl.py')}") == "stage (/home/me/waiting.py:3)"
+    assert innermost_frame(dump(f"{STDLIB}/ssl.py")) == f"stage ({STDLIB}/ssl.py:3)"
+    assert innermost_frame("no stack") == ""
+
+
+def test_what_a_rank_died_of_is_one_line_with_the_place() -> None:
+    died = "died of SIGSEGV before it returned\n  noise\n  Fatal Python error: Segmentation fault\n"
+    assert summarize(died) == "died of SIGSEGV before it returned: Fatal Python error: Segmentation fault"
+    assert summarize(died + dump("/home/me/mine.py")).endswith("Segmentation fault, in stage (/home/me/mine.py:3)")
+    raised = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: no\n'
+    assert summarize(raised) == "ValueError: no"
+
+
+def test_an_error_is_told_with_the_line_of_the_plugin_that_called_a_library(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    for source, where in (("import json\n\njson.loads('{')", f"{mine}:3"), ("def x(:", "")):
+        mine.write_text(source)
+        with pytest.raises(ValueError if where else SyntaxError) as caught:
+            exec(compile(mine.read_text(), mine, "exec"))
+        told = summarize_exception(caught.value, __file__)
+        assert told.endswith(f" ({where})" if where else "SyntaxError: invalid syntax")

@@ -1,0 +1,133 @@
+"""The shape of the source: imports point down and never in a circle, and no name of a class or module stands twice."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "stagereg"
+
+# From the ground up. What stands in one line may import what stands above that line, and its neighbours.
+LAYERS = [
+    {"_version", "errors"},
+    {
+        "sizes",
+        "durations",
+        "record",
+        "shutdown",
+        "preemption",
+        "output",
+        "machine",
+        "crash_report",
+        "installed",
+        "spec",
+        "registry",
+    },
+    {"kernel"},
+    {"stagers", "join"},
+    {"config"},
+    {"launch"},
+    {"checkpoint"},
+    {"testing"},
+    {"sweep", "bench", "commands"},
+    {"cli", "__main__", "__init__", "hydra_plugins"},
+]
+LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
+
+# Known offenders, to shrink to nothing.
+KINDS = ("checkpoint", "collective", "ddp", "fsdp2", "metrics", "module", "step", "zero")
+TWICE = {"Lease", *(f"{kind}.py" for kind in KINDS)}
+
+
+def name_of(file: Path) -> str:
+    parts = ("stagereg", *file.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+
+
+TREES = {name_of(file): ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Everything of the package that a module imports, wherever in it, for type checkers only as well."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (name.name for name in names)
+            case ast.ImportFrom(level=0, module=str(module), names=names):
+                yield from (f"{module}.{name.name}" for name in names)
+            case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(module)), *_]):
+                yield module
+
+
+def module_of(path: str) -> str | None:
+    """The module that an imported path lies in."""
+    if path.split(".")[0] != "stagereg":
+        return None
+    while path not in TREES and "." in path:
+        path = path.rpartition(".")[0]
+    return path if path in TREES else "stagereg.__init__"
+
+
+GRAPH = {
+    module: {found for path in imported(tree) if (found := module_of(path)) is not None} - {module}
+    for module, tree in TREES.items()
+}
+
+
+def unit(module: str) -> str:
+    return module.split(".")[1]
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_module_has_a_level() -> None:
+    assert {unit(module) for module in TREES} == set(LEVEL)
+
+
+def test_the_graph_is_that_of_the_source() -> None:
+    assert "stagereg.kernel.memory" in GRAPH["stagereg.stagers.host"]
+    assert "stagereg.spec" in GRAPH["stagereg.registry"]
+    assert "stagereg.registry" in GRAPH["stagereg.stagers.blocking"]
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_imports_point_down(module: str) -> None:
+    assert [found for found in GRAPH[module] if LEVEL[unit(found)] > LEVEL[unit(module)]] == []
+
+
+def test_the_kernel_does_not_know_the_registry() -> None:
+    assert not [module for module in TREES if unit(module) == "kernel" and "stagereg.registry" in GRAPH[module]]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circle(GRAPH) == []
+
+
+def test_no_packages_import_each_other_in_a_circle() -> None:
+    packages: dict[str, set[str]] = defaultdict(set)
+    for module, found in GRAPH.items():
+        packages[unit(module)] |= {unit(each) for each in found} - {unit(module)}
+    assert circle(packages) == []
+
+
+def test_no_class_name_and_no_file_name_stands_twice() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module)
+    for file in PACKAGE.rglob("*.py"):
+        if file.name != "__init__.py":
+            places[file.name].append(name_of(file))
+    assert {name: found for name, found in places.items() if len(found) > 1 and name not in TWICE} == {}

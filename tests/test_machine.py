@@ -1,0 +1,44 @@
+"""What ranks are told about the C library: enough, nothing twice, and never against the user."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from stagereg.machine import TUNABLES, tunables
+
+pytestmark = pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="the threshold is one of glibc on x86-64"
+)
+
+
+def test_a_users_other_tunables_are_kept() -> None:
+    both = tunables({TUNABLES: "glibc.malloc.check=3"})[TUNABLES]
+    assert both.split(":")[0] == "glibc.malloc.check=3"
+    assert "x86_non_temporal_threshold" in both
+
+
+def test_a_users_own_threshold_stands() -> None:
+    assert tunables({TUNABLES: "glibc.cpu.x86_non_temporal_threshold=0x6300000"}) == {}
+
+
+def test_elsewhere_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert tunables({}) == {}
+
+
+def test_the_library_takes_it_at_its_word() -> None:
+    loader = f"/lib64/ld-linux-{platform.machine().replace('_', '-')}.so.2"
+    if not os.path.exists(loader):
+        pytest.skip("there is no loader to ask at the usual place")
+    told = subprocess.run(
+        [loader, "--list-tunables"], env={**os.environ, **tunables({})}, capture_output=True, text=True, timeout=30
+    )
+    line = next((line for line in told.stdout.splitlines() if "x86_non_temporal_threshold" in line), None)
+    if line is None:
+        pytest.skip("this version of glibc lists no such tunable")
+    assert line.split(":")[1].split()[0] == "0x100000"

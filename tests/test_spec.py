@@ -1,0 +1,113 @@
+"""What a component may offer beyond the required members: checked when present, and a slip of the pen is an error."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stagereg
+from stagereg import spec
+from stagereg.errors import RegistryError
+from stagereg.registry import REGISTRY
+
+ROOT = Path(__file__).parents[1]
+
+
+def nothing(self: Any) -> None: ...
+
+
+class Hook:
+    def main_hook(self) -> None: ...
+
+    def post_hook(self, is_last_joiner: bool) -> None: ...
+
+
+class Stager:
+    should_synchronize_after_execute = True
+
+    def stage(self, state_dict: Any) -> Any:
+        return state_dict
+
+    def synchronize_staging(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Joinable:
+    join_device = join_process_group = None
+
+    def join_hook(self, **kwargs: Any) -> Hook:
+        return Hook()
+
+
+KINDS = {"stager": Stager, "join_hook": Hook, "joinable": Joinable}
+
+
+@pytest.mark.parametrize(
+    ("kind", "member"),
+    [(kind, m.name) for kind in KINDS for m in spec.SPECS[kind] if m.optional and m.args is not None],
+)
+def test_an_optional_method_may_be_absent_and_has_to_fit_when_present(kind: str, member: str) -> None:
+    spec.check(kind, "mine", KINDS[kind])
+    wrong = type("Wrong", (KINDS[kind],), {member: lambda self, one, two, three, four: None})
+    with pytest.raises(RegistryError, match=rf"method {member}.* does not fit(.|\n)*def {member}\("):
+        spec.check(kind, "mine", wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "member"), [(kind, m.name) for kind in KINDS for m in spec.SPECS[kind] if m.args is None]
+)
+def test_an_attribute_that_is_written_as_a_method_is_refused(kind: str, member: str) -> None:
+    with pytest.raises(RegistryError, match=f"attribute '{member}' is a method"):
+        spec.check(kind, "mine", type("Wrong", (KINDS[kind],), {member: nothing}))
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"), [("main_hok", "main_hook"), ("pre_hook", "post_hook"), ("mainHook", "main_hook")]
+)
+def test_a_misspelt_member_of_a_hook_that_inherits_the_right_one_is_refused(slip: str, meant: str) -> None:
+    hook = type("Mine", (stagereg.JoinHook,), {"__module__": "theirs.hooks", slip: nothing})
+    expected = rf"Mine cannot be the join_hook 'mine':\n  '{slip}' is no member of a join_hook. Did you mean '{meant}'"
+    with pytest.raises(RegistryError, match=expected):
+        stagereg.register("join_hook", "mine")(hook)
+
+
+@pytest.mark.parametrize(
+    ("kind", "member", "slip"),
+    [
+        (kind, m.name, slip)
+        for kind in KINDS
+        for m in spec.SPECS[kind]
+        if m.optional
+        for slip in (m.name[:-1], m.name + "s")
+    ],
+)
+def test_a_misspelt_optional_member_is_refused(kind: str, member: str, slip: str) -> None:
+    with pytest.raises(RegistryError, match=f"'{slip}' is no member of a {kind}. Did you mean '{member}'"):
+        spec.check(kind, "mine", type("Mine", (KINDS[kind],), {slip: nothing}))
+
+
+@pytest.mark.parametrize("members", [{"_main_hok": nothing}, {"main_hok": nothing, "main_hook": nothing}])
+def test_a_private_name_and_one_beside_the_member_itself_are_not_misspelt(members: dict[str, Any]) -> None:
+    spec.check("join_hook", "mine", type("Mine", (stagereg.JoinHook,), {"__module__": "theirs.hooks", **members}))
+
+
+def test_no_built_in_component_and_none_of_the_example_has_a_name_that_looks_misspelt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is seen as a class of another package, whose author has inherited what this package defines."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "plugin"))
+    entries = tomllib.loads((ROOT / "examples" / "plugin" / "pyproject.toml").read_text())["project"]["entry-points"]
+    targets = [(kind, target) for (kind, _), target in REGISTRY.built_in.items()]
+    targets += [(point.partition(".")[0], target) for point, target in entries["stagereg.plugins"].items()]
+    assert len(targets) == len(REGISTRY.built_in) + 3
+    for kind, target in targets:
+        module, _, name = target.partition(":")
+        component = getattr(importlib.import_module(module), name)
+        if isinstance(component, type):
+            public = {name: value for name, value in vars(component).items() if not name.startswith("_")}
+            spec.check(kind, "theirs", type("Theirs", (component,), {"__module__": "theirs", **public}))
