@@ -13,7 +13,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from stagereg.installed import refuse_foreign
+from stagereg.errors import InstallationError
 
 
 @functools.cache
@@ -39,6 +39,20 @@ def __dir__() -> list[str]:
     return sorted(_modules())
 
 
+def _refuse_foreign(folder: Path) -> None:
+    """Refuse to run where the unrelated distribution ``stagereg`` is installed into the same ``folder``.
+
+    Both write into ``folder/stagereg``, so which files are there depends on which was installed last. Lists the folder
+    once and reads no file.
+    """
+    for found in folder.glob("stagereg-*.dist-info"):
+        raise InstallationError(
+            f"Two projects are installed into {folder / 'stagereg'}: hydra-stagereg, and stagereg, which is an "
+            f"unrelated project or an old name of this one ({found.name}).\n"
+            "Run: pip uninstall stagereg && pip install --force-reinstall --no-deps hydra-stagereg"
+        )
+
+
 def _offer_options() -> None:
     """Offer the registry's options to Hydra where its scan for installed plugins does not find them by itself.
 
@@ -53,5 +67,5 @@ def _offer_options() -> None:
         importlib.import_module("stagereg.hydra_plugins.stagereg_plugin").offer()
 
 
-refuse_foreign(str(Path(__file__).parents[1]))
+_refuse_foreign(Path(__file__).parents[1])
 _offer_options()

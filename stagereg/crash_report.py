@@ -17,6 +17,9 @@ from stagereg.errors import StageregError
 
 __all__ = ["format_error", "innermost_frame", "signal_name", "summarize", "summarize_exception"]
 
+_LINES = 30
+"""Of an exception's own text; more would push everything else off a screen."""
+
 _PACKAGES = ("site-packages", "dist-packages")
 
 
@@ -48,7 +51,8 @@ def summarize_exception(error: BaseException, *but: str) -> str:
         error: that was caught.
         but: files whose frames are ignored, such as the one that caught it.
     """
-    text = "".join(traceback.format_exception_only(error)).strip()
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    text = "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 2], "...", lines[-1]])
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in but]
     own = [frame for frame in frames if not _is_foreign(frame.filename)]
     # The text of a syntax error names the file already.

@@ -8,44 +8,17 @@ announcement means is left to the registry.
 from __future__ import annotations
 
 import contextlib
-import os
+import importlib.metadata
 import re
-from typing import TYPE_CHECKING
+from importlib.metadata import Distribution, EntryPoint
 
 from stagereg._version import __version__
 from stagereg.errors import InstallationError, StageregError
 
-if TYPE_CHECKING:
-    from importlib.metadata import Distribution, EntryPoint
-
-__all__ = ["DISTRIBUTION", "announced", "normalized", "refuse_foreign", "unmet"]
+__all__ = ["DISTRIBUTION", "announced", "normalized", "unmet"]
 
 DISTRIBUTION = "hydra-stagereg"
 """What pip calls this project. The name ``stagereg`` in the Python package index belongs to an unrelated one."""
-
-_FOREIGN = "stagereg"
-
-
-def refuse_foreign(folder: str) -> None:
-    """Refuse to run where the unrelated distribution ``stagereg`` is installed into the same ``folder``.
-
-    Both write into ``folder/stagereg``, so which files are there depends on which was installed last. Lists the folder
-    once and reads no file.
-
-    Raises:
-        InstallationError: with the commands that repair it.
-    """
-    try:
-        beside = os.listdir(folder)
-    except OSError:  # the package is in an archive
-        return
-    for name in beside:
-        if name.startswith(f"{_FOREIGN}-") and name.endswith(".dist-info"):
-            raise InstallationError(
-                f"Two projects are installed into {os.path.join(folder, _FOREIGN)}: {DISTRIBUTION}, and {_FOREIGN}, "
-                f"which is an unrelated project or an old name of this one ({name}).\n"
-                f"Run: pip uninstall {_FOREIGN} && pip install --force-reinstall --no-deps {DISTRIBUTION}"
-            )
 
 
 def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple[str, str]]]:
@@ -54,8 +27,6 @@ def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple
     Each entry point comes with its distribution's name and version, sorted by its own name. Each distribution that
     could not be read is its folder and the reason; one that does not mention the group is not looked into.
     """
-    import importlib.metadata  # not above: it costs more than the rest of `import stagereg`
-
     found: dict[str, list[tuple[str, str, EntryPoint]]] = {}
     unreadable: list[tuple[str, str]] = []
     for each in importlib.metadata.distributions():
@@ -76,25 +47,19 @@ def announced(group: str) -> tuple[list[tuple[str, str, EntryPoint]], list[tuple
 
 def unmet(distribution: str) -> str:
     """Return why an installed distribution does not fit this stagereg, by what it requires; empty if it fits."""
-    import importlib.metadata
-
-    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.requirements import Requirement
 
     try:
-        lines = importlib.metadata.requires(distribution) or []
+        requirements = [Requirement(line) for line in importlib.metadata.requires(distribution) or []]
     except Exception:  # its entry points could be read; importing it shows what else is wrong
         return ""
-    for line in lines:
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement:
+    for each in requirements:
+        needed = f"{DISTRIBUTION}{each.specifier}"
+        if each.marker is not None and not each.marker.evaluate({"extra": ""}):
             continue
-        name, needed = normalized(requirement.name), f"{DISTRIBUTION}{requirement.specifier}"
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        if name == _FOREIGN:
-            return f"requires {line!r}, which is an unrelated project; its author has to write {needed!r}."
-        if name == DISTRIBUTION and not requirement.specifier.contains(__version__, prereleases=True):
+        if normalized(each.name) == "stagereg":
+            return f"requires {str(each)!r}, which is an unrelated project; its author has to write {needed!r}."
+        if normalized(each.name) == DISTRIBUTION and not each.specifier.contains(__version__, prereleases=True):
             return f"needs {needed}; this is {__version__}. Install one that fits: pip install '{needed}'"
     return ""
 
@@ -105,9 +70,8 @@ def normalized(distribution: str) -> str:
 
 
 def _identity(distribution: Distribution) -> tuple[str, str]:
-    if not (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")):
-        raise InstallationError("it has no METADATA")
-    name, version = distribution.metadata["Name"], distribution.metadata["Version"]
+    known = bool(distribution.read_text("METADATA") or distribution.read_text("PKG-INFO"))
+    name, version = (distribution.metadata[key] if known else "" for key in ("Name", "Version"))
     if not name or not version:
-        raise InstallationError(f"its METADATA lacks the {'version' if name else 'name'}")
+        raise InstallationError("its METADATA lacks the name or the version")
     return name, version

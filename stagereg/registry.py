@@ -26,26 +26,11 @@ from typing import Any, TypeVar
 
 from stagereg._version import __version__
 from stagereg.crash_report import summarize_exception
-from stagereg.errors import RegistryError, StageregError, UnknownNameError, nearest
+from stagereg.errors import RegistryError, UnknownNameError, nearest
 from stagereg.installed import DISTRIBUTION, announced, normalized, unmet
-from stagereg.spec import SPECS, check, check_component, refuse_unknown
+from stagereg.spec import REQUIRED, check, check_component, refuse_unknown
 
-__all__ = [
-    "ENTRY_POINTS",
-    "REGISTRY",
-    "Entry",
-    "Registry",
-    "build",
-    "checked",
-    "entries",
-    "find",
-    "find_target",
-    "imported",
-    "kinds",
-    "names",
-    "register",
-    "unreadable",
-]
+__all__ = ["ENTRY_POINTS", "REGISTRY", "Entry", "Registry", "checked", "kinds"]  # and the methods of REGISTRY
 
 ENTRY_POINTS = "stagereg.plugins"
 
@@ -56,34 +41,21 @@ _BUILT_IN = {
     ("stager", "pinned_cached"): "stagereg.stagers.pinned_cached:PinnedCachedStager",
     ("stager", "shared"): "stagereg.stagers.shared:SharedStager",
     ("stager", "torch_default"): "stagereg.stagers.torch_default:TorchDefaultStager",
-    ("join_hook", "checkpoint"): "stagereg.join.kinds.checkpoint:CheckpointHook",
-    ("join_hook", "collective"): "stagereg.join.kinds.collective:CollectiveHook",
-    ("join_hook", "ddp"): "stagereg.join.kinds.ddp:DdpHook",
-    ("join_hook", "fsdp2"): "stagereg.join.kinds.fsdp2:Fsdp2Hook",
-    ("join_hook", "metrics"): "stagereg.join.kinds.metrics:MetricsHook",
-    ("join_hook", "module"): "stagereg.join.kinds.module:ModuleHook",
-    ("join_hook", "step"): "stagereg.join.kinds.step:StepHook",
-    ("join_hook", "zero"): "stagereg.join.kinds.zero:ZeroHook",
     ("joinable", "auto"): "stagereg.join.adapt:auto",
-    ("joinable", "checkpoint"): "stagereg.join.kinds.checkpoint:CheckpointJoinable",
-    ("joinable", "collective"): "stagereg.join.kinds.collective:CollectiveJoinable",
-    ("joinable", "ddp"): "stagereg.join.kinds.ddp:DdpJoinable",
-    ("joinable", "fsdp2"): "stagereg.join.kinds.fsdp2:Fsdp2Joinable",
-    ("joinable", "metrics"): "stagereg.join.kinds.metrics:MetricsJoinable",
-    ("joinable", "module"): "stagereg.join.kinds.module:ModuleJoinable",
-    ("joinable", "step"): "stagereg.join.kinds.step:StepJoinable",
-    ("joinable", "zero"): "stagereg.join.kinds.zero:ZeroJoinable",
     ("storage", "dcp"): "stagereg.checkpoint.storage.dcp:DcpStorage",
     ("storage", "direct"): "stagereg.checkpoint.storage.direct:DirectStorage",
     ("storage", "safetensors"): "stagereg.checkpoint.storage.safetensors:SafetensorsStorage",
     ("join", "default"): "stagereg.join.context:configured",
     ("checkpoint", "default"): "stagereg.checkpoint.checkpointer:Checkpointer",
 }
+# Of each of these kinds, the joinable and its hook stand in one file.
+for _kind in ("checkpoint", "collective", "ddp", "fsdp2", "metrics", "module", "step", "zero"):
+    _BUILT_IN["joinable", _kind] = f"stagereg.join.kinds.{_kind}:{_kind.title()}Joinable"
+    _BUILT_IN["join_hook", _kind] = f"stagereg.join.kinds.{_kind}:{_kind.title()}Hook"
 
 # A name is an option on Hydra's command line and a file name there: no dot, slash, comma, equals sign or at sign.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _TARGET = re.compile(r"([\w.]+)\s*:\s*([\w.]+)\s*(\[.*\])?")
-_CAUSE_LINES = 8
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -150,28 +122,22 @@ class Entry:
         module, _, qualname = self.target.partition(":")
         try:
             component: Any = functools.reduce(getattr, qualname.split("."), self.registry.imported(module))
+            check_component(self.kind, self.name, component)
         except Exception as error:
             others = [name for name in self.registry.names(self.kind) if name != self.name]
             raise RegistryError(
                 f"{self.kind} {self.name!r} cannot be loaded from {self.origin}.\n"
-                f"{error if isinstance(error, RegistryError) else _cause(error)}\n"
+                f"{error if isinstance(error, RegistryError) else summarize_exception(error, __file__)}\n"
                 f"Repair or uninstall that package, or choose another {self.kind}: {', '.join(others)}"
             ) from (error.__cause__ or error)
-        try:
-            check_component(self.kind, self.name, component)
-        except RegistryError as error:
-            raise RegistryError(f"{error}\nIt is announced as {self.origin}.") from None
         return component
 
 
 class Registry:
     """Components by kind and name: built in, announced by installed packages, registered by decorators.
 
-    Args:
-        built_in: the components of this distribution, ``"package.module:Name"`` by kind and name.
-
     Attributes:
-        built_in: as given.
+        built_in: the components of this distribution, ``"package.module:Name"`` by kind and name.
         decorated: what decorators have registered.
     """
 
@@ -222,8 +188,7 @@ class Registry:
     def names(self, kind: str) -> list[str]:
         """Return the sorted names of all components of ``kind``; imports none of them.
 
-        Where several packages announce one name, each of theirs is listed as ``name@distribution``, and the bare name
-        is not.
+        Where several packages announce one name, each is listed as ``name@distribution``, and the bare name is not.
 
         Raises:
             UnknownNameError: there is no such kind.
@@ -311,7 +276,7 @@ class Registry:
             raise
         except BaseException as cause:
             self.decorated = [d for d in self.decorated if d in before or d.target.partition(":")[0] in sys.modules]
-            raise RegistryError(_cause(cause)) from cause
+            raise RegistryError(summarize_exception(cause, __file__, importlib.__file__)) from cause
 
     def refresh(self) -> None:
         """Read again what is installed; done by itself when ``sys.path`` changes."""
@@ -349,20 +314,14 @@ class Registry:
             kind, _, name = point.name.partition(".")
             match = _TARGET.fullmatch(point.value.strip())
             target = f"{match[1]}:{match[2]}" if match else point.value.strip()
-            known = self._packages.get((kind, name), [])
-            first = next((entry.target for entry in known if entry.distribution == distribution), "")
             # A kind or name that this version does not know must not break the listing of the others.
-            if kind not in SPECS:
-                reason = f"and there is no kind {kind!r} here.{nearest(kind, SPECS)}"
-            elif not _NAME.fullmatch(name):
-                reason = f"and {name!r} is not a name: use letters, digits, '_' and '-'."
-            elif first:
-                reason = f"twice, as {first} and as {target}: the first counts."
-            else:
+            if kind in REQUIRED and _NAME.fullmatch(name):
                 entry = Entry(kind, name, target, distribution, version, registry=self)
-                self._packages[kind, name] = [*known, entry]
+                self._packages.setdefault((kind, name), []).append(entry)
                 continue
-            self._unreadable.append((f"{distribution} {version}", f"it announces {point.name!r}, {reason}"))
+            unknown = f"there is no kind {kind!r} here.{nearest(kind, REQUIRED)}"
+            why = f"{name!r} is not a name: use letters, digits, '_' and '-'." if kind in REQUIRED else unknown
+            self._unreadable.append((f"{distribution} {version}", f"it announces {point.name!r}, and {why}"))
         return self._packages
 
 
@@ -375,7 +334,7 @@ find, find_target, build, imported = REGISTRY.find, REGISTRY.find_target, REGIST
 
 def kinds() -> list[str]:
     """Return the kinds of component there are, sorted."""
-    return sorted(SPECS)
+    return sorted(REQUIRED)
 
 
 def checked(entry: Entry, component: Callable[..., Any], built: T) -> T:
@@ -392,15 +351,10 @@ def _is_same(own: Entry, entry: Entry) -> bool:
     module, _, qualname = entry.target.partition(":")
     # While a class is being decorated, a module of its package that re-exports it does not have it yet.
     same_package = entry.distribution != DISTRIBUTION and own.target.split(".")[0] == module.split(".")[0]
-    if own.target == entry.target or same_package:
-        return True
-    try:
-        if getattr(sys.modules.get(module), qualname, None) is own.component:
-            return True
-    except Exception:  # a module may make its attributes when they are asked for, and fail
-        return False
+    exported = vars(sys.modules[module]).get(qualname) if module in sys.modules else None
     source = os.sep + module.replace(".", os.sep) + ".py:"
-    return own.target == f"__main__:{qualname}" and source in os.path.abspath(own.file)
+    as_main = own.target == f"__main__:{qualname}" and source in os.path.abspath(own.file)
+    return own.target == entry.target or same_package or exported is own.component or as_main
 
 
 def _is_again(new: Entry, old: Entry) -> bool:
@@ -415,9 +369,9 @@ def _qualified(entry: Entry) -> str:
 
 
 def _require_kind(kind: str) -> None:
-    if not isinstance(kind, str) or kind not in SPECS:
+    if not isinstance(kind, str) or kind not in REQUIRED:
         raise UnknownNameError(
-            f"No kind {kind!r} of component.{nearest(str(kind), SPECS)}\nThere is: {', '.join(kinds())}"
+            f"No kind {kind!r} of component.{nearest(str(kind), REQUIRED)}\nThere is: {', '.join(kinds())}"
         )
 
 
@@ -426,11 +380,3 @@ def _taken(one: Entry, other: Entry) -> RegistryError:
         f"Two components want to be the {one.kind} {one.bare!r}:\n  {one.origin}\n  {other.origin}\n"
         "Give one of them another name."
     )
-
-
-def _cause(error: BaseException) -> str:
-    """What went wrong in an import, and where, in a few lines; errors of this project are short already."""
-    lines = summarize_exception(error, __file__, importlib.__file__).splitlines()
-    if isinstance(error, StageregError) or len(lines) <= _CAUSE_LINES:
-        return "\n".join(lines)
-    return "\n".join([*lines[: _CAUSE_LINES - 2], "...", lines[-1]])

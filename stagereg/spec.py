@@ -9,87 +9,79 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from stagereg.errors import ConfigError, RegistryError, nearest
 
-__all__ = ["SPECS", "Member", "check", "check_component", "refuse_unknown"]
+__all__ = ["OPTIONAL", "REQUIRED", "check", "check_component", "refuse_unknown"]
 
 _MISSING = object()
 
 _NEAR = 0.7
-"""How alike two names are, from 0 to 1, for one to be a slip of the other: ``pre_hook`` and ``post_hook`` are."""
+"""How alike two names with one first letter are for one to be a slip of the other: ``pre_hook``, ``post_hook``."""
 
 
-@dataclass(frozen=True)
-class Member:
-    """One method or attribute of a protocol.
-
-    Attributes:
-        name: of it.
-        definition: the line that defines it, as messages show it.
-        args: how a method is called, as positional arguments; ``None`` for an attribute.
-        optional: a component may lack it.
-        keywords: the method must take any keyword arguments.
-        own: a protocol's own definition, inherited, does not count.
-    """
-
-    name: str
-    definition: str
-    args: tuple[str, ...] | None = None
-    optional: bool = False
-    keywords: bool = False
-    own: bool = False
-
-
-def _optional(name: str, definition: str, *args: str) -> Member:
-    return Member(name, definition, args if definition.startswith("def ") else None, optional=True)
-
-
-SPECS: dict[str, tuple[Member, ...]] = {
-    "stager": (
-        Member("stage", "def stage(self, state_dict)", ("state_dict",), own=True),
-        Member("synchronize_staging", "def synchronize_staging(self) -> None", ()),
-        Member("close", "def close(self) -> None", ()),
-        Member("should_synchronize_after_execute", "should_synchronize_after_execute: bool = True"),
-    ),
-    "join_hook": (
-        Member("main_hook", "def main_hook(self) -> None", ()),
-        Member("post_hook", "def post_hook(self, is_last_joiner: bool) -> None", ("is_last_joiner",)),
-        _optional("before_step", "def before_step(self) -> None"),
-        _optional("on_exhausted", "def on_exhausted(self) -> None"),
-    ),
-    "joinable": (
-        Member("join_hook", "def join_hook(self, **kwargs) -> JoinHook", (), keywords=True),
-        Member("join_device", "@property\n    def join_device(self) -> torch.device"),
-        Member("join_process_group", "@property\n    def join_process_group(self)"),
-        _optional("attach", "def attach(self, session) -> None", "session"),
-        _optional("detach", "def detach(self) -> None"),
-        _optional("needs_active_ranks", "def needs_active_ranks(self, divide) -> bool", "divide"),
-        _optional("has_unfinished_step", "@property\n    def has_unfinished_step(self) -> bool"),
-        _optional("has_no_collectives", "has_no_collectives: bool = False"),
-        _optional("runs_first", "runs_first: bool = False"),
-        _optional("announces_itself", "announces_itself: bool = False"),
-        _optional("reduces_gradients", "reduces_gradients: bool = False"),
-    ),
-    "storage": (
-        Member("reset", "def reset(self, checkpoint_id=None) -> None", ("checkpoint_id",)),
-        Member("set_up_storage_writer", "def set_up_storage_writer(self, is_coordinator) -> None", ("is_coordinator",)),
-        Member("prepare_local_plan", "def prepare_local_plan(self, plan) -> SavePlan", ("plan",)),
-        Member("prepare_global_plan", "def prepare_global_plan(self, plans) -> list[SavePlan]", ("plans",)),
-        Member("write_data", "def write_data(self, plan, planner) -> Future[list[WriteResult]]", ("plan", "planner")),
-        Member("finish", "def finish(self, metadata, results) -> None", ("metadata", "results")),
-        Member("storage_meta", "def storage_meta(self) -> StorageMeta | None", ()),
-        Member("reader", "def reader(self, path) -> StorageReader", ("path",)),
-        _optional("marks", "@property\n    def marks(self) -> Mapping[str, FileMark]"),
-    ),
-    "join": (),
-    "checkpoint": (),
+REQUIRED = {
+    "stager": [
+        "def stage(self, state_dict)",
+        "def synchronize_staging(self) -> None",
+        "def close(self) -> None",
+        "should_synchronize_after_execute: bool = True",
+    ],
+    "join_hook": ["def main_hook(self) -> None", "def post_hook(self, is_last_joiner: bool) -> None"],
+    "joinable": [
+        "def join_hook(self, **kwargs) -> JoinHook",
+        "@property\n    def join_device(self) -> torch.device",
+        "@property\n    def join_process_group(self)",
+    ],
+    "storage": [
+        "def reset(self, checkpoint_id=None) -> None",
+        "def set_up_storage_writer(self, is_coordinator) -> None",
+        "def prepare_local_plan(self, plan) -> SavePlan",
+        "def prepare_global_plan(self, plans) -> list[SavePlan]",
+        "def write_data(self, plan, planner) -> Future[list[WriteResult]]",
+        "def finish(self, metadata, results) -> None",
+        "def storage_meta(self) -> StorageMeta | None",
+        "def reader(self, path) -> StorageReader",
+    ],
+    "join": [],
+    "checkpoint": [],
 }
+"""The members of each kind's protocol, as the line that defines each, which messages show."""
+
+OPTIONAL = {
+    "stager": [
+        "def reserve_padding(self, before: int, after: int) -> None",
+        "def expect_release(self) -> None",
+        "def release(self, staged) -> None",
+        "def watch(self, optimizer) -> None",
+        "shares_memory: bool = True",
+    ],
+    "join_hook": ["def before_step(self) -> None", "def on_exhausted(self) -> None"],
+    "joinable": [
+        "def attach(self, session) -> None",
+        "def detach(self) -> None",
+        "def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool",
+        "@property\n    def has_unfinished_step(self) -> bool",
+        "runs_first: bool = True",
+        "has_no_collectives: bool = True",
+        "announces_itself: bool = True",
+        "reduces_gradients: bool = True",
+    ],
+    "storage": [
+        "@property\n    def marks(self) -> Mapping[str, FileMark]",
+        "@property\n    def wraps(self) -> Storage",
+        "padding: tuple[int, int] = (0, 0)",
+        "remote: bool = False",
+    ],
+}
+"""The members of each kind's protocol that a component may lack."""
+
+_ABSTRACT = {"stage"}  # torch's protocol defines it only to raise: inherited, it does not count
 
 
 def check_component(kind: str, name: str, component: object) -> None:
@@ -113,8 +105,12 @@ def check(kind: str, name: str, subject: object) -> None:
         RegistryError: with one line for each member that is missing, does not fit or is misspelt, and how to write it.
     """
     cls = subject if isinstance(subject, type) else type(subject)
-    problems = [f"{problem}. Write:\n    {m.definition}" for m in SPECS[kind] if (problem := _problem(m, subject))]
-    if lines := "".join(f"\n  {problem}" for problem in (*problems, *_misspelt(kind, cls))):
+    optional = OPTIONAL.get(kind, [])
+    members = [*REQUIRED[kind], *optional]
+    found = [(line, _problem(line, subject, line in optional)) for line in members]
+    problems = [f"{problem}. Write:\n    {line}" for line, problem in found if problem]
+    misspelt = _misspelt(kind, cls, set(map(_name, members)))
+    if lines := "".join(f"\n  {problem}" for problem in (*problems, *misspelt)):
         raise RegistryError(f"{cls.__module__}.{cls.__qualname__} cannot be the {kind} {name!r}:{lines}")
 
 
@@ -134,35 +130,43 @@ def refuse_unknown(what: str, given: Collection[str], component: Callable[..., A
         )
 
 
-def _problem(member: Member, subject: object) -> str:
+def _name(definition: str) -> str:
+    return re.findall(r"(\w+)[(:]", definition)[0]
+
+
+def _problem(definition: str, subject: object, optional: bool) -> str:
     """What is wrong with one member of a class or an object; empty if nothing is."""
-    raw = inspect.getattr_static(subject, member.name, _MISSING)
-    if member.args is None:
-        if isinstance(raw, types.FunctionType):
-            return f"attribute {member.name!r} is a method"
-        there = raw is not _MISSING or member.name in _annotated(subject) or hasattr(subject, member.name)
-        return "" if member.optional or (there and not _abstract(raw)) else f"attribute {member.name!r} is missing"
-    if member.optional and raw is _MISSING:
+    cls, name = subject if isinstance(subject, type) else type(subject), _name(definition)
+    raw = inspect.getattr_static(subject, name, _MISSING)
+    if optional and raw is _MISSING:
         return ""
-    method = getattr(subject, member.name, None)
-    if not callable(method) or _abstract(raw) or (member.own and _is_protocol(_owner(subject, member.name))):
-        return f"method {member.name!r} is missing"
+    abstract = getattr(raw, "__isabstractmethod__", False)
+    called = re.match(r"def \w+\(self(.*?)\)", definition)
+    if called is None:
+        annotated = {each for c in cls.mro() for each in inspect.get_annotations(c)}
+        there = raw is not _MISSING or (name in annotated if subject is cls else hasattr(subject, name))
+        if isinstance(raw, types.FunctionType):
+            return f"attribute {name!r} is a method"
+        return "" if there and not abstract else f"attribute {name!r} is missing"
+    method, owner = getattr(subject, name, None), next((c for c in cls.mro() if name in vars(c)), None)
+    if not callable(method) or abstract or (name in _ABSTRACT and getattr(owner, "_is_protocol", False)):
+        return f"method {name!r} is missing"
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):  # written in C: only the call itself shows it
         return ""
     # Seen on its class, a method still has its ``self`` to fill.
-    unbound = isinstance(subject, type) and not isinstance(raw, (staticmethod, classmethod))
+    unbound = subject is cls and not isinstance(raw, (staticmethod, classmethod))
     try:
-        signature.bind(*(["self"] if unbound else []), *member.args)
+        signature.bind(*(["self"] if unbound else []), *re.findall(r", (\w+)", called[1]))
     except TypeError as error:
-        return f"method {member.name}{signature} does not fit: {error}"
-    if member.keywords and not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        return f"method {member.name}{signature} does not fit: it must take any keyword arguments"
+        return f"method {name}{signature} does not fit: {error}"
+    if "**" in definition and not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return f"method {name}{signature} does not fit: it must take any keyword arguments"
     return ""
 
 
-def _misspelt(kind: str, cls: type) -> Iterator[str]:
+def _misspelt(kind: str, cls: type, members: set[str]) -> Iterator[str]:
     """A line for each public name that looks like a member of the protocol which the class itself does not define.
 
     Only what the author of the class wrote counts: classes of the same top-level package. What it inherits from torch
@@ -170,31 +174,10 @@ def _misspelt(kind: str, cls: type) -> Iterator[str]:
     """
     package = cls.__module__.partition(".")[0]
     written = {name for c in cls.mro() if c.__module__.partition(".")[0] == package for name in vars(c)}
-    members = [member.name for member in SPECS[kind]]
-    lacking = [name for name in members if name not in written]
-    for name in sorted(written.difference(members)):
-        near = difflib.get_close_matches(name, lacking, n=1, cutoff=_NEAR)
-        if near and not name.startswith("_"):
+    for name in sorted(written - members):
+        lacking = [member for member in members - written if member[0] == name[0]]
+        if (near := difflib.get_close_matches(name, lacking, n=1, cutoff=_NEAR)) and not name.startswith("_"):
             yield f"{name!r} is no member of a {kind}. Did you mean {near[0]!r}? Write that, or another name."
-
-
-def _annotated(subject: object) -> set[str]:
-    """The attributes that a class declares by an annotation alone; an object has to have them."""
-    classes = subject.mro() if isinstance(subject, type) else []
-    return {name for c in classes for name in vars(c).get("__annotations__", {})}
-
-
-def _owner(subject: object, name: str) -> type | None:
-    classes = (subject if isinstance(subject, type) else type(subject)).mro()
-    return next((c for c in classes if name in vars(c)), None)
-
-
-def _is_protocol(cls: type | None) -> bool:
-    return bool(getattr(cls, "_is_protocol", False))
-
-
-def _abstract(raw: object) -> bool:
-    return bool(getattr(raw, "__isabstractmethod__", False))
 
 
 def _promised_class(factory: Callable[..., Any]) -> type | None:
@@ -203,6 +186,6 @@ def _promised_class(factory: Callable[..., Any]) -> type | None:
         promised = typing.get_type_hints(factory).get("return")
     except Exception:  # an annotation for type checkers only, whose names do not exist when running
         return None
-    if not isinstance(promised, type) or inspect.isabstract(promised) or _is_protocol(promised):
+    if not isinstance(promised, type) or inspect.isabstract(promised) or getattr(promised, "_is_protocol", False):
         return None
     return promised if promised not in (Any, object, type(None)) else None

@@ -169,7 +169,7 @@ def _check(asked: argparse.Namespace) -> list[str]:
     if asked.kind in ("write", "stall"):
         check_writable("--dir", Path(asked.dir))
     if asked.kind == "stall":
-        asked.torch_threads = [_a_number("--torch-threads", word) for word in _words(asked.torch_threads)]
+        asked.torch_threads = [_a_number("--torch-threads", text) for text in _words(asked.torch_threads)]
     if asked.device == "cuda":
         import torch
 
@@ -182,7 +182,7 @@ def _check(asked: argparse.Namespace) -> list[str]:
     if asked.kind == "join":
         from stagereg.bench.join_rank import MODELS
 
-        asked.ranks = [_a_number("--ranks", word) for word in _words(asked.ranks)]
+        asked.ranks = [_a_number("--ranks", text) for text in _words(asked.ranks)]
         asked.models = _known("model", _words(asked.models), list(MODELS))
     there = _rows(asked)
     return _known("row", _words(asked.rows), there) if asked.rows else there
@@ -206,14 +206,14 @@ def check_writable(option: str, folder: Path) -> None:
         raise ConfigError(f"{option}: cannot write in {folder}: {error.strerror}.") from error
 
 
-def _a_number(option: str, word: str) -> int:
-    if not word.isdecimal() or not int(word):
-        raise ConfigError(f"{option} takes whole numbers from 1 on, not {word!r}.")
-    return int(word)
+def _a_number(option: str, text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"{option} takes whole numbers from 1 on, not {text!r}.")
+    return int(text)
 
 
 def _words(text: str) -> list[str]:
-    words = [word for word in text.split(",") if word]
+    words = [text for text in text.split(",") if text]
     if not words:
         raise ConfigError("There is nothing to measure: an option that takes names was given none.")
     return list(dict.fromkeys(words))

@@ -3,7 +3,7 @@
 About once a second the training threads exchange whether one of them has been signalled: an all-reduce that is begun in
 one call and read in the next, so nobody waits for it while the ranks go in step. How many calls lie between two
 exchanges follows from the slowest rank's time of a step, which is exchanged along; all ranks begin and read in the same
-calls, and so hear of a signal at the same step. That is the step to save and leave at.
+calls, and so learn of a signal at the same step. That is the step to save and leave at.
 
 This needs all ranks to call at the same steps. Where they do not, as in a loop that ranks leave one by one, something
 else that all ranks take part in has to carry the flags (``exchanged_by_join``): the ``checkpoint`` joinable does.
@@ -71,11 +71,11 @@ class PreemptionConsensus:
         self._pending: tuple[torch.Tensor, Any] | None = None
 
     def signal_flags(self) -> list[float]:
-        """What this rank has to tell: for each of ``SIGNALS``, above 0 if it has come."""
+        """This rank's part of the exchange: for each of ``SIGNALS``, above 0 if it has come."""
         return [float(self._notice.received == each) for each in SIGNALS]
 
     def update(self, told: Sequence[float]) -> None:
-        """Take up what all ranks have told, added up or the greatest of each; all hear the same at the same step."""
+        """Take the values of all ranks, summed or the greatest of each; all ranks get the same at the same step."""
         for number, signalled in zip(SIGNALS, told, strict=True):
             if signalled > 0 and self.agreed is None:
                 self.agreed = number
@@ -125,11 +125,11 @@ class PreemptionConsensus:
         raise leaving from failure
 
     def abandon(self) -> None:
-        """This rank fails: it tells the others nothing more, since an exchange without them would hold up its end."""
+        """This rank fails: it takes part in no more exchange, since one without the others would hold up its end."""
         self._watching = False
 
     def close(self) -> None:
-        """This rank calls no more. A rank that goes on hears of it with its next exchange, which then was the last."""
+        """This rank calls no more. A rank that goes on learns that in its next exchange, which then was the last."""
         if self._watching and self._ranks.size > 1 and self.agreed is None:
             self._watching = False
             with contextlib.suppress(RuntimeError):
@@ -166,7 +166,7 @@ class PreemptionConsensus:
         return torch.tensor([*self.signal_flags(), float(over), step_s], dtype=torch.float64)
 
     def _read(self) -> list[float] | None:
-        """What the ranks have told; ``None``, and no more exchanges, where some have not in time."""
+        """The values of all ranks; ``None``, and no more exchanges, where some have not come in time."""
         assert self._pending is not None
         told, _ = self._pending
         try:
@@ -197,7 +197,7 @@ class PreemptionConsensus:
         self._watching = False
         self._notice.close()
         _log.warning(
-            "stagereg: the ranks could not tell each other whether one of them has been signalled (%s). From now on "
+            "stagereg: the ranks could not exchange whether one of them has been signalled (%s). From now on "
             "SIGTERM and SIGUSR1 end a rank at once, without a save. Call maybe_save, or due, on all ranks in each "
             "step; in a loop that ranks leave, through the checkpoint joinable.",
             str(why).strip().partition("\n")[0],
@@ -205,7 +205,7 @@ class PreemptionConsensus:
 
 
 def describe_newest(store: CheckpointStore) -> str:
-    """What a place has to go on from, in words."""
+    """A sentence on the checkpoint that a store has to resume from."""
     found = store.latest()
     if found is None:
         return f"there is no complete checkpoint in {store.root}"

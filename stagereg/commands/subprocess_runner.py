@@ -143,10 +143,10 @@ def _wait(child: subprocess.Popen[bytes], limit_s: float) -> int | None:
 
 
 def _ending(code: int | None, limit_s: float, noise: str) -> str:
-    place = f" in {where}" if (where := innermost_frame(noise)) else ""
+    where_text = f" in {where}" if (where := innermost_frame(noise)) else ""
     if code is None:
-        return f"did not end within {limit_s:g} s: stuck{place or ' in code that is not Python'}"
+        return f"did not end within {limit_s:g} s: stuck{where_text or ' in code that is not Python'}"
     if code < 0:
-        return f"crashed with {signal_name(-code)}{place}"
+        return f"crashed with {signal_name(-code)}{where_text}"
     last = next((line for line in reversed(noise.splitlines()) if line.strip()), "")
     return f"ended the process with exit code {code}" + (f"; its last output: {last.strip()}" if last else "")

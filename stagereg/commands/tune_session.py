@@ -115,14 +115,14 @@ class Session:
             output.progress(f"{what} {done + 1} of {of} is running")
 
     def _progress(self, objective: Objective, search: Search, study: Study, tried: Trial) -> None:
-        place = f"trial {len(study.tried())}/{self._asked.trials}"
+        progress = f"trial {len(study.tried())}/{self._asked.trials}"
         what = " ".join(tried.overrides) or "the defaults"
         if tried.value is None:
-            self._say(f"{place}  failed: {tried.error}  {what}  (see {search.log(tried)})", "yellow")
+            self._say(f"{progress}  failed: {tried.error}  {what}  (see {search.log(tried)})", "yellow")
             return
         best = study.best()
         so_far = "  best so far" if best and best.number == tried.number and tried.overrides else ""
-        self._say(f"{place}  {objective.text(tried.value)}  {what}  ({tried.seconds:.1f} s){so_far}")
+        self._say(f"{progress}  {objective.text(tried.value)}  {what}  ({tried.seconds:.1f} s){so_far}")
 
     def _judged(self, objective: Objective, search: Search) -> SearchVerdict:
         runs = 2 * self._asked.confirm

@@ -84,7 +84,7 @@ class TargetAllowList:
 
         Args:
             target: as a config or the program gives it: a dotted path, or a class or function.
-            where: the key of the node it stands in, for the message.
+            where: the key of its node, for the message.
 
         Raises:
             TargetNotAllowedError: it is neither registered nor allowed.

@@ -99,7 +99,7 @@ class _Component:
         self.function = self.signed = target.load()
         try:
             inspect.signature(self.function)
-        except ValueError:  # one written in C may have no signature, and then only the call itself can tell
+        except ValueError:  # one written in C may have no signature: then the call itself checks
             self.signed = lambda *args, **kwargs: None
         self.parameters = list(inspect.signature(self.signed).parameters.values())
         self.positional = [p.name for p in self.parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -191,7 +191,7 @@ def _plan_call(
     for name, value in kwargs.items():
         option = component.options.get(name)
         if option and isinstance(value, dict) and isinstance(option.default, dict):
-            value = {**option.default, **value}  # a dataclass of which the config gives some fields
+            value = {**option.default, **value}  # fields of a dataclass; the default of a mapping is a DictConfig
         planned[name] = _plan(path.child(name), value, option.hint if option else Any, allow_list)
         if name in registry.kinds() and component.registered and isinstance(value, dict) and "_target_" in value:
             _refuse_other_kind(allow_list.find(value["_target_"], path.label), name, path.child(name))

@@ -378,7 +378,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, (plain, dict))
     try:
         return plain is Any or isinstance(value, (int, float) if plain is float else plain)
-    except TypeError:  # a protocol that cannot tell
+    except TypeError:  # a protocol that isinstance does not know
         return False
 
 

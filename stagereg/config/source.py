@@ -76,7 +76,7 @@ class RegistrySource(ConfigSource):
             return [] if results_filter == ObjectType.CONFIG else groups
         if not self.is_group(config_path) or results_filter == ObjectType.GROUP:
             return []
-        with contextlib.suppress(PluginError):  # told when an option is chosen: a listing goes on without
+        with contextlib.suppress(PluginError):  # raised when an option is chosen: a listing goes on without
             self._plugins.load()
         self._explain_refusal(_kind(config_path))
         return registry.names(_kind(config_path))
@@ -105,7 +105,7 @@ class RegistrySource(ConfigSource):
         try:
             registry.find(*refused)
         except UnknownNameError as error:
-            # Where none is near, Hydra's list of all sources tells more.
+            # Where none is near, Hydra's list of all sources helps more.
             if "@" in refused[1] or nearest(refused[1], registry.names(kind)):
                 raise UnknownOptionError(str(error)) from None
         except RegistryError as error:

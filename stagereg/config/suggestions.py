@@ -29,13 +29,13 @@ def explain(error: BaseException | None) -> str:
     """
     while error is not None:
         if isinstance(error, OmegaConfBaseException):
-            told = _unknown_key(error) or _unknown_member(error)
+            line = _unknown_key(error) or _unknown_member(error)
         elif isinstance(error, MissingConfigException):
-            told = _unknown_option(error)
+            line = _unknown_option(error)
         else:
-            told = ""
-        if told:
-            return told
+            line = ""
+        if line:
+            return line
         error = error.__cause__ or error.__context__
     return ""
 

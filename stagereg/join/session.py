@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from stagereg.errors import JoinError, nearest
 from stagereg.join.failure import FailureDetector
 from stagereg.join.responder import SumResponder
-from stagereg.kernel.channel import ControlChannel, control_channel, resources_of
+from stagereg.kernel.channel import ControlChannel, control_channel, delete_keys, resources_of
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
 
 __all__ = ["JoinSession", "Mode", "one_of"]
@@ -135,6 +136,23 @@ class JoinSession:
             if _entered.sessions:
                 _entered.sessions[-1]._suspended = None
         self.detector.stop()
+        if self.store is not None:
+            self._delete_keys(self.store)
+
+    def _delete_keys(self, store: Any) -> None:
+        """Delete the keys of the join before, if all ranks are past it, and leave this join's to the next one."""
+        resources = resources_of(self._group)
+        if any(membership.over for membership in self._memberships):
+            channel = control_channel(self._group, "membership", self._wait_for_ranks)
+            for delete in resources.expired:
+                channel.submit(delete)
+            resources.expired = []
+        for membership in self._memberships:
+            if isinstance(membership, StoreMembership):
+                resources.expired.append(partial(delete_keys, membership.store, membership.keys))
+        if self.loops and self._group.rank() == 0:
+            examples = [f"example/{number}" for number in range(self.loops + 1)]
+            resources.expired.append(partial(delete_keys, store, examples))
 
     def start_loop(self, loader: Any) -> Membership:
         """Enter a loop whose body runs on all ranks. Collective."""

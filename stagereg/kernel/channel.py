@@ -10,6 +10,7 @@ only as :class:`ControlChannel`, so they also run on channels within one process
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import threading
@@ -17,7 +18,7 @@ import time
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ __all__ = [
     "Waiting",
     "WorkerThread",
     "control_channel",
+    "delete_keys",
     "resources_of",
     "wait_for_keys",
 ]
@@ -91,6 +93,9 @@ class KeyValueStore(Protocol):
     def add(self, key: str, amount: int, /) -> int:
         """Add to a number, and return the sum."""
 
+    def delete_key(self, key: str, /) -> bool:
+        """Delete a key; return whether it was there."""
+
 
 class WorkerThread:
     """A daemon thread that runs jobs in the order in which they were submitted, from the first one on.
@@ -131,12 +136,14 @@ class GroupResources:
     Attributes:
         aborted: whether the group was aborted on this rank.
         heartbeat: the thread of the failure detector.
+        expired: what deletes keys of former loops from the store, once all ranks have entered another one.
     """
 
     def __init__(self, number: int) -> None:
         self.aborted = False
         self._number = number
         self._joins = 0
+        self.expired: list[Callable[[], None]] = []
         self._fresh()
 
     def _fresh(self) -> None:
@@ -282,6 +289,13 @@ def wait_for_keys(store: KeyValueStore, key: str | Sequence[str], seconds: float
             return False
         time.sleep(min(waited / 8, 0.002))
     return True
+
+
+def delete_keys(store: KeyValueStore, keys: Iterable[str]) -> None:
+    """Delete keys, as far as the store is still there."""
+    with contextlib.suppress(RuntimeError):
+        for key in keys:
+            store.delete_key(key)
 
 
 _resources: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupResources] = weakref.WeakKeyDictionary()

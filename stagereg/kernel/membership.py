@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stagereg.errors import JoinError, UnevenInputsError
@@ -295,7 +295,7 @@ class StoreMembership(Membership):
     ) -> None:
         super().__init__(channel.rank, channel.size, throw, waiting)
         self._channel = channel
-        self._store = store
+        self.store = store
         self._taken: PendingSum | None = None
         self._active = ActiveRanks()
         self._planned = max(lengths)
@@ -310,9 +310,14 @@ class StoreMembership(Membership):
         """See :meth:`Membership.read`; never waits, and does not know who is active."""
         return self._active
 
+    @property
+    def keys(self) -> Iterator[str]:
+        """This rank's share of the keys that the loop leaves in the store."""
+        return (f"begun/{step}" for step in range(self._rank, self.steps, self._size))
+
     def _begin(self, syncing: bool) -> None:
         self._active = ActiveRanks(syncing=int(syncing))
-        self._store.set(f"begun/{self.steps}", "1" if syncing else "0")
+        self.store.set(f"begun/{self.steps}", "1" if syncing else "0")
 
     def _wait_for_next_step(self) -> ActiveRanks | None:
         if self._taken is None:
@@ -321,11 +326,11 @@ class StoreMembership(Membership):
             self._taken = self._channel.add(taken)
         self._waiting(self._next_is_known, "the next step")
         key = f"begun/{self.steps}"
-        if not self._store.check([key]):
+        if not self.store.check([key]):
             return None
         if self._throw:
             raise self._ran_out()
-        self._active = ActiveRanks(syncing=int(self._store.get(key)))
+        self._active = ActiveRanks(syncing=int(self.store.get(key)))
         return self._active
 
     def _next_is_known(self, seconds: float) -> bool:
@@ -341,7 +346,7 @@ class StoreMembership(Membership):
                     self.all_took_every_step = min(taken) == self.steps
                     return True
                 time.sleep(min(pause, _LOOK_S))
-            if self._store.check([f"begun/{self.steps}"]):
+            if self.store.check([f"begun/{self.steps}"]):
                 return True
             waited = time.monotonic() - started
             if waited > seconds:

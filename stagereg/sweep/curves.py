@@ -59,8 +59,8 @@ def curves_figure(run: Run) -> Figure | None:
     down = math.ceil(len(shown) / across)
     with styled():
         figure = Figure(figsize=(_WIDTH, _HEIGHT * down + 0.2), layout="constrained")
-        for place, (name, ranks) in enumerate(shown):
-            axes = figure.add_subplot(down, across, place + 1)
+        for index, (name, ranks) in enumerate(shown):
+            axes = figure.add_subplot(down, across, index + 1)
             for rank in sorted(ranks, reverse=True):
                 steps, values = zip(*ranks[rank], strict=True)
                 colour, width = (COLOURS["best"], 1.5) if rank == min(ranks) else (COLOURS["plain"], 0.7)

@@ -221,7 +221,7 @@ def _shadowing(lane: _Lane, last: float) -> _Bar | None:
     return _Bar(lane.steps[-1].end, last) if last > lane.steps[-1].end else None
 
 
-# -- the picture: the top lane is at 0, a rank has its three lanes from 1 + 2 * place on, and y points down
+# -- the picture: the top lane is at 0, rank ``index`` has its three lanes from 1 + 2 * index on, and y points down
 
 
 def _prepare(axes: Axes, ranks: int, window: tuple[float, float]) -> None:

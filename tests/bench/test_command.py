@@ -1,4 +1,4 @@
-"""``stagereg bench``: every kind runs and tells what it measured; what cannot be had is refused at once."""
+"""``stagereg bench``: every kind runs and reports what it measured; what cannot be had is refused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Figures come from turns: A B C ... A B C in one run, told by median, spread and a ratio to the same run's ceiling."""
+"""Figures come from turns.
+
+A B C ... A B C in one run, shown by median, spread and a ratio to the same run's ceiling.
+"""
 
 from __future__ import annotations
 

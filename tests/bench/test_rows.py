@@ -1,4 +1,4 @@
-"""Rows measure what they say: real copies, durable bytes, and segments against the same round's."""
+"""Rows measure what they name: real copies, durable bytes, and segments against the same round's."""
 
 from __future__ import annotations
 

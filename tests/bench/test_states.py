@@ -1,4 +1,4 @@
-"""The state dicts have the sizes that the tables speak of, at any scale, and change as training changes them."""
+"""The state dicts have the sizes that the tables name, at any scale, and change as training changes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets are marked by the figure that is printed, and each of them speaks of rows and groups that there are."""
+"""Targets are marked by the figure that is printed, and each of them names rows and groups that there are."""
 
 from __future__ import annotations
 

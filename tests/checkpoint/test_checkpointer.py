@@ -226,7 +226,7 @@ def test_leftovers_of_a_killed_run_are_swept_and_nothing_else(tmp_path: Path) ->
 
 
 class Recording(AsyncStager):
-    """Copies nothing; tells what was called."""
+    """Copies nothing; reports what was called."""
 
     def __init__(self, promise: Future[Any] | None = None, wait: bool = True) -> None:
         self.calls: list[str] = []

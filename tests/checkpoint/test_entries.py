@@ -1,4 +1,4 @@
-"""What was saved gets into the objects, all of it; what does not is named, in few words."""
+"""What was saved gets into the objects, all of it; what does not is named, in a short text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when staging or writing fails: who hears of it, what stays on disk, what stays in memory."""
+"""What happens when staging or writing fails: who learns of it, what stays on disk, what stays in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stagereg.stagers.async_stager import AsyncStager
 
 @pytest.fixture
 def fail_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None], None]:
-    """Let torch's writer write half of a file and raise, until told otherwise with ``None``."""
+    """Let torch's writer write half of a file and raise, until changed with ``None``."""
     raised: list[BaseException | None] = [None]
 
     write_data = DcpStorage.write_data

@@ -1,4 +1,7 @@
-"""Storage that fails, hangs or goes away: what the run does, who hears of it, and what the process says at its end."""
+"""Storage that fails, hangs or goes away.
+
+What the run does, who learns of it, and what the process reports at its end.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def nothing_left() -> Iterator[None]:
 
 
 class Job:
-    """A task that ends when it is told to."""
+    """A task that ends when it is asked to."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error

@@ -1,4 +1,7 @@
-"""One run at a time writes to a directory; who is refused is told who has it, and nobody holds it after its end."""
+"""One run at a time writes to a directory.
+
+Who is refused gets the name of its holder, and nobody holds it after its end.
+"""
 
 from __future__ import annotations
 

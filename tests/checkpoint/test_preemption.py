@@ -1,4 +1,7 @@
-"""A run that is told to leave: all ranks save the same step and leave, and the next run ends as if nothing had been."""
+"""A run that is asked to leave.
+
+All ranks save the same step and leave, and the next run ends as if nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +195,7 @@ def uneven_calls(rank: int, directory: str) -> Any:
         free = signal.getsignal(TERM) is signal.SIG_DFL
         dist.barrier()
         checkpointer.close()
-        return len(said), "could not tell each other" in "".join(said), free
+        return len(said), "could not exchange" in "".join(said), free
 
 
 def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
@@ -211,7 +214,7 @@ def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
 
 
 def steps_that_take_long(rank: int, directory: str) -> int | None:
-    """The signal comes in a step that is as long as the ranks are to be silent: the next step is the last."""
+    """The signal comes in a step that is as long as the ranks are to wait: the next step is the last."""
     try:
         with (
             mock.patch.object(preemption_consensus, "_EVERY_S", 0.0),
@@ -229,7 +232,7 @@ def steps_that_take_long(rank: int, directory: str) -> int | None:
 
 
 def closed_early(rank: int, directory: str) -> Any:
-    """One rank comes to its end before the others: they hear of it, and need not wait."""
+    """One rank comes to its end before the others: they learn of it, and need not wait."""
     with warnings_of(preemption_consensus._log) as said:
         checkpointer = Checkpointer(directory, every=1000)
         for step in range(1, 10 if rank == 1 else 30):

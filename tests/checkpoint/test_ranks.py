@@ -1,4 +1,4 @@
-"""When one of several ranks fails, all of them hear who and why, and none waits in vain."""
+"""When one of several ranks fails, all of them raise with the rank and the reason, and none waits in vain."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Locked(Exception):
 
 
 class Raises(DcpStorage):
-    """Raises what it is told to, where it is told to."""
+    """Raises what it is asked to, where it is asked to."""
 
     seen: tuple[str, BaseException] | None = None
 

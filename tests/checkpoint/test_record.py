@@ -1,4 +1,4 @@
-"""What the checkpointer tells of itself while a run is recorded: enough to draw who did what when."""
+"""What the checkpointer reports of itself while a run is recorded: enough to draw who did what when."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stagereg.testing.ranks import run_ranks
 
 
 class Clock:
-    """Advances by one second whenever it is looked at, so that moments can be told apart by their order."""
+    """Advances by one second whenever it is looked at, so that moments can be distinguished by their order."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -76,7 +76,7 @@ sys.addaudithook(_note)  # there is no way to take one back, so it only listens 
 
 @contextlib.contextmanager
 def listening(inside: Path) -> Iterator[list[str]]:
-    """What is done in the meantime, but for opening files below ``inside``, and errors that ranks tell each other."""
+    """What is done in the meantime, but for opening files below ``inside``, and errors that ranks send each other."""
     heard: list[str] = []
     armed.append(heard)
     try:
@@ -337,7 +337,7 @@ def test_no_ranks_are_connected_for_a_mesh_that_a_file_asks_for(monkeypatch: pyt
 
 
 def test_random_states_out_of_their_block_are_refused_and_not_drawn_from() -> None:
-    """NumPy reads whatever place of the memory its generator's position says."""
+    """NumPy reads whatever part of the memory its generator's position says."""
     words: Any = numpy.random.get_state()
     for position in (-1, 625, 1 << 30, 1.5):
         seen = json.loads(rng.capture()["numpy"])

@@ -241,7 +241,7 @@ def test_every_move_of_every_kind(tmp_path: Path, storage: str) -> None:
 
 
 def as_at_first(optimizer: Any) -> dict[str, Any]:
-    """A shard with the rank's own numbers, and nothing that says which they are in the whole."""
+    """A shard with the rank's own numbers, and nothing that names which they are in the whole."""
     shard: dict[str, Any] = optimizer.optim.state_dict()
     return shard
 

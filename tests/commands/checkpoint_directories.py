@@ -20,7 +20,7 @@ def contents(step: int, salt: str = "") -> dict[str, bytes]:
 
 
 def save(root: Path | str, *steps: int, salt: str = "", ranks: int = 2) -> list[str]:
-    """Commit a checkpoint for each step, in this order, in a local or remote place; return where they are."""
+    """Commit a checkpoint for each step, in this order, in a local or remote store; return where they are."""
     store = open_store(root)
     store.probe()
     return [_save(store, step, contents(step, salt), ranks) for step in steps]

@@ -1,4 +1,4 @@
-"""A check tells which promises are kept and which broken, whatever the plugin does to the process that tries it."""
+"""A check reports which promises are kept and which broken, whatever the plugin does to the process that tries it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ TWO = {"Leaves": "threading.Thread(target=threading.Event().wait).start()", "Inn
 
 
 def check(*arguments: str, capsys: pytest.CaptureFixture[str], code: int) -> dict[str, Any]:
-    """Run the command, which is to end with ``code``; return what it tells as JSON."""
+    """Run the command, which is to end with ``code``; return its output as JSON."""
     assert main(["check", "--json", *arguments]) == code
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result

@@ -1,4 +1,4 @@
-"""``stagereg doctor``: what is broken is one row that says what to do, whatever it does to the one that tries it."""
+"""``stagereg doctor``: what is broken is one row with what to do, whatever it does to the one that tries it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``stagereg plan``: its interval is the best there is, it says where its times are from, and refuses nonsense."""
+"""``stagereg plan``: its interval is the best there is, it names where its times are from, and refuses nonsense."""
 
 from __future__ import annotations
 

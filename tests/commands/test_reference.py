@@ -1,4 +1,4 @@
-"""The option reference: it is what the code says today, has everything, and explains it."""
+"""The option reference: it is generated from today's code, has everything, and explains it."""
 
 from __future__ import annotations
 

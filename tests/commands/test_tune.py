@@ -1,4 +1,4 @@
-"""``stagereg tune`` as a user meets it: a script, a command line, and what it says in the end."""
+"""``stagereg tune`` as a user meets it: a script, a command line, and what it prints in the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``stagereg verify``: whatever is wrong with a file is found and named, and the exit code says so."""
+"""``stagereg verify``: whatever is wrong with a file is found and named, and the exit code shows it."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.errors import JoinError
-from stagereg.kernel.channel import resources_of
+from stagereg.kernel.channel import control_channel, resources_of
 from stagereg.testing import run_ranks
 
 from .reference import EXACT, Case, batch, difference, mlp, net
@@ -141,6 +142,30 @@ def test_a_planned_step_sends_nothing_of_its_own_and_a_counted_one_a_single_sum(
             without = sent[None, False, way]
             assert len(without) == 7
             assert found == [each + (mode == "counted") for each in without], (mode, throw, way)
+
+
+def epochs(rank: int, world_size: int) -> list[int]:
+    """The number of keys in the store after each of some planned joins over uneven inputs."""
+    ddp = DistributedDataParallel(mlp().double())
+    group: Any = dist.group.WORLD
+    counts = []
+    for epoch in range(6):
+        data = [batch(rank, epoch, step) for step in range(10 + rank)]
+        with stagereg.Join([ddp], mode="planned", loader=data):
+            for x in data:
+                ddp(x).sum().backward()
+        idle = threading.Event()
+        control_channel(group, "membership").submit(idle.set)  # after what deletes the keys of the join before
+        idle.wait(20)
+        dist.barrier()
+        counts.append(group.get_group_store().num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_planned_joins_leave_no_more_keys_than_those_of_the_last_one() -> None:
+    for counts in run_ranks(epochs, 2, timeout_s=60):
+        assert max(counts[1:]) - min(counts[1:]) < 10, counts
 
 
 def ahead(rank: int, world_size: int, mode: str) -> int:

@@ -285,3 +285,6 @@ class _Store(dist.Store):
         total = int(self._words.get(key, b"0")) + amount
         self._words[key] = str(total).encode()
         return total
+
+    def delete_key(self, key: str) -> bool:
+        return self._words.pop(key, None) is not None

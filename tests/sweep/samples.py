@@ -1,4 +1,4 @@
-"""Runs and sweeps as programs leave them, made by hand: every time and size in them is chosen, so figures can be told.
+"""Runs and sweeps as programs leave them, made by hand: every time and size in them is chosen, so figures are known.
 
 The run of :class:`Sample` as it stands, on each rank: 40 steps of 10 ms, of which the 10th, 20th, 30th and 40th are
 saved. A save holds the loop for 2 ms, staging goes on for 5 ms from its start, writing for 20 ms after that, and
@@ -45,7 +45,7 @@ class Sample:
     """Whether the ranks end in the middle of their last line."""
 
     def events(self, rank: int) -> Iterator[dict[str, Any]]:
-        """What the rank tells, in order of time; each rank stalls for 0.1 ms longer than the one before."""
+        """What the rank records, in order of time; each rank stalls for 0.1 ms longer than the one before."""
         t = self.began
         place = {"rank": rank, "world_size": self.ranks, "pid": 100 + rank, "host": self.host}
         yield {"event": "start", "t": t, "format": 1, "time": "2026-11-21T10:00:00+0000", **place, **self.versions}
@@ -116,7 +116,7 @@ def write_hydra(directory: Path, overrides: Sequence[str], num: int | None = Non
 
 
 def result(directory: Path, num: int = 0, **fields: Any) -> JobResult:
-    """A completed job with no figures, unless told otherwise."""
+    """A completed job with no figures, by default."""
     given: dict[str, Any] = {
         "status": "completed",
         "job": {"num": num, "id": str(num), "name": "train"},

@@ -1,4 +1,4 @@
-"""A comparison says which combination is best only where the runs say so, and says what they do not say."""
+"""A comparison names which combination is best only where the runs show it, and names what they do not show."""
 
 from __future__ import annotations
 

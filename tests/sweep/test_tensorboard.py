@@ -68,7 +68,7 @@ def test_writing_once_more_replaces_what_was_there_and_nothing_else(tmp_path: Pa
 
 
 def hparams(directory: Path) -> tuple[dict[str, Any], list[str], bool]:
-    """Parameters, names of the metrics, and whether the job is told to have ended."""
+    """Parameters, names of the metrics, and whether the job is recorded as ended."""
     found = read(directory)
     plugin = {tag: found.SummaryMetadata(tag).plugin_data.content for tag in found.PluginTagToContent("hparams")}
     start = api.HParamsPluginData.FromString(plugin["_hparams_/session_start_info"]).session_start_info.hparams

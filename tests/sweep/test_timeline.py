@@ -1,4 +1,4 @@
-"""The timeline of a run: what is drawn lies where the ranks said it was, and long runs show a stretch of themselves."""
+"""The timeline of a run: what is drawn lies where the ranks recorded it, and long runs show a stretch of themselves."""
 
 from __future__ import annotations
 

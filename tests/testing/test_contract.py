@@ -1,4 +1,4 @@
-"""What contracts have in common: promises are listed and tried one by one, and each end of a trial is told."""
+"""What contracts have in common: promises are listed and tried one by one, and each end of a trial is reported."""
 
 from __future__ import annotations
 

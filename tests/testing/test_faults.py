@@ -1,4 +1,4 @@
-"""The storage that fails on purpose: where it was told to, as a disk would, and only there."""
+"""The storage that fails on purpose: where it was asked to, as a disk would, and only there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The harness comes back in every case, says which rank did what, and leaves nobody behind."""
+"""The harness comes back in every case, names which rank did what, and leaves nobody behind."""
 
 from __future__ import annotations
 

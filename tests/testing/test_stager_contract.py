@@ -107,7 +107,7 @@ class Halving(BlockingAsyncStager):
 
 
 class Foretold(BlockingAsyncStager):
-    """Stages at once and returns a future; the next call tells its error again, since nobody may have looked."""
+    """Stages at once and returns a future; the next call raises its error again, since nobody may have looked."""
 
     failed: BaseException | None = None
 

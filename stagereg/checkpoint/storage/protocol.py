@@ -79,7 +79,7 @@ class UsesPadding(Protocol):
 
 @runtime_checkable
 class WritesUrls(Protocol):
-    """A storage that says whether it can write to URLs. Any other storage is taken to.
+    """A storage that declares whether it can write to URLs. Any other storage is taken to.
 
     Attributes:
         remote: False if it writes only to file systems of this machine. Saving to a URL is then refused.

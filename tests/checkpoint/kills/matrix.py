@@ -152,7 +152,7 @@ def _add(sha: Any, name: str, value: Any) -> None:
 
 @dataclass
 class Told:
-    """What the ranks of one run told, and how they ended."""
+    """What the ranks of one run reported, and how they ended."""
 
     folder: Path
     ranks: int
@@ -186,7 +186,7 @@ class Told:
         return AFTER if seen["committed"] > seen["ended"] else BETWEEN
 
     def committed(self) -> int:
-        """The step of the last save that rank 0 has told to be durable."""
+        """The step of the last save that rank 0 has reported as durable."""
         start = self.resumed(0)
         count = self.of(0, "point").count("committed")
         return 0 if start is None or count == 0 else start[0] - start[0] % EVERY + EVERY * count
@@ -199,7 +199,10 @@ class Told:
 def run(
     setup: Setup, root: Path, folder: Path, kills: Sequence[Kill] = (), resume: str = "auto", full: float = 0
 ) -> Told:
-    """Run the ranks, killing as told, until all have ended. ``full`` is how many seconds an uninterrupted run takes."""
+    """Run the ranks, killing as asked, until all have ended.
+
+    ``full`` is how many seconds an uninterrupted run takes.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     began = time.monotonic()
@@ -307,7 +310,7 @@ def preload() -> None:
 
 
 class Broken(Exception):
-    """Something was lost; tells what, and what the ranks said."""
+    """Something was lost; reports what, and the output of the ranks."""
 
 
 @dataclass(frozen=True)

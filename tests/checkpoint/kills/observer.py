@@ -34,7 +34,7 @@ class Kill:
 
 @dataclass
 class Observer:
-    """Tells what a process has reached, and kills when it is time. Goes to the writer process with the storage."""
+    """Records what a process has reached, and kills when it is time. Goes to the writer process with the storage."""
 
     kills: Sequence[Kill]
     rank: int

@@ -1,4 +1,4 @@
-"""An aligned file holds what was written, whatever the sizes, and says what the operating system said."""
+"""An aligned file holds what was written, whatever the sizes, and raises the error of the operating system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``safetensors`` writes files that other tools read, and says what they cannot hold."""
+"""``safetensors`` writes files that other tools read, and names what they cannot hold."""
 
 from __future__ import annotations
 

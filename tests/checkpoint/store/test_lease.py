@@ -1,4 +1,7 @@
-"""The lease of an object store: one run holds it, others are told who, and what its owner left is nobody's."""
+"""The lease of an object store.
+
+One run holds it, others are refused with its name, and what its owner left is nobody's.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def root() -> str:
 
 
 class Store(ObjectStore):
-    """A store whose writes of the lease can be told, changed or refused."""
+    """A store whose writes of the lease can be observed, changed or refused."""
 
     conditional = True
 

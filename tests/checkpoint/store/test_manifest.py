@@ -1,4 +1,7 @@
-"""A manifest says what was written or says nothing: damage is noticed, and no name in it leads out of its directory."""
+"""A manifest names what was written or says nothing.
+
+Damage is noticed, and no name in it leads out of its directory.
+"""
 
 from __future__ import annotations
 

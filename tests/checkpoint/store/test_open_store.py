@@ -1,4 +1,4 @@
-"""A directory of checkpoints is a path or a URL, and what cannot be one is told before anything is made."""
+"""A directory of checkpoints is a path or a URL, and what cannot be one is an error before anything is made."""
 
 from __future__ import annotations
 

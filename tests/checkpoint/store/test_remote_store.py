@@ -1,4 +1,7 @@
-"""A place in an object store: complete by the last object, or absent; and nothing of anybody else's is touched."""
+"""A store of checkpoints in an object store.
+
+Complete by the last object, or absent; and nothing of anybody else's is touched.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Compared = Callable[..., Comparison]
 
 
 def recorded(directory: Path) -> Path:
-    """A directory in which one rank has told of ten steps and a checkpoint."""
+    """A directory in which one rank has recorded ten steps and a checkpoint."""
     seen: list[dict[str, object]] = [{"event": "start", "t": 0.0, "format": 1, "rank": 0, "world_size": 1}]
     seen += [{"event": "step", "t": 1.0 + step, "step": step} for step in range(10)]
     seen.append({"event": "stall", "t": 5.5, "step": 4, "start": 5.1, "seconds": 0.3})
