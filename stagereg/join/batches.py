@@ -301,9 +301,7 @@ def _pickled(batch: Any) -> bytes:
     except Exception as error:  # of any class that the batch is made of
         raise JoinError(f"{cannot}: it cannot be pickled ({error}). {_ADVICE}") from error
     if file.tell() > LIMIT:
-        raise JoinError(
-            f"{cannot}: it takes {file.tell()} bytes, more than {LIMIT}, beside its samples. {_ADVICE}"
-        )
+        raise JoinError(f"{cannot}: it takes {file.tell()} bytes, more than {LIMIT}, beside its samples. {_ADVICE}")
     return file.getvalue()
 
 
