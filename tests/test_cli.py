@@ -9,7 +9,7 @@ from stagereg import __version__, cli
 from stagereg.errors import StageregError
 
 
-def test_a_misspelt_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_command_is_an_error_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["shwo", "pinned_cached"])
     told = capsys.readouterr()
@@ -17,7 +17,7 @@ def test_a_misspelt_command_is_told_with_the_nearest(capsys: pytest.CaptureFixtu
     assert "no command 'shwo'. Did you mean 'show'?" in told.err
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"stagereg {__version__}\n"
@@ -44,7 +44,7 @@ def test_errors_and_interruptions_are_exit_codes(
     assert told.err == ("stagereg: told\n" if code == 2 else "")
 
 
-def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_it_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

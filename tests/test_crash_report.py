@@ -1,4 +1,4 @@
-"""How a process ended, and where it was, is told whatever it died of and wherever Python is installed."""
+"""How a process ended, and where it was, is reported whatever ended it and wherever Python is installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_signal_has_a_name_also_those_that_python_has_none_for() -> None:
 
 
 @pytest.mark.parametrize("mine", ["/home/me/mine.py", f"{STDLIB}/site-packages/mine.py", "/usr/lib/dist-packages/m.py"])
-def test_it_is_the_plugins_frame_that_is_told_and_not_of_those_it_called(mine: str) -> None:
+def test_the_plugins_frame_is_reported_and_not_one_that_it_called(mine: str) -> None:
     called = [f"{STDLIB}/threading.py", "<frozen importlib._bootstrap>", "/v/site-packages/torch/_ops.py"]
     assert (
         innermost_frame(dump(*called, f"{PACKAGE}/stagers/host.py", mine, "/home/me/other.py")) == f"stage ({mine}:3)"
@@ -49,7 +49,7 @@ def test_what_a_rank_died_of_is_one_line_with_the_place() -> None:
     assert summarize(raised) == "ValueError: no"
 
 
-def test_an_error_is_told_with_the_line_of_the_plugin_that_called_a_library(tmp_path: Path) -> None:
+def test_an_error_is_reported_with_the_line_of_the_plugin_that_called_a_library(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     for source, where in (("import json\n\njson.loads('{')", f"{mine}:3"), ("def x(:", "")):
         mine.write_text(source)

@@ -1,4 +1,4 @@
-"""What ranks are told about the C library: enough, nothing twice, and never against the user."""
+"""What ranks get as settings of the C library: each once, and never against the user."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_a_users_own_threshold_stands() -> None:
     assert tunables({TUNABLES: "glibc.cpu.x86_non_temporal_threshold=0x6300000"}) == {}
 
 
-def test_elsewhere_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_get_no_tunable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert tunables({}) == {}
 
 
-def test_the_library_takes_it_at_its_word() -> None:
+def test_the_library_accepts_the_tunable() -> None:
     loader = f"/lib64/ld-linux-{platform.machine().replace('_', '-')}.so.2"
     if not os.path.exists(loader):
         pytest.skip("there is no loader to ask at the usual place")

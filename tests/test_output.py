@@ -52,7 +52,7 @@ def test_columns_are_aligned_and_bare_of_colour_where_no_terminal_is(capsys: pyt
 
 @settings(deadline=None)
 @given(rows=st.lists(st.tuples(WORDS, WORDS, SENTENCES), min_size=1, max_size=5))
-def test_no_word_is_lost_and_no_line_is_wider_than_it_has_to_be(rows: list[tuple[str, str, str]]) -> None:
+def test_no_text_is_lost_and_no_line_is_wider_than_it_has_to_be(rows: list[tuple[str, str, str]]) -> None:
     into = io.StringIO()
     with contextlib.redirect_stdout(into):
         output.table("", (), rows)
@@ -71,7 +71,7 @@ def test_a_table_without_rows_is_no_error(capsys: pytest.CaptureFixture[str]) ->
     assert printed(capsys) == ["Nothing"]
 
 
-def test_on_a_terminal_a_verdict_has_a_colour_and_words_in_brackets_are_words(terminal: Terminal) -> None:
+def test_on_a_terminal_a_verdict_has_a_colour_and_text_in_brackets_is_text(terminal: Terminal) -> None:
     with contextlib.redirect_stdout(terminal):
         output.table("T", ("name", "verdict"), [("[red]broken[/red]", "broken"), ("kept", "kept")], verdict="verdict")
     told = terminal.getvalue()
@@ -81,7 +81,7 @@ def test_on_a_terminal_a_verdict_has_a_colour_and_words_in_brackets_are_words(te
     assert len(re.findall(r"\x1b\[32mkept", told)) == 1, "a name is no verdict"
 
 
-def test_on_a_terminal_no_word_of_the_last_column_is_cut(terminal: Terminal) -> None:
+def test_on_a_terminal_no_text_of_the_last_column_is_cut(terminal: Terminal) -> None:
     words = [f"word{number}" for number in range(60)]
     with contextlib.redirect_stdout(terminal):
         output.table("", ("name", "seen"), [("a", " ".join(words))])
@@ -126,7 +126,7 @@ def test_what_is_printed_aside_by_python_c_or_a_child_is_not_on_stdout(capfd: py
     assert sorted(told.err.split()) == ["c", "child", "python"]
 
 
-def test_what_is_waited_for_is_told_to_terminals_only(
+def test_progress_is_shown_on_terminals_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output.progress("long")

@@ -46,7 +46,7 @@ def told(directory: Path, event: str = "", rank: int = 0) -> list[dict[str, Any]
     return [line for line in lines if event in ("", line["event"])]
 
 
-def test_start_and_end_say_where_by_what_and_how_it_went(tmp_path: Path) -> None:
+def test_start_and_end_record_process_versions_and_how_it_went(tmp_path: Path) -> None:
     with record.recording(tmp_path, 3, 4, device="cpu"):
         record.add_child_memory(2**50)
         record.emit("step", step=7)
@@ -75,7 +75,7 @@ def test_start_and_end_say_where_by_what_and_how_it_went(tmp_path: Path) -> None
         (SystemExit(), "completed", None),
     ],
 )
-def test_the_end_is_told_of_whatever_leaves_the_task(
+def test_the_end_is_recorded_whatever_leaves_the_task(
     tmp_path: Path, error: BaseException, status: str, text: str | None
 ) -> None:
     with pytest.raises(type(error)) as caught, record.recording(tmp_path, 0, 1):
@@ -85,7 +85,7 @@ def test_the_end_is_told_of_whatever_leaves_the_task(
     assert (end["status"], end.get("error")) == (status, text)
 
 
-def test_nothing_is_told_where_nothing_records(tmp_path: Path) -> None:
+def test_events_are_dropped_where_nothing_records(tmp_path: Path) -> None:
     record.emit("step", step=1)
     stagereg.log(1, loss=0.5)
     record.add_child_memory(1)
@@ -125,7 +125,7 @@ def as_json_has_it(value: Any) -> Any:
 
 @given(st.text(), st.dictionaries(st.text(), VALUES, max_size=4), ODD)
 @settings(max_examples=80, deadline=None)
-def test_whatever_is_told_comes_back_as_one_line_of_json(event: str, fields: dict[str, Any], odd: Any) -> None:
+def test_every_event_comes_back_as_one_line_of_json(event: str, fields: dict[str, Any], odd: Any) -> None:
     fields.pop("odd", None)
     with tempfile.TemporaryDirectory() as folder:
         with record.recording(Path(folder), 0, 1):
@@ -140,7 +140,7 @@ def test_whatever_is_told_comes_back_as_one_line_of_json(event: str, fields: dic
     assert line == with_odd == expected
 
 
-def test_numbers_of_other_makes_are_told_as_numbers(tmp_path: Path) -> None:
+def test_numbers_of_other_types_are_written_as_numbers(tmp_path: Path) -> None:
     with record.recording(tmp_path, 0, 1):
         record.emit(
             "write", bytes=torch.tensor(7), seconds=torch.tensor(0.5), price=decimal.Decimal("1.25"), dir=tmp_path
@@ -266,7 +266,7 @@ with record.recording(Path(sys.argv[1]), 0, 1):
 """
 
 
-def test_a_killed_process_has_told_all_but_its_last_line_and_its_forks_nothing(tmp_path: Path) -> None:
+def test_a_killed_process_has_written_all_but_its_last_line_and_its_forks_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as process:
         assert process.stdout is not None

@@ -1,15 +1,15 @@
 """All ranks exit at the same step when any of them was signalled: :class:`PreemptionConsensus` agrees on that step.
 
 About once a second the training threads exchange whether one of them has been signalled: an all-reduce that is begun in
-one call and read in the next, so nobody waits for it while the ranks go in step. How many calls lie between two
+one call and read in the next, so no rank waits for it while the ranks go in step. How many calls lie between two
 exchanges follows from the slowest rank's time of a step, which is exchanged along; all ranks begin and read in the same
-calls, and so learn of a signal at the same step. That is the step to save and leave at.
+calls, and so learn of a signal at the same step. That is the step to save and exit at.
 
 This needs all ranks to call at the same steps. Where they do not, as in a loop that ranks leave one by one, something
 else that all ranks take part in has to carry the flags (``exchanged_by_join``): the ``checkpoint`` joinable does.
-Where nothing does, the first exchange that a rank is missing from ends the watch, after a bounded wait.
+Where nothing does, the first exchange that a rank is missing from is the last, after a bounded wait.
 
-Signals are heard by :mod:`stagereg.preemption`; saving is left to the checkpointer.
+Signals are received by :mod:`stagereg.preemption`; saving is left to the checkpointer.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ step."""
 
 
 class PreemptionConsensus:
-    """Whether, and at which step, this process leaves; for the training thread.
+    """Whether, and after which step, this process exits; for the training thread.
 
     Args:
-        ranks: that leave together. Nothing else is exchanged on their group.
-        notice: of this process.
+        ranks: that exit together. Nothing else is exchanged on their group.
+        handler: of this process.
         clock: seconds, ever growing.
 
     Attributes:
-        agreed: the signal to leave for, on all ranks from the same step on; ``None`` until there is one.
+        agreed: the signal to exit for, on all ranks from the same step on; ``None`` until there is one.
         exchanged_by_join: whether a join exchanges the flags, and calls here exchange nothing. The same on all ranks.
     """
 
-    def __init__(self, ranks: RankGroup, notice: PreemptionHandler, clock: Callable[[], float] = record.now) -> None:
+    def __init__(self, ranks: RankGroup, handler: PreemptionHandler, clock: Callable[[], float] = record.now) -> None:
         self.agreed: signal.Signals | None = None
         self.exchanged_by_join = False
         self._ranks = ranks
-        self._notice = notice
+        self._handler = handler
         self._clock = clock
-        self._watching = True
+        self._exchanging = True
         self._asked: int | None = None
         self._calls = 0  # since the last exchange began
         self._next = 1
@@ -71,21 +71,21 @@ class PreemptionConsensus:
         self._pending: tuple[torch.Tensor, Any] | None = None
 
     def signal_flags(self) -> list[float]:
-        """This rank's part of the exchange: for each of ``SIGNALS``, above 0 if it has come."""
-        return [float(self._notice.received == each) for each in SIGNALS]
+        """The flags of this rank: for each of ``SIGNALS``, above 0 if it has come."""
+        return [float(self._handler.received == each) for each in SIGNALS]
 
-    def update(self, told: Sequence[float]) -> None:
-        """Take the values of all ranks, summed or the greatest of each; all ranks get the same at the same step."""
-        for number, signalled in zip(SIGNALS, told, strict=True):
+    def update(self, flags: Sequence[float]) -> None:
+        """Take up the flags of all ranks, added up or the greatest of each; the same on all ranks, at the same step."""
+        for number, signalled in zip(SIGNALS, flags, strict=True):
             if signalled > 0 and self.agreed is None:
                 self.agreed = number
-                self._notice.reports = self._ranks.rank == 0
-                self._notice.start_grace(number)
+                self._handler.reports = self._ranks.rank == 0
+                self._handler.start_grace(number)
 
     def agreed_at(self, step: int) -> bool:
-        """Whether to leave after ``step``; on all ranks, once a step. Never raises, and waits for a bounded time."""
+        """Whether to exit after ``step``; on all ranks, once a step. Never raises, and waits for a bounded time."""
         self._asked = step
-        if self.agreed is None and self._watching and not self.exchanged_by_join:
+        if self.agreed is None and self._exchanging and not self.exchanged_by_join:
             if self._ranks.size == 1:
                 self.update(self.signal_flags())
             else:
@@ -97,7 +97,7 @@ class PreemptionConsensus:
         return self.agreed is not None if step == self._asked else self.agreed_at(step)
 
     def exit(self, step: int, directory: str, failure: Exception | None) -> NoReturn:
-        """Leave, together with the other ranks; waits for them, and the notice's time bounds the wait.
+        """Exit, together with the other ranks; waits for them, and the handler's time bounds the wait.
 
         Args:
             step: that was to be saved.
@@ -109,45 +109,45 @@ class PreemptionConsensus:
             Stopped: it is not.
         """
         assert self.agreed is not None
-        self._notice.saved = failure is None
+        self._handler.saved = failure is None
         if self._ranks.size > 1:
             # A peer that leaves seconds later would take the end of this one for a failure.
             with contextlib.suppress(RuntimeError):
                 # Like an exchange in size: gloo ends a process in which two of different sizes meet.
-                dist.all_reduce(self._told(), group=self._ranks.group)
+                dist.all_reduce(self._flags(), group=self._ranks.group)
         if failure is None:
-            leaving: SystemExit = Preempted(step, directory, self.agreed)
+            exception: SystemExit = Preempted(step, directory, self.agreed)
         else:
-            leaving = Stopped(self.agreed, reason(failure))
+            exception = Stopped(self.agreed, reason(failure))
         shutdown.set_exit_code(128 + self.agreed if failure is not None else RESUME_CODE)
         if self._ranks.rank == 0:
-            _log.warning("stagereg: %s", leaving)
-        raise leaving from failure
+            _log.warning("stagereg: %s", exception)
+        raise exception from failure
 
     def abandon(self) -> None:
-        """This rank fails: it takes part in no more exchange, since one without the others would hold up its end."""
-        self._watching = False
+        """This rank fails: it exchanges nothing more, since an exchange without the others would delay its end."""
+        self._exchanging = False
 
     def close(self) -> None:
-        """This rank calls no more. A rank that goes on learns that in its next exchange, which then was the last."""
-        if self._watching and self._ranks.size > 1 and self.agreed is None:
-            self._watching = False
+        """This rank calls no more. A rank that goes on learns of it with its next exchange, which then was the last."""
+        if self._exchanging and self._ranks.size > 1 and self.agreed is None:
+            self._exchanging = False
             with contextlib.suppress(RuntimeError):
                 if self._pending is None or not self._ready(0.0) or not self._pending[0][len(SIGNALS)] > 0:
                     self._begin(over=True)
-        self._notice.close()
+        self._handler.close()
 
     def _exchange(self) -> None:
         self._calls += 1
         if self._pending is not None:
-            told = self._read()
-            if told is None:
+            flags = self._read()
+            if flags is None:
                 return
-            *words, over, step_s = told
+            *signalled, over, step_s = flags
             if over > 0:
-                self._watching = False
+                self._exchanging = False
                 return
-            self.update(words)
+            self.update(signalled)
             self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
         if self.agreed is None and self._calls >= self._next:
             try:
@@ -159,16 +159,16 @@ class PreemptionConsensus:
         now = self._clock()
         step_s = (now - self._since) / max(self._calls, 1)
         self._since, self._calls = now, 0
-        told = self._told(over, step_s)
-        self._pending = told, dist.all_reduce(told, dist.ReduceOp.MAX, self._ranks.group, async_op=True)
+        flags = self._flags(over, step_s)
+        self._pending = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, self._ranks.group, async_op=True)
 
-    def _told(self, over: bool = False, step_s: float = 0.0) -> torch.Tensor:
+    def _flags(self, over: bool = False, step_s: float = 0.0) -> torch.Tensor:
         return torch.tensor([*self.signal_flags(), float(over), step_s], dtype=torch.float64)
 
     def _read(self) -> list[float] | None:
-        """The values of all ranks; ``None``, and no more exchanges, where some have not come in time."""
+        """The greatest flags of all ranks; ``None``, and no more exchanges, where some have not come in time."""
         assert self._pending is not None
-        told, _ = self._pending
+        flags, _ = self._pending
         try:
             there = self._ready(_PATIENCE_S)
         except RuntimeError as error:
@@ -178,7 +178,7 @@ class PreemptionConsensus:
             self._give_up(f"not all ranks have come in {_PATIENCE_S:g} s")
             return None
         self._pending = None
-        found: list[float] = told.tolist()
+        found: list[float] = flags.tolist()
         return found
 
     def _ready(self, seconds: float) -> bool:
@@ -194,8 +194,8 @@ class PreemptionConsensus:
         return True
 
     def _give_up(self, why: object) -> None:
-        self._watching = False
-        self._notice.close()
+        self._exchanging = False
+        self._handler.close()
         _log.warning(
             "stagereg: the ranks could not exchange whether one of them has been signalled (%s). From now on "
             "SIGTERM and SIGUSR1 end a rank at once, without a save. Call maybe_save, or due, on all ranks in each "
@@ -205,7 +205,7 @@ class PreemptionConsensus:
 
 
 def describe_newest(store: CheckpointStore) -> str:
-    """A sentence on the checkpoint that a store has to resume from."""
+    """What a store has to go on from, for a message."""
     found = store.latest()
     if found is None:
         return f"there is no complete checkpoint in {store.root}"

@@ -312,7 +312,7 @@ def test_torchrun_with_a_sweep_is_refused_with_one_line(app):
 
 
 @pytest.mark.parametrize("start", [None, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["python", "torchrun"])
-def test_an_error_is_told_once_with_its_rank_and_not_its_consequences(app, start):
+def test_an_error_is_printed_once_with_its_rank_and_not_its_consequences(app, start):
     ended = app.run("what=raise_on_last", start=start)
     assert ended.returncode == 1
     assert ended.stderr.count('no cheese")') == 1  # the source line of the traceback
@@ -345,7 +345,7 @@ def test_the_cause_is_one_line(app, what, line):
         ({0: -15}, "rank 0: died of SIGTERM"),
     ],
 )
-def test_of_ranks_that_told_nothing_those_are_named_that_nobody_ended(codes, line):
+def test_of_ranks_that_report_nothing_those_that_were_not_terminated_are_named(codes, line):
     failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
     assert _message({}, failures) == line
 

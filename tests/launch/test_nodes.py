@@ -209,7 +209,7 @@ def test_agents_that_start_apart_in_different_folders_are_one_run(agents: Agents
 
 
 @pytest.mark.slow
-def test_an_error_below_the_second_agent_is_told_once_with_its_rank_and_ends_both(agents: Agents) -> None:
+def test_an_error_below_the_second_agent_is_printed_once_with_its_rank_and_ends_both(agents: Agents) -> None:
     ended = agents.run("what=fail")
     assert all(code != 0 for code, _, _ in ended)
     told = "".join(stderr for _, _, stderr in ended)
@@ -248,7 +248,7 @@ def test_a_run_that_is_preempted_goes_on_when_it_is_started_again(agents: Agents
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("lost", [0, 1])
-def test_when_an_agent_is_killed_its_ranks_go_too_and_the_other_one_ends_and_says_who_is_lost(
+def test_when_an_agent_is_killed_its_ranks_go_too_and_the_other_one_ends_and_names_the_lost_ranks(
     agents: Agents, lost: int
 ) -> None:
     agents.start("what=go_on", f"answers={agents.answers}")
@@ -368,7 +368,7 @@ def test_a_heartbeat_ends_with_its_block_and_with_its_store(monkeypatch: pytest.
     assert beating() == []
 
 
-def test_ranks_of_two_machines_tell_a_cause_once_and_end_with_an_error(
+def test_ranks_of_two_machines_report_a_cause_once_and_end_with_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shutdown, "exit_now", sys.exit)
@@ -407,7 +407,7 @@ def test_a_rank_that_waits_for_the_others_to_end_finds_those_that_are_lost(monke
         (8, 4, "python train.py -m nproc=4 hydra/launcher=submitit_slurm hydra.launcher.nodes=2 ..."),
     ],
 )
-def test_a_sweep_below_torchrun_is_told_the_command_that_does_it(
+def test_a_sweep_below_torchrun_is_refused_with_the_command_that_does_it(
     monkeypatch: pytest.MonkeyPatch, world: int, local: int, command: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "-m"])

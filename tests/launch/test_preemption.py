@@ -1,4 +1,4 @@
-"""A run below ``stagereg.main`` that is told to leave: it saves, leaves with 75, and the next start goes on."""
+"""A run below ``stagereg.main`` that is signalled: it saves, exits with 75, and the next start goes on."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_ranks_that_have_saved_and_do_not_come_to_their_end_are_ended_with_75(pr
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_an_error_on_the_way_is_told_beside_the_signal(program: Program) -> None:
+def test_an_error_on_the_way_is_printed_beside_the_signal(program: Program) -> None:
     ended = program.run("what=fail")
     assert ended.returncode == 143
     assert ended.stderr.count("KeyError: 'no cheese'") == 1
@@ -242,7 +242,7 @@ HYDRA = OmegaConf.create(
         (Stopped(signal.SIGTERM, "the disk is full"), None, "stopped by SIGTERM: the disk is full"),
     ],
 )
-def test_it_is_told_how_to_go_on(
+def test_the_message_says_how_to_go_on(
     capsys: pytest.CaptureFixture[str], error: Preempted | Stopped, run: str | None, said: str
 ) -> None:
     from hydra.types import RunMode
