@@ -126,7 +126,7 @@ class Joinable(ABC):
 
     def detach(self) -> None:
         """Put back whatever ``join_hook`` and ``attach`` changed outside this object. Twice is harmless."""
-        self.session = None
+        vars(self).pop("session", None)  # no attribute stays behind
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
         """Whether its step depends on which ranks are active; ranks then exchange that in every step."""

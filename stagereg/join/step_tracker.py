@@ -103,7 +103,7 @@ class TrackedJoinable(Joinable):
         """Stop watching."""
         if self.tracker is not None:
             self.tracker.remove()
-            self.tracker = None
+            del self.tracker
         super().detach()
 
     @property

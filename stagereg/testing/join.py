@@ -1,8 +1,8 @@
 """The contracts of joins: what a joinable, or a join hook, promises to those who train with it.
 
 An author inherits one, says how to make the thing, what a training step with it is, and what comes out of it in a
-single process; the contract plays training loops with it on ranks (``rehearsal``) and holds what it saw against each
-promise. All promises share the processes of their rehearsals, so a plugin that keeps them takes a few seconds for all.
+single process; the contract runs training loops with it on ranks (``scenario``) and compares what it observed with each
+promise. All promises share the processes of their scenarios, so a plugin that keeps them takes a few seconds for all.
 
 The promises are those of "Contract of a join" in the project's design; ``docs/contracts.md`` lists them. Importing this
 imports no torch.
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from stagereg.testing.contract import Contract
-from stagereg.testing.rehearsal import Played, Rehearsal, Seen, played, steps_of
+from stagereg.testing.scenario import Observation, Scenario, ScenarioResult, played, steps_of
 
 __all__ = ["JoinHookContract", "JoinableContract"]
 
@@ -34,9 +34,9 @@ class JoinableContract(Contract):
         own_collectives: how many collectives it adds to each step of a planned join, by design.
         keeps: names of attributes that a join may change for good, though training without one does not.
         tolerance: by how much numbers may differ, relative above 1.
-        timeout_s: seconds that a rehearsal may take; what lasts for longer counts as hung. In stagereg's ``Join`` ranks
+        timeout_s: seconds that a scenario may take; what lasts for longer counts as hung. In stagereg's ``Join`` ranks
             that wait for each other in vain give up after half of it.
-        together: whether the first promise tried plays all rehearsals; False plays only what a promise needs.
+        together: whether the first promise tried runs all scenarios; False runs only what a promise needs.
 
     Example::
 
@@ -233,30 +233,30 @@ class JoinableContract(Contract):
                 error = seen.error
                 if error is None:
                     self.broken(f"rank {rank} ended as if nothing had happened, after rank 0 had failed ({what})")
-                told = error.purposely if rank == 0 else error.peer and "on purpose" in error.text
-                if not told:
-                    self.broken(f"rank {rank} was told {error}, and not what rank 0 failed with ({what})")
+                right = error.injected if rank == 0 else error.peer and "on purpose" in error.text
+                if not right:
+                    self.broken(f"rank {rank} raised {error}, and not what rank 0 failed with ({what})")
 
     # -- throw
 
     def test_throw(self) -> None:
-        """Told to throw, all ranks stop at the step before which the first runs out, with the state of that step."""
+        """With throw, all ranks stop at the step before which the first runs out, with the state of that step."""
         self._throws("throws", "throws in mode counted", "throws in mode torch")
 
     def test_planned_throw(self) -> None:
-        """Told to throw with planned lengths, all ranks stop before the first step, with the state untouched."""
+        """With throw and planned lengths, all ranks stop before the first step, with the state untouched."""
         self._announces_through_ours()
         self._throws("throws in mode planned")
 
     def test_even_inputs_do_not_throw(self) -> None:
-        """Told to throw, even inputs are none to throw for."""
+        """With throw, even inputs are none to throw for."""
         self._right("throws not")
 
     # -- leaves no trace
 
     def test_training_after_the_join(self) -> None:
         """Before and after a join, training without one works and gives the right numbers."""
-        self._right("marks")
+        self._right("side effects")
 
     def test_disabled(self) -> None:
         """With enable=False, even inputs give the right numbers."""
@@ -264,73 +264,74 @@ class JoinableContract(Contract):
 
     def test_leaves_no_trace(self) -> None:
         """A join leaves the joinable, what it watched and the warning filters as they were, on every way out."""
-        for name in ("marks", "marks of mode counted", "disabled", "marks of stopped", "marks of thrown"):
-            if name == "marks of mode counted" and self._foreign:
+        names = ("side effects", "side effects of stopped", "side effects of thrown", "disabled")
+        for name in (*names, "side effects of mode counted"):
+            if name == "side effects of mode counted" and self._foreign:
                 continue
             result = self._result(name)
             for rank, seen in enumerate(result.seen):
                 if seen is None:
                     self.broken(f"rank {rank} did not end: {result.failure} ({self._plan()[name]})")
-                expected = seen.error is None or seen.error.purposely or seen.error.uneven
+                expected = seen.error is None or seen.error.injected or seen.error.uneven
                 if not expected:
                     self.broken(f"rank {rank} raised {seen.error} ({self._plan()[name]})")
-                left = [told for told in seen.traces if not self._is_kept(told)]
+                left = [trace for trace in seen.traces if not self._is_kept(trace)]
                 if left:
                     self.broken(f"on rank {rank} the join left {'; '.join(left[:4])} ({self._plan()[name]})")
 
-    # -- the rehearsals
+    # -- the scenarios
 
     @classmethod
-    def _plan(cls) -> dict[str, Rehearsal]:
+    def _plan(cls) -> dict[str, Scenario]:
         size = cls.world_size
         even, uneven, other = ((3,) * size), _lengths((1, 3, 2), size), _lengths((3, 1, 2), size)
         first_none, last_none = (0, *(2,) * (size - 1)), (*(2,) * (size - 1), 0)
         torchs, mixed, mixed_too = (True, True), (True, False), (False, True)
         return {
-            "place": Rehearsal((), looks="place"),
-            "even": Rehearsal((even,)),
-            "uneven": Rehearsal((uneven,)),
-            "first has none": Rehearsal((first_none,)),
-            "last has none": Rehearsal((last_none,)),
-            "other order": Rehearsal((other,)),
-            "two joins": Rehearsal((uneven, other), looks="hooks"),
-            "one join twice": Rehearsal((uneven, other), again=True),
-            "planned": Rehearsal((uneven, other), mode="planned", looks="sent"),
-            "leaves early": Rehearsal((uneven,), mode="planned", announced=even),
-            "counted": Rehearsal((uneven, other), mode="counted", looks="sent"),
-            "iterate": Rehearsal((uneven, other), mode="auto", iterates=True),
-            "torch's": Rehearsal((uneven, first_none), torchs),
-            "mixed": Rehearsal((uneven, last_none), mixed, mode="torch"),
-            "mixed the other way": Rehearsal((other, first_none), mixed_too, mode="torch"),
-            "keywords": Rehearsal((uneven,), keywords=(("colour", "red"),)),
-            "throws": Rehearsal((other,), throw=True),
-            "throws in mode counted": Rehearsal((uneven,), mode="counted", throw=True),
-            "throws in mode torch": Rehearsal((uneven,), mode="torch", throw=True),
-            "throws in mode planned": Rehearsal((uneven,), mode="planned", throw=True),
-            "throws not": Rehearsal((even,), throw=True),
-            "disabled": Rehearsal((even,), enable=False, before=2, looks="marks sent"),
-            "marks": Rehearsal((uneven,), before=2, after=2, looks="marks"),
-            "marks of mode counted": Rehearsal((uneven,), mode="counted", before=2, looks="marks"),
-            "marks of stopped": Rehearsal((even,), stops=True, before=2, looks="marks"),
-            "marks of thrown": Rehearsal((uneven,), throw=True, before=2, looks="marks"),
-            "fails": Rehearsal((even,), fails=True),
-            "fails while others have left": Rehearsal(((3, *(1,) * (size - 1)),), fails=True),
+            "place": Scenario((), looks="place"),
+            "even": Scenario((even,)),
+            "uneven": Scenario((uneven,)),
+            "first has none": Scenario((first_none,)),
+            "last has none": Scenario((last_none,)),
+            "other order": Scenario((other,)),
+            "two joins": Scenario((uneven, other), looks="hooks"),
+            "one join twice": Scenario((uneven, other), again=True),
+            "planned": Scenario((uneven, other), mode="planned", looks="sent"),
+            "leaves early": Scenario((uneven,), mode="planned", announced=even),
+            "counted": Scenario((uneven, other), mode="counted", looks="sent"),
+            "iterate": Scenario((uneven, other), mode="auto", iterates=True),
+            "torch's": Scenario((uneven, first_none), torchs),
+            "mixed": Scenario((uneven, last_none), mixed, mode="torch"),
+            "mixed the other way": Scenario((other, first_none), mixed_too, mode="torch"),
+            "keywords": Scenario((uneven,), keywords=(("colour", "red"),)),
+            "throws": Scenario((other,), throw=True),
+            "throws in mode counted": Scenario((uneven,), mode="counted", throw=True),
+            "throws in mode torch": Scenario((uneven,), mode="torch", throw=True),
+            "throws in mode planned": Scenario((uneven,), mode="planned", throw=True),
+            "throws not": Scenario((even,), throw=True),
+            "disabled": Scenario((even,), enable=False, before=2, looks="side effects, sent"),
+            "side effects": Scenario((uneven,), before=2, after=2, looks="side effects"),
+            "side effects of mode counted": Scenario((uneven,), mode="counted", before=2, looks="side effects"),
+            "side effects of stopped": Scenario((even,), stops=True, before=2, looks="side effects"),
+            "side effects of thrown": Scenario((uneven,), throw=True, before=2, looks="side effects"),
+            "fails": Scenario((even,), fails=True),
+            "fails while others have left": Scenario(((3, *(1,) * (size - 1)),), fails=True),
         }
 
-    def _result(self, name: str) -> Played:
+    def _result(self, name: str) -> ScenarioResult:
         if self.world_size < 2:
-            self.broken(f"world_size is {self.world_size}, and a join is between ranks: say 2 or 3")
+            self.broken(f"world_size is {self.world_size}, and a join is between ranks: set it to 2 or 3")
         plan = self._plan()
         others = [each for name, each in plan.items() if self._is_due(name)] if self.together else []
         return played(type(self), plan[name], others)
 
     def _is_due(self, name: str) -> bool:
-        """Whether a rehearsal is worth playing before it is known what for."""
+        """Whether a scenario is worth running before it is known what for."""
         foreign_ones = "torch's" in name or "mixed" in name or name == "throws in mode torch"
         return (self.torch_join or not foreign_ones) and not (name == "iterate" and self._has_own_loop)
 
-    def _ended(self, name: str) -> list[Seen]:
-        """What the ranks saw of a rehearsal in which nothing is to go wrong."""
+    def _ended(self, name: str) -> list[Observation]:
+        """What the ranks saw of a scenario in which nothing is to go wrong."""
         result, what = self._result(name), self._plan()[name]
         for rank, seen in enumerate(result.seen):
             if seen is not None and seen.error is not None and not seen.error.peer:
@@ -349,7 +350,7 @@ class JoinableContract(Contract):
                 for stage, state in enumerate(seen.states):
                     self._compare(what, rank, stage, state, steps_of(what, stage, self.world_size))
 
-    def _compare(self, what: Rehearsal, rank: int, stage: int, state: Any, steps: list[list[float]]) -> None:
+    def _compare(self, what: Scenario, rank: int, stage: int, state: Any, steps: list[list[float]]) -> None:
         import torch
 
         with torch.random.fork_rng(devices=[]):
@@ -375,7 +376,7 @@ class JoinableContract(Contract):
                     self.broken(f"rank {rank} stopped after {seen.done[0]} steps, and {steps} would be right ({what})")
                 self._compare(what, rank, 0, seen.states[0], steps_of(what, 0, self.world_size)[:steps])
 
-    def _is_planned(self, what: Rehearsal) -> bool:
+    def _is_planned(self, what: Scenario) -> bool:
         mode = self.options.get("mode") if what.mode == "own" else what.mode
         return mode in ("planned", "auto") or (mode is None and self._has_own_loop)
 
@@ -395,14 +396,14 @@ class JoinableContract(Contract):
         if not self.torch_join:
             self.skipped("torch_join = False: it works in stagereg's Join only")
 
-    def _hooked(self) -> list[Seen]:
+    def _hooked(self) -> list[Observation]:
         seen = self._ended("two joins")
         if not any(each.mains for each in seen):
             self.skipped("its hooks are made by what stagereg's Join wraps it in, and cannot be watched")
         return seen
 
-    def _is_kept(self, told: str) -> bool:
-        return any(f".{name}:" in told or told.endswith(f" {name}") for name in self.keeps)
+    def _is_kept(self, trace: str) -> bool:
+        return any(f".{name}:" in trace or trace.endswith(f" {name}") for name in self.keeps)
 
 
 class JoinHookContract(JoinableContract):
@@ -424,16 +425,16 @@ class JoinHookContract(JoinableContract):
 
     def joinables(self, subject: Any) -> Sequence[Any]:
         """Return a minimal joinable around :meth:`hook`."""
-        from stagereg.testing.carrier import Carrier
+        from stagereg.testing.minimal_joinable import MinimalJoinable
 
-        return [Carrier(lambda: self.hook(subject), self.device)]
+        return [MinimalJoinable(lambda: self.hook(subject), self.device)]
 
     def announce(self, joinables: Sequence[Any]) -> None:
         """Announce this rank, if the joinable is the minimal one."""
-        from stagereg.testing.carrier import Carrier
+        from stagereg.testing.minimal_joinable import MinimalJoinable
 
         for each in joinables:
-            if isinstance(each, Carrier):
+            if isinstance(each, MinimalJoinable):
                 each.announce()
 
 

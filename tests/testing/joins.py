@@ -16,8 +16,8 @@ import stagereg
 from stagereg.join.kinds.collective import CollectiveHook, CollectiveJoinable
 from stagereg.join.kinds.step import StepHook, StepJoinable
 from stagereg.join.kinds.zero import ZeroHook, ZeroJoinable
-from stagereg.testing.carrier import Carrier
 from stagereg.testing.join import JoinableContract, JoinHookContract
+from stagereg.testing.minimal_joinable import MinimalJoinable
 
 
 def net() -> nn.Module:
@@ -382,7 +382,7 @@ class ZeroHookContract(JoinHookContract, ZeroContract):
 
     def joinables(self, subject: Sharded) -> Sequence[Any]:
         ddp = stagereg.build("joinable", "ddp", module=subject.model)
-        return [ddp, Carrier(lambda: ZeroHook(ZeroJoinable(subject.optimizer, after=ddp)), self.device)]
+        return [ddp, MinimalJoinable(lambda: ZeroHook(ZeroJoinable(subject.optimizer, after=ddp)), self.device)]
 
 
 class ActiveContract(DdpContract):

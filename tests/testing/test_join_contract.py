@@ -19,7 +19,7 @@ import torch
 import stagereg
 from stagereg.testing.contract import table
 from stagereg.testing.join import JoinableContract, JoinHookContract
-from stagereg.testing.rehearsal import Rehearsal, played
+from stagereg.testing.scenario import Scenario, played
 
 from . import join_mutants as mutants
 from . import joins
@@ -95,6 +95,7 @@ COVERED = {
         "metrics": TestMetrics,
         "checkpoint": TestCheckpoint,
         "module": TestModule,
+        "auto": TestDdp,  # makes one of the others
     },
     # Those that need more than a joinable that announces are tried within their own one.
     "join_hook": {
@@ -148,7 +149,7 @@ def test_a_hook_with_other_collectives_than_the_step_is_told_within_the_limit(
 
 
 def test_a_death_between_two_loops_is_not_put_down_to_the_second() -> None:
-    first, second = Rehearsal(((2, 2),)), Rehearsal(((1, 2),))
+    first, second = Scenario(((2, 2),)), Scenario(((1, 2),))
     for each in (first, second):
         result = played(mutants.AftermathContract, each, [first, second])
         assert result.failure == ""

@@ -53,7 +53,7 @@ class DdpJoinable(TrackedJoinable):
 
     Attributes:
         divides_by_world: whether gradients are divided by the world size, and not by the number of active ranks.
-        carryover: knows what the loop does with its gradients, once the joinable has been in a join.
+        carryover: knows what the loop does with its gradients, while the module is watched.
 
     Keyword arguments of ``Join`` that it takes:
         divide_by_initial_world_size (bool): True (default): gradients are sums over the active ranks divided by the
@@ -127,6 +127,7 @@ class DdpJoinable(TrackedJoinable):
             self._inner.remove()
             if self.carryover is not None:
                 self.carryover.remove()
+            self.reduced, self.carryover, self._inner = False, None, None
             if self._divided_before is not None:
                 setattr(ddp, _DIVISOR, self._divided_before)
             elif hasattr(ddp, _DIVISOR):

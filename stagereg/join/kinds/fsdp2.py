@@ -110,7 +110,6 @@ class Fsdp2Joinable(TrackedJoinable):
         if self.tracker is not None:
             return
         self._inputs = _inputs_of(self.module, self._group, self._example)
-        self._synchronized = 0
         self._settings = [(g, g.gradient_divide_factor, g.force_sum_reduction_for_comms) for g in _groups(self.module)]
         super().watch()
         if self._watched_shard() is not None:
@@ -121,6 +120,7 @@ class Fsdp2Joinable(TrackedJoinable):
         for group, factor, force in self._settings:
             group.gradient_divide_factor, group.force_sum_reduction_for_comms = factor, force
         self._settings = []
+        self.reduced, self._inputs, self._synchronized = False, None, 0
         super().detach()
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:

@@ -1,9 +1,9 @@
-"""One training loop in a join, played on ranks, and what was seen of it: the evidence for the contracts of joins.
+"""One training loop in a join, run on ranks, and what was observed: the evidence for the contracts of joins.
 
-A rehearsal says how many batches each rank has, which ``Join`` each runs, how, and what goes wrong on purpose. All the
-rehearsals of a contract share the processes of one ``run_ranks`` call, each in a process group of its own; so a plugin
+A scenario says how many batches each rank has, which ``Join`` each runs, how, and what goes wrong on purpose. All the
+scenarios of a contract share the processes of one ``run_ranks`` call, each in a process group of its own; so a plugin
 that keeps its promises costs about as much as its slowest promise. One that hangs or dies costs further calls: what had
-ended before is kept, what was going on is told, and what had not begun is played in fresh processes.
+ended before is kept, what was going on is reported, and what had not begun is run in fresh processes.
 
 What is to be seen is the contracts' business (``join``). Importing this imports no torch.
 """
@@ -23,18 +23,18 @@ from typing import Any, ClassVar, Protocol
 
 from stagereg.crash_report import summarize
 from stagereg.errors import BrokenPromiseError, JoinError, PeerFailedError, UnevenInputsError
-from stagereg.testing.marks import changed, marks, strict
 from stagereg.testing.ranks import RankFailure, run_ranks
+from stagereg.testing.side_effects import changed, side_effects, strict
 from stagereg.testing.worker import await_all, limited, new_group
 
-__all__ = ["Part", "Played", "Rehearsal", "Seen", "Told", "batch", "played", "steps_of"]
+__all__ = ["Observation", "Part", "RemoteError", "Scenario", "ScenarioResult", "batch", "played", "steps_of"]
 
 _OURS_ALONE = ("mode", "loader", "timeout", "average", "process_group")
 """Options of stagereg's ``Join`` that torch's does not know."""
 
 
 class Part(Protocol):
-    """What a rehearsal needs of a contract; see there."""
+    """What a scenario needs of a contract; see there."""
 
     world_size: ClassVar[int]
     options: ClassVar[Mapping[str, Any]]
@@ -49,7 +49,7 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class Scenario:
     """What happens.
 
     Attributes:
@@ -60,11 +60,11 @@ class Rehearsal:
         again: one ``Join`` object is entered for all, in place of a new one each time.
         iterates: the loop is over ``join.iterate``, and passes over empty batches.
         keywords: further keyword arguments of ``Join``.
-        before: steps outside the join before it; after them comes one that is taken down.
+        before: steps outside the join before it; after them comes one whose side effects are allowed.
         after: steps outside the join after it.
         stops: every rank raises after its first step.
         fails: rank 0 raises after its first step.
-        looks: what else is taken down: "marks", "hooks", "sent", "place".
+        looks: what else is observed: "side effects", "hooks", "sent", "place".
     """
 
     lengths: tuple[tuple[int, ...], ...]
@@ -83,33 +83,33 @@ class Rehearsal:
     looks: str = ""
 
     def __str__(self) -> str:
-        """Tell it, in parentheses after what was seen."""
+        """Describe it, for parentheses after what was observed."""
         if not self.lengths:
             return "no training"
         counts = " and then ".join(", ".join(map(str, lengths)) for lengths in self.lengths)
         kinds = ["torch's" if torchs else "stagereg's" for torchs in self.joins]
         whose = kinds[0] if kinds[0] == kinds[1] else f"{kinds[0]} (even ranks) and {kinds[1]} (odd ranks)"
-        words = [f"{counts} batches on ranks 0, 1, ..., {whose} Join"]
-        words += [f"mode={self.mode}"] if self.mode != "own" and not all(self.joins) else []
-        words += ["the same Join entered again"] if self.again else []
-        words += ["join.iterate"] if self.iterates else []
-        words += ["enable=False"] if not self.enable else []
-        words += ["throw_on_early_termination=True"] if self.throw else []
-        words += [f"{key}={value!r}" for key, value in self.keywords]
-        words += ["every rank raising after a step"] if self.stops else []
-        words += ["rank 0 raising after a step"] if self.fails else []
-        return ", ".join(words)
+        parts = [f"{counts} batches on ranks 0, 1, ..., {whose} Join"]
+        parts += [f"mode={self.mode}"] if self.mode != "own" and not all(self.joins) else []
+        parts += ["the same Join entered again"] if self.again else []
+        parts += ["join.iterate"] if self.iterates else []
+        parts += ["enable=False"] if not self.enable else []
+        parts += ["throw_on_early_termination=True"] if self.throw else []
+        parts += [f"{key}={value!r}" for key, value in self.keywords]
+        parts += ["every rank raising after a step"] if self.stops else []
+        parts += ["rank 0 raising after a step"] if self.fails else []
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
-class Told:
+class RemoteError:
     """An exception, as far as it travels.
 
     Attributes:
         kind: name of its class.
         text: its message.
         trace: its traceback.
-        purposely: whether the rehearsal raised it itself.
+        injected: whether the scenario raised it itself.
         uneven: whether it is an :class:`stagereg.UnevenInputsError`.
         peer: whether it is a :class:`stagereg.PeerFailedError`.
     """
@@ -117,7 +117,7 @@ class Told:
     kind: str
     text: str
     trace: str
-    purposely: bool
+    injected: bool
     uneven: bool
     peer: bool
 
@@ -126,14 +126,14 @@ class Told:
 
 
 @dataclass
-class Seen:
+class Observation:
     """What one rank saw.
 
     Attributes:
         states: the state after each join, and once more after the steps that follow.
         done: how many steps ended within each join.
         error: what ended it.
-        traces: what was left behind, in words.
+        traces: what was left behind, one text each.
         mains: of each joinable's hooks, how often ``main_hook`` ran, by join.
         posts: likewise ``post_hook``.
         sent: how many collectives each step of this rank had in the last join.
@@ -144,7 +144,7 @@ class Seen:
 
     states: list[Any] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
-    error: Told | None = None
+    error: RemoteError | None = None
     traces: list[str] = field(default_factory=list)
     mains: dict[str, list[int]] = field(default_factory=dict)
     posts: dict[str, list[int]] = field(default_factory=dict)
@@ -155,20 +155,20 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Played:
-    """How a rehearsal went.
+class ScenarioResult:
+    """How a scenario went.
 
     Attributes:
         seen: by rank; ``None`` for one that did not come to its end.
         failure: what is known of those.
     """
 
-    seen: tuple[Seen | None, ...]
+    seen: tuple[Observation | None, ...]
     failure: str = ""
 
 
-class Purposely(Exception):
-    """What the rehearsal itself raises."""
+class InjectedError(Exception):
+    """What the scenario itself raises."""
 
 
 def batch(rank: int, join: int, step: int) -> float:
@@ -176,58 +176,58 @@ def batch(rank: int, join: int, step: int) -> float:
     return 1.0 + ((7 * rank + 3 * step + 5 * join) % 16) / 8
 
 
-def steps_of(rehearsal: Rehearsal, stage: int, world_size: int) -> list[list[float]]:
+def steps_of(scenario: Scenario, stage: int, world_size: int) -> list[list[float]]:
     """Return the values of the active ranks, step by step, up to the end of a stage: of a join, or of what follows."""
-    steps = [[batch(rank, -1, step) for rank in range(world_size)] for step in range(rehearsal.before)]
-    for join, lengths in enumerate(rehearsal.lengths[: stage + 1]):
+    steps = [[batch(rank, -1, step) for rank in range(world_size)] for step in range(scenario.before)]
+    for join, lengths in enumerate(scenario.lengths[: stage + 1]):
         for step in range(max(lengths)):
             steps.append([batch(rank, join, step) for rank, length in enumerate(lengths) if step < length])
-    if stage == len(rehearsal.lengths):
-        steps += [[batch(rank, stage, step) for rank in range(world_size)] for step in range(rehearsal.after)]
+    if stage == len(scenario.lengths):
+        steps += [[batch(rank, stage, step) for rank in range(world_size)] for step in range(scenario.after)]
     return steps
 
 
 # -- where it is asked for
 
-_played: weakref.WeakKeyDictionary[type, dict[Rehearsal, Played]] = weakref.WeakKeyDictionary()
+_played: weakref.WeakKeyDictionary[type, dict[Scenario, ScenarioResult]] = weakref.WeakKeyDictionary()
 
 
-def played(contract: type[Part], rehearsal: Rehearsal, others: Sequence[Rehearsal]) -> Played:
-    """Return how a rehearsal went; it is played if it was not yet, and then ``others`` too, as far as it comes."""
+def played(contract: type[Part], scenario: Scenario, others: Sequence[Scenario]) -> ScenarioResult:
+    """Return how a scenario went; it is run if it was not yet, and then ``others`` too, as far as it comes."""
     found = _played.setdefault(contract, {})
-    while rehearsal not in found:
-        todo = [each for each in dict.fromkeys([*others, rehearsal]) if each not in found]
+    while scenario not in found:
+        todo = [each for each in dict.fromkeys([*others, scenario]) if each not in found]
         found.update(_call(contract, todo))
-    return found[rehearsal]
+    return found[scenario]
 
 
-def _call(contract: type[Part], todo: Sequence[Rehearsal]) -> dict[Rehearsal, Played]:
+def _call(contract: type[Part], todo: Sequence[Scenario]) -> dict[Scenario, ScenarioResult]:
     """Play in fresh processes; return how those went that began, which is one at least."""
     size = contract.world_size
     limit = contract.timeout_s * (len(todo) + 1) + 30.0
-    with tempfile.TemporaryDirectory(prefix="stagereg-rehearsal-") as folder:
+    with tempfile.TemporaryDirectory(prefix="stagereg-scenario-") as folder:
         failure = ""
         try:
-            run_ranks(rehearse, size, args=(contract, tuple(todo), folder), timeout_s=limit)
+            run_ranks(run_scenarios, size, args=(contract, tuple(todo), folder), timeout_s=limit)
         except RankFailure as error:
             failure = _in_short(error)
-        found: dict[Rehearsal, Played] = {}
+        found: dict[Scenario, ScenarioResult] = {}
         for number, each in enumerate(todo):
             seen = tuple(_read(Path(folder, f"{number}.{rank}")) for rank in range(size))
             if None in seen:
-                # What died without a word of this one may have died of the one before; played first, it is clear.
+                # A rank that left nothing of this one may have died of the one before; run first, it is clear.
                 if not found or any(seen) or " hung" in failure:
-                    found[each] = Played(seen, failure or _who_waited(seen))
+                    found[each] = ScenarioResult(seen, failure or _who_waited(seen))
                 break
-            found[each] = Played(seen)
+            found[each] = ScenarioResult(seen)
     return found
 
 
-def _read(file: Path) -> Seen | None:
+def _read(file: Path) -> Observation | None:
     if not file.exists():
         return None
     seen = pickle.loads(file.read_bytes())
-    assert isinstance(seen, Seen)
+    assert isinstance(seen, Observation)
     return seen
 
 
@@ -243,7 +243,7 @@ def _in_short(failure: RankFailure) -> str:
 
 
 def _standing(stacks: str) -> str:
-    """Where the thread of the rehearsal stood, innermost first."""
+    """Where the thread of the scenario stood, innermost first."""
     for thread in re.split(r"(?:Current t|T)hread 0x", stacks):
         frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', thread)
         if any(file == __file__ for file, _, _ in frames):
@@ -253,19 +253,19 @@ def _standing(stacks: str) -> str:
     return ""
 
 
-def _who_waited(seen: Sequence[Seen | None]) -> str:
+def _who_waited(seen: Sequence[Observation | None]) -> str:
     """Of ranks that were ended when another had an error, and waited for nothing any more."""
     errors = [f"rank {rank} raised {each.error}" for rank, each in enumerate(seen) if each is not None and each.error]
-    silent = ", ".join(str(rank) for rank, each in enumerate(seen) if each is None)
-    return "; ".join([*errors, f"rank {silent} did not come to an end"])
+    missing = ", ".join(str(rank) for rank, each in enumerate(seen) if each is None)
+    return "; ".join([*errors, f"rank {missing} did not come to an end"])
 
 
 # -- on the ranks
 
-_GAVE_UP = "the other ranks have not come to the end of this rehearsal"
+_GAVE_UP = "the other ranks have not come to the end of this scenario"
 
 
-def rehearse(rank: int, world_size: int, contract: type[Part], todo: Sequence[Rehearsal], folder: str) -> None:
+def run_scenarios(rank: int, world_size: int, contract: type[Part], todo: Sequence[Scenario], folder: str) -> None:
     """Play all, and write down what was seen of each as soon as it has ended."""
     for number, each in enumerate(todo):
         patience = contract.timeout_s
@@ -274,37 +274,37 @@ def rehearse(rank: int, world_size: int, contract: type[Part], todo: Sequence[Re
                 new_group()
             seen = _Play(contract(), each, rank, world_size).run()
             _write(Path(folder, f"{number}.{rank}"), seen)
-            # Who has an error tells it for the others too, which may wait for it without end.
-            if not await_all(f"rehearsal {number}", 0.75 * patience if seen.error else 2.0 * patience):
+            # A rank with an error does not wait for long: the others may wait for it without end.
+            if not await_all(f"scenario {number}", 0.75 * patience if seen.error else 2.0 * patience):
                 raise BrokenPromiseError(_GAVE_UP)
 
 
-def _write(file: Path, seen: Seen) -> None:
+def _write(file: Path, seen: Observation) -> None:
     beside = file.with_suffix(".part" + file.suffix)
     beside.write_bytes(pickle.dumps(seen))
     beside.rename(file)
 
 
 class _Play:
-    """One rehearsal on one rank."""
+    """One scenario on one rank."""
 
-    def __init__(self, contract: Any, rehearsal: Rehearsal, rank: int, world_size: int) -> None:
+    def __init__(self, contract: Any, scenario: Scenario, rank: int, world_size: int) -> None:
         self._contract = contract
-        self._what = rehearsal
+        self._what = scenario
         self._rank = rank
         self._world_size = world_size
-        self._seen = Seen()
+        self._seen = Observation()
         self._in_join = False
         self._taken = 0
 
-    def run(self) -> Seen:
+    def run(self) -> Observation:
         import torch
 
         torch.manual_seed(0)
         try:
             self._play()
         except Exception as error:
-            self._seen.error = _told(error)
+            self._seen.error = _remote(error)
         return self._seen
 
     def _play(self) -> None:
@@ -316,7 +316,7 @@ class _Play:
         before: dict[str, Any] = {}
         if "place" in self._what.looks:
             self._look_at_place(joinables)
-        if "marks" in self._what.looks:
+        if "side effects" in self._what.looks:
             allowed, before = self._train_outside(subject, roots)
         if "hooks" in self._what.looks:
             for name, each in zip(_names(joinables), joinables, strict=True):
@@ -324,8 +324,8 @@ class _Play:
         try:
             self._joins(subject, joinables)
         finally:
-            if "marks" in self._what.looks:
-                self._seen.traces = _traces(before, marks(roots), allowed, quiet=not self._is_ordinary)
+            if "side effects" in self._what.looks:
+                self._seen.traces = _traces(before, side_effects(roots), allowed, quiet=not self._is_ordinary)
         for step in range(self._what.after):
             self._contract.step(subject, batch(self._rank, len(self._what.lengths), step))
         if self._what.after:
@@ -339,9 +339,9 @@ class _Play:
         """Train without a join, and return what that changes, and how it leaves things."""
         taken: dict[str, Any] = {}
         for step in range(self._what.before):
-            taken = marks(roots)
+            taken = side_effects(roots)
             self._contract.step(subject, batch(self._rank, -1, step))
-        after = marks(roots)
+        after = side_effects(roots)
         return set(changed(taken, after)), after
 
     def _joins(self, subject: Any, joinables: list[Any]) -> None:
@@ -396,7 +396,7 @@ class _Play:
     def _counted(self, step: Callable[[Any, Any], object], joinables: list[Any]) -> Callable[[Any, Any], object]:
         def counted(subject: Any, value: Any) -> object:
             if self._in_join and self._taken == 1 and (self._what.stops or (self._what.fails and self._rank == 0)):
-                raise Purposely(f"raised on rank {self._rank} on purpose")
+                raise InjectedError(f"raised on rank {self._rank} on purpose")
             before = _sent()
             self._contract.announce(joinables)
             result = step(subject, value)
@@ -478,13 +478,13 @@ def _names(joinables: Sequence[Any]) -> list[str]:
 def _traces(before: Mapping[str, Any], after: Mapping[str, Any], allowed: set[str], quiet: bool) -> list[str]:
     """What the join has left behind; if ``quiet``, only where a training step leaves nothing."""
     found = changed(before, after)
-    return [told for place, told in found.items() if place not in allowed and (strict(place) or not quiet)]
+    return [text for place, text in found.items() if place not in allowed and (strict(place) or not quiet)]
 
 
-def _told(error: BaseException) -> Told:
+def _remote(error: BaseException) -> RemoteError:
     trace = "".join(traceback.format_exception(error))
     peer, uneven = isinstance(error, PeerFailedError), isinstance(error, UnevenInputsError)
-    return Told(type(error).__name__, str(error), trace, isinstance(error, Purposely), uneven, peer)
+    return RemoteError(type(error).__name__, str(error), trace, isinstance(error, InjectedError), uneven, peer)
 
 
 def _plain(state: Any) -> Any:

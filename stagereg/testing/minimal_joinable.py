@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from stagereg.join.joinable import Joinable, notify
 
-__all__ = ["Carrier"]
+__all__ = ["MinimalJoinable"]
 
 
-class Carrier(Joinable):
+class MinimalJoinable(Joinable):
     """Joins a hook, over all ranks.
 
     Args:
@@ -27,7 +27,7 @@ class Carrier(Joinable):
         self._device = torch.device(device)
 
     def announce(self) -> None:
-        """Say that this rank has data; once a step, before its collectives."""
+        """Announce that this rank has data; once a step, before its collectives."""
         notify(self)
 
     def join_hook(self, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What a join could leave behind on a joinable and on what it watched, taken down so that it can be compared.
+"""What a join could leave behind on a joinable and on what it watched, in a form that can be compared.
 
-A walk from some objects through their attributes, a few levels deep. Of modules and optimizers it takes down which
-attributes they have of their own and how many hooks; of other objects also what simple attributes are worth, since a
-flag that stays set is a trace too. What training itself changes is the caller's to tell apart, by taking marks of
+A walk from some objects through their attributes, a few levels deep. Of modules and optimizers it lists which
+attributes they have of their own and how many hooks; of other objects also the values of simple attributes, since a
+flag that stays set is a side effect too. The caller finds what training itself changes, by a walk before and after
 training without a join.
 """
 
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["changed", "marks", "strict"]
+__all__ = ["changed", "side_effects", "strict"]
 
 _DEPTH = 4
 _MANY = 64
@@ -23,8 +23,8 @@ _SETS_ITSELF = {"_authoritative_rank"}
 _STRICT = ("hooks on", "attributes of", "join of", "Python's warning filters")
 
 
-def marks(roots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Take down what there is to see.
+def side_effects(roots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """List what there is to compare.
 
     Args:
         roots: objects, each with what to call it.
@@ -40,9 +40,9 @@ def marks(roots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is not as it was, by where, in words."""
-    # What is reached on one side only was made or dropped; who leads to it has changed, and is told.
-    return {place: _told(place, was, after[place]) for place, was in before.items() if after.get(place, was) != was}
+    """Return what is not as it was, by where, one text each."""
+    # What is reached on one side only was made or dropped; what leads to it has changed, and is listed.
+    return {place: _text(place, was, after[place]) for place, was in before.items() if after.get(place, was) != was}
 
 
 def strict(place: str) -> bool:
@@ -50,7 +50,7 @@ def strict(place: str) -> bool:
     return place.startswith(_STRICT)
 
 
-def _told(place: str, before: Any, after: Any) -> str:
+def _text(place: str, before: Any, after: Any) -> str:
     if isinstance(before, frozenset) and isinstance(after, frozenset):
         more, less = sorted(after - before), sorted(before - after)
         new = [f"now also {', '.join(more)}"] if more else []
