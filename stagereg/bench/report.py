@@ -165,13 +165,13 @@ def _cells(line: Line) -> str:
 
 def _targets(verdicts: Sequence[Verdict]) -> list[str]:
     wide = max(len("target"), *(len(v.target.group) for v in verdicts))
-    head = f"  {'target':31} {'group':{wide}} {'torch then':>22} {'torch here':>10} {'reach':>6} {'aim':>6} {'here':>8}"
+    head = f"  {'target':32} {'group':{wide}} {'torch then':>21} {'torch here':>10} {'reach':>6} {'aim':>6} {'here':>8}"
     lines = [head + "  mark"]
     for v in verdicts:
         t = v.target
         what = f"{t.what}, ms" if t.unit.startswith("ms ") else t.what
         lines.append(
-            f"  {what:31} {t.group:{wide}} {t.today:>22} {_number(v.torchs):>10} {_wanted(t.reach):>6} "
+            f"  {what:32} {t.group:{wide}} {t.today:>21} {_number(v.torchs):>10} {_wanted(t.reach):>6} "
             f"{_wanted(t.aim):>6} {_number(v.measured):>8}  {v.mark}"
         )
     return [_JOIN_TARGETS if verdicts[0].target.kind == "join" else _TARGETS, *lines]

@@ -29,11 +29,11 @@ import torch.distributed as dist
 import stagereg.record as record
 from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
 from stagereg.join.adapt import ForeignJoinable, adapt, adapted, announces_through_torch, common_group, type_name
+from stagereg.join.batches import SampleCounter
 from stagereg.join.failure import discard_channels, was_aborted
 from stagereg.join.iterate import Loop
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
 from stagereg.join.mean import Average, weighted
-from stagereg.join.samples import SampleCounter
 from stagereg.join.session import JoinSession, Mode, one_of
 from stagereg.kernel.membership import StoreMembership
 from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from stagereg.errors import JoinError
-from stagereg.join.empty import emptied, fetch, publish
-from stagereg.join.samples import SampleCounter
+from stagereg.join.batches import SampleCounter, emptied, fetch, publish
 from stagereg.join.session import JoinSession
 from stagereg.kernel.channel import wait_for_keys
 from stagereg.kernel.membership import Membership

@@ -102,6 +102,25 @@ def test_training_goes_on_and_every_checkpoint_is_of_its_own_step(stager: str, s
         assert equal(picture(fresh), expected), step
 
 
+def test_the_checkpointer_promises_to_release_its_copies_and_does(tmp_path: Path) -> None:
+    class Recording(type(stagereg.build("stager", "pinned_cached"))):  # type: ignore[misc]
+        def release(self, staged: dict[str, Any]) -> None:
+            released.append(bool(staged))
+            super().release(staged)
+            in_flight.append(self._copier.pool.in_flight)
+
+    released: list[bool] = []
+    in_flight: list[int] = []
+    stager = Recording()
+    with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
+        assert stager._copier.pool.readers_release
+        for step in range(3):
+            checkpointer.save(step, {"x": torch.full((1000,), float(step))})
+            checkpointer.wait()
+    assert released == [True] * 3
+    assert in_flight == [0] * 3
+
+
 def save_while_one_rank_keeps_what_did_not_fit(rank: int, world_size: int, folder: str) -> None:
     class Keeping(type(stagereg.build("stager", "pinned_cached"))):  # type: ignore[misc]
         """Keeps the copy, as a stager or a hook of somebody else might."""

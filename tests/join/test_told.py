@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import stagereg
 from stagereg import record
-from stagereg.join.samples import SampleCounter, samples_in
+from stagereg.join.batches import SampleCounter, samples_in
 from stagereg.testing import run_ranks
 
 LENGTHS = (5, 2)

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from stagereg.join.abort import abort
 from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.errors import StageregError
+from stagereg.join.failure import abort
 from stagereg.testing import RankFailure, run_ranks
 from stagereg.testing.worker import await_all, limited, new_group
 

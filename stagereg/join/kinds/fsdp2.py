@@ -26,8 +26,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stagereg.errors import JoinError
+from stagereg.join.batches import emptied, fetch, publish
 from stagereg.join.carryover import ZeroGradPolicy, policy_of
-from stagereg.join.empty import emptied, fetch, publish
 from stagereg.join.joinable import JoinHook, notify, serves
 from stagereg.join.step_tracker import TrackedJoinable, differentiable
 from stagereg.kernel.shadow import TorchWire

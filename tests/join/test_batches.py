@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
 from stagereg.errors import JoinError
-from stagereg.join.empty import LIMIT, emptied, fetch, publish
+from stagereg.join.batches import LIMIT, emptied, fetch, publish
 
 
 class Pair(NamedTuple):

@@ -1,0 +1,325 @@
+"""What a batch is to a join: how many samples it has, its empty form, and how that reaches ranks that never had one.
+
+The empty form is ``batch[:0]`` for whatever a loader gives: nested dicts, lists, tuples, named tuples, dataclasses and
+mappings of tensors and arrays, as ``torch.utils.data.default_collate`` makes them. Types, dtypes, devices and the sizes
+of all but the first dimension stay, so the loop body runs on it as on any other. What cannot be emptied is an error
+that names its place in the batch and how the user supplies one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+import enum
+import io
+import numbers
+import pathlib
+import pickle
+import sys
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import PackedSequence
+
+from stagereg.errors import JoinError
+
+__all__ = ["LIMIT", "SampleCounter", "emptied", "fetch", "publish", "samples_in"]
+
+LIMIT = 1 << 20
+"""Bytes that an empty batch may take on its way to other ranks."""
+
+_ADVICE = (
+    "Supply one: join.iterate(loader, example=...), where example is a batch as the loader would give, or an already "
+    "empty one."
+)
+_CONSTANTS = (
+    type(None), str, bytes, bytearray, numbers.Number, enum.Enum, range, slice, torch.Size, torch.device, torch.dtype,
+    datetime.date, datetime.time, datetime.timedelta, pathlib.PurePath,
+)  # fmt: skip
+_DEPTH, _WIDTH = 4, 8
+"""How deep, and at how many parts of a container, the samples of a batch are looked for."""
+
+
+class SampleCounter:
+    """Counts what one rank was given by the loops of one join, without the empty batches that keep it in step.
+
+    Attributes:
+        batches: how many.
+        samples: in all of them; ``None`` if that is unknown of some batch, or if there was no loop.
+    """
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.samples: int | None = None
+
+    def count(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield what ``loader`` does, and count it."""
+        for batch in loader:
+            self.add(batch)
+            yield batch
+
+    def add(self, batch: Any) -> None:
+        """Count a batch."""
+        known = self.samples if self.batches else 0
+        self.batches += 1
+        if known is not None:
+            found = samples_in(batch)
+            self.samples = None if found is None else known + found
+
+
+def samples_in(batch: Any) -> int | None:
+    """Return how many samples a batch has: the first dimension of its first tensor or array. Never raises.
+
+    This runs at every step, so it looks at little: ``None`` for a batch that hides that tensor well.
+    """
+    try:
+        return _samples_in(batch, _DEPTH)
+    except Exception:  # containers are of anybody's making
+        return None
+
+
+def emptied(batch: Any) -> Any:
+    """Return ``batch`` with no samples left, in memory of its own, so that the batch itself can be freed.
+
+    * Tensors and NumPy arrays lose the entries of their first dimension; those without dimensions stay.
+    * Lists and tuples that hold no tensor or array at any depth, such as the strings of a batch, become empty. Others
+      are taken for the fields of a batch and keep their length, as do named tuples, dataclasses and mappings.
+    * Numbers, strings and the like stay as they are. Any other object has to give its own type back for ``[:0]``.
+
+    A batch that has no samples already (its tensors and arrays have none, or it is made of empty lists only) comes back
+    with all that it holds: that is how a user supplies what these rules get wrong.
+
+    Args:
+        batch: what a loader gave, or an example of it. It is not changed.
+
+    Raises:
+        JoinError: something in it cannot be emptied, or nothing in it can; the message says what and where.
+    """
+    sizes = list(_sizes(batch))
+    lists = list(_list_lengths(batch))
+    done = not any(sizes) if sizes else bool(lists) and not any(lists)
+    result = _emptied(batch, "", done)
+    if not sizes and not done:
+        raise _refusal(batch, "", "it holds no tensor or array")
+    return result
+
+
+def publish(store: Any, key: str, batch: Any) -> None:
+    """Put the empty form of ``batch`` into the store, for ranks that never had a batch. Any rank with one may call it.
+
+    Args:
+        store: a ``torch.distributed`` store.
+        key: where; if this raises, the key has the error, for the ranks that wait for it.
+        batch: what the loader gave; tensors of accelerators travel through host memory.
+
+    Raises:
+        JoinError: the batch cannot be emptied or pickled, or is larger than :data:`LIMIT` bytes even when empty.
+    """
+    try:
+        store.set(key, _pickled(emptied(batch)))
+    except JoinError as error:
+        store.set(key, pickle.dumps(error))
+        raise
+
+
+def fetch(store: Any, key: str, device: torch.device | None = None) -> Any | None:
+    """Return an empty batch that another rank has published, or ``None`` while there is none; does not wait.
+
+    Args:
+        store: a ``torch.distributed`` store.
+        key: as in :func:`publish`.
+        device: where tensors go that were on an accelerator on the other rank; ``None`` for host memory.
+
+    Raises:
+        JoinError: the rank that published could not, for the reason in the message.
+    """
+    if not store.check([key]):
+        return None
+    found = _Unpickler(io.BytesIO(store.get(key)), device).load()
+    if isinstance(found, JoinError):
+        raise found
+    return found
+
+
+# -- looking into a batch
+
+
+def _parts(thing: Any) -> dict[Any, Any] | None:
+    """The parts of a container by key, index or field name; ``None`` for what is no container."""
+    if isinstance(thing, _CONSTANTS) or _is_tensor(thing):
+        return None
+    if isinstance(thing, Mapping):
+        return dict(thing)
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        names = [field.name for field in dataclasses.fields(thing)] + list(getattr(thing, "__dict__", ()))
+        return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return dict(zip(thing._fields, thing, strict=True))
+    return dict(enumerate(thing)) if isinstance(thing, Sequence) else None
+
+
+def _is_tensor(thing: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # not imported: no arrays
+    return isinstance(thing, torch.Tensor) or (numpy is not None and isinstance(thing, numpy.ndarray))
+
+
+def _is_list(thing: Any) -> bool:
+    fields = hasattr(type(thing), "_fields") or dataclasses.is_dataclass(thing)
+    return isinstance(thing, Sequence) and not fields and not isinstance(thing, _CONSTANTS)
+
+
+def _is_plain_list(thing: Any) -> bool:
+    """Whether it is a list without a tensor at any depth, whose items are taken for samples."""
+    return _is_list(thing) and not any(map(_holds_tensors, thing))
+
+
+def _holds_tensors(thing: Any) -> bool:
+    return _is_tensor(thing) or any(map(_holds_tensors, (_parts(thing) or {}).values()))
+
+
+def _samples_in(thing: Any, depth: int) -> int | None:
+    if isinstance(thing, PackedSequence):  # its tensor has the steps of all sequences
+        return int(thing.batch_sizes[0])
+    if _is_tensor(thing):
+        return int(thing.shape[0]) if thing.ndim else None
+    parts = (_parts(thing) or {}).values() if depth else ()
+    found = (_samples_in(part, depth - 1) for part in islice(parts, _WIDTH))
+    return next((count for count in found if count is not None), None)
+
+
+def _sizes(thing: Any) -> Iterator[int]:
+    """The number of samples of everything in ``thing`` that can lose them."""
+    if _is_tensor(thing):
+        if thing.ndim:
+            yield 1 if getattr(thing, "is_nested", False) else thing.shape[0]
+    elif not isinstance(thing, _CONSTANTS) and not _is_plain_list(thing):
+        if (parts := _parts(thing)) is not None:
+            for part in parts.values():
+                yield from _sizes(part)
+        elif hasattr(type(thing), "__len__"):
+            yield len(thing)
+        elif _slice(thing) is not None:
+            yield 1
+
+
+def _list_lengths(thing: Any) -> Iterator[int]:
+    """The length of every list in ``thing`` that has no lists in it."""
+    if _is_list(thing) and not any(map(_is_list, thing)):
+        yield len(thing)
+    else:
+        for part in (_parts(thing) or {}).values():
+            yield from _list_lengths(part)
+
+
+# -- emptying
+
+
+def _emptied(thing: Any, path: str, done: bool) -> Any:
+    if isinstance(thing, torch.Tensor):
+        return _emptied_tensor(thing, path)
+    if _is_tensor(thing):
+        return thing[:0].copy() if thing.ndim else thing.copy()
+    if isinstance(thing, _CONSTANTS):
+        return thing
+    if isinstance(thing, PackedSequence):
+        raise _refusal(thing, path, "its samples are packed in one tensor")
+    if _is_plain_list(thing):
+        return copy.copy(thing) if done else _rebuilt(thing, path, {})
+    if (part := _slice(thing)) is not None:
+        return part.clone() if hasattr(part, "clone") else copy.copy(part)
+    if (parts := _parts(thing)) is not None:
+        named = not isinstance(thing, Mapping) and not _is_list(thing)
+        where = {key: f"{path}.{key}" if named else f"{path}[{key!r}]" for key in parts}
+        return _rebuilt(thing, path, {key: _emptied(part, where[key], done) for key, part in parts.items()})
+    if done:
+        return thing
+    raise _refusal(thing, path, "it does not give a part of its own type for [:0]")
+
+
+def _emptied_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        raise _refusal(tensor, path, "its samples are on several ranks")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise _refusal(tensor, path, "it is nested" if tensor.is_nested else f"its layout is {tensor.layout}")
+    whole = tensor.detach()
+    return (whole[:0] if whole.dim() else whole).clone().requires_grad_(tensor.requires_grad)
+
+
+def _slice(thing: Any) -> Any | None:
+    """``thing[:0]``, if ``thing`` is no plain container and gives that as one of its own type."""
+    if isinstance(thing, (list, tuple, dict, UserDict, type)) or not hasattr(type(thing), "__getitem__"):
+        return None
+    try:
+        part = thing[:0]
+        return part if type(part) is type(thing) and not (hasattr(part, "__len__") and len(part)) else None
+    except Exception:  # whatever it raises for a key that it does not know
+        return None
+
+
+def _rebuilt(thing: Any, path: str, parts: dict[Any, Any]) -> Any:
+    """A container like ``thing`` of other parts."""
+    kind: Any = type(thing)
+    if dataclasses.is_dataclass(thing):
+        twin = copy.copy(thing)
+        for name, part in parts.items():
+            object.__setattr__(twin, name, part)  # also where it is frozen; its checks are for real batches
+        return twin
+    if hasattr(kind, "_fields"):
+        return kind(*parts.values())
+    mapping = isinstance(thing, Mapping)
+    try:
+        made = kind(parts if mapping else list(parts.values()))
+        if list(made) == list(parts) if mapping else len(made) == len(parts):
+            return made
+    except Exception:  # a constructor that takes something else, as defaultdict's
+        pass
+    if not isinstance(thing, (dict, UserDict)):  # the copy of another one may share its items
+        raise _refusal(thing, path, f"it cannot be made of a {'dict' if mapping else 'list'} of its items")
+    made = copy.copy(thing)
+    made.update(parts)
+    return made
+
+
+def _refusal(thing: Any, path: str, reason: str) -> JoinError:
+    where = f"batch{path}, a {type(thing).__name__}," if path else f"a batch that is a {type(thing).__name__}"
+    return JoinError(f"{where} cannot be emptied for the ranks that are out of data: {reason}. {_ADVICE}")
+
+
+# -- to other ranks
+
+
+def _pickled(batch: Any) -> bytes:
+    cannot = "the empty batch cannot go to the ranks that have no batch of their own"
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(batch)
+    except Exception as error:  # of any class that the batch is made of
+        raise JoinError(f"{cannot}: it cannot be pickled ({error}). {_ADVICE}") from error
+    if file.tell() > LIMIT:
+        raise JoinError(f"{cannot}: it takes {file.tell()} bytes, more than {LIMIT}, beside its samples. {_ADVICE}")
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Marks tensors that were on an accelerator, and copies them to host memory."""
+
+    def persistent_id(self, obj: Any) -> torch.Tensor | None:
+        elsewhere = isinstance(obj, torch.Tensor) and obj.device.type != "cpu"
+        return obj.detach().cpu().requires_grad_(obj.requires_grad) if elsewhere else None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts the tensors that :class:`_Pickler` marked on a device."""
+
+    def __init__(self, file: io.BytesIO, device: torch.device | None) -> None:
+        super().__init__(file)
+        self._device = device
+
+    def persistent_load(self, tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor if self._device is None else tensor.detach().to(self._device)
+        return moved.requires_grad_(tensor.requires_grad)
