@@ -20,7 +20,7 @@ from stagereg.errors import JoinableNotInitializedError, JoinError
 from stagereg.join.session import JoinSession
 from stagereg.kernel.shadow import TorchWire
 
-__all__ = ["JoinConfig", "JoinHook", "Joinable", "is_native", "notify", "serves"]
+__all__ = ["BuiltInJoinable", "JoinConfig", "JoinHook", "Joinable", "is_native", "notify", "serves"]
 
 J = TypeVar("J", bound="Joinable")
 
