@@ -338,6 +338,8 @@ class Join:
 
     def _cause_of(self, session: JoinSession, error: BaseException) -> BaseException:
         """Return what to raise for ``error``: what another rank has failed with, or itself, after reporting it."""
+        if error is session.refusal:  # all ranks raise it
+            return error
         self._failed = True
         if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # by the latter two all ranks leave together
             return error
