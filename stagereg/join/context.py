@@ -329,7 +329,7 @@ class Join:
         cause = self._cause_of(session, error)
         if cause is not error:
             raise cause from error
-        if self._loop is not None and self._loop.membership.empty:
+        if self._loop is not None and session.membership is not None and session.membership.empty:
             error.add_note(
                 "This rank has no more data, and join.iterate ran the loop body on an empty batch to keep it in step "
                 "with the others. What the body does with samples must bear that there are none: x.flatten(1) in "

@@ -6,9 +6,9 @@ it does not know what a joinable or a hook does in a step.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -168,21 +168,32 @@ class JoinSession:
             resources.expired = []
         for membership in self._memberships:
             if isinstance(membership, StoreMembership):
-                resources.expired.append(partial(delete_keys, membership.store, membership.keys))
+                resources.expired.append(functools.partial(delete_keys, membership.store, membership.keys))
         if self.loops and self._group.rank() == 0:
             examples = [f"example/{number}" for number in range(self.loops + 1)]
-            resources.expired.append(partial(delete_keys, store, examples))
+            resources.expired.append(functools.partial(delete_keys, store, examples))
 
-    def start_loop(self, loader: Any) -> Membership:
-        """Enter a loop whose body runs on all ranks. Collective."""
+    def start_loop(self, loader: Any) -> Callable[[], Membership]:
+        """Enter a loop whose body runs on all ranks; returns what tells who has data in it. Collective.
+
+        A join that does not throw waits for the other ranks' lengths when that is called for the first time.
+        """
         if self._foreign:
             raise JoinError(
                 f"join.iterate needs a first joinable that announces through stagereg's Join, but {self._foreign} "
                 "does so through torch's. Put the model first."
             )
         _ = self.plain  # its lengths were exchanged first
-        self._current = self._membership_of_loop(loader)()
-        return self._current
+        decide = self._membership_of_loop(loader)
+
+        @functools.cache
+        def decided() -> Membership:
+            self._current = decide()
+            return self._current
+
+        if self._throw:
+            decided()
+        return decided
 
     def end_loop(self) -> None:
         """The loop has ended on all ranks."""
