@@ -215,14 +215,14 @@ class DdpJoinable(TrackedJoinable):
                 self.module.reducer._set_forward_pass_work_handle(_done_work(float(ranks.syncing)), False)
 
     def _announce_reduction(self, is_joined_rank: bool) -> None:
-        """In the place of DDP's own: tell joined ranks whether this step reduces, where that is said on the wire."""
+        """In the place of DDP's own: announce to joined ranks whether this step reduces, on torch's wire."""
         ddp = self.module
         if self.membership is not None:
             return
         if self.divides_by_world or ddp._join_config.is_first_joinable:
             DistributedDataParallel._check_global_requires_backward_grad_sync(ddp, is_joined_rank)
             return
-        # Only the first joinable's announcement tells a module the number of active ranks; here this sum does.
+        # The announcement of the first joinable gives its module the number of active ranks; here this sum does.
         work = TorchWire(ddp.process_group, ddp.device).announce(bool(ddp.require_backward_grad_sync))
         ddp.reducer._set_forward_pass_work_handle(work, False)
 
