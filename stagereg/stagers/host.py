@@ -44,10 +44,10 @@ class HostStager(AsyncStager):
         self._copier.pool.release(staged)
 
     def synchronize_staging(self) -> None:
-        """Wait until what did not fit into the bound on host memory has been read; without one, ``stage`` has waited.
+        """With ``host_memory_gb``, wait until the tensors that did not fit have been written. Without it, return at once.
 
         Raises:
-            StagingError: somebody keeps it instead of writing it; see :meth:`.BoundedCopier.settle`.
+            StagingError: the reader keeps them instead of writing them; see :meth:`.BoundedCopier.settle`.
         """
         if isinstance(self._copier, BoundedCopier):
             self._copier.settle()
