@@ -44,7 +44,7 @@ class HostStager(AsyncStager):
         self._copier.pool.release(staged)
 
     def synchronize_staging(self) -> None:
-        """With ``host_memory_gb``, wait until the tensors that did not fit have been written. Without it, return at once.
+        """Wait, with ``host_memory_gb`` alone, until the tensors that did not fit have been written.
 
         Raises:
             StagingError: the reader keeps them instead of writing them; see :meth:`.BoundedCopier.settle`.
