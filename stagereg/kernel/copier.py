@@ -149,10 +149,16 @@ class HostCopier:
                 self._recognizer = Recognizer.of(state, spec.tensors)
             return spec, layout
 
-    def lease(self, tensors: Sequence[torch.Tensor], layout: Layout, spec: TreeSpec | None = None) -> PendingCopy:
-        """Return memory for a copy that is laid out so."""
+    def lease(
+        self,
+        tensors: Sequence[torch.Tensor],
+        layout: Layout,
+        spec: TreeSpec | None = None,
+        memory: Pool | None = None,
+    ) -> PendingCopy:
+        """Return memory for a copy that is laid out so; from ``memory``, if it is to be other memory."""
         lease = self.pool.lease()
-        ref = self.pool.take(layout.nbytes)
+        ref = (memory or self.pool).take(layout.nbytes)
         view = lease.view(ref)
         if self.margins != (0, 0):
             register_padding(view, self.margins, layout.spans)

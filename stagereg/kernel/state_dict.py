@@ -18,7 +18,7 @@ import copy
 import io
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -150,9 +150,9 @@ class _Walker:
         if kind in _PLAIN:
             made: Any = self._plain(x)
         elif issubclass(kind, dict):
-            return self._dict(x)
+            return self._container(x, x.items())
         elif issubclass(kind, list):
-            return self._list(x)
+            return self._container(x, enumerate(x))
         elif issubclass(kind, tuple):
             made = self._tuple(x)
         elif issubclass(kind, torch.Tensor):
@@ -165,19 +165,14 @@ class _Walker:
 
     # -- containers
 
-    def _dict(self, x: dict[Any, Any]) -> dict[Any, Any]:
+    def _container(self, x: Any, items: Iterable[tuple[Any, Any]]) -> Any:
         # A copy keeps what a subclass is, such as a defaultdict's factory; its values are replaced below.
-        new: dict[Any, Any] = {} if type(x) is dict else _attempt(copy.copy, x)
+        new = {} if type(x) is dict else _attempt(copy.copy, x)
         self._memo[id(x)] = new
-        self._items(x.items(), new)
-        self._attributes(x, new)
-        return new
-
-    def _list(self, x: list[Any]) -> list[Any]:
-        new = [None] * len(x) if type(x) is list else _attempt(copy.copy, x)
-        self._memo[id(x)] = new
-        self._items(enumerate(x), new)
-        self._attributes(x, new)
+        self._items(items, new)
+        attributes = getattr(x, "__dict__", None)  # such as ``_metadata`` of a module's state dict
+        if attributes:
+            self._items(attributes.items(), new.__dict__)
         return new
 
     def _tuple(self, x: tuple[Any, ...]) -> Any:
@@ -207,12 +202,6 @@ class _Walker:
                     new[key] = made
         except StagingError as error:
             raise type(error)([key, *error.path], error.reason) from error.__cause__
-
-    def _attributes(self, x: Any, new: Any) -> None:
-        """Copy Python attributes, such as ``_metadata`` of a module's state dict."""
-        attributes = getattr(x, "__dict__", None)
-        if attributes:
-            self._items(attributes.items(), new.__dict__)
 
     # -- leaves
 

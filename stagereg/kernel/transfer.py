@@ -22,7 +22,7 @@ import torch
 
 from stagereg.errors import StagingError
 
-__all__ = ["COPY_THREADS", "Batch", "CopyEngine", "CopyTask", "Move", "Pieces", "move", "read_many", "split"]
+__all__ = ["COPY_THREADS", "Batch", "CopyEngine", "CopyTask", "Move", "iovecs", "move", "read_many"]
 
 COPY_THREADS = "stagereg-copy"
 """How the names of copying threads begin."""
@@ -163,7 +163,7 @@ class Batch:
         """Return the moves as a :class:`CopyTask` takes them; the large ones as equal shares for some threads."""
         made = self._pieces.get(threads)
         if made is None:
-            shares = split(self._large, threads if self.worth_sharing else 1) if self._large else []
+            shares = _split(self._large, threads if self.worth_sharing else 1) if self._large else []
             made = self._pieces[threads] = [*(functools.partial(move, moves=moves) for moves in shares), *self._small]
         return made
 
@@ -174,12 +174,13 @@ class _Small:
     def __init__(self, moves: Sequence[Move]) -> None:
         self._moves = moves
         sizes = [nbytes for _, _, nbytes in moves]
-        self._sources = Pieces([source for _, source, _ in moves], sizes)
+        self._nbytes = sum(sizes)
+        self._sources = iovecs([source for _, source, _ in moves], sizes)
         # Blocks of memory are used in turns, so the last few are remembered.
-        self._targets = functools.lru_cache(_BLOCKS)(lambda base: Pieces([base + to for to, _, _ in moves], sizes))
+        self._targets = functools.lru_cache(_BLOCKS)(lambda base: iovecs([base + to for to, _, _ in moves], sizes))
 
     def __call__(self, base: int) -> None:
-        if len(self._moves) < _MANY or not read_many(self._targets(base), self._sources):
+        if len(self._moves) < _MANY or not read_many(self._targets(base), self._sources, self._nbytes):
             move(base, self._moves)
 
 
@@ -190,7 +191,7 @@ def move(base: int, moves: Sequence[Move]) -> None:
         memmove(base + to, source, nbytes)
 
 
-def split(moves: Sequence[Move], ways: int) -> list[list[Move]]:
+def _split(moves: Sequence[Move], ways: int) -> list[list[Move]]:
     """Deal ``moves`` out in ``ways`` shares of equal bytes, cutting a move where a share is full."""
     share = -(-sum(nbytes for _, _, nbytes in moves) // ways)
     shares: list[list[Move]] = [[]]
@@ -206,42 +207,21 @@ def split(moves: Sequence[Move], ways: int) -> list[list[Move]]:
     return shares
 
 
-class Pieces:
-    """Runs of memory as the system call takes them: an array of ``struct iovec``, address and bytes of each.
-
-    Args:
-        addresses: of the first bytes.
-        sizes: bytes of each.
-    """
-
-    def __init__(self, addresses: Iterable[int], sizes: Sequence[int]) -> None:
-        self._pairs = array("Q", chain.from_iterable(zip(addresses, sizes, strict=True)))
-        self._bytes = [sum(sizes[at : at + _AT_ONCE]) for at in range(0, len(sizes), _AT_ONCE)]
-
-    def parts(self) -> list[tuple[int, int, int]]:
-        """Return address, length and total bytes of each part that one call takes."""
-        address, count = self._pairs.buffer_info()
-        step = 2 * _AT_ONCE
-        return [
-            (address + at * self._pairs.itemsize, min(step, count - at) // 2, nbytes)
-            for at, nbytes in zip(range(0, count, step), self._bytes, strict=True)
-        ]
+def iovecs(addresses: Iterable[int], sizes: Sequence[int]) -> array[int]:
+    """Return runs of memory as the system call takes them: an array of ``struct iovec``, address and bytes of each."""
+    return array("Q", chain.from_iterable(zip(addresses, sizes, strict=True)))
 
 
-def read_many(to: Pieces, source: Pieces) -> bool:
-    """Copy pieces of the same sizes, a thousand with one system call, and return whether that was done.
+def read_many(to: array[int], source: array[int], nbytes: int) -> bool:
+    """Copy up to 1024 pieces of the same sizes, ``nbytes`` in all, with one system call; return whether that was done.
 
     ``process_vm_readv`` of Linux copies from one process to another, or within one, which is always allowed. A sandbox
     may refuse the call, and other systems lack it; the caller then copies piece by piece.
     """
     readv = _readv()
-    if readv is None:
-        return False
-    process = os.getpid()
-    for (ours, count, nbytes), (theirs, _, _) in zip(to.parts(), source.parts(), strict=True):
-        if readv(process, ours, count, theirs, count, 0) != nbytes:
-            return False
-    return True
+    count = len(to) // 2
+    ours, theirs = to.buffer_info()[0], source.buffer_info()[0]
+    return readv is not None and readv(os.getpid(), ours, count, theirs, count, 0) == nbytes
 
 
 @functools.cache

@@ -44,16 +44,9 @@ class OverlappedStager(HostStager):
     Tensors on accelerators are copied on a side stream; the stream of the optimizer waits for it, the host does not.
 
     Args:
-        max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
-            second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy what is copied at once, the caller's among them.
-        pin: page-lock the memory; None means where an accelerator is available.
-        reserve_gb: GiB of memory to get ready at once, in the background.
         verify: compare a checksum of every byte in host memory, taken in ``stage``, with that of the copy. ``stage``
             then reads the whole state: a mode to find unforeseen writes.
-        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
-            is deep-copied.
     """
 
     # Bytes; smaller regions are copied at once, which costs less than a deferred copy of them.
