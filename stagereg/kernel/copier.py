@@ -41,7 +41,7 @@ class PendingCopy:
         lease: of the memory.
         view: the memory.
         address: of its first byte.
-        spec: the copy without its tensors; None for a copy of tensors alone.
+        spec: the copy without its tensors; None for a part of a copy.
     """
 
     sources: Sequence[torch.Tensor]
@@ -114,20 +114,6 @@ class HostCopier:
         pending = self.prepare(state)
         self.fill(pending)
         return pending.unflatten()
-
-    def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return independent copies of plain strided tensors; what shares memory goes on sharing it.
-
-        Raises:
-            StagingError: one cannot be staged; ``path`` is its index. Or memory ran out.
-            StagerClosedError: after :meth:`close`.
-        """
-        self.check_open()
-        with torch.no_grad(), no_collection():
-            layout = self._plan(tensors)
-        pending = self.lease(tensors, layout)
-        self.fill(pending)
-        return pending.staged
 
     def prepare(self, state: Any) -> PendingCopy:
         """Do all of :meth:`copy` but the copying. Raises as that does."""

@@ -52,12 +52,11 @@ class CopyEngine:
         self._workers = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix=COPY_THREADS)  # started when needed
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def memmove(self, base: int, batch: Batch) -> None:
-        """Copy host memory to host memory; ``base`` is what the offsets count from. Returns when it is done."""
-        self.start(base, batch).finish()
-
     def start(self, base: int, batch: Batch) -> CopyTask:
-        """Begin what :meth:`memmove` does, on the other threads, where there is enough for them."""
+        """Begin to copy host memory to host memory; ``base`` is what the offsets count from.
+
+        The other threads begin where there is enough for them; the caller has to finish the task.
+        """
         return self.run(CopyTask(base, batch.pieces(self.threads)), batch.worth_sharing)
 
     def run(self, task: CopyTask, shared: bool) -> CopyTask:

@@ -13,13 +13,12 @@ from stagereg.kernel.copier import HostCopier, PendingCopy
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.state_dict import path_to
-from stagereg.kernel.transfer import COPY_THREADS, CopyTask
+from stagereg.kernel.transfer import COPY_THREADS
 from stagereg.registry import register
 from stagereg.stagers.async_stager import StateDict
 from stagereg.stagers.deferred_copy import CopySplit, DeferredCopy
 from stagereg.stagers.guard import WriteGuard
 from stagereg.stagers.host import HostStager
-from stagereg.stagers.write_detector import WriteDetector
 
 __all__ = ["OverlappedStager"]
 
@@ -124,9 +123,8 @@ class OverlappedStager(HostStager):
             event = engine.fetch(device, pairs)
             if event is not None:
                 events.append((device, event))
-        engine.memmove(pending.address, split.immediate)
-        detector = WriteDetector(pending.sources, split.points, pending.address, self._verify)
-        return DeferredCopy(CopyTask(pending.address, split.deferred), events, detector)
+        engine.start(pending.address, split.immediate).finish()
+        return DeferredCopy(pending, split, events, self._verify)
 
     def _split_for(self, pending: PendingCopy) -> CopySplit:
         owned = self._guard.owned()
