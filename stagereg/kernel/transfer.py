@@ -66,16 +66,11 @@ class CopyEngine:
                 self._workers.submit(task.work)
         return task
 
-    def fetch(
-        self,
-        device: torch.device,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        behind: Sequence[torch.Event] = (),
-    ) -> torch.Event | None:
+    def fetch(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event | None:
         """Copy tensor by tensor, each pair being where to and where from.
 
-        From an accelerator the copies are queued on a stream of their own, behind the given events or, if there are
-        none, behind what the caller has queued so far; the caller's stream is not made to wait.
+        From an accelerator the copies are queued on a stream of their own, behind what the caller has queued so far;
+        the caller's stream is not made to wait.
 
         Returns:
             The event of their end; None from host memory, where they are.
@@ -87,8 +82,7 @@ class CopyEngine:
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.Stream(device)
-        for event in behind or [torch.accelerator.current_stream(device).record_event()]:
-            stream.wait_event(event)
+        stream.wait_event(torch.accelerator.current_stream(device).record_event())
         with stream:
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
