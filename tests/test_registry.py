@@ -92,6 +92,14 @@ def test_register_returns_its_argument_and_makes_it_buildable(kind: str) -> None
     assert isinstance(stagereg.build(kind, "mine"), GOOD[kind])
 
 
+def test_a_registry_of_its_own_knows_nothing_of_the_shared_one() -> None:
+    own = registry.Registry({("stager", "built_in"): f"{__name__}:Stager"})
+    own.register("join_hook", "mine")(Hook)
+    assert (own.names("stager"), own.names("join_hook")) == (["built_in"], ["mine"])
+    assert isinstance(own.build("join_hook", "mine"), Hook)
+    assert "mine" not in stagereg.names("join_hook")
+
+
 def test_build_passes_its_arguments() -> None:
     stagereg.register("stager", "mine")(Stager)
     assert stagereg.build("stager", "mine", slots=5).slots == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 import stagereg
+import stagereg.checkpoint.storage.protocol as storage
+import stagereg.stagers.async_stager as stager
 from stagereg import spec
 from stagereg.errors import RegistryError
 from stagereg.registry import REGISTRY
@@ -89,6 +92,22 @@ def test_a_misspelt_member_of_a_hook_that_inherits_the_right_one_is_refused(slip
 def test_a_misspelt_optional_member_is_refused(kind: str, member: str, slip: str) -> None:
     with pytest.raises(RegistryError, match=f"'{slip}' is no member of a {kind}. Did you mean '{member}'"):
         spec.check(kind, "mine", type("Mine", (KINDS[kind],), {slip: nothing}))
+
+
+def test_every_optional_member_is_declared_in_a_protocol() -> None:
+    declared = {
+        "stager": (stager.ReservesPadding, stager.ReleasesCopies, stager.SharesMemory, stager.WatchesOptimizers),
+        "join_hook": (stagereg.JoinHook,),
+        "joinable": (stagereg.Joinable,),
+        "storage": (storage.MarksFiles, storage.UsesPadding, storage.WritesUrls, storage.WrapsStorage),
+    }
+    for kind, protocols in declared.items():
+        names = {name for each in protocols for name in {**vars(each), **inspect.get_annotations(each)}}
+        optional = {re.findall(r"(\w+)[(:]", line)[0] for line in spec.OPTIONAL[kind]}
+        assert optional <= names
+        if kind != "joinable":  # which has more attributes, none of them for a plugin to misspell
+            required = {re.findall(r"(\w+)[(:]", line)[0] for line in spec.REQUIRED[kind]}
+            assert {name for name in names if not name.startswith("_")} <= optional | required
 
 
 @pytest.mark.parametrize("members", [{"_main_hok": nothing}, {"main_hok": nothing, "main_hook": nothing}])

@@ -102,7 +102,6 @@ class Save:
         ready = staged.result() if isinstance(staged, Future) else staged
         if isinstance(staged, Future):
             self.complete()
-        self.nbytes = _tensor_bytes(ready)
         return ready
 
     def settle(self) -> None:
@@ -158,7 +157,8 @@ def carry_out(
 
     def ready() -> tuple[int, str]:
         copies.append(save.take())
-        state.update({**copies[0], **torchfiles.skeletons(copies[0])})
+        state.update({**copies[0], **torchfiles.skeletons(copies[0])})  # refuses what cannot be saved
+        save.nbytes = _tensor_bytes(copies[0])
         failpoint("staged")
         save.now("waiting for the others to stage")
         return save.step, new_token()

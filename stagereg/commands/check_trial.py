@@ -165,7 +165,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Component:
+class _ComponentTrial:
     """What is tried of one component, each by a method that returns what was seen, or raises."""
 
     entry: Entry
@@ -264,7 +264,7 @@ class _Component:
 def _component(reporter: Reporter, entry: Entry, contract: str | type[Contract], options: Mapping[str, Any]) -> None:
     """Try all of one component: what every one has to have, and what its contract promises."""
     reporter.section(f"{entry.kind}/{entry.name}", entry.origin)
-    kind, component = entry.kind.replace("_", " "), _Component(entry, contract, options)
+    kind, component = entry.kind.replace("_", " "), _ComponentTrial(entry, contract, options)
     reporter.attempt("loads", f"It can be imported, and has what a {kind} has to have.", component.loads, needed=True)
     if entry.distribution:
         reporter.attempt("agrees", "It has one name, the one that is announced.", component.agrees)

@@ -153,7 +153,7 @@ class GradCarryover:
 
     def policy(self) -> Policy:
         """The same, after a look at what other ranks know; in a shadowed step, before its reduction."""
-        if self._steps:  # in the first step nobody knows yet
+        if self._steps:  # in the first step no rank knows yet
             self._policy.ask()
         return self._policy.current()
 

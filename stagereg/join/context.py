@@ -65,7 +65,7 @@ class Join:
         loader: for a plain loop, what it loops over; only its length is used.
         timeout: seconds after which a rank that does not answer, or does not come, is an error on all others. It is
             the process group's timeout too while the join lasts, so it must be longer than any single step.
-        average: what :meth:`mean` is a mean over, if it is not told: ``"samples"``, ``"world"`` or ``"active"``.
+        average: what :meth:`mean` is a mean over, if a call does not say: ``"samples"``, ``"world"`` or ``"active"``.
         process_group: the ranks that train together; ``None``: the joinables' own.
         **kwargs: handed to the hook of every joinable, such as DDP's ``divide_by_initial_world_size``.
 
@@ -75,7 +75,7 @@ class Join:
     Raises:
         JoinError: (a ``ValueError``) no joinables, or joinables with different process groups, or a first one that
             cannot announce, or a step that cannot be shadowed.
-        UnevenInputsError: (a ``RuntimeError``) on leaving, or at the step, if told to throw.
+        UnevenInputsError: (a ``RuntimeError``) on leaving, or at the step, with ``throw``.
         PeerFailedError: (a ``RuntimeError``) another rank failed, was killed or does not answer. The process group
             cannot be used any more; end the process.
 
@@ -209,7 +209,7 @@ class Join:
 
         Raises:
             JoinError: the join was not entered; or a batch cannot be emptied.
-            UnevenInputsError: told to throw, with planned lengths before the first step.
+            UnevenInputsError: with ``throw``, with planned lengths before the first step.
         """
         if not self._enable or self._mode == "torch":  # torch's wire is for loops that ranks leave
             yield from self._counter.count(loader)
@@ -240,7 +240,7 @@ class Join:
                 exactly zero, whatever its value.
             over: ``"samples"``: the sum of all ranks' losses by the sum of all their ``n``. ``"world"``: the mean of
                 the ranks' means, where a rank without data counts as zero; ``"active"``: ... where it does not count.
-                These are torch's ``divide_by_initial_world_size`` True and False. ``None``: as the join was told.
+                These are torch's ``divide_by_initial_world_size`` True and False. ``None``: the join's ``average``.
 
         Returns:
             A scalar. Its mean over the ranks is the mean; its value on one rank is that rank's share only.
@@ -329,7 +329,7 @@ class Join:
         cause = self._cause_of(session, error)
         if cause is not error:
             raise cause from error
-        if self._loop is not None and self._loop.membership.empty:
+        if self._loop is not None and session.membership is not None and session.membership.empty:
             error.add_note(
                 "This rank has no more data, and join.iterate ran the loop body on an empty batch to keep it in step "
                 "with the others. What the body does with samples must bear that there are none: x.flatten(1) in "
@@ -338,6 +338,8 @@ class Join:
 
     def _cause_of(self, session: JoinSession, error: BaseException) -> BaseException:
         """Return what to raise for ``error``: what another rank has failed with, or itself, after reporting it."""
+        if error is session.refusal:  # all ranks raise it
+            return error
         self._failed = True
         if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # by the latter two all ranks leave together
             return error

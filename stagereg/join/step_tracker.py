@@ -24,7 +24,7 @@ class StepTracker:
     """Watches the forwards of a joinable's module until :meth:`remove`, and calls the joinable's methods.
 
     Args:
-        joinable: is told of steps while its ``_join_config`` is enabled.
+        joinable: its methods are called while its ``_join_config`` is enabled.
         module: whose forward begins a step.
 
     Attributes:
@@ -38,7 +38,7 @@ class StepTracker:
         self.is_open = False
         self.in_step = False
         self._joinable = joinable
-        self._seen = False  # whether the joinable was told of the forward that runs
+        self._seen = False  # whether the joinable takes part in the forward that runs
         self._handles: list[Any] = [
             module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),

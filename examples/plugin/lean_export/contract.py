@@ -18,8 +18,9 @@ from lean_export.casting import WIDE
 from lean_export.hook import EmaHook
 from lean_export.joinable import EmaJoinable
 from lean_export.stager import Bf16Stager
+from lean_export.timed import TimedDdpHook
 
-__all__ = ["Bf16Contract", "EmaContract", "EmaHookContract"]
+__all__ = ["Bf16Contract", "EmaContract", "EmaHookContract", "TimedDdpContract"]
 
 
 class Bf16Contract(StagerContract):
@@ -92,6 +93,16 @@ class EmaContract(JoinableContract):
         for values in steps:
             alone.step(values)
         return alone.state()
+
+
+class TimedDdpContract(EmaContract, JoinHookContract):
+    """``join_hook=ddp_timed`` in the place of the ``ddp`` joinable's own hook, in the same training."""
+
+    def joinables(self, subject: Training) -> list[Any]:
+        """Return a list in which the hook of the DDP module is another one."""
+        ddp, step, ema = super().joinables(subject)
+        ddp.hook = TimedDdpHook
+        return [ddp, step, ema]
 
 
 class Constant(nn.Module):

@@ -77,7 +77,7 @@ class Consensus(Protocol):
     def signal_flags(self) -> list[float]:
         """Return what signals this rank has got: two numbers."""
 
-    def update(self, told: Sequence[float]) -> None:
+    def update(self, sums: Sequence[float]) -> None:
         """Take the sums over all ranks."""
 
 
@@ -96,7 +96,7 @@ class CheckpointJoinable(TrackedJoinable):
     for each epoch.
 
     Args:
-        checkpointer: the :class:`stagereg.Checkpointer`; in a join nobody calls its ``save`` directly.
+        checkpointer: the :class:`stagereg.Checkpointer`; in a join its ``save`` is not called directly.
         state: what to save. Of entries that are plain values, ranks that have left the loop save those of one that has
             not.
         module: the model whose forward begins a step: what the loop calls. ``stagereg.Join`` fills in that of the first
@@ -255,7 +255,7 @@ class CheckpointJoinable(TrackedJoinable):
         requested, signals = [int(value) for value in sums[: channel.size]], sums[channel.size :]
         if consensus is not None:
             consensus.update(signals)
-        # At the end nobody is active; those who were in the last step know best what it left.
+        # At the end no rank is active; those that were in the last step have its state.
         self._active = [rank for rank, value in enumerate(requested) if value % 2] or self._active
         requests = {rank: value // 2 - 1 for rank, value in enumerate(requested) if value > 1}
         if requests:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -114,8 +115,7 @@ class DdpJoinable(TrackedJoinable):
         self._inner = ddp.module.register_forward_hook(self._inner_forward_done)
 
     def end_steps(self) -> None:
-        """No step follows: have DDP agree on buffers by itself, and forget the divisor of the last step."""
-        self.module.__dict__.pop(_COMMON_RANK, None)
+        """No step follows: forget the divisor of the last step."""
         self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
 
     def detach(self) -> None:
@@ -124,6 +124,7 @@ class DdpJoinable(TrackedJoinable):
             self.end_steps()
             ddp = self.module
             ddp.__dict__.pop(_ANNOUNCE_REDUCTION, None)
+            ddp.__dict__.pop(_COMMON_RANK, None)
             self._inner.remove()
             if self.carryover is not None:
                 self.carryover.remove()
@@ -214,21 +215,24 @@ class DdpJoinable(TrackedJoinable):
                 self.module.reducer._set_forward_pass_work_handle(_done_work(float(ranks.syncing)), False)
 
     def _announce_reduction(self, is_joined_rank: bool) -> None:
-        """In the place of DDP's own: tell joined ranks whether this step reduces, where that is said on the wire."""
+        """In the place of DDP's own: announce to joined ranks whether this step reduces, on torch's wire."""
         ddp = self.module
         if self.membership is not None:
             return
         if self.divides_by_world or ddp._join_config.is_first_joinable:
             DistributedDataParallel._check_global_requires_backward_grad_sync(ddp, is_joined_rank)
             return
-        # Only the first joinable's announcement tells a module the number of active ranks; here this sum does.
+        # The announcement of the first joinable gives its module the number of active ranks; here this sum does.
         work = TorchWire(ddp.process_group, ddp.device).announce(bool(ddp.require_backward_grad_sync))
         ddp.reducer._set_forward_pass_work_handle(work, False)
 
     def _common_rank(self, rank: int, is_candidate: bool) -> int:
-        """In the place of DDP's own: the rank whose buffers all ranks take."""
-        if self.membership is not None:
-            return self.membership.read().highest
+        """In the place of DDP's own: the rank whose buffers all ranks take in a step, or whose model in the end."""
+        membership = self.membership
+        if membership is not None and not membership.over:
+            return membership.read().highest
+        if self.session is not None and self.session.all_took_every_step:  # all are candidates, and the last one wins
+            return self.module.process_group.size() - 1
         return int(DistributedDataParallel._find_common_rank(self.module, rank, is_candidate))
 
     def _rebuilds_buckets(self, begun: int) -> bool:
@@ -239,8 +243,8 @@ class DdpJoinable(TrackedJoinable):
         return begun > 0 or int(ddp._get_ddp_logging_data().get("iteration", 0)) > 0
 
     def _refuse_sparse_gradients(self) -> None:
-        _, sparse = self.module._build_params_for_reducer()
-        if any(sparse):
+        layers = (each for each in self.module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+        if any(layer.sparse for layer in layers):
             raise JoinError(
                 "a DDP module with sparse gradients cannot be joined, as joined ranks have no zeros to send for them. "
                 "Build its Embedding layers with sparse=False, or the join with enable=False if all inputs are even."

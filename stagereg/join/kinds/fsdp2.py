@@ -184,14 +184,14 @@ class Fsdp2Joinable(TrackedJoinable):
             return
         self._backward_due = False
         if self.is_shadowing:
-            if self._synchronized:  # in the first step nobody knows yet
+            if self._synchronized:  # in the first step no rank knows yet
                 self.policy.ask()
             self.forget_gradients()
             return
         if reduces(self.module) != self._reduces:
             raise JoinError(
                 "set_requires_gradient_sync() was called between a forward and its backward, when ranks without data "
-                "had been told already. In a join, call it before the forward."
+                "had its announcement already. In a join, call it before the forward."
             )
         shard = self._watched_shard()
         if shard is not None:

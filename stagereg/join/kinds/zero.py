@@ -90,7 +90,7 @@ class ZeroHook(JoinHook):
             return
         optimizer = self.joinable.optimizer
         config = optimizer._join_config
-        optimizer._join_config = JoinConfig.construct_disabled_join_config()  # a shadow step announces nobody
+        optimizer._join_config = JoinConfig.construct_disabled_join_config()  # a shadowed step announces no rank
         try:
             optimizer.step()
         finally:

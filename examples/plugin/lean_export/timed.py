@@ -1,0 +1,40 @@
+"""``join_hook=ddp_timed``: as ``ddp``, and logs how long a rank without data was busy with the steps of the others."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from stagereg.join.kinds.ddp import DdpHook, DdpJoinable
+
+__all__ = ["TimedDdpHook"]
+
+_log = logging.getLogger(__name__)
+
+
+class TimedDdpHook(DdpHook):
+    """Takes the place of ``ddp``: ``join_hook@join.joinables.model.hook=ddp_timed``.
+
+    Args:
+        joinable: of the DDP module.
+        least_s: seconds below which nothing is logged.
+    """
+
+    def __init__(self, joinable: DdpJoinable, /, least_s: float = 0.0) -> None:
+        super().__init__(joinable)
+        self.least_s = least_s
+        self.steps = 0
+        self.seconds = 0.0
+
+    def main_hook(self) -> None:
+        """Take part in one step."""
+        began = time.perf_counter()
+        super().main_hook()
+        self.seconds += time.perf_counter() - began
+        self.steps += 1
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Finish as ``ddp`` does, and log."""
+        super().post_hook(is_last_joiner)
+        if self.steps and self.seconds >= self.least_s:
+            _log.info("without data, this rank took part in %d steps for %.1f s", self.steps, self.seconds)
