@@ -34,6 +34,7 @@ class ZeroGradPolicy:
     What a look at the gradients finds stays on the device until somebody asks for it.
 
     Attributes:
+        store: of what ranks publish of this module.
         step_begins: whether the last backward was synchronized, so that the next one begins a step.
     """
 
@@ -42,7 +43,7 @@ class ZeroGradPolicy:
         self._nonzero: torch.Tensor | None = None  # whether there were gradients as the last step began
         self._in_doubt = True
         self._group = group
-        self._store = PrefixStore(f"stagereg/carry/{_numbers[group.group_name]}", group.get_group_store())
+        self.store = PrefixStore(f"stagereg/carry/{_numbers[group.group_name]}", group.get_group_store())
         _numbers[group.group_name] += 1
 
     def current(self) -> Policy:
@@ -61,22 +62,22 @@ class ZeroGradPolicy:
         self._nonzero = None if gradient is None else gradient.detach().ne(0).any()
         if self._in_doubt and not in_doubt:
             self._in_doubt = False
-            self._store.set("policy", self.current())
+            self.store.set("policy", self.current())
 
     def set_active(self, active: bool) -> None:
         """Publish whether this rank has data, and will publish what its loop does; nothing if that is known here."""
         if self._in_doubt:
-            self._store.set(f"active/{self._group.rank()}", "yes" if active else "no")
+            self.store.set(f"active/{self._group.rank()}", "yes" if active else "no")
 
     def ask(self) -> None:
         """End the doubt, if there is one and some active rank is watched: that rank publishes within this step."""
         if not self._in_doubt:
             return
         keys = [f"active/{rank}" for rank in range(self._group.size())]
-        active = (self._store.check([key]) and self._store.get(key) == b"yes" for key in keys)
-        if self._store.check(["policy"]) or any(active):
+        active = (self.store.check([key]) and self.store.get(key) == b"yes" for key in keys)
+        if self.store.check(["policy"]) or any(active):
             self._wait()
-            policy = self._store.get("policy").decode()
+            policy = self.store.get("policy").decode()
             self._nonzero = None if policy == "drops" else torch.tensor(policy == "carries")
         self._in_doubt = False
 
@@ -84,7 +85,7 @@ class ZeroGradPolicy:
         """Wait as one does in a collective of the group: with its time limit, and until it is aborted."""
         limit = limit_of(self._group)
         deadline = time.monotonic() + limit
-        while not wait_for_keys(self._store, "policy", _TURN_S):
+        while not wait_for_keys(self.store, "policy", _TURN_S):
             if was_aborted(self._group):
                 raise dist.DistError("the process group was aborted")
             if time.monotonic() > deadline:
@@ -120,7 +121,6 @@ class GradCarryover:
         self._ran = False
         self._will_sync = True
         self._forward_ran = False
-        self._joined = False
         self._handles = [param.register_hook(self._before_accumulation) for param in watched]
         self._policy.set_active(True)
 
@@ -142,9 +142,7 @@ class GradCarryover:
 
     def before_shadowed_step(self) -> None:
         """This rank is out of data; called before the collectives of each step that it shadows."""
-        if not self._joined:
-            self._joined = True
-            self._policy.set_active(False)
+        self._policy.set_active(False)
 
     @property
     def known_policy(self) -> Policy:

@@ -92,13 +92,13 @@ class TrackedJoinable(BuiltInJoinable):
     def attach(self, session: JoinSession) -> None:
         """Begin to watch the module."""
         super().attach(session)
-        self.watch()
+        if self.tracker is None:
+            self.watch()
 
     def watch(self) -> None:
-        """Begin to watch the module, if it is not watched."""
-        if self.tracker is None:
-            assert self.module is not None
-            self.tracker = StepTracker(self, self.module)
+        """Begin to watch the module, which is not watched."""
+        assert self.module is not None
+        self.tracker = StepTracker(self, self.module)
 
     def detach(self) -> None:
         """Stop watching."""

@@ -179,8 +179,6 @@ class CheckpointJoinable(TrackedJoinable):
 
     def watch(self) -> None:
         """Watch the model's forward, and count the optimizers' steps."""
-        if self.tracker is not None:
-            return
         self._model()
         super().watch()
         self._asked, self._shadows, self._active, self._steps = None, False, [], {}

@@ -93,8 +93,6 @@ class DdpJoinable(TrackedJoinable):
 
     def watch(self) -> None:
         """Have the module's forward announce through the join."""
-        if self.tracker is not None:
-            return
         ddp = self.module
         self._divided_before = getattr(ddp, _DIVISOR, None)
         setattr(ddp, _DIVISOR, self.divides_by_world)  # DDP's forward reads it

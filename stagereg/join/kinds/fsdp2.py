@@ -13,14 +13,12 @@ used here are those of torch 2.13 (``distributed/fsdp/_fully_shard``).
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -105,9 +103,7 @@ class Fsdp2Joinable(TrackedJoinable):
 
     def watch(self) -> None:
         """Have the module's forward announce through the join."""
-        if self.tracker is not None:
-            return
-        self._inputs = _inputs_of(self.module, self._group, self._example)
+        self._inputs = _inputs_of(self.module, self.policy.store, self._example)
         self._settings = [(g, g.gradient_divide_factor, g.force_sum_reduction_for_comms) for g in _groups(self.module)]
         super().watch()
         if self._watched_shard() is not None:
@@ -302,16 +298,12 @@ class Fsdp2Hook(JoinHook):
 
 
 class _Inputs:
-    """What one module is called with, emptied; its own last inputs, or those that another rank has published.
+    """What one module is called with, emptied; its own last inputs, or those that another rank has published."""
 
-    All ranks make these in the same order.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, store: Any) -> None:
         self.example: Any = None
         self._last: list[Any] = []  # of each forward in the last step
-        self._store = PrefixStore(f"stagereg/fsdp2/{_numbers[group.group_name]}", group.get_group_store())
-        _numbers[group.group_name] += 1
+        self._store = store
         self._published = False
 
     def forget_last(self) -> None:
@@ -347,10 +339,10 @@ class _Inputs:
             raise JoinError(f"This rank never had a batch, and no other's will do: {error} {_ADVICE}") from error
 
 
-def _inputs_of(module: FSDPModule, group: dist.ProcessGroup, example: Any) -> _Inputs:
+def _inputs_of(module: FSDPModule, store: Any, example: Any) -> _Inputs:
     key = cast(nn.Module, module)
     if key not in _inputs:
-        _inputs[key] = _Inputs(group)
+        _inputs[key] = _Inputs(store)
     found = _inputs[key]
     found.example = None if example is None else (emptied(example if isinstance(example, tuple) else (example,)), {})
     return found
@@ -358,7 +350,6 @@ def _inputs_of(module: FSDPModule, group: dist.ProcessGroup, example: Any) -> _I
 
 _inputs: weakref.WeakKeyDictionary[nn.Module, _Inputs] = weakref.WeakKeyDictionary()
 """Global, as the module is all that two joins over it have in common; it must not get attributes of ours."""
-_numbers: Counter[str] = Counter()
 
 
 def _group_of(module: FSDPModule) -> Any:
