@@ -67,8 +67,8 @@ class DdpJoinable(TrackedJoinable):
     def __init__(self, module: DistributedDataParallel, hook: Callable[..., JoinHook] | None = None) -> None:
         if not isinstance(module, DistributedDataParallel):
             raise JoinError(f"the ddp joinable needs a DistributedDataParallel module, not a {type(module).__name__}")
+        super().__init__(hook, stands_for=module)
         self.module = module
-        self.hook = hook
         self.reduced = False
         self.divides_by_world = True
         self.carryover: GradCarryover | None = None
@@ -76,14 +76,6 @@ class DdpJoinable(TrackedJoinable):
         self._divided_before: bool | None = None
         self._forward_settings: tuple[Any, bool] | None = None
         self._inner: Any = None
-
-    @property
-    def _join_config(self) -> Any:  # DDP's own forward announces, and reads the configuration there
-        return self.module._join_config
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        self.module._join_config = config
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the module's hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
@@ -142,14 +134,9 @@ class DdpJoinable(TrackedJoinable):
         return shares or not divide_by_initial_world_size
 
     @property
-    def join_device(self) -> torch.device:
-        """The module's device."""
-        return self.module.join_device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The module's process group."""
-        return self.module.join_process_group
+    def will_reduce(self) -> bool:
+        """Whether the next backward reduces the gradients; not under ``no_sync``."""
+        return bool(self.module.require_backward_grad_sync)
 
     def on_step(self) -> None:
         """Announce the step, except on torch's wire, where DDP's own forward does."""
@@ -169,7 +156,7 @@ class DdpJoinable(TrackedJoinable):
             self.session.announced += config.is_first_joinable
             return
         if config.is_first_joinable:
-            membership.begin(torch.is_grad_enabled() and bool(self.module.require_backward_grad_sync))
+            membership.begin(torch.is_grad_enabled() and self.will_reduce)
         else:
             membership.check()
         if config.throw_on_early_termination and self._rebuilds_buckets(tracker.begun):
@@ -187,20 +174,13 @@ class DdpJoinable(TrackedJoinable):
         elif self.membership is not None:
             ddp._join_config = config._replace(is_first_joinable=False)
         if torch.is_grad_enabled() and self.carryover is not None:
-            self.carryover.before_forward(bool(ddp.require_backward_grad_sync))
+            self.carryover.before_forward(self.will_reduce)
 
     def after_forward(self, is_step: bool) -> None:
         """Put DDP's settings back."""
         if self._forward_settings is not None:
             self.module._join_config, self.module.require_forward_param_sync = self._forward_settings
             self._forward_settings = None
-
-    def active_that_reduce(self) -> int:
-        """Joined rank: how many active ranks will reduce their gradients in this step."""
-        membership = self.membership
-        if membership is None:
-            return TorchWire(self.module.process_group, self.module.device).count_active()
-        return int(membership.read().syncing)
 
     def _inner_forward_done(self, *_: Any) -> None:
         # The sum has had the whole forward to arrive, and nothing of the step has been prepared yet.
@@ -223,7 +203,7 @@ class DdpJoinable(TrackedJoinable):
             DistributedDataParallel._check_global_requires_backward_grad_sync(ddp, is_joined_rank)
             return
         # The announcement of the first joinable gives its module the number of active ranks; here this sum does.
-        work = TorchWire(ddp.process_group, ddp.device).announce(bool(ddp.require_backward_grad_sync))
+        work = TorchWire(ddp.process_group, ddp.device).announce(self.will_reduce)
         ddp.reducer._set_forward_pass_work_handle(work, False)
 
     def _common_rank(self, rank: int, is_candidate: bool) -> int:
