@@ -123,7 +123,7 @@ def test_no_built_in_component_and_none_of_the_example_has_a_name_that_looks_mis
     entries = tomllib.loads((ROOT / "examples" / "plugin" / "pyproject.toml").read_text())["project"]["entry-points"]
     targets = [(kind, target) for (kind, _), target in REGISTRY.built_in.items()]
     targets += [(point.partition(".")[0], target) for point, target in entries["stagereg.plugins"].items()]
-    assert len(targets) == len(REGISTRY.built_in) + 3
+    assert len(targets) == len(REGISTRY.built_in) + 4
     for kind, target in targets:
         module, _, name = target.partition(":")
         component = getattr(importlib.import_module(module), name)

@@ -35,6 +35,7 @@ POINTS = {
 rank 0 alone, "writing" and "flushed" for the process that writes; the others for every rank."""
 
 _observer: Callable[[str], None] | None = None
+"""One a process: a test that kills a process at a moment has no object of that process in its hands."""
 
 
 def failpoint(name: str) -> None:

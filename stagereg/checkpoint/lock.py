@@ -54,6 +54,7 @@ _guard = threading.Lock()
 _held: dict[tuple[int, int], int] = {}
 """Device and inode of each lock file that is held here, and by which process: a forked child's copy means nothing."""
 _warned: set[str] = set()
+"""Directories whose file system has no locks; each is warned of once a process."""
 
 
 class StoreLock(ABC):

@@ -40,6 +40,7 @@ WHY = "Checkpoints are read without running code."
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 _loadable: set[frozenset[Any]] = set()
+"""A cache of sets of names that load; what loads depends on the installed torch alone, so it holds for a process."""
 
 
 def expect_loadable(name: str, value: Any) -> None:

@@ -32,6 +32,7 @@ _PROTOCOL = 4
 _CONTAINERS = frozenset({dict, list, OrderedDict, Counter, defaultdict})
 
 _loadable: set[frozenset[Any]] = set()
+"""A cache of sets of names that load; what loads depends on the installed torch alone, so it holds for a process."""
 
 
 def _walked(value: object) -> bool:

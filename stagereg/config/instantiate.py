@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 import stagereg.config.schema as schema
 import stagereg.registry as registry
 from stagereg.config.allow_list import AllowedTarget, TargetAllowList, label
-from stagereg.config.resolved_tree import Call, NodePath, as_node, built, describes, escaped, is_missing, merged, plain
+from stagereg.config.resolved_tree import Call, Given, NodePath, as_config, built, describes, is_missing, merged, plain
 from stagereg.errors import ConfigError
 from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
@@ -42,7 +42,7 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
             Keys that such a target does not take are refused too, but it has no schema: values are passed as they
             are. An argument ``allow`` of a component's own is given in its config.
         kwargs: keyword arguments, which replace the config's. Options of the component are checked like the config's,
-            configs among them are checked and built; every other object is passed as it is.
+            configs among them are checked and built; every other object is passed as it is, with what is in it.
 
     Returns:
         What the component built; with ``_partial_: true`` a callable that builds it.
@@ -143,63 +143,68 @@ class _Component:
 def _build_one(
     tree: dict[str, Any], path: NodePath, allow_list: TargetAllowList, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Build the node ``tree`` with the program's arguments: options and configs join the tree, objects go direct."""
+    """Build the node ``tree`` with the program's arguments: options and configs are checked, other objects are not."""
     configs = {name: v for name, v in kwargs.items() if name in schema.HYDRA_KEYS or _is_config(v, tree.get(name))}
     # Each argument is resolved once only: a second time, a resolver may give something else.
     resolved = {name: plain(schema.to_config(v)) if _is_container(v) else v for name, v in configs.items()}
     tree = merged(tree, resolved)
     _refuse_unregistered(tree, path, allow_list)
     component = _Component(allow_list.find(tree["_target_"], path.label))
-    objects = {name: value for name, value in kwargs.items() if name not in configs}
-    hints = {name: component.options[name].hint for name in objects if name in component.options}
-    checked = [name for name, hint in hints.items() if hint is not Any and not schema.makes_factories(hint)]
-    tree |= {name: plain(v) if OmegaConf.is_config(v := objects.pop(name)) else v for name in checked}
-    given = [*objects, *component.positional[: len(args)]]
-    tree = {key: value for key, value in tree.items() if key not in given and not (args and key == "_args_")}
-    return _plan_call(path, tree, None, allow_list, given).run(*args, **objects)
+    if args:
+        named = component.positional[: len(args)]
+        tree = {key: v for key, v in tree.items() if key not in named} | {"_args_": [Given(value) for value in args]}
+    for name, value in kwargs.items():
+        if name in configs:
+            continue
+        hint = component.options[name].hint if name in component.options else Any
+        if hint is Any or schema.makes_factories(hint):
+            tree[name] = Given(value)
+        else:
+            tree[name] = plain(value) if OmegaConf.is_config(value) else value
+    return built(_plan_call(path, tree, None, allow_list))
 
 
 def _plan(path: NodePath, value: Any, hint: Any, allow_list: TargetAllowList) -> Any:
     """Check a value and everything in it; return it with a :class:`Call` in place of each node."""
+    if isinstance(value, Given):
+        return value
     return schema.from_config(path, value, hint, functools.partial(_plan_call, allow_list=allow_list))
 
 
-def _plan_call(
-    path: NodePath, node: dict[str, Any], hint: Any, allow_list: TargetAllowList, given: Collection[str] = ()
-) -> Call:
+def _plan_call(path: NodePath, node: dict[str, Any], hint: Any, allow_list: TargetAllowList) -> Call:
     """Check the node of a component and everything in it.
 
     ``hint`` is the annotation of the parameter that it is for: where that asks for a factory, the component that gets
-    it makes the call. ``given`` names what the program passes to this component directly.
+    it makes the call.
     """
     component, kind = _Component(allow_list.find(node["_target_"], path.label)), schema.factory_of(hint)
     _refuse_other_kind(component.target, kind, path)
     partial, recursive = _flag(node, "_partial_", False, path), _flag(node, "_recursive_", True, path)
-    later = set(given)
+    later: Collection[str] = ()
     if kind is not None and isinstance(component.target, Entry):
         # A factory is called with what no config holds, and with other components.
-        later |= {*registry.kinds(), *schema.runtime(component.target)}
+        later = {*registry.kinds(), *schema.runtime(component.target)}
     kwargs = {key: value for key, value in node.items() if key not in schema.HYDRA_KEYS}
     kwargs = {key: v for key, v in kwargs.items() if not (is_missing(v) and (partial or key in later))}
-    names = [*kwargs, *(name for name in given if name not in component.positional)]
-    refuse_unknown(component.label, names, component.signed)
-    args, named = component.split([] if node.get("_args_") is None else node["_args_"], {*kwargs, *given}, path)
+    refuse_unknown(component.label, kwargs, component.signed)
+    args, named = component.split([] if node.get("_args_") is None else node["_args_"], kwargs, path)
     kwargs.update(named)
     if not partial:
         component.refuse_missing(kwargs, later, path)
-    planned = {}
-    for name, value in kwargs.items():
-        option = component.options.get(name)
+
+    def planned(name: str, value: Any) -> Any:
+        option, inner = component.options.get(name), path.child(name)
         if option and isinstance(value, dict) and isinstance(option.default, dict):
             value = {**option.default, **value}  # fields of a dataclass; the default of a mapping is a DictConfig
-        planned[name] = _plan(path.child(name), value, option.hint if option else Any, allow_list)
+        plan = _plan(inner, value, option.hint if option else Any, allow_list)
         if name in registry.kinds() and component.registered and isinstance(value, dict) and "_target_" in value:
-            _refuse_other_kind(allow_list.find(value["_target_"], path.label), name, path.child(name))
-    more = _plan(path.child("_args_"), args, Any, allow_list)
-    if not recursive:  # the component gets the configs and builds from them itself
-        planned = {name: as_node(escaped(v)) if _is_container(v) else planned[name] for name, v in kwargs.items()}
-        more = [as_node(escaped(v)) if _is_container(v) else v for v in args]
-    return Call(component.checked(), [*map(planned.pop, named), *more], planned, partial or kind is not None)
+            _refuse_other_kind(allow_list.find(value["_target_"], path.label), name, inner)
+        # Without recursion, the component gets the configs and builds from them itself.
+        return plan if recursive or not _is_container(value) else as_config(value)
+
+    arguments = {name: planned(name, value) for name, value in kwargs.items()}
+    more = [planned(f"_args_[{index}]", value) for index, value in enumerate(args, len(named))]
+    return Call(component.checked(), [*map(arguments.pop, named), *more], arguments, partial or kind is not None)
 
 
 def _refuse_other_kind(entry: Entry | AllowedTarget, kind: str | None, path: NodePath) -> None:

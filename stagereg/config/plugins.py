@@ -34,7 +34,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import stagereg.registry as registry
@@ -79,8 +79,8 @@ class NamedPlugins:
         Raises:
             PluginError: one of it cannot be imported, or is no module.
         """
-        for config_path, value in list(self._noted.items()):
-            _import_all(value, f"The config {config_path.removesuffix('.yaml')!r}")
+        for config_path in list(self._noted):
+            _import_all(self._noted[config_path], f"The config {config_path.removesuffix('.yaml')!r}")
             del self._noted[config_path]
 
     def _note(self, config_path: str, seen: set[str]) -> None:
@@ -96,8 +96,7 @@ class NamedPlugins:
         if not is_root or not isinstance(read.config, DictConfig):
             return
         self._more_paths += OmegaConf.select(read.config, "hydra.searchpath") or []
-        if _names_plugins(read.config):
-            self._noted[config_path] = _resolved(read.config)
+        self._noted[config_path] = _named(read.config)
         for below in read.config.get("defaults") or ():
             if isinstance(below, str) and "@" not in below and below != "_self_":  # nothing can replace it
                 self._note(below.lstrip("/") if below.startswith("/") else f"{group}/{below}".lstrip("/"), seen)
@@ -175,19 +174,16 @@ def from_config(config: Any) -> None:
     Raises:
         PluginError: one of them cannot be imported, or is no module.
     """
-    if _names_plugins(config):
-        _import_all(_resolved(config), "The config")
+    _import_all(_named(config), "The config")
 
 
-def _names_plugins(config: Any) -> bool:
-    return OmegaConf.is_dict(config) and _KEY in list(config) and not OmegaConf.is_missing(config, _KEY)
-
-
-def _resolved(config: Any) -> Any:
-    """The value of the key in plain lists and strings, or the reason why there is none."""
+def _named(config: Any) -> Any:
+    """The value of the key, in plain lists and strings, or the reason why it has none; ``None`` without the key."""
+    if not OmegaConf.is_dict(config) or _KEY not in list(config) or OmegaConf.is_missing(config, _KEY):
+        return None
     try:
         value = config[_KEY]
-        return OmegaConf.to_container(value, resolve=True) if isinstance(value, (DictConfig, ListConfig)) else value
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
         return f"({str(error).splitlines()[0]})"
 

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stagereg.errors import ConfigError
 
-__all__ = ["Call", "NodePath", "as_node", "built", "describes", "escaped", "is_missing", "merged", "plain"]
+__all__ = ["Call", "Given", "NodePath", "as_config", "built", "describes", "is_missing", "merged", "plain"]
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
@@ -81,16 +81,21 @@ class Call:
     kwargs: Mapping[str, Any]
     partial: bool = False
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the nested calls, then this one; arguments given here come from the program and go before."""
-        call = functools.partial(self.function, *(args or built(self.args)), **{**built(self.kwargs), **kwargs})
-        return call if self.partial else call()
+
+@dataclass(frozen=True)
+class Given:
+    """An object of the program's, which the component gets as it is."""
+
+    value: Any
 
 
 def built(plan: Any) -> Any:
     """Return ``plan`` with the result of each call in the place of the call."""
+    if isinstance(plan, Given):
+        return plan.value
     if isinstance(plan, Call):
-        return plan.run()
+        call = functools.partial(plan.function, *built(plan.args), **built(plan.kwargs))
+        return call if plan.partial else call()
     if isinstance(plan, dict):
         return {key: built(value) for key, value in plan.items()}
     return type(plan)(map(built, plan)) if type(plan) in (list, tuple) else plan
@@ -103,7 +108,7 @@ def plain(config: Any, where: str = "") -> Any:
         ConfigError: an interpolation cannot be resolved, or it is no config; ``where`` is its key.
     """
     try:
-        return _with_lists(OmegaConf.to_container(as_node(config), resolve=True))
+        return _with_lists(OmegaConf.to_container(_as_node(config), resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where or 'The config'} cannot be resolved: {error}") from error
     except RecursionError:
@@ -117,12 +122,8 @@ def _with_lists(value: Any) -> Any:
     return [_with_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def as_node(config: Any) -> DictConfig | ListConfig:
-    """Return a mapping, list or dataclass as OmegaConf's container, in which any object may stand.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+def _as_node(config: Any) -> DictConfig | ListConfig:
+    """A mapping, list or dataclass as OmegaConf's container, in which any object may stand."""
     if isinstance(config, (DictConfig, ListConfig)):
         return config
     if isinstance(config, (dict, list, tuple)):
@@ -132,12 +133,16 @@ def as_node(config: Any) -> DictConfig | ListConfig:
     raise ConfigError(f"{config!r} is a {type(config).__name__}, not a config: pass a node such as cfg.stager.")
 
 
-def escaped(value: Any) -> Any:
-    """``value`` so that OmegaConf takes its strings as they are: they were resolved once, and no more than once."""
+def as_config(value: Any) -> DictConfig | ListConfig:
+    """Return dicts and lists as a config whose strings stay as they are: they were resolved, and that only once."""
+    return _as_node(_escaped(value))
+
+
+def _escaped(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: escaped(item) for key, item in value.items()}
+        return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [escaped(item) for item in value]
+        return [_escaped(item) for item in value]
     if isinstance(value, Enum):  # which may be a string as well
         return value
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

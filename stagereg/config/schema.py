@@ -34,6 +34,7 @@ from stagereg.config.resolved_tree import Call, NodePath, is_missing
 from stagereg.config.texts import value_type, written
 from stagereg.errors import ConfigError, StageregError, nearest
 from stagereg.registry import Entry
+from stagereg.spec import refuse_unknown
 
 __all__ = [
     "HYDRA_KEYS",
@@ -168,9 +169,7 @@ def _option(name: str, hint: Any, default: Any, help_: str) -> Option | None:
 
 
 def _field(default: Any, help_: str) -> Any:
-    if isinstance(default, (list, dict, DictConfig)):
-        return dataclasses.field(default_factory=lambda: default, metadata={"help": help_})  # OmegaConf copies it
-    return dataclasses.field(default=default, metadata={"help": help_})
+    return dataclasses.field(default_factory=lambda: default, metadata={"help": help_})  # OmegaConf copies it
 
 
 def to_config(value: Any) -> Any:
@@ -232,7 +231,7 @@ def _config_type(hint: Any) -> Any:
     """The type by which OmegaConf checks an option: of single values, unions of them and lists of either."""
     plain, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if known := value_type(hint):
-        return known.type if known.write is None else str
+        return hint if known.write is None else str
     if plain is Literal or _is_union(hint):
         inner = [type(a) if plain is Literal else a for a in arguments]
         types_ = [a if a is type(None) else _config_type(a) for a in inner if _can_hold(a)]
@@ -309,17 +308,16 @@ def factory_of(hint: Any) -> str | None:
 
 
 def _union(path: NodePath, value: Any, members: tuple[Any, ...], inner: Callable[..., Any]) -> Any:
-    """What a union gets: what the member says that ``value`` already is; else what its text says; else the text."""
+    """What a union gets: from the member that ``value`` fits; else from one that can read it, ``str`` the last."""
     choices = tuple(c for m in members if typing.get_origin(m) is Literal for c in typing.get_args(m))
     if (value is None and type(None) in members) or _is_choice(value, choices):
         return value
     others = [m for m in members if m is not type(None) and typing.get_origin(m) is not Literal]
     texts = [m for m in others if (known := value_type(m)) and known.write is not None]
     fitting = [m for m in others if _fits(value, m) and not (texts and m is str)]
-    readable = [m for m in others if value_type(m) and m is not str]
-    last = [str] if str in others and isinstance(value, (str, int, float)) else []
+    readable = sorted((m for m in others if _can_hold(m)), key=lambda m: m is str)
     refusals = []
-    for member in dict.fromkeys([*fitting, *texts, *readable, *last]):
+    for member in dict.fromkeys([*fitting, *texts, *readable]):
         try:
             return inner(path, value, member)
         except ConfigError as refusal:
@@ -330,19 +328,15 @@ def _union(path: NodePath, value: Any, members: tuple[Any, ...], inner: Callable
         raise ConfigError(f"{_no_choice(path, value, choices)}{otherwise}{also}")
     if refusals:
         raise ConfigError(refusals[0])
-    for member in others:  # a container or dataclass that it is not says what it needs
-        inner(path, value, member)
     return value
 
 
 def _dataclass(path: NodePath, value: Any, original: Any, inner: Callable[..., Any]) -> Call:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{path} is {value!r}, where the fields of a {original.__name__} are needed.")
-    takes = parameters(original)
     for name in value:
-        if name not in takes:
-            what = f"{original.__name__} takes no {name!r}.{nearest(str(name), takes)} It takes: {', '.join(takes)}"
-            raise ConfigError(f"{path.child(name)}: {what}")
+        refuse_unknown(f"{path.child(name)}: {original.__name__}", [str(name)], original)
+    takes = parameters(original)
     for name, (_, default) in takes.items():
         if default == MISSING and is_missing(value.get(name, MISSING)):
             raise ConfigError(f"{path.child(name)} needs a value: {path.child(name).advice}.")

@@ -2,7 +2,8 @@
 
 Hydra and OmegaConf report such a name without the names near it, and Hydra's advice to append it with ``+`` only moves
 the error. This reads the names there are off the error itself, so it holds for typed components, for the keys of an
-app's own config and for its config groups alike. For a value that is no member of an enum it does the same.
+app's own config and for its config groups alike. For a value that is no member of an enum it does the same, and for
+``GROUP=null`` it says how a group is left out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ __all__ = ["explain"]
 
 _ENUM = re.compile(r"Invalid value '(.*)', expected one of \[(.*)\]")
 
+_NO_OPTION = "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"
+
 
 def explain(error: BaseException | None) -> str:
     """Return one line with the nearest name and all there are, or an empty string for an error about something else.
@@ -32,6 +35,8 @@ def explain(error: BaseException | None) -> str:
             line = _unknown_key(error) or _unknown_member(error)
         elif isinstance(error, MissingConfigException):
             line = _unknown_option(error)
+        elif isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
+            line = _NO_OPTION
         else:
             line = ""
         if line:

@@ -2,8 +2,8 @@
 
 ``str``, ``int``, ``float``, ``bool``, paths and enums are what they are in a config, converted as OmegaConf does it.
 Other types are *texts* there: a config has text and the component gets an object; reading what was written gives an
-equal object. Torch's types are known where torch has been imported, which a component with one in its signature has
-done: nothing is imported here.
+equal object. All are known by their full names, so torch is not imported here: a component with one of its types in its
+signature has done that.
 
 ====================== =================================================================================================
 ``torch.dtype``        ``bfloat16``, ``torch.bfloat16``, and torch's other names for the same (``half``, ``long``)
@@ -15,9 +15,8 @@ done: nothing is imported here.
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import enum
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import BooleanNode, FloatNode, IntegerNode, PathNode, StringNode, ValidationError
+from omegaconf import BooleanNode, EnumNode, FloatNode, IntegerNode, PathNode, StringNode, ValidationError
 
 from stagereg.durations import duration, write_duration
 from stagereg.errors import ConfigError, nearest
@@ -39,41 +38,27 @@ class ValueType:
     """One type of single values.
 
     Attributes:
-        type: what the component gets.
         read: makes it from what a config has; raises a ``ConfigError`` that says what is wrong and what would be right.
         write: makes the text that :attr:`read` takes for an equal object; ``None`` where a config holds the value as
             it is.
     """
 
-    type: type
     read: Callable[[Any], Any]
     write: Callable[[Any], str] | None = None
 
 
-_NODES = {
-    str: StringNode("", is_optional=False),
-    int: IntegerNode(0, is_optional=False),
-    float: FloatNode(0.0, is_optional=False),
-    bool: BooleanNode(False, is_optional=False),
-    Path: PathNode(Path(), is_optional=False),
-}
-"""OmegaConf's own conversions."""
-
-
 def value_type(hint: Any) -> ValueType | None:
     """Return how values of the type ``hint`` are read and written, or ``None`` where it is none of these."""
-    if hint is ByteSize:
-        return ValueType(ByteSize, _text_reader(ByteSize, ByteSize), str)
-    if hint is datetime.timedelta:
-        return ValueType(hint, _text_reader(hint, duration), write_duration)
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and hint is torch.dtype:
-        return ValueType(torch.dtype, _text_reader(hint, _dtype), lambda value: str(value).removeprefix("torch."))
-    if torch is not None and hint is torch.device:
-        return ValueType(torch.device, _text_reader(hint, _device), str)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return ValueType(hint, lambda value: _member(value, hint))
-    return ValueType(hint, lambda value: _converted(value, hint)) if hint in _NODES else None
+    if not isinstance(hint, type):
+        return None
+    if issubclass(hint, enum.Enum):
+        return ValueType(functools.partial(_member, hint))
+    if hint in _NODES:
+        return ValueType(functools.partial(_converted, hint))
+    if (text := _TEXTS.get(f"{hint.__module__}.{hint.__qualname__}")) is None:
+        return None
+    parse, write = text
+    return ValueType(functools.partial(_parsed, hint, parse), write)
 
 
 def written(value: Any) -> Any:
@@ -82,55 +67,49 @@ def written(value: Any) -> Any:
     return known.write(value) if known is not None and known.write is not None else value
 
 
-def _text_reader(type_: type, parse: Callable[[str], Any]) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if isinstance(value, type_):
-            return value
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise ConfigError(f"{value!r} is not the text of a {type_.__name__}.")
-        return parse(str(value))
+_NODES: dict[type, tuple[Any, str]] = {
+    str: (StringNode("", is_optional=False), "text"),
+    int: (IntegerNode(0, is_optional=False), "a whole number"),
+    float: (FloatNode(0.0, is_optional=False), "a number"),
+    bool: (BooleanNode(False, is_optional=False), "true or false"),
+    Path: (PathNode(Path(), is_optional=False), "a path"),
+}
+"""OmegaConf's own conversions, and what each takes."""
 
-    return read
 
-
-def _converted(value: Any, type_: type) -> Any:
-    if type(value) is type_:
-        return value
+def _converted(type_: type, value: Any) -> Any:
+    node, needed = _NODES[type_]
     try:
-        return _NODES[type_].validate_and_convert(value)
+        return value if type(value) is type_ else node.validate_and_convert(value)
     except ValidationError:
-        raise ConfigError(f"{value!r} is not {_NEEDED[type_]}.") from None
+        raise ConfigError(f"{value!r} is not {needed}.") from None
 
 
-_NEEDED = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
+def _member(type_: type[enum.Enum], value: Any) -> Any:
+    try:
+        return EnumNode.validate_and_convert_to_enum(type_, value)
+    except ValidationError:
+        near, names = nearest(str(value), type_.__members__), ", ".join(type_.__members__)
+        raise ConfigError(f"{value!r} is not a {type_.__name__}.{near} It is one of: {names}") from None
 
 
-def _member(value: Any, type_: type[enum.Enum]) -> Any:
-    """A member of an enum, from its name, from ``Enum.NAME`` or from its value where that is a number."""
+def _parsed(type_: type, parse: Callable[[str], Any], value: Any) -> Any:
     if isinstance(value, type_):
         return value
-    name = str(value).removeprefix(f"{type_.__name__}.")
-    if name in type_.__members__:
-        return type_[name]
-    if isinstance(value, int):
-        with contextlib.suppress(ValueError):
-            return type_(value)
-    near, names = nearest(name, type_.__members__), ", ".join(type_.__members__)
-    raise ConfigError(f"{value!r} is not a {type_.__name__}.{near} It is one of: {names}")
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ConfigError(f"{value!r} is not the text of a {type_.__name__}.")
+    return parse(str(value))
 
 
 def _dtype(text: str) -> Any:
     torch: Any = sys.modules["torch"]
-    name = text.strip().removeprefix("torch.")
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        dtypes = {str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
-        common = [d for d in sorted(dtypes) if re.fullmatch(r"b?float\d+|u?int(8|16|32|64)|bool|complex\d+", d)]
-        raise ConfigError(
-            f"{text!r} is not a dtype.{nearest(name, common) or nearest(name, sorted(dtypes))} "
-            f"It is one of: {', '.join(common)} and torch's other dtypes."
-        )
-    return found
+    found = getattr(torch, text.strip().removeprefix("torch."), None)
+    if isinstance(found, torch.dtype):
+        return found
+    dtypes = sorted({str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)})
+    common = [d for d in dtypes if re.fullmatch(r"b?float\d+|u?int(8|16|32|64)|bool|complex\d+", d)]
+    near = nearest(text.removeprefix("torch."), common)
+    raise ConfigError(f"{text!r} is not a dtype.{near} It is one of: {', '.join(common)} and torch's other dtypes.")
 
 
 def _device(text: str) -> Any:
@@ -138,7 +117,15 @@ def _device(text: str) -> Any:
     try:
         return torch.device(text.strip())
     except (RuntimeError, ValueError) as error:
-        kind = text.strip().partition(":")[0]
-        types = ["cpu", "cuda", "mps", "xpu", "hpu", "xla", "mtia", "meta"]
-        near = "" if kind in types else nearest(kind, types)
+        kind, known = text.strip().partition(":")[0], ["cpu", "cuda", "mps", "xpu", "hpu", "xla", "mtia", "meta"]
+        near = "" if kind in known else nearest(kind, known)
         raise ConfigError(f"{text!r} is not a device.{near} Write it as cpu, cuda or cuda:0.") from error
+
+
+_TEXTS: dict[str, tuple[Callable[[str], Any], Callable[[Any], str]]] = {
+    "torch.dtype": (_dtype, lambda dtype: str(dtype).removeprefix("torch.")),
+    "torch.device": (_device, str),
+    "datetime.timedelta": (duration, write_duration),
+    f"{ByteSize.__module__}.{ByteSize.__qualname__}": (ByteSize, str),
+}
+"""How each type that is text in a config is read and written, by its full name."""

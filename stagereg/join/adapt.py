@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, is_native
+from stagereg.join.joinable import BuiltInJoinable, Joinable, JoinHook, is_native
 from stagereg.join.kinds.ddp import DdpJoinable
 from stagereg.join.kinds.fsdp2 import Fsdp2Joinable
 from stagereg.join.kinds.module import ModuleJoinable
@@ -34,7 +33,7 @@ __all__ = ["ForeignJoinable", "adapt", "adapted", "announces_through_torch", "au
 _METHODS = ("join_hook", "join_device", "join_process_group")
 
 
-class ForeignJoinable(Joinable):
+class ForeignJoinable(BuiltInJoinable):
     """A joinable of torch's, or of a class that derives from none: it announces through torch's ``Join``.
 
     Args:
@@ -44,31 +43,12 @@ class ForeignJoinable(Joinable):
     announces_itself = True
 
     def __init__(self, joinable: Any) -> None:
+        super().__init__(stands_for=joinable)
         self.joinable = joinable
-
-    @property
-    def _join_config(self) -> Any:
-        found = getattr(self.joinable, "_join_config", None)
-        return JoinConfig.construct_disabled_join_config() if found is None else found
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        self.joinable._join_config = config
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Return the object's own hook, or another one that was chosen in its place."""
         return self.joinable.join_hook(**kwargs) if self.hook is None else self.hook(self.joinable)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The object's."""
-        device: torch.device = self.joinable.join_device
-        return device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The object's."""
-        return self.joinable.join_process_group
 
 
 def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:

@@ -308,9 +308,19 @@ def _pickled(batch: Any) -> bytes:
 class _Pickler(pickle.Pickler):
     """Marks tensors that were on an accelerator, and copies them to host memory."""
 
+    def reducer_override(self, obj: Any) -> Any:
+        """Write a tensor without elements as its shape; torch would write an archive."""
+        if type(obj) is torch.Tensor and obj.device.type == "cpu" and not obj.numel():
+            return _tensor_of, (tuple(obj.shape), obj.dtype, obj.requires_grad)
+        return NotImplemented
+
     def persistent_id(self, obj: Any) -> torch.Tensor | None:
         elsewhere = isinstance(obj, torch.Tensor) and obj.device.type != "cpu"
         return obj.detach().cpu().requires_grad_(obj.requires_grad) if elsewhere else None
+
+
+def _tensor_of(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -329,7 +329,7 @@ class Join:
         cause = self._cause_of(session, error)
         if cause is not error:
             raise cause from error
-        if self._loop is not None and self._loop.membership.empty:
+        if self._loop is not None and session.membership is not None and session.membership.empty:
             error.add_note(
                 "This rank has no more data, and join.iterate ran the loop body on an empty batch to keep it in step "
                 "with the others. What the body does with samples must bear that there are none: x.flatten(1) in "
@@ -338,6 +338,8 @@ class Join:
 
     def _cause_of(self, session: JoinSession, error: BaseException) -> BaseException:
         """Return what to raise for ``error``: what another rank has failed with, or itself, after reporting it."""
+        if error is session.refusal:  # all ranks raise it
+            return error
         self._failed = True
         if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # by the latter two all ranks leave together
             return error

@@ -33,7 +33,6 @@ class Loop:
         counter: counts this rank's batches.
 
     Attributes:
-        membership: who still has data.
         running: whether its generator has begun, and has neither ended nor been closed.
     """
 
@@ -47,7 +46,12 @@ class Loop:
         self._shadow = shadow
         self._counter = counter
         self._key = f"example/{session.loops}"
-        self.membership: Membership = session.start_loop(loader)
+        self._decided = session.start_loop(loader)
+
+    @property
+    def membership(self) -> Membership:
+        """Who still has data; waits for the lengths of all ranks the first time."""
+        return self._decided()
 
     def run(self, example: Any, device: torch.device) -> Iterator[Any]:
         """Yield this rank's batches, then empty ones for as long as others have some.
@@ -63,15 +67,15 @@ class Loop:
             self.running = False
 
     def _run(self, example: Any, device: torch.device) -> Iterator[Any]:
-        membership = self.membership
         empty = _NOTHING if example is None else _emptied_if_possible(example)
         batch = _NOTHING
         for i, batch in enumerate(self._loader):
             if i == 0:
                 self._publish(batch, empty)
-            membership.expected = True
+            self.membership.expected = True
             self._counter.add(batch)
             yield batch
+        membership = self.membership
         membership.expected = False
         while membership.wait_for_next_step() is not None:
             if empty is _NOTHING:

@@ -20,7 +20,7 @@ from stagereg.errors import JoinableNotInitializedError, JoinError
 from stagereg.join.session import JoinSession
 from stagereg.kernel.shadow import TorchWire
 
-__all__ = ["JoinConfig", "JoinHook", "Joinable", "is_native", "notify", "serves"]
+__all__ = ["BuiltInJoinable", "JoinConfig", "JoinHook", "Joinable", "is_native", "notify", "serves"]
 
 J = TypeVar("J", bound="Joinable")
 
@@ -162,6 +162,56 @@ class Joinable(ABC):
         """Whether the active ranks step their optimizers in the step that is shadowed: not while they accumulate."""
         model = self.model_before()
         return model is None or model.reduced
+
+
+class BuiltInJoinable(Joinable):
+    """A joinable with the device and the process group that it is given, or those of what it stands for.
+
+    Args:
+        hook: makes its hook; ``None``: the hook of its own kind.
+        process_group: of its collectives; ``None``: the default group.
+        device: of its collectives.
+        stands_for: an object of torch's that is in joins by itself, as a DDP module is. That has device and group, and
+            keeps the configuration of the join, for it announces the rank by itself.
+    """
+
+    def __init__(
+        self,
+        hook: Callable[..., JoinHook] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        device: str | torch.device = "cpu",
+        stands_for: Any = None,
+    ) -> None:
+        self.hook = hook
+        self._group: Any = process_group
+        self._device = torch.device(device)
+        self._stands_for = stands_for
+        if stands_for is None:
+            super().__init__()
+
+    @property
+    def _join_config(self) -> Any:
+        if self._stands_for is None:
+            return self._config
+        found = getattr(self._stands_for, "_join_config", None)
+        return JoinConfig.construct_disabled_join_config() if found is None else found
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        if self._stands_for is None:
+            self._config = config
+        else:
+            self._stands_for._join_config = config
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of its collectives."""
+        return self._device if self._stands_for is None else self._stands_for.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of its collectives."""
+        return (self._group or dist.group.WORLD) if self._stands_for is None else self._stands_for.join_process_group
 
 
 Joinable.register(TorchJoinable)  # type: ignore[type-abstract]

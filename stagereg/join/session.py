@@ -6,9 +6,9 @@ it does not know what a joinable or a hook does in a step.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from stagereg.errors import JoinError, nearest
 from stagereg.join.failure import FailureDetector
 from stagereg.join.responder import SumResponder
-from stagereg.kernel.channel import ControlChannel, control_channel, delete_keys, resources_of
+from stagereg.kernel.channel import ControlChannel, PendingSum, control_channel, delete_keys, resources_of
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
 
 __all__ = ["JoinSession", "Mode", "one_of"]
@@ -54,6 +54,7 @@ class JoinSession:
         detector: finds and reports failures of ranks.
         store: of this join alone; ``None`` if there is one rank.
         responder: sums for :meth:`stagereg.Join.mean`; ``None`` on torch's wire.
+        refusal: what all ranks raise if the lengths that they have exchanged are not to be planned with.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class JoinSession:
         self._needs_active_ranks = needs_active_ranks
         self._foreign = foreign
         self._memberships: list[Membership] = []
+        self.refusal: JoinError | None = None
+        self._undecided: Callable[[], Membership] | None = None
         self._plain: Membership | None = None
         self._current: Membership | None = None
         self._suspended: Membership | None = None
@@ -87,12 +90,23 @@ class JoinSession:
     @property
     def membership(self) -> Membership | None:
         """How this rank knows who has data in the loop that runs; ``None`` where it goes over torch's wire."""
-        return self._current if self._suspended is None else self._suspended
+        if self._suspended is not None:
+            return self._suspended
+        return self.plain if self._current is None else self._current
 
     @property
     def plain(self) -> Membership | None:
-        """The same for a loop that ranks leave when they run out of data."""
+        """The same for a loop that ranks leave when they run out of data; waits for their lengths the first time."""
+        if self._undecided is not None:
+            decide, self._undecided = self._undecided, None
+            self._plain = decide()
         return self._plain
+
+    @property
+    def all_took_every_step(self) -> bool:
+        """Once no rank has data any more: whether all are known to have had data in every step; the same on all."""
+        known = self.plain is not None  # on torch's wire others may have taken steps in a plain loop
+        return known and all(each.over and each.all_took_every_step for each in self._memberships)
 
     @property
     def steps(self) -> int:
@@ -126,8 +140,13 @@ class JoinSession:
         self.detector.start()
 
     def start_plain_loop(self, loader: Any) -> None:
-        """Enter a loop that ranks leave when they run out of data; ``loader``: its loader, if known. Collective."""
-        self._plain = self._current = self._membership_of_plain_loop(loader)
+        """Enter a loop that ranks leave when they run out of data; ``loader``: its loader, if known. Collective.
+
+        A join that does not throw waits for the other ranks' lengths in its first step, when they have long arrived.
+        """
+        self._undecided = self._membership_of_plain_loop(loader)
+        if self._throw:
+            _ = self.plain
 
     def stop(self) -> None:
         """Leave, whatever has happened; the join around this one goes on."""
@@ -149,24 +168,36 @@ class JoinSession:
             resources.expired = []
         for membership in self._memberships:
             if isinstance(membership, StoreMembership):
-                resources.expired.append(partial(delete_keys, membership.store, membership.keys))
+                resources.expired.append(functools.partial(delete_keys, membership.store, membership.keys))
         if self.loops and self._group.rank() == 0:
             examples = [f"example/{number}" for number in range(self.loops + 1)]
-            resources.expired.append(partial(delete_keys, store, examples))
+            resources.expired.append(functools.partial(delete_keys, store, examples))
 
-    def start_loop(self, loader: Any) -> Membership:
-        """Enter a loop whose body runs on all ranks. Collective."""
+    def start_loop(self, loader: Any) -> Callable[[], Membership]:
+        """Enter a loop whose body runs on all ranks; returns what tells who has data in it. Collective.
+
+        A join that does not throw waits for the other ranks' lengths when that is called for the first time.
+        """
         if self._foreign:
             raise JoinError(
                 f"join.iterate needs a first joinable that announces through stagereg's Join, but {self._foreign} "
                 "does so through torch's. Put the model first."
             )
-        self._current = self._membership_of_loop(loader)
-        return self._current
+        _ = self.plain  # its lengths were exchanged first
+        decide = self._membership_of_loop(loader)
+
+        @functools.cache
+        def decided() -> Membership:
+            self._current = decide()
+            return self._current
+
+        if self._throw:
+            decided()
+        return decided
 
     def end_loop(self) -> None:
         """The loop has ended on all ranks."""
-        self._current = self._plain
+        self._current = None
 
     def answer(self) -> None:
         """This rank has no data in the step that has begun: answer other ranks' :meth:`stagereg.Join.mean` by zeros."""
@@ -182,7 +213,7 @@ class JoinSession:
         if self.responder is not None and not (loop is not None and loop.all_took_every_step):
             self.responder.close()
 
-    def _membership_of_plain_loop(self, loader: Any) -> Membership | None:
+    def _membership_of_plain_loop(self, loader: Any) -> Callable[[], Membership] | None:
         if self._mode == "torch" or (self._mode is None and loader is None):
             return None
         if self._foreign:
@@ -193,45 +224,51 @@ class JoinSession:
                 f"{self._foreign} does so through torch's. Put a DDP module first, or use join.mode=torch."
             )
         if loader is None and self._mode == "planned":
-            return _NoPlan()
+            return _NoPlan
         return self._membership_of_loop(loader)
 
-    def _membership_of_loop(self, loader: Any) -> Membership:
+    def _membership_of_loop(self, loader: Any) -> Callable[[], Membership]:
+        """Enter a loop and send its length, if it is used; returns what waits for the lengths of the other ranks."""
         if self.responder is None:
             self.responder = SumResponder(
                 control_channel(self._group, "mean", self._wait_for_ranks), 2, self.detector.wait
             )
         channel = control_channel(self._group, "membership", self._wait_for_ranks)
-        membership = self._planned(channel, loader)
-        if membership is None or self._needs_active_ranks:
-            membership = AllReduceMembership(channel, self._throw, self.detector.wait, _length_of(loader))
+        length, number = _length_of(loader), self.loops
+        counts = self._mode == "counted" or (loader is None and self._mode != "planned")
+        lengths = (
+            None
+            if counts
+            else channel.add(
+                [0.0 if rank != channel.rank or length is None else length + 1.0 for rank in range(channel.size)]
+            )
+        )
         self.loops += 1
-        self._memberships.append(membership)
-        return membership
 
-    def _planned(self, channel: ControlChannel, loader: Any) -> Membership | None:
-        """Return a membership by the ranks' lengths; ``None`` if they are not to be used, or some have none."""
-        if self._mode == "counted" or (loader is None and self._mode != "planned"):
-            return None
-        lengths = self._gather_lengths(channel, _length_of(loader))
-        unknown = [str(rank) for rank, length in enumerate(lengths) if length is None]
+        def decide() -> Membership:
+            membership = None if lengths is None else self._planned(channel, lengths, number)
+            if membership is None or self._needs_active_ranks:
+                membership = AllReduceMembership(channel, self._throw, self.detector.wait, length)
+            self._memberships.append(membership)
+            return membership
+
+        return decide
+
+    def _planned(self, channel: ControlChannel, pending: PendingSum, number: int) -> Membership | None:
+        """Return a membership by the ranks' lengths, which are one more in the sum; ``None`` if some rank has none."""
+        self._wait_for_ranks(pending.ready, "the join")
+        lengths = [int(value) - 1 for value in pending.wait()]
+        unknown = [str(rank) for rank, length in enumerate(lengths) if length < 0]
         if not unknown:
-            store: Any = HashStore() if self.store is None else PrefixStore(f"loop/{self.loops}", self.store)
-            known = [length for length in lengths if length is not None]
-            return StoreMembership(channel, known, store, self._throw, self.detector.wait)
+            store: Any = HashStore() if self.store is None else PrefixStore(f"loop/{number}", self.store)
+            return StoreMembership(channel, lengths, store, self._throw, self.detector.wait)
         if self._mode == "planned":
-            raise JoinError(
+            self.refusal = JoinError(
                 f"join.mode=planned needs the length of every rank's loader, and that of rank {', '.join(unknown)} has "
                 "none. Give it a __len__, or use join.mode=counted, or auto, which counts where lengths are missing."
             )
+            raise self.refusal
         return None
-
-    def _gather_lengths(self, channel: ControlChannel, length: int | None) -> list[int | None]:
-        mine = [0.0] * channel.size
-        mine[channel.rank] = 0.0 if length is None else length + 1.0
-        pending = channel.add(mine)
-        self._wait_for_ranks(pending.ready, "the join")
-        return [int(value) - 1 if value else None for value in pending.wait()]
 
     def _current_step(self) -> int | None:
         """The step that this rank is in, for the error messages of others; ``None`` if that is not known."""

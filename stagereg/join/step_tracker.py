@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from stagereg.join.joinable import Joinable, notify
+from stagereg.join.joinable import BuiltInJoinable, notify
 from stagereg.join.session import JoinSession
 from stagereg.kernel.membership import Membership
+from stagereg.kernel.shadow import TorchWire
 
 __all__ = ["StepTracker", "TrackedJoinable", "differentiable"]
 
@@ -79,7 +80,7 @@ class StepTracker:
         self._joinable.on_backward()
 
 
-class TrackedJoinable(Joinable):
+class TrackedJoinable(BuiltInJoinable):
     """A joinable whose steps begin with the forward of its module.
 
     In torch's ``Join`` it watches from ``join_hook`` on, in stagereg's from :meth:`attach` on, until :meth:`detach`.
@@ -115,6 +116,17 @@ class TrackedJoinable(Joinable):
     def membership(self) -> Membership | None:
         """How the join knows who has data; ``None`` on torch's wire."""
         return None if self.session is None else self.session.membership
+
+    @property
+    def will_reduce(self) -> bool:
+        """Whether the next backward reduces the gradients among the ranks."""
+        return True
+
+    def active_that_reduce(self) -> int:
+        """Joined rank: how many active ranks will reduce their gradients in this step."""
+        if (membership := self.membership) is not None:
+            return int(membership.read().syncing)
+        return TorchWire(self.join_process_group, self.join_device).count_active()
 
     def awaits_forward(self) -> bool:
         """Whether the loop has given its body a batch of which no step has begun, so that any forward is one."""

@@ -41,7 +41,7 @@ class PendingCopy:
         lease: of the memory.
         view: the memory.
         address: of its first byte.
-        spec: the copy without its tensors; None for a copy of tensors alone.
+        spec: the copy without its tensors; None for a part of a copy.
     """
 
     sources: Sequence[torch.Tensor]
@@ -115,20 +115,6 @@ class HostCopier:
         self.fill(pending)
         return pending.unflatten()
 
-    def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return independent copies of plain strided tensors; what shares memory goes on sharing it.
-
-        Raises:
-            StagingError: one cannot be staged; ``path`` is its index. Or memory ran out.
-            StagerClosedError: after :meth:`close`.
-        """
-        self.check_open()
-        with torch.no_grad(), no_collection():
-            layout = self._plan(tensors)
-        pending = self.lease(tensors, layout)
-        self.fill(pending)
-        return pending.staged
-
     def prepare(self, state: Any) -> PendingCopy:
         """Do all of :meth:`copy` but the copying. Raises as that does."""
         spec, layout = self.plan(state)
@@ -149,10 +135,16 @@ class HostCopier:
                 self._recognizer = Recognizer.of(state, spec.tensors)
             return spec, layout
 
-    def lease(self, tensors: Sequence[torch.Tensor], layout: Layout, spec: TreeSpec | None = None) -> PendingCopy:
-        """Return memory for a copy that is laid out so."""
+    def lease(
+        self,
+        tensors: Sequence[torch.Tensor],
+        layout: Layout,
+        spec: TreeSpec | None = None,
+        memory: Pool | None = None,
+    ) -> PendingCopy:
+        """Return memory for a copy that is laid out so; from ``memory``, if it is to be other memory."""
         lease = self.pool.lease()
-        ref = self.pool.take(layout.nbytes)
+        ref = (memory or self.pool).take(layout.nbytes)
         view = lease.view(ref)
         if self.margins != (0, 0):
             register_padding(view, self.margins, layout.spans)

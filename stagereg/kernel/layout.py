@@ -74,7 +74,7 @@ class Piece:
         start: elements before its first in the storage of the copy.
         offset: where that storage starts in host memory; copies that share memory have the same.
         nbytes: bytes of that storage.
-        alone: whether the storage is this copy's only and the copy is contiguous, the common case.
+        alone: whether the storage is this copy's only, the common case.
     """
 
     shape: tuple[int, ...]
@@ -99,9 +99,9 @@ class Layout:
         packed: indices of tensors that are copied element by element.
         regions: those in host memory, in the order of ``moves``.
         nbytes: host memory needed.
-        spans: offset and bytes of each tensor that lies in host memory as one run and shares it with none.
-        alone: dtype, elements and offset of those tensors, in order; None in place of every other tensor.
-        unfinished: indices of the tensors that are something else than so many elements in one dimension.
+        spans: offset and bytes of each piece that is alone.
+        alone: dtype, elements and offset of those pieces, in order; None in place of every other one.
+        unfinished: indices of the tensors that are something else than neighbouring elements in one dimension.
     """
 
     signature: Signature
@@ -174,7 +174,7 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple
     moves = [(r.offset, r.address, r.nbytes) for r in local]
     spans = {piece.offset: piece.nbytes for piece in pieces if piece.alone}
     alone = [(x.dtype, p.span, p.offset) if p.alone else None for p, x in zip(pieces, tensors, strict=True)]
-    unfinished = [i for i, piece in enumerate(pieces) if not piece.alone or len(piece.shape) != 1]
+    unfinished = [i for i, piece in enumerate(pieces) if not piece.alone or piece.stride != (1,)]
     return Layout(rows, pieces, moves, Batch(moves), remote, packed, local, nbytes, spans, alone, unfinished)
 
 
@@ -230,7 +230,7 @@ def _assign(
             piece.start, piece.offset, piece.nbytes = start, region.offset, region.nbytes
             if len(region.members) == 1:  # its storage need not have what alignment has added in front
                 piece.start, piece.offset, piece.nbytes = 0, region.offset + start * size, piece.span * size
-                piece.alone = piece.stride == _row_major(piece.shape)
+                piece.alone = True
     first: dict[tuple[object, ...], int] = {}
     for i in packed:
         x, piece = tensors[i], pieces[i]
@@ -245,15 +245,6 @@ def _assign(
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride: list[int] = []
-    step = 1
-    for n in reversed(shape):
-        stride.append(step)
-        step *= n
-    return tuple(reversed(stride))
 
 
 def tensors_over(
@@ -275,7 +266,7 @@ def tensors_over(
     for i in layout.unfinished:
         piece, dtype = layout.pieces[i], sources[i].dtype
         if piece.alone:
-            made[i].resize_(piece.shape)
+            made[i].as_strided_(piece.shape, piece.stride)
         elif piece.span == 0:
             made[i] = torch.empty_strided(piece.shape, piece.stride, dtype=dtype, device="cpu")
         else:

@@ -297,6 +297,7 @@ class StoreMembership(Membership):
         self._channel = channel
         self.store = store
         self._taken: PendingSum | None = None
+        self._ended = False  # whether all ranks have left, and none has begun another step
         self._active = ActiveRanks()
         self._planned = max(lengths)
         self.even = min(lengths) == self._planned
@@ -325,12 +326,11 @@ class StoreMembership(Membership):
             taken[self._rank] = self.steps
             self._taken = self._channel.add(taken)
         self._waiting(self._next_is_known, "the next step")
-        key = f"begun/{self.steps}"
-        if not self.store.check([key]):
+        if self._ended:
             return None
         if self._throw:
             raise self._ran_out()
-        self._active = ActiveRanks(syncing=int(self.store.get(key)))
+        self._active = ActiveRanks(syncing=int(self.store.get(f"begun/{self.steps}")))
         return self._active
 
     def _next_is_known(self, seconds: float) -> bool:
@@ -343,6 +343,7 @@ class StoreMembership(Membership):
             if self._taken.ready(pause):
                 taken = self._taken.wait()
                 if max(taken) == self.steps:
+                    self._ended = True
                     self.all_took_every_step = min(taken) == self.steps
                     return True
                 time.sleep(min(pause, _LOOK_S))

@@ -43,7 +43,9 @@ class TorchWire:
         self.device = device
 
     def announce(self, present: bool = True) -> dist.Work:
-        """Active rank, once a step and before its collectives: say so. The work's tensor ends as the number of them.
+        """Active rank, once a step and before its collectives: add one to the step's sum.
+
+        When the returned work is done, its tensor holds the number of active ranks.
 
         Args:
             present: False matches the collective without being counted.
@@ -63,7 +65,7 @@ class TorchWire:
             raise UnevenInputsError(PEER_EXHAUSTED)
 
     def raise_exhausted(self) -> None:
-        """Joined rank: make the active ranks raise in :meth:`heed`, and raise here."""
+        """Joined rank: make the active ranks raise in :meth:`raise_if_exhausted`, and raise here."""
         self._sum(1.0)
         rank = dist.get_rank(self.group)
         raise UnevenInputsError(f"Rank {rank} exhausted all inputs.", rank=rank)

@@ -18,7 +18,7 @@ import copy
 import io
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -69,18 +69,6 @@ class _Slot:
         return self._value
 
 
-class _Index(int):
-    """The commonest slot: for the staged tensor of that index, as it is."""
-
-    __slots__ = ()
-
-    def resolve(self, staged: Sequence[torch.Tensor]) -> torch.Tensor:
-        return staged[self]
-
-
-_SLOTS = frozenset({_Slot, _Index})
-
-
 class TreeSpec:
     """A state dict's copy without its tensors.
 
@@ -92,7 +80,7 @@ class TreeSpec:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self._root: Any = None
-        self._holes: list[tuple[Any, Any, _Slot | _Index]] = []
+        self._holes: list[tuple[Any, Any, _Slot]] = []
         self._dresses: list[tuple[_Slot, dict[str, Any]]] = []
 
     def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:
@@ -101,7 +89,7 @@ class TreeSpec:
             container[key] = slot.resolve(staged)
         for slot, attributes in self._dresses:  # last, for an attribute may be any tensor, even the one it is of
             vars(slot.resolve(staged)).update(attributes)
-        return self._root.resolve(staged) if type(self._root) in _SLOTS else self._root
+        return self._root.resolve(staged) if type(self._root) is _Slot else self._root
 
 
 def flatten(state: Any, type_check: bool = False) -> TreeSpec:
@@ -150,9 +138,9 @@ class _Walker:
         if kind in _PLAIN:
             made: Any = self._plain(x)
         elif issubclass(kind, dict):
-            return self._dict(x)
+            return self._container(x, x.items())
         elif issubclass(kind, list):
-            return self._list(x)
+            return self._container(x, enumerate(x))
         elif issubclass(kind, tuple):
             made = self._tuple(x)
         elif issubclass(kind, torch.Tensor):
@@ -165,19 +153,14 @@ class _Walker:
 
     # -- containers
 
-    def _dict(self, x: dict[Any, Any]) -> dict[Any, Any]:
+    def _container(self, x: Any, items: Iterable[tuple[Any, Any]]) -> Any:
         # A copy keeps what a subclass is, such as a defaultdict's factory; its values are replaced below.
-        new: dict[Any, Any] = {} if type(x) is dict else _attempt(copy.copy, x)
+        new = {} if type(x) is dict else _attempt(copy.copy, x)
         self._memo[id(x)] = new
-        self._items(x.items(), new)
-        self._attributes(x, new)
-        return new
-
-    def _list(self, x: list[Any]) -> list[Any]:
-        new = [None] * len(x) if type(x) is list else _attempt(copy.copy, x)
-        self._memo[id(x)] = new
-        self._items(enumerate(x), new)
-        self._attributes(x, new)
+        self._items(items, new)
+        attributes = getattr(x, "__dict__", None)  # such as ``_metadata`` of a module's state dict
+        if attributes:
+            self._items(attributes.items(), new.__dict__)
         return new
 
     def _tuple(self, x: tuple[Any, ...]) -> Any:
@@ -200,7 +183,7 @@ class _Walker:
         try:
             for key, value in items:
                 made = visit(value)
-                if type(made) in _SLOTS:
+                if type(made) is _Slot:
                     new[key] = None  # keeps the order of the keys
                     holes.append((new, key, made))
                 else:
@@ -208,21 +191,15 @@ class _Walker:
         except StagingError as error:
             raise type(error)([key, *error.path], error.reason) from error.__cause__
 
-    def _attributes(self, x: Any, new: Any) -> None:
-        """Copy Python attributes, such as ``_metadata`` of a module's state dict."""
-        attributes = getattr(x, "__dict__", None)
-        if attributes:
-            self._items(attributes.items(), new.__dict__)
-
     # -- leaves
 
     def _check(self, x: Any) -> None:
         if self._type_check and not isinstance(x, _CHECKED):
             raise UnstageableTypeError([], f"Unexpected value type {type(x)}")
 
-    def _tensor(self, x: Any) -> _Slot | _Index:
+    def _tensor(self, x: Any) -> _Slot:
         if hasattr(x, "trigger_wait"):  # an asynchronous collective's result: its value is there after the wait
-            made: _Slot | _Index = self.visit(x.trigger_wait())
+            made: _Slot = self.visit(x.trigger_wait())
             return made
         if isinstance(x, ShardedTensor):
             return self._sharded(x)
@@ -232,13 +209,14 @@ class _Walker:
             raise StagingError([], why)
         return self._plain(x)
 
-    def _plain(self, x: torch.Tensor) -> _Slot | _Index:
+    def _plain(self, x: torch.Tensor) -> _Slot:
         if x.layout is not torch.strided or x.is_quantized or x.is_nested:
             loose = _attempt(_to_host, x)  # no single strided block to plan for
             return self._dressed(x, lambda staged: loose)
-        slot: _Slot | _Index = _Index(len(self.spec.tensors))
-        if slot == self._stop_at:
+        index = len(self.spec.tensors)
+        if index == self._stop_at:
             raise StagingError([], "this is the tensor")
+        slot = _Slot(lambda staged: staged[index])
         negative, conjugate = x.is_neg(), x.is_conj()
         if negative or conjugate:
             self.spec.tensors.append(flip(x.detach(), negative, conjugate))

@@ -22,7 +22,7 @@ import torch
 
 from stagereg.errors import StagingError
 
-__all__ = ["COPY_THREADS", "Batch", "CopyEngine", "CopyTask", "Move", "Pieces", "move", "read_many", "split"]
+__all__ = ["COPY_THREADS", "Batch", "CopyEngine", "CopyTask", "Move", "iovecs", "move", "read_many"]
 
 COPY_THREADS = "stagereg-copy"
 """How the names of copying threads begin."""
@@ -52,12 +52,11 @@ class CopyEngine:
         self._workers = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix=COPY_THREADS)  # started when needed
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def memmove(self, base: int, batch: Batch) -> None:
-        """Copy host memory to host memory; ``base`` is what the offsets count from. Returns when it is done."""
-        self.start(base, batch).finish()
-
     def start(self, base: int, batch: Batch) -> CopyTask:
-        """Begin what :meth:`memmove` does, on the other threads, where there is enough for them."""
+        """Begin to copy host memory to host memory; ``base`` is what the offsets count from.
+
+        The other threads begin where there is enough for them; the caller has to finish the task.
+        """
         return self.run(CopyTask(base, batch.pieces(self.threads)), batch.worth_sharing)
 
     def run(self, task: CopyTask, shared: bool) -> CopyTask:
@@ -67,16 +66,11 @@ class CopyEngine:
                 self._workers.submit(task.work)
         return task
 
-    def fetch(
-        self,
-        device: torch.device,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        behind: Sequence[torch.Event] = (),
-    ) -> torch.Event | None:
+    def fetch(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event | None:
         """Copy tensor by tensor, each pair being where to and where from.
 
-        From an accelerator the copies are queued on a stream of their own, behind the given events or, if there are
-        none, behind what the caller has queued so far; the caller's stream is not made to wait.
+        From an accelerator the copies are queued on a stream of their own, behind what the caller has queued so far;
+        the caller's stream is not made to wait.
 
         Returns:
             The event of their end; None from host memory, where they are.
@@ -88,8 +82,7 @@ class CopyEngine:
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.Stream(device)
-        for event in behind or [torch.accelerator.current_stream(device).record_event()]:
-            stream.wait_event(event)
+        stream.wait_event(torch.accelerator.current_stream(device).record_event())
         with stream:
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
@@ -163,7 +156,7 @@ class Batch:
         """Return the moves as a :class:`CopyTask` takes them; the large ones as equal shares for some threads."""
         made = self._pieces.get(threads)
         if made is None:
-            shares = split(self._large, threads if self.worth_sharing else 1) if self._large else []
+            shares = _split(self._large, threads if self.worth_sharing else 1) if self._large else []
             made = self._pieces[threads] = [*(functools.partial(move, moves=moves) for moves in shares), *self._small]
         return made
 
@@ -174,12 +167,13 @@ class _Small:
     def __init__(self, moves: Sequence[Move]) -> None:
         self._moves = moves
         sizes = [nbytes for _, _, nbytes in moves]
-        self._sources = Pieces([source for _, source, _ in moves], sizes)
+        self._nbytes = sum(sizes)
+        self._sources = iovecs([source for _, source, _ in moves], sizes)
         # Blocks of memory are used in turns, so the last few are remembered.
-        self._targets = functools.lru_cache(_BLOCKS)(lambda base: Pieces([base + to for to, _, _ in moves], sizes))
+        self._targets = functools.lru_cache(_BLOCKS)(lambda base: iovecs([base + to for to, _, _ in moves], sizes))
 
     def __call__(self, base: int) -> None:
-        if len(self._moves) < _MANY or not read_many(self._targets(base), self._sources):
+        if len(self._moves) < _MANY or not read_many(self._targets(base), self._sources, self._nbytes):
             move(base, self._moves)
 
 
@@ -190,7 +184,7 @@ def move(base: int, moves: Sequence[Move]) -> None:
         memmove(base + to, source, nbytes)
 
 
-def split(moves: Sequence[Move], ways: int) -> list[list[Move]]:
+def _split(moves: Sequence[Move], ways: int) -> list[list[Move]]:
     """Deal ``moves`` out in ``ways`` shares of equal bytes, cutting a move where a share is full."""
     share = -(-sum(nbytes for _, _, nbytes in moves) // ways)
     shares: list[list[Move]] = [[]]
@@ -206,42 +200,21 @@ def split(moves: Sequence[Move], ways: int) -> list[list[Move]]:
     return shares
 
 
-class Pieces:
-    """Runs of memory as the system call takes them: an array of ``struct iovec``, address and bytes of each.
-
-    Args:
-        addresses: of the first bytes.
-        sizes: bytes of each.
-    """
-
-    def __init__(self, addresses: Iterable[int], sizes: Sequence[int]) -> None:
-        self._pairs = array("Q", chain.from_iterable(zip(addresses, sizes, strict=True)))
-        self._bytes = [sum(sizes[at : at + _AT_ONCE]) for at in range(0, len(sizes), _AT_ONCE)]
-
-    def parts(self) -> list[tuple[int, int, int]]:
-        """Return address, length and total bytes of each part that one call takes."""
-        address, count = self._pairs.buffer_info()
-        step = 2 * _AT_ONCE
-        return [
-            (address + at * self._pairs.itemsize, min(step, count - at) // 2, nbytes)
-            for at, nbytes in zip(range(0, count, step), self._bytes, strict=True)
-        ]
+def iovecs(addresses: Iterable[int], sizes: Sequence[int]) -> array[int]:
+    """Return runs of memory as the system call takes them: an array of ``struct iovec``, address and bytes of each."""
+    return array("Q", chain.from_iterable(zip(addresses, sizes, strict=True)))
 
 
-def read_many(to: Pieces, source: Pieces) -> bool:
-    """Copy pieces of the same sizes, a thousand with one system call, and return whether that was done.
+def read_many(to: array[int], source: array[int], nbytes: int) -> bool:
+    """Copy up to 1024 pieces of the same sizes, ``nbytes`` in all, with one system call; return whether that was done.
 
     ``process_vm_readv`` of Linux copies from one process to another, or within one, which is always allowed. A sandbox
     may refuse the call, and other systems lack it; the caller then copies piece by piece.
     """
     readv = _readv()
-    if readv is None:
-        return False
-    process = os.getpid()
-    for (ours, count, nbytes), (theirs, _, _) in zip(to.parts(), source.parts(), strict=True):
-        if readv(process, ours, count, theirs, count, 0) != nbytes:
-            return False
-    return True
+    count = len(to) // 2
+    ours, theirs = to.buffer_info()[0], source.buffer_info()[0]
+    return readv is not None and readv(os.getpid(), ours, count, theirs, count, 0) == nbytes
 
 
 @functools.cache

@@ -99,7 +99,7 @@ def _raise(failures: Mapping[int, Any], channel: LauncherChannel, received: sign
     """Raise for ranks that have failed, after the signal ``received`` if there was one."""
     errors = channel.errors()
     if any(failure.exitcode == RESUME_CODE for failure in failures.values()) and not errors:
-        print("preempted: all is saved, but ranks had not come to their end in time", file=sys.stderr, flush=True)
+        print("preempted: all is saved, but some ranks did not end in time", file=sys.stderr, flush=True)
         raise SystemExit(RESUME_CODE)
     if received is None:
         raise RanksFailedError(_message(errors, failures))

@@ -295,7 +295,7 @@ def _for_json(value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, default=lambda scalar: scalar.item()))
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        log.warning("rank 0 returned a %s, which is no plain number, text, list or dict: it is dropped", type(value))
+        log.warning("the %s that rank 0 returned cannot be sent as JSON, so the job returns None", type(value).__name__)
         return None
 
 

@@ -87,7 +87,7 @@ class RunStore:
         return rank, text
 
     def is_first(self, text: str) -> bool:
-        """Whether no rank has asked this for the same text before."""
+        """Return True for the first rank that reports this text, and False for all later ones."""
         return bool(self._store.add(f"reported/{text}", 1) == 1)
 
     def set_ended(self) -> None:

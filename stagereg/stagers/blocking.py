@@ -13,19 +13,7 @@ __all__ = ["BlockingAsyncStager", "BlockingStager"]
 
 @register("stager", "blocking")
 class BlockingStager(HostStager):
-    """Copies into fresh memory on every call and keeps none.
-
-    Args:
-        max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
-            second at most for any other; then it takes memory beyond the bound, which is logged once.
-        threads: threads that copy, the caller's among them.
-        host_memory_gb: GiB of host memory for all copies together; None for no bound. Of a state that needs more, the
-            largest tensors are handed out as they are, on their device, and ``synchronize_staging`` waits until the
-            writer has read them. A reader that does not release its copies gets memory beyond the bound instead.
-        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
-            is deep-copied.
-    """
+    """Copies into fresh memory on every call and keeps none."""
 
     def __init__(
         self,
@@ -48,7 +36,7 @@ class BlockingAsyncStager(HostStager):
 
     Args:
         cache_staged_state_dict: keep memory for the next call, page-locked where an accelerator is there.
-        type_check: refuse leaves of types that torch's checkpoint does not name, instead of deep-copying them.
+        type_check: as of :class:`.HostStager`.
     """
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:

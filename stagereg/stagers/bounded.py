@@ -7,8 +7,8 @@ depends on the reader:
   own memory. A writer that takes one tensor after the other then brings an accelerator's tensors over one by one, so a
   state of any size needs no more host memory than the bound and what the writer has in hand. The source must not change
   until the writer has read them: :meth:`BoundedCopier.settle` returns when it has.
-- For any other reader, such as torch's ``async_save``, the rest is copied into fresh memory beyond the bound, which is
-  logged once.
+- For any other reader, such as torch's ``async_save``, the whole state is copied into fresh memory beyond the bound,
+  which is logged once. That memory is not kept.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class BoundedCopier(HostCopier):
             raise StagingError([], f"host_memory_gb must be more than 0, not {host_memory_gb}; None is no bound")
         super().__init__(pool, threads, type_check)
         self._limit = int(host_memory_gb * 2**30 / pool.max_in_flight)
-        self._beyond = HostCopier(Pool(max_in_flight=None, keep=False, pin=False), threads)
+        self._beyond = Pool(max_in_flight=None, keep=False, pin=False, threads=threads)
         self._overdrawn = False
-        self._part: tuple[Layout, list[Region], Layout] | None = None
+        self._part: tuple[Layout, list[Region], list[int], Layout] | None = None
         self._lent: set[int] = set()
         self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()  # put() is safe in finalizers
         self._serial = 0
@@ -69,23 +69,18 @@ class BoundedCopier(HostCopier):
     def copy(self, state: Any) -> Any:
         """As :meth:`.HostCopier.copy`; tensors that do not fit may be over the source's memory, on its device."""
         spec, whole = self.plan(state)
-        if whole.nbytes <= self._limit:
-            pending = self.lease(spec.tensors, whole, spec)
+        fits = whole.nbytes <= self._limit
+        if fits or not self.pool.readers_release:
+            memory = self.pool if fits else self._memory_beyond(whole.nbytes)
+            pending = self.lease(spec.tensors, whole, spec, memory)
             self.fill(pending)
             return pending.unflatten()
-        staying, layout = self._split(whole, spec.tensors)
-        rest = sorted(i for region in staying for i in region.members)
-        part = _without(rest, spec.tensors)
-        pending = self.lease(part, layout)
+        staying, others, layout = self._split(whole, spec.tensors)
+        pending = self.lease([spec.tensors[i] for i in others], layout)
         self.fill(pending)
-        if self.pool.readers_release:
-            others = self._lend(staying, whole, spec.tensors)
-        else:
-            others = dict(zip(rest, self._copy_beyond([spec.tensors[i] for i in rest]), strict=True))
-        copied = iter(pending.staged)
-        staged = [others[i] if i in others else next(copied) for i in range(len(spec.tensors))]
+        staged = self._lend(staying, whole, spec.tensors) | dict(zip(others, pending.staged, strict=True))
         with torch.no_grad(), no_collection():
-            return pending.lease.hand_out(spec.unflatten(staged))
+            return pending.lease.hand_out(spec.unflatten([staged[i] for i in range(len(spec.tensors))]))
 
     def settle(self) -> None:
         """Return when nobody reads the source any more.
@@ -108,12 +103,11 @@ class BoundedCopier(HostCopier):
                     f"{self.pool.wait_s:g} s later; drop the copy before the state changes, or give more memory",
                 ) from None
 
-    def close(self) -> None:
-        super().close()
-        self._beyond.close()
+    def _split(self, whole: Layout, tensors: Sequence[torch.Tensor]) -> tuple[list[Region], list[int], Layout]:
+        """Choose the largest regions, as many as must stay so that the others fit.
 
-    def _split(self, whole: Layout, tensors: Sequence[torch.Tensor]) -> tuple[list[Region], Layout]:
-        """Choose the largest regions, as many as must stay so that the others fit; return them and a plan for those."""
+        Return them, the indices of all other tensors, and a plan for those.
+        """
         if self._part is None or self._part[0] is not whole:
             excess = whole.nbytes - self._limit
             staying: list[Region] = []
@@ -122,19 +116,21 @@ class BoundedCopier(HostCopier):
                     break
                 staying.append(region)
                 excess -= region.nbytes
-            part = _without([i for region in staying for i in region.members], tensors)
-            self._part = whole, staying, plan_layout(part, signature(part), self.margins)
+            lent = {i for region in staying for i in region.members}
+            others = [i for i in range(len(tensors)) if i not in lent]
+            part = [tensors[i] for i in others]
+            self._part = whole, staying, others, plan_layout(part, signature(part), self.margins)
         return self._part[1:]
 
-    def _copy_beyond(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _memory_beyond(self, nbytes: int) -> Pool:
         if not self._overdrawn:
             self._overdrawn = True
             _log.warning(
                 "stagereg: %.3f GiB of the state do not fit into host_memory_gb, and the reader does not release its "
-                "copies, so they are copied into memory beyond it; a stagereg.Checkpointer keeps the bound",
-                sum(x.nbytes for x in tensors) / 2**30,
+                "copies, so it is copied into memory beyond it; a stagereg.Checkpointer keeps the bound",
+                (nbytes - self._limit) / 2**30,
             )
-        return self._beyond.copy_tensors(tensors)
+        return self._beyond
 
     def _lend(
         self, regions: Sequence[Region], layout: Layout, tensors: Sequence[torch.Tensor]
@@ -156,8 +152,3 @@ class BoundedCopier(HostCopier):
                 empty = torch.empty(0, dtype=x.dtype, device=x.device)
                 made[i] = empty.set_(storage, start, piece.shape, piece.stride)
         return made
-
-
-def _without(indices: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    left = set(indices)
-    return [x for i, x in enumerate(tensors) if i not in left]

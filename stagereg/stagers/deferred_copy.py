@@ -6,24 +6,33 @@ about to write calls :meth:`DeferredCopy.finish_before_write`, helps with those 
 copied (copy before overwrite). What lies on an accelerator is queued on a side stream at once; a writer's stream waits
 for it, the writer does not.
 
-Writes without that call are found by ``write_detector``.
+Writes without that call are found by two things, both cheap. The version counters of the tensors, which every in-place
+operation of torch moves that goes through the tensor, a view of it or ``detach()``. And samples of the bytes, taken at
+the beginning and compared with the same points of the *copy*: what bypasses the counters (fused optimizers, gloo
+collectives, ``.data``, numpy) nearly always writes a whole tensor. A write after the copying changes no sample of the
+copy, so nothing is reported that did no harm. On request, a checksum of every byte (CRC-32) is compared as well, which
+reads the whole source.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 
 import torch
 
+from stagereg.kernel.copier import PendingCopy
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.transfer import Batch, CopyTask, move
-from stagereg.stagers.write_detector import SamplePoints, WriteDetector
 
 __all__ = ["CopySplit", "DeferredCopy"]
 
 _PIECE_BYTES = 2**22  # a writer waits for one piece of another thread at most: well below a millisecond
+_SAMPLE_BYTES = 64
+_MAX_BYTES_BETWEEN = 2**22  # from one sample to the next
 
 
 class CopySplit:
@@ -32,20 +41,25 @@ class CopySplit:
     Made once for a layout, as long as the same may be deferred.
 
     Attributes:
-        immediate, deferred: moves in host memory; the deferred ones in pieces.
+        immediate: moves in host memory that are made at once.
+        deferred: regions in host memory that are copied later.
+        pieces: the moves of the latter, in pieces.
         immediate_remote, deferred_remote: regions on accelerators.
-        points: where to look whether a deferred region has changed.
+        members: indices of the tensors in all deferred regions.
+        samples: where to look whether a deferred region has changed: the region and the offset in it, for both ends of
+            each and regular points between them. Regions on accelerators are not looked at.
     """
 
     def __init__(self, layout: Layout, may_defer: Callable[[Region], bool]) -> None:
         local = [(region, may_defer(region)) for region in layout.regions]
         remote = [(region, may_defer(region)) for region in layout.remote]
-        late = [region for region, deferred in local if deferred]
         self.immediate = Batch([(r.offset, r.address, r.nbytes) for r, deferred in local if not deferred])
-        self.deferred = [piece for region in late for piece in _pieces(region)]
+        self.deferred = [region for region, deferred in local if deferred]
+        self.pieces = [piece for region in self.deferred for piece in _pieces(region)]
         self.immediate_remote = [region for region, deferred in remote if not deferred]
         self.deferred_remote = [region for region, deferred in remote if deferred]
-        self.points = SamplePoints(late, self.deferred_remote)
+        self.members = [i for region in (*self.deferred, *self.deferred_remote) for i in region.members]
+        self.samples = [(region, at) for region in self.deferred for at in _sampled(region.nbytes)]
 
 
 def _pieces(region: Region) -> list[Callable[[int], None]]:
@@ -56,21 +70,34 @@ def _pieces(region: Region) -> list[Callable[[int], None]]:
     return [functools.partial(move, moves=[each]) for each in moves]
 
 
+def _sampled(nbytes: int) -> list[int]:
+    steps = -(-nbytes // _MAX_BYTES_BETWEEN)
+    return [max(nbytes - _SAMPLE_BYTES, 0) * k // steps for k in range(steps + 1)]
+
+
 class DeferredCopy:
-    """The part of a copy that is made later.
+    """The part of a copy that is made later, of a source that is as it is at the time of construction.
 
     Args:
-        task: the moves in host memory.
+        pending: the whole copy.
+        split: which part is made later.
         events: by device, the ends of the copies that are queued there.
-        detector: knows what the source looks like now.
+        thorough: look at every byte in host memory to find writes.
     """
 
-    def __init__(self, task: CopyTask, events: list[tuple[torch.device, torch.Event]], detector: WriteDetector) -> None:
-        self._task = task
+    def __init__(
+        self, pending: PendingCopy, split: CopySplit, events: list[tuple[torch.device, torch.Event]], thorough: bool
+    ) -> None:
+        self._task = CopyTask(pending.address, split.pieces)
+        self._sources = pending.sources
+        self._base = pending.address
+        self._split = split
         self._events = events
-        self._detector = detector
         self._lock = threading.Lock()
         self._written: list[int] | None = None
+        self._versions = [self._sources[i]._version for i in split.members]
+        self._samples = _bytes_at([region.address + at for region, at in split.samples], split)
+        self._checksums = [_checksum(r.address, r.nbytes) for r in split.deferred] if thorough else []
 
     def run(self) -> list[int]:
         """Copy all that is left. Called once, on a background thread.
@@ -92,8 +119,25 @@ class DeferredCopy:
         self._find_written()
 
     def _find_written(self) -> list[int]:
-        """Look for writes once, before the first permitted one."""
+        """Look for writes once, after the copying and before the first permitted write."""
         with self._lock:
             if self._written is None:
-                self._written = self._detector.written()
+                versions = zip(self._split.members, self._versions, strict=True)
+                found = {i for i, version in versions if self._sources[i]._version != version}
+                samples = _bytes_at(
+                    [self._base + region.offset + at for region, at in self._split.samples], self._split
+                )
+                both = zip(self._split.samples, self._samples, samples, strict=True)
+                torn = [region for (region, _), before, after in both if before != after]
+                checksums = zip(self._split.deferred, self._checksums, strict=False)  # none, if they were not taken
+                torn += [r for r, before in checksums if _checksum(self._base + r.offset, r.nbytes) != before]
+                self._written = sorted(found.union(*(region.members for region in torn)))
             return self._written
+
+
+def _bytes_at(addresses: Sequence[int], split: CopySplit) -> list[bytes]:
+    return list(map(ctypes.string_at, addresses, [min(region.nbytes, _SAMPLE_BYTES) for region, _ in split.samples]))
+
+
+def _checksum(address: int, nbytes: int) -> int:
+    return zlib.crc32((ctypes.c_char * nbytes).from_address(address))

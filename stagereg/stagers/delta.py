@@ -13,6 +13,8 @@ for the stager to decide.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -25,7 +27,7 @@ from stagereg.kernel.copier import HostCopier, PendingCopy, naming, no_collectio
 from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, signature, span_of, tensors_over
 from stagereg.kernel.memory import BlockRef, Lease, Pool, register_padding
 from stagereg.kernel.state_dict import Recognizer, TreeSpec, flatten
-from stagereg.stagers.byte_compare import Pair, differing, same_elements
+from stagereg.kernel.transfer import CopyEngine, CopyTask
 
 __all__ = ["DeltaCopier", "Treatment"]
 
@@ -37,6 +39,18 @@ _COMPARED_TOGETHER = 2**22  # bytes: small neighbours are one group, and copied 
 _STORED_TOGETHER = 2**25  # bytes: groups that are copied once share blocks of this size
 _SLACK = 1.25  # a kept block is used again if it is at most so many times as large as what is needed
 _SMALL_BLOCK = 2**16  # bytes; one of up to this size is used in any case
+
+_CHUNK_BYTES = 2**22  # compared at a time, by one of the threads
+_WORTH_A_THREAD = 2**20
+
+# Exact, and it reads both sides once, without the GIL. A hash would be wrong once in a while, and a wrong "equal" is a
+# wrong checkpoint.
+_memcmp = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memcmp.restype = ctypes.c_int
+
+_Pair = tuple[int, int, int, int]
+"""Two runs of bytes in host memory: a label, the two addresses, bytes of each."""
 
 
 @dataclass(slots=True)
@@ -166,7 +180,7 @@ class DeltaCopier(HostCopier):
 
     def _differing(self, groups: Iterable[_Group], tensors: Sequence[torch.Tensor]) -> set[int]:
         """Return the indices of tensors whose bytes are not those of the last copy, at least one of each group."""
-        pairs: list[Pair] = []
+        pairs: list[_Pair] = []
         found: set[int] = set()
         for group in groups:
             if group.ref is None:
@@ -180,9 +194,9 @@ class DeltaCopier(HostCopier):
                 if copies is None:
                     sources = [tensors[j] for j in group.members]
                     copies = tensors_over(group.ref.view(), group.layout, sources, group.base)
-                if not same_elements(x, copies[k]):
+                if not _same_elements(x, copies[k]):
                     found.add(i)
-        return found | differing(pairs, self.engine)
+        return found | _unequal(pairs, self.engine)
 
     def _copy_groups(self, tensors: Sequence[torch.Tensor], lease: Lease) -> list[torch.Tensor]:
         """Copy the groups whose last copy is not shared; return all staged tensors."""
@@ -294,3 +308,45 @@ def _batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iter
         total += nbytes(item)
     if batch:
         yield batch
+
+
+# -- comparing memory with memory
+
+
+def _unequal(pairs: Sequence[_Pair], engine: CopyEngine) -> set[int]:
+    """Return the labels of the pairs that are not equal, compared on the threads of ``engine``.
+
+    A label is looked at no further once it differs.
+    """
+    found: set[int] = set()
+    chunks = iter(  # taking from a list's iterator is one step under the GIL
+        [
+            (label, one + at, other + at, min(_CHUNK_BYTES, nbytes - at))
+            for label, one, other, nbytes in pairs
+            for at in range(0, nbytes, _CHUNK_BYTES)
+        ]
+    )
+
+    def compare(base: int) -> None:
+        for label, one, other, nbytes in chunks:
+            if label not in found and _memcmp(one, other, nbytes):
+                found.add(label)
+
+    is_much = sum(nbytes for _, _, _, nbytes in pairs) >= _WORTH_A_THREAD
+    engine.run(CopyTask(0, [compare] * engine.threads), is_much).finish()
+    return found
+
+
+def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bits, wherever they lie and however they are strided."""
+    for dim, n in enumerate(x.shape):
+        if n > 1 and x.stride(dim) == y.stride(dim) == 0:  # expanded: all of them are the first
+            x, y = x.narrow(dim, 0, 1), y.narrow(dim, 0, 1)
+    return torch.equal(_bytes_of(x), _bytes_of(y))
+
+
+def _bytes_of(x: torch.Tensor) -> torch.Tensor:
+    # Not contiguous(): a single element may be contiguous whatever its strides, and then keeps them.
+    flat = torch.empty(x.numel(), dtype=x.dtype)
+    flat.view(x.shape).copy_(x)
+    return flat.view(torch.uint8)

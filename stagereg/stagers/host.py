@@ -12,9 +12,25 @@ __all__ = ["HostStager"]
 
 
 class HostStager(AsyncStager):
-    """Base of the stagers that copy at once; a subclass chooses the memory by choosing the copier.
+    """Base of the stagers that copy with the kernel; a subclass chooses the memory by choosing the copier.
 
     Not for use from several threads at once.
+
+    Args:
+        copier: what copies. The others are options that subclasses have in common, explained here for all of them.
+        max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
+        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
+            second at most for any other; then it takes memory beyond the bound, which is logged once.
+        threads: threads that copy from host memory, the caller's among them.
+        pin: page-lock the memory; None means where an accelerator is available.
+        reserve_gb: GiB of memory to get ready at once, in the background, so that the first ``stage`` is as quick as
+            the next ones; the size of the state dict is a good choice. 0 waits until the size is known.
+        host_memory_gb: GiB of host memory for all copies together; None for no bound. Of a state that needs more, the
+            largest tensors are handed out as they are, on their device, and ``synchronize_staging`` waits until the
+            writer has read them. For a reader that does not release its copies, such a state is copied into memory
+            beyond the bound instead.
+        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
+            is deep-copied.
     """
 
     def __init__(self, copier: HostCopier) -> None:
@@ -44,10 +60,10 @@ class HostStager(AsyncStager):
         self._copier.pool.release(staged)
 
     def synchronize_staging(self) -> None:
-        """Wait until what did not fit into the bound on host memory has been read; without one, ``stage`` has waited.
+        """Wait, with ``host_memory_gb`` alone, until the tensors that did not fit have been written.
 
         Raises:
-            StagingError: somebody keeps it instead of writing it; see :meth:`.BoundedCopier.settle`.
+            StagingError: the reader keeps them instead of writing them; see :meth:`.BoundedCopier.settle`.
         """
         if isinstance(self._copier, BoundedCopier):
             self._copier.settle()

@@ -48,13 +48,7 @@ class IncrementalStager(HostStager):
         detect: how it is known that other tensors did not change: not at all (``"declared"``), or by ``"content"``.
         verify: compare declared tensors with their copies on each call, which reads them: a mode to find wrong
             declarations with.
-        max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
-            second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy and compare in host memory, the caller's among them.
-        pin: page-lock the memory; None means where an accelerator is available.
-        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
-            is deep-copied.
 
     Not for use from several threads at once.
     """

@@ -13,13 +13,12 @@ from stagereg.kernel.copier import HostCopier, PendingCopy
 from stagereg.kernel.layout import Layout, Region
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.state_dict import path_to
-from stagereg.kernel.transfer import COPY_THREADS, CopyTask
+from stagereg.kernel.transfer import COPY_THREADS
 from stagereg.registry import register
 from stagereg.stagers.async_stager import StateDict
 from stagereg.stagers.deferred_copy import CopySplit, DeferredCopy
 from stagereg.stagers.guard import WriteGuard
 from stagereg.stagers.host import HostStager
-from stagereg.stagers.write_detector import WriteDetector
 
 __all__ = ["OverlappedStager"]
 
@@ -44,16 +43,9 @@ class OverlappedStager(HostStager):
     Tensors on accelerators are copied on a side stream; the stream of the optimizer waits for it, the host does not.
 
     Args:
-        max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
-            second at most for any other; then it takes memory beyond the bound, which is logged once.
         threads: threads that copy what is copied at once, the caller's among them.
-        pin: page-lock the memory; None means where an accelerator is available.
-        reserve_gb: GiB of memory to get ready at once, in the background.
         verify: compare a checksum of every byte in host memory, taken in ``stage``, with that of the copy. ``stage``
             then reads the whole state: a mode to find unforeseen writes.
-        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
-            is deep-copied.
     """
 
     # Bytes; smaller regions are copied at once, which costs less than a deferred copy of them.
@@ -131,9 +123,8 @@ class OverlappedStager(HostStager):
             event = engine.fetch(device, pairs)
             if event is not None:
                 events.append((device, event))
-        engine.memmove(pending.address, split.immediate)
-        detector = WriteDetector(pending.sources, split.points, pending.address, self._verify)
-        return DeferredCopy(CopyTask(pending.address, split.deferred), events, detector)
+        engine.start(pending.address, split.immediate).finish()
+        return DeferredCopy(pending, split, events, self._verify)
 
     def _split_for(self, pending: PendingCopy) -> CopySplit:
         owned = self._guard.owned()

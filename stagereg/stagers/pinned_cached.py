@@ -16,20 +16,6 @@ class PinnedCachedStager(HostStager):
 
     The memory is page-locked where an accelerator is there. Otherwise it is pageable and touched ahead of use; one log
     line says so.
-
-    Args:
-        max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
-            second at most for any other; then it takes memory beyond the bound, which is logged once.
-        threads: threads that copy from host memory, the caller's among them.
-        pin: page-lock the memory; None means where an accelerator is available.
-        reserve_gb: GiB of memory to get ready at once, in the background, so that the first ``stage`` is as quick as
-            the next ones; the size of the state dict is a good choice. 0 waits until the size is known.
-        host_memory_gb: GiB of host memory for all copies together; None for no bound. Of a state that needs more, the
-            largest tensors are handed out as they are, on their device, and ``synchronize_staging`` waits until the
-            writer has read them. A reader that does not release its copies gets memory beyond the bound instead.
-        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
-            is deep-copied.
     """
 
     def __init__(

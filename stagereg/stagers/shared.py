@@ -29,17 +29,6 @@ class SharedStager(HostStager):
 
     Attributes:
         shares_memory: True: another process can read the copies where they lie.
-
-    Args:
-        max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
-        wait_s: seconds that ``stage`` waits at most for a reader that releases its copies (``Checkpointer``), and one
-            second at most for any other; then it takes memory beyond the bound, which is logged once.
-        threads: threads that copy from host memory, the caller's among them.
-        pin: page-lock the memory; None means where an accelerator is available (CUDA).
-        reserve_gb: GiB of memory to get ready at once, in the background, so that the first ``stage`` is as quick as
-            the next ones; the size of the state dict is a good choice. 0 waits until the size is known.
-        type_check: refuse leaves that are no tensor, number, string, bytes, ``BytesIO`` or None; otherwise such a leaf
-            is deep-copied.
     """
 
     shares_memory = True

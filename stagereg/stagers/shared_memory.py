@@ -221,7 +221,7 @@ class _SharedFile:
         return SharedMemoryHandle(self._path, self._token, self.nbytes, slot)
 
     def revoke(self) -> bool:
-        """Make all handles invalid, if no message is on its way and no other process reads; whether that is so."""
+        """Invalidate all handles and return True; return False while a message is in transit or a reader is there."""
         if self._on_the_way() or not _lock_exclusively(self._fd):
             return False
         self._renew_token()

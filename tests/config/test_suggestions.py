@@ -37,7 +37,7 @@ def app(tmp_path: Path) -> Path:
 def told(app: Path, override: str) -> str:
     with (
         initialize_config_dir(str(app), version_base="1.3"),
-        pytest.raises((HydraException, OmegaConfBaseException)) as caught,
+        pytest.raises((HydraException, OmegaConfBaseException, ValueError)) as caught,
     ):
         compose("app", overrides=[override])
     return explain(caught.value)
@@ -62,6 +62,12 @@ def test_unknown_key_at_the_top_names_the_nearest_and_leaves_hydra_out(app: Path
 
 def test_unknown_option_of_the_apps_own_group_names_the_nearest_and_all(app: Path) -> None:
     assert told(app, "data=unevn") == "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"
+
+
+@pytest.mark.parametrize("override", ["stager=null", "data=null", "+stager@other=null", "stager=3"])
+def test_a_group_without_a_name_says_how_it_is_left_out(app: Path, override: str) -> None:
+    line = told(app, override)
+    assert line == "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"
 
 
 def test_a_value_near_a_member_of_an_enum_names_the_member() -> None:

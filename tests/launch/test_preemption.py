@@ -201,7 +201,7 @@ def test_ranks_that_do_not_leave_in_their_time_are_ended(program: Program) -> No
 def test_ranks_that_have_saved_and_do_not_come_to_their_end_are_ended_with_75(program: Program) -> None:
     ended = program.run("what=linger", "checkpoint.grace=5s")
     assert ended.returncode == 75, ended.stderr
-    assert ended.stderr.rstrip().endswith("preempted: all is saved, but ranks had not come to their end in time")
+    assert ended.stderr.rstrip().endswith("preempted: all is saved, but some ranks did not end in time")
     assert program.latest() >= 30
 
 

@@ -34,7 +34,7 @@ class Stream:
 
 
 def test_the_future_is_done_when_what_was_queued_at_once_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(engine: Any, device: torch.device, pairs: Pairs, behind: Sequence[Any] = ()) -> Queued:
+    def fetch(engine: Any, device: torch.device, pairs: Pairs) -> Queued:
         return Queued(pairs)
 
     monkeypatch.setattr(CopyEngine, "fetch", fetch)

@@ -82,7 +82,7 @@ class Bf16Stager(AsyncStager):
             others = [i for i in range(len(tensors)) if i not in chosen]
             with naming(state_dict):
                 staged = _copied(self._cast.copy, tensors, sorted(chosen))
-                staged |= _copied(self._rest.copy_tensors, tensors, others)
+                staged |= _copied(self._rest.copy, [x.detach() for x in tensors], others)
             copy: StateDict = spec.unflatten([staged[i] for i in range(len(tensors))])
             return copy
 

@@ -73,6 +73,7 @@ _FINAL_WORDS = ("Credential", "Auth", "Param", "Profile", "Region", "InvalidEndp
 
 _log = logging.getLogger(__name__)
 _thread = threading.local()
+"""The deadline of the call under way on each thread; it reaches functions that a library calls in between."""
 
 
 @contextlib.contextmanager

@@ -19,16 +19,17 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stagereg.errors import JoinError
 from stagereg.join.joinable import JoinHook, notify, serves
-from stagereg.join.kinds.fsdp2 import device_of, group_of, reduces
+from stagereg.join.kinds.ddp import DdpJoinable
+from stagereg.join.kinds.fsdp2 import Fsdp2Joinable
+from stagereg.join.kinds.module import ModuleJoinable
 from stagereg.join.step_tracker import TrackedJoinable
 from stagereg.kernel.channel import control_channel
 from stagereg.registry import register
@@ -121,11 +122,10 @@ class CheckpointJoinable(TrackedJoinable):
         module: nn.Module | None = None,
         hook: Callable[..., JoinHook] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(hook)
         self.checkpointer = checkpointer
         self.state = state
         self.module = module
-        self.hook = hook
         self._asked: int | None = None  # the step that this rank asks to save
         self._shadows = False  # whether this rank takes part by hooks
         self._active: list[int] = []  # ranks with data in the last step that had any
@@ -201,23 +201,12 @@ class CheckpointJoinable(TrackedJoinable):
     @property
     def join_device(self) -> torch.device:
         """The model's device."""
-        module = self._model()
-        if isinstance(module, DistributedDataParallel):
-            return module.join_device
-        if isinstance(module, FSDPModule):
-            return device_of(module)
-        return next((param.device for param in module.parameters()), torch.device("cpu"))
+        return self._model().join_device
 
     @property
     def join_process_group(self) -> Any:
         """The ranks that train the model."""
-        module = self._model()
-        if isinstance(module, DistributedDataParallel):
-            return module.join_process_group
-        if isinstance(module, FSDPModule):
-            return group_of(module)
-        own = module.process_group if isinstance(module, FullyShardedDataParallel) else None
-        return own or dist.group.WORLD
+        return self._model().join_process_group
 
     def on_step(self) -> None:
         """A step begins on this rank: announce it, and exchange requests before anything else happens."""
@@ -227,7 +216,7 @@ class CheckpointJoinable(TrackedJoinable):
         if self._shadows and (membership is None or not membership.expects_empty_step):
             return  # another hook runs the model, to take part in a step of ranks with data
         self._shadows = False
-        notify(self, torch.is_grad_enabled() and _reduces(self._model()))
+        notify(self, torch.is_grad_enabled() and self._model().will_reduce)
         self.exchange(active=True)
 
     def shadow_step(self) -> None:
@@ -293,13 +282,18 @@ class CheckpointJoinable(TrackedJoinable):
     def _consensus(self) -> Consensus | None:
         return self.checkpointer.preemption if isinstance(self.checkpointer, Preemptible) else None
 
-    def _model(self) -> nn.Module:
+    def _model(self) -> TrackedJoinable:
+        """A joinable of the model, which knows its device, its ranks, and when it reduces its gradients."""
         if self.module is None:
             raise JoinError(
                 "the checkpoint joinable needs to know the model whose forward begins a step: "
                 "stagereg.build('joinable', 'checkpoint', checkpointer=..., state=..., module=model)"
             )
-        return self.module
+        if isinstance(self.module, DistributedDataParallel):
+            return DdpJoinable(self.module)
+        if isinstance(self.module, FSDPModule):
+            return Fsdp2Joinable(self.module)
+        return ModuleJoinable(self.module, device=str(next((p.device for p in self.module.parameters()), "cpu")))
 
 
 @register("join_hook", "checkpoint")
@@ -332,12 +326,6 @@ class CheckpointHook(JoinHook):
 
 
 _numbers: Counter[str] = Counter()
-
-
-def _reduces(module: nn.Module) -> bool:
-    if isinstance(module, DistributedDataParallel):
-        return bool(module.require_backward_grad_sync)
-    return reduces(module) if isinstance(module, FSDPModule) else True
 
 
 def _refuse_stale(step: int, progress: list[dict[str, int]]) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from stagereg.errors import ConfigError, JoinError, nearest
-from stagereg.join.joinable import Joinable, JoinHook, notify, serves
+from stagereg.join.joinable import BuiltInJoinable, JoinHook, notify, serves
 from stagereg.kernel.shadow import Collective, shadow
 from stagereg.registry import register
 
@@ -17,7 +17,7 @@ __all__ = ["CollectiveHook", "CollectiveJoinable"]
 
 
 @register("joinable", "collective")
-class CollectiveJoinable(Joinable):
+class CollectiveJoinable(BuiltInJoinable):
     """Runs declared collectives, and has joined ranks take part in them.
 
     Call it once a step with one tensor per declared collective; it checks that the tensors are as declared, announces
@@ -49,14 +49,11 @@ class CollectiveJoinable(Joinable):
         device: str = "cpu",
         hook: Callable[..., JoinHook] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(hook, process_group, device)
         self.collectives = [_declared(collective) for collective in collectives]
         if not self.collectives:
             raise JoinError("the collective joinable needs at least one collective to shadow")
-        self.hook = hook
         self.last_sent: dict[int, torch.Tensor] = {}
-        self._group = process_group
-        self._device = torch.device(device)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """Run the collectives; active ranks, once a step.
@@ -88,16 +85,6 @@ class CollectiveJoinable(Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook; takes no keyword arguments of its own."""
         return self.make_hook(CollectiveHook)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the tensors."""
-        return self._device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of the collectives."""
-        return dist.group.WORLD if self._group is None else self._group
 
 
 @register("join_hook", "collective")

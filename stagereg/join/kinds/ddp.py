@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,8 +67,8 @@ class DdpJoinable(TrackedJoinable):
     def __init__(self, module: DistributedDataParallel, hook: Callable[..., JoinHook] | None = None) -> None:
         if not isinstance(module, DistributedDataParallel):
             raise JoinError(f"the ddp joinable needs a DistributedDataParallel module, not a {type(module).__name__}")
+        super().__init__(hook, stands_for=module)
         self.module = module
-        self.hook = hook
         self.reduced = False
         self.divides_by_world = True
         self.carryover: GradCarryover | None = None
@@ -76,19 +77,13 @@ class DdpJoinable(TrackedJoinable):
         self._forward_settings: tuple[Any, bool] | None = None
         self._inner: Any = None
 
-    @property
-    def _join_config(self) -> Any:  # DDP's own forward announces, and reads the configuration there
-        return self.module._join_config
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        self.module._join_config = config
-
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the module's hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
         self.detach()
         self.divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         hook = self.make_hook(DdpHook)
+        if self.module.logger is not None:
+            self.module.logger._set_uneven_input_join()
         self.watch()
         return hook
 
@@ -105,8 +100,6 @@ class DdpJoinable(TrackedJoinable):
         ddp = self.module
         self._divided_before = getattr(ddp, _DIVISOR, None)
         setattr(ddp, _DIVISOR, self.divides_by_world)  # DDP's forward reads it
-        if ddp.logger is not None:
-            ddp.logger._set_uneven_input_join()
         setattr(ddp, _ANNOUNCE_REDUCTION, self._announce_reduction)
         setattr(ddp, _COMMON_RANK, self._common_rank)
         self.carryover = GradCarryover(ddp)
@@ -114,8 +107,7 @@ class DdpJoinable(TrackedJoinable):
         self._inner = ddp.module.register_forward_hook(self._inner_forward_done)
 
     def end_steps(self) -> None:
-        """No step follows: have DDP agree on buffers by itself, and forget the divisor of the last step."""
-        self.module.__dict__.pop(_COMMON_RANK, None)
+        """No step follows: forget the divisor of the last step."""
         self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
 
     def detach(self) -> None:
@@ -124,6 +116,7 @@ class DdpJoinable(TrackedJoinable):
             self.end_steps()
             ddp = self.module
             ddp.__dict__.pop(_ANNOUNCE_REDUCTION, None)
+            ddp.__dict__.pop(_COMMON_RANK, None)
             self._inner.remove()
             if self.carryover is not None:
                 self.carryover.remove()
@@ -141,14 +134,9 @@ class DdpJoinable(TrackedJoinable):
         return shares or not divide_by_initial_world_size
 
     @property
-    def join_device(self) -> torch.device:
-        """The module's device."""
-        return self.module.join_device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The module's process group."""
-        return self.module.join_process_group
+    def will_reduce(self) -> bool:
+        """Whether the next backward reduces the gradients; not under ``no_sync``."""
+        return bool(self.module.require_backward_grad_sync)
 
     def on_step(self) -> None:
         """Announce the step, except on torch's wire, where DDP's own forward does."""
@@ -168,7 +156,7 @@ class DdpJoinable(TrackedJoinable):
             self.session.announced += config.is_first_joinable
             return
         if config.is_first_joinable:
-            membership.begin(torch.is_grad_enabled() and bool(self.module.require_backward_grad_sync))
+            membership.begin(torch.is_grad_enabled() and self.will_reduce)
         else:
             membership.check()
         if config.throw_on_early_termination and self._rebuilds_buckets(tracker.begun):
@@ -186,20 +174,13 @@ class DdpJoinable(TrackedJoinable):
         elif self.membership is not None:
             ddp._join_config = config._replace(is_first_joinable=False)
         if torch.is_grad_enabled() and self.carryover is not None:
-            self.carryover.before_forward(bool(ddp.require_backward_grad_sync))
+            self.carryover.before_forward(self.will_reduce)
 
     def after_forward(self, is_step: bool) -> None:
         """Put DDP's settings back."""
         if self._forward_settings is not None:
             self.module._join_config, self.module.require_forward_param_sync = self._forward_settings
             self._forward_settings = None
-
-    def active_that_reduce(self) -> int:
-        """Joined rank: how many active ranks will reduce their gradients in this step."""
-        membership = self.membership
-        if membership is None:
-            return TorchWire(self.module.process_group, self.module.device).count_active()
-        return int(membership.read().syncing)
 
     def _inner_forward_done(self, *_: Any) -> None:
         # The sum has had the whole forward to arrive, and nothing of the step has been prepared yet.
@@ -222,13 +203,16 @@ class DdpJoinable(TrackedJoinable):
             DistributedDataParallel._check_global_requires_backward_grad_sync(ddp, is_joined_rank)
             return
         # The announcement of the first joinable gives its module the number of active ranks; here this sum does.
-        work = TorchWire(ddp.process_group, ddp.device).announce(bool(ddp.require_backward_grad_sync))
+        work = TorchWire(ddp.process_group, ddp.device).announce(self.will_reduce)
         ddp.reducer._set_forward_pass_work_handle(work, False)
 
     def _common_rank(self, rank: int, is_candidate: bool) -> int:
-        """In the place of DDP's own: the rank whose buffers all ranks take."""
-        if self.membership is not None:
-            return self.membership.read().highest
+        """In the place of DDP's own: the rank whose buffers all ranks take in a step, or whose model in the end."""
+        membership = self.membership
+        if membership is not None and not membership.over:
+            return membership.read().highest
+        if self.session is not None and self.session.all_took_every_step:  # all are candidates, and the last one wins
+            return self.module.process_group.size() - 1
         return int(DistributedDataParallel._find_common_rank(self.module, rank, is_candidate))
 
     def _rebuilds_buckets(self, begun: int) -> bool:
@@ -239,8 +223,8 @@ class DdpJoinable(TrackedJoinable):
         return begun > 0 or int(ddp._get_ddp_logging_data().get("iteration", 0)) > 0
 
     def _refuse_sparse_gradients(self) -> None:
-        _, sparse = self.module._build_params_for_reducer()
-        if any(sparse):
+        layers = (each for each in self.module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+        if any(layer.sparse for layer in layers):
             raise JoinError(
                 "a DDP module with sparse gradients cannot be joined, as joined ranks have no zeros to send for them. "
                 "Build its Embedding layers with sparse=False, or the join with enable=False if all inputs are even."

@@ -12,7 +12,6 @@ used here are those of torch 2.13 (``distributed/fsdp/_fully_shard``).
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,10 +29,11 @@ from stagereg.join.batches import emptied, fetch, publish
 from stagereg.join.carryover import ZeroGradPolicy, policy_of
 from stagereg.join.joinable import JoinHook, notify, serves
 from stagereg.join.step_tracker import TrackedJoinable, differentiable
+from stagereg.kernel.channel import wait_for_keys
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
 
-__all__ = ["Fsdp2Hook", "Fsdp2Joinable", "device_of", "group_of", "reduces"]
+__all__ = ["Fsdp2Hook", "Fsdp2Joinable"]
 
 _EXAMPLE_S = 60.0
 """Seconds in which a rank that has begun a step publishes what its inputs look like."""
@@ -78,19 +78,17 @@ class Fsdp2Joinable(TrackedJoinable):
     module: Any  # an FSDPModule, which is an nn.Module too
 
     def __init__(self, module: FSDPModule, example: Any = None, hook: Callable[..., JoinHook] | None = None) -> None:
-        super().__init__()
         if not isinstance(module, FSDPModule):
             raise JoinError(
                 f"the fsdp2 joinable needs a module to which torch.distributed.fsdp.fully_shard was applied, not a "
                 f"{type(module).__name__}"
             )
+        super().__init__(hook, _group_of(module), module._get_fsdp_state()._device)
         self.module = module
-        self.hook = hook
         self.reduced = False
         self.divides_by_world = True
         self.is_shadowing = False
         self._example = example
-        self._group = group_of(module)
         self._inputs: _Inputs | None = None
         self._settings: list[tuple[Any, ...]] = []
         self._backward_due = False
@@ -128,26 +126,38 @@ class Fsdp2Joinable(TrackedJoinable):
         return not divide_by_initial_world_size
 
     @property
-    def join_device(self) -> torch.device:
-        """The device on which the module's collectives run."""
-        return device_of(self.module)
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of the module's mesh."""
-        return self._group
-
-    @property
     def policy(self) -> ZeroGradPolicy:
         """What is known of what the loop does with its gradients."""
         return policy_of(self.module, self._group)
+
+    @property
+    def will_reduce(self) -> bool:
+        """Whether the next backward reduces the gradients (``set_requires_gradient_sync``).
+
+        Raises:
+            JoinError: parts of the module do and others do not, or it stops half-way (``set_requires_all_reduce``).
+        """
+        answers = set()
+        for group in _groups(self.module):
+            if group.reduce_grads and not group.all_reduce_grads and group._is_hsdp:
+                raise JoinError(
+                    "in a join, gradients are reduced among all ranks or not at all: use set_requires_gradient_sync(), "
+                    "not set_requires_all_reduce()."
+                )
+            answers.add(bool(group.reduce_grads))
+        if len(answers) > 1:
+            raise JoinError(
+                "some parts of an FSDP2 module reduce their gradients and others do not. In a join all of them do or "
+                "none: call set_requires_gradient_sync() on the root."
+            )
+        return answers != {False}
 
     def on_step(self) -> None:
         """Announce the step, on a rank that has data."""
         if self.is_shadowing:
             return
         self._backward_due = True
-        self._reduces = torch.is_grad_enabled() and reduces(self.module)
+        self._reduces = torch.is_grad_enabled() and self.will_reduce
         notify(self, self._reduces)
         if self._inputs is not None:
             self._inputs.forget_last()
@@ -188,7 +198,7 @@ class Fsdp2Joinable(TrackedJoinable):
                 self.policy.ask()
             self.forget_gradients()
             return
-        if reduces(self.module) != self._reduces:
+        if self.will_reduce != self._reduces:
             raise JoinError(
                 "set_requires_gradient_sync() was called between a forward and its backward, when ranks without data "
                 "had its announcement already. In a join, call it before the forward."
@@ -213,7 +223,7 @@ class Fsdp2Joinable(TrackedJoinable):
             with torch.enable_grad():
                 first, *others = self._inputs.last(self.join_device)
                 tensors = self._forward(first)
-                reducing = self._active_that_reduce()  # active ranks announce it after their first forward
+                reducing = self.active_that_reduce()  # active ranks announce it after their first forward
                 tensors += [tensor for inputs in others for tensor in self._forward(inputs)]
                 self.reduced = reducing > 0
                 self.module.set_requires_gradient_sync(self.reduced)
@@ -246,12 +256,6 @@ class Fsdp2Joinable(TrackedJoinable):
                 param.grad = None
             elif policy == "zeroes" and param.grad is not None:
                 param.grad.zero_()
-
-    def _active_that_reduce(self) -> int:
-        membership = self.membership
-        if membership is None:
-            return TorchWire(self._group, self.join_device).count_active()
-        return int(membership.read().syncing)
 
     def _forward(self, inputs: Any) -> list[torch.Tensor]:
         args, kwargs = inputs
@@ -332,19 +336,15 @@ class _Inputs:
 
     def _of_other_rank(self, device: torch.device) -> Any:
         """Wait for what another rank publishes; a rank that has begun a step does so first of all."""
-        until = time.monotonic() + _EXAMPLE_S
-        while time.monotonic() < until:
-            try:
-                inputs = fetch(self._store, "inputs", device)
-            except JoinError as error:
-                raise JoinError(f"This rank never had a batch, and no other's will do: {error} {_ADVICE}") from error
-            if inputs is not None:
-                return inputs
-            time.sleep(0.001)
-        raise JoinError(
-            f"This rank never had a batch, and within {_EXAMPLE_S:g} s no other has published what one looks like. "
-            f"{_ADVICE}"
-        )
+        if not wait_for_keys(self._store, "inputs", _EXAMPLE_S):
+            raise JoinError(
+                f"This rank never had a batch, and within {_EXAMPLE_S:g} s no other has published what one looks like. "
+                f"{_ADVICE}"
+            )
+        try:
+            return fetch(self._store, "inputs", device)
+        except JoinError as error:
+            raise JoinError(f"This rank never had a batch, and no other's will do: {error} {_ADVICE}") from error
 
 
 def _inputs_of(module: FSDPModule, group: dist.ProcessGroup, example: Any) -> _Inputs:
@@ -361,29 +361,7 @@ _inputs: weakref.WeakKeyDictionary[nn.Module, _Inputs] = weakref.WeakKeyDictiona
 _numbers: Counter[str] = Counter()
 
 
-def reduces(module: FSDPModule) -> bool:
-    """Whether the module's next backward reduces its gradients (``set_requires_gradient_sync``).
-
-    Raises:
-        JoinError: parts of it do and others do not, or the reduction stops half-way (``set_requires_all_reduce``).
-    """
-    answers = set()
-    for group in _groups(module):
-        if group.reduce_grads and not group.all_reduce_grads and group._is_hsdp:
-            raise JoinError(
-                "in a join, gradients are reduced among all ranks or not at all: use set_requires_gradient_sync(), not "
-                "set_requires_all_reduce()."
-            )
-        answers.add(bool(group.reduce_grads))
-    if len(answers) > 1:
-        raise JoinError(
-            "some parts of an FSDP2 module reduce their gradients and others do not. In a join all of them do or none: "
-            "call set_requires_gradient_sync() on the root."
-        )
-    return answers != {False}
-
-
-def group_of(module: FSDPModule) -> Any:
+def _group_of(module: FSDPModule) -> Any:
     """Return the ranks that train the module together.
 
     Raises:
@@ -398,12 +376,6 @@ def group_of(module: FSDPModule) -> Any:
         f"an FSDP2 module on a mesh of {mesh.ndim} dimensions can be joined if it has all ranks, not {mesh.size()} of "
         f"{dist.get_world_size()}. Build it on a mesh of one dimension, or start these ranks as a job of their own."
     )
-
-
-def device_of(module: FSDPModule) -> torch.device:
-    """Return the device on which the module's collectives run."""
-    device: torch.device = module._get_fsdp_state()._device
-    return device
 
 
 def _groups(module: FSDPModule) -> list[Any]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import Joinable, JoinHook, serves
+from stagereg.join.joinable import BuiltInJoinable, JoinHook, serves
 from stagereg.join.responder import GatherResponder
 from stagereg.kernel.channel import control_channel
 from stagereg.registry import register
@@ -27,7 +27,7 @@ Number = float | torch.Tensor
 
 
 @register("joinable", "metrics")
-class MetricsJoinable(Joinable):
+class MetricsJoinable(BuiltInJoinable):
     """Adds up metrics on each rank, and over the ranks when asked to.
 
     List it after the model, in stagereg's ``Join`` or in torch's; it announces nothing. All ranks construct their
@@ -54,9 +54,7 @@ class MetricsJoinable(Joinable):
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, hook: Callable[..., JoinHook] | None = None
     ) -> None:
-        super().__init__()
-        self.hook = hook
-        self._group = process_group
+        super().__init__(hook, process_group)  # on the CPU: what is exchanged are a few numbers
         self._totals: dict[str, tuple[Number, Number]] = {}
         self._lock = threading.Lock()
         self._responder: GatherResponder | None = None
@@ -143,16 +141,6 @@ class MetricsJoinable(Joinable):
         """The join ends on all ranks, and with it the answers."""
         self._in_use = False
         self._open().close()
-
-    @property
-    def join_device(self) -> torch.device:
-        """The CPU: what is exchanged are a few numbers."""
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        """The ranks to add over."""
-        return dist.group.WORLD if self._group is None else self._group
 
     def _local(self) -> dict[str, tuple[float, float]]:
         with self._lock:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -43,13 +42,11 @@ class ModuleJoinable(TrackedJoinable):
         device: str = "cpu",
         hook: Callable[..., JoinHook] | None = None,
     ) -> None:
-        super().__init__()
         if not isinstance(module, nn.Module):
             raise JoinError(f"the module joinable needs a torch.nn.Module, not a {type(module).__name__}")
+        own = module.process_group if isinstance(module, FullyShardedDataParallel) else None
+        super().__init__(hook, process_group or own, device)
         self.module = module
-        self.hook = hook
-        self._group = process_group
-        self._device = torch.device(device)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook. Raises: ``JoinError`` if gradients are not to be divided by the world size."""
@@ -61,17 +58,6 @@ class ModuleJoinable(TrackedJoinable):
         self.detach()
         self.watch()
         return self.make_hook(ModuleHook)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the group's collectives."""
-        return self._device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The ranks that train the module together."""
-        own = self.module.process_group if isinstance(self.module, FullyShardedDataParallel) else None
-        return self._group or own or dist.group.WORLD
 
 
 @register("join_hook", "module")

@@ -11,20 +11,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import Joinable, JoinHook, serves
+from stagereg.join.joinable import BuiltInJoinable, Joinable, JoinHook, serves
 from stagereg.registry import register
 
 __all__ = ["StepHook", "StepJoinable"]
 
 
 @register("joinable", "step")
-class StepJoinable(Joinable):
+class StepJoinable(BuiltInJoinable):
     """Has a function called on joined ranks, once per step of the active ranks. Cannot be the first joinable.
 
     ``Join`` wraps optimizers, schedulers and functions in this by itself.
@@ -45,25 +43,17 @@ class StepJoinable(Joinable):
         after: Joinable | None = None,
         hook: Callable[..., JoinHook] | None = None,
     ) -> None:
-        super().__init__()
+        if after is None:
+            super().__init__(hook)
+        else:
+            super().__init__(hook, after.join_process_group, after.join_device)
         self.step: Callable[[], object] = step.step if isinstance(step, (Optimizer, LRScheduler)) else step
         self.after = after
-        self.hook = hook
         _refuse_arguments(self.step)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook; takes no keyword arguments of its own."""
         return self.make_hook(StepHook)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of ``after``, or the CPU."""
-        return torch.device("cpu") if self.after is None else self.after.join_device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of ``after``, or the default one."""
-        return dist.group.WORLD if self.after is None else self.after.join_process_group
 
 
 @register("join_hook", "step")

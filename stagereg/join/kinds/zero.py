@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from stagereg.errors import JoinError
-from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, serves
+from stagereg.join.joinable import BuiltInJoinable, Joinable, JoinConfig, JoinHook, serves
 from stagereg.registry import register
 
 __all__ = ["ZeroHook", "ZeroJoinable"]
 
 
 @register("joinable", "zero")
-class ZeroJoinable(Joinable):
+class ZeroJoinable(BuiltInJoinable):
     """Joins a ``ZeroRedundancyOptimizer``: joined ranks go on stepping the shard they own.
 
     ``Join`` wraps a bare optimizer of that class in this by itself.
@@ -44,33 +43,15 @@ class ZeroJoinable(Joinable):
     ) -> None:
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             raise JoinError(f"the zero joinable needs a ZeroRedundancyOptimizer, not a {type(optimizer).__name__}")
+        super().__init__(hook, stands_for=optimizer)
         self.optimizer = optimizer
         self.after = after
-        self.hook = hook
-
-    @property
-    def _join_config(self) -> Any:  # the optimizer's own step announces, and reads the configuration there
-        return self.optimizer._join_config
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        self.optimizer._join_config = config
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook; takes no keyword arguments of its own."""
         if self.optimizer._overlap_with_ddp:
             raise JoinError("a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be joined; build it without")
         return self.make_hook(ZeroHook)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The optimizer's default device."""
-        return self.optimizer.join_device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The optimizer's process group."""
-        return self.optimizer.join_process_group
 
 
 @register("join_hook", "zero")
