@@ -27,11 +27,17 @@ __all__ = ["add_to", "make", "run"]
 
 _KINDS = {"stager": "stager", "joinable": "joinable", "join_hook": "hook"}
 """The kinds there are templates for, and the module of each package that has the component."""
+_EXAMPLES = {
+    "stager": "stager",
+    "joinable": "+joinable@join.joinables.counter",
+    "join_hook": "join_hook@join.joinables.model.hook",
+}
+"""What users write before ``=NAME`` to choose a component of each kind."""
 _SUFFIX = ".in"
 _LONGEST = 28
 """Characters of a name: what a template imports by it fits into a line then."""
 _LEGAL = re.compile(r"[A-Za-z]([A-Za-z0-9_-]*[A-Za-z0-9])?")
-_CLASSES = ("Host", "Join", "JoinHook", "Joinable", "Stager")
+_CLASSES = ("Ddp", "DdpHook", "Host", "Join", "JoinHook", "Joinable", "Stager")
 """Names of which the templates would make a class that stagereg has, beside the import of that one."""
 _HYDRA_LITERALS = ("null", "true", "false", "nan", "inf")
 """What Hydra reads as something else than a text in ``stager=...``."""
@@ -42,7 +48,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     help_ = "make a package for a new plugin: typed, documented, with its contract, green at once"
     parser = commands.add_parser("new", help=help_, description=help_[0].upper() + help_[1:] + ".")
     parser.add_argument("kind", choices=_KINDS, help="what it is to be: %(choices)s", metavar="kind")
-    parser.add_argument("name", help="what users write in stager=NAME; letters, digits, '_' and '-'")
+    parser.add_argument("name", help="what users choose it by, as in stager=NAME; letters, digits, '_' and '-'")
     parser.add_argument("--dir", default=".", metavar="D", help="where to make the folder, the current directory")
     output.add_output_options(parser)
     parser.set_defaults(run=run)
@@ -154,20 +160,18 @@ def _values(kind: str, name: str) -> dict[str, str]:
     if camel in _CLASSES:
         camel = f"My{camel}"
     noun = {"stager": "Stager", "joinable": "Joinable", "join_hook": "Hook"}[kind]
-    component, hook, subject = camel.removesuffix(noun) + noun, f"{camel}Hook", f"{camel}Total"
-    exports = {"stager": [component], "joinable": [hook, component], "join_hook": [component, subject]}[kind]
-    exports.sort()
+    component, hook = camel.removesuffix(noun) + noun, f"{camel}Hook"
+    exports = sorted([component, hook] if kind == "joinable" else [component])
     return {
         "kind": kind,
         "label": _label(kind),
         "name": name,
-        "example": f"{kind}={name}" if kind == "stager" else f'stagereg.build("{kind}", "{name}")',
+        "example": f"{_EXAMPLES[kind]}={name}",
         "distribution": _package(name).replace("_", "-"),
         "package": _package(name),
         "module": _KINDS[kind],
         "component": component,
         "hook": hook,
-        "subject": subject,
         "contract": f"{camel}Contract",
         "camel": camel,
         "exports": ", ".join(exports),

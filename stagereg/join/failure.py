@@ -13,7 +13,7 @@ A rank that knows of a failure aborts its own process group. So a program that w
 DDP's backward, returns at once with an error of the backend, and :meth:`FailureDetector.explain` turns that into one
 that says why. A group that was aborted is unusable: end the program, or make a new group.
 
-The ranks communicate over the job's store, on a thread that is kept for the process group (:class:`PeerMonitor`). When
+The ranks communicate over the job's store, on a thread that is kept for the process group. When
 to report and what to raise is left to the join.
 """
 
@@ -40,8 +40,6 @@ from stagereg.kernel.channel import WorkerThread, resources_of
 __all__ = [
     "Failure",
     "FailureDetector",
-    "PeerMonitor",
-    "PollResult",
     "RankStatus",
     "StatusStore",
     "abort",
@@ -75,195 +73,6 @@ _TAG = 0x57A6E
 _TORCHS_LIMIT_S = 1800.0
 _TIMEOUT = r"Timed out waiting \d+ ?ms|pair closure|operation timeout|Operation timed out!|wait timeout|Socket Timeout"
 _BROKEN = rf"gloo|nccl|c10d|{_TIMEOUT}"
-
-
-class FailureDetector:
-    """Ties a rank to the other ranks of one join. Make, start and stop one per join and rank; it is used once.
-
-    All methods are for the thread that runs the training loop. None of them is a collective, so ranks without a
-    detector may be in the group, and are never suspected of having failed.
-
-    Args:
-        group: whose ranks take part.
-        timeout_s: seconds that a rank may keep the others waiting.
-        name: the same on all ranks, and of no other join of the job.
-        step: returns the step that this rank is in, for the messages of others; ``None`` where that is not known.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        timeout_s: float,
-        name: str,
-        step: Callable[[], int | None] = lambda: None,
-    ) -> None:
-        self._group = group
-        self._step = step
-        self._timeout_s = timeout_s
-        self._name = name
-        self._ranks = dist.get_process_group_ranks(group)
-        self._rank = self._ranks[group.rank()]
-        self._monitor: PeerMonitor | None = None
-        self._restore: Callable[[], None] = lambda: None
-        self._reported = False
-
-    def start(self) -> None:
-        """Begin to publish that this rank is alive, and to look at the others; does not wait for them.
-
-        Operations on the group, and on its channels that are not polled, may last ``timeout_s`` until :meth:`stop`. In
-        a group of one rank it does nothing.
-        """
-        if len(self._ranks) == 1 or self._monitor is not None:
-            return
-        resources = resources_of(self._group)
-        self._restore = limit_operations([self._group, *resources.backends(polled=False)], self._timeout_s)
-        self._monitor = PeerMonitor(
-            self._group, self._name, self._ranks, self._timeout_s, self._step, lambda: abort(self._group)
-        )
-        self._monitor.run_on(resources.heartbeat)
-
-    def stop(self) -> None:
-        """Put the group's limit back; from now on this rank is not missed, and not aborted. Twice is harmless."""
-        monitor, self._monitor = self._monitor, None
-        if monitor is not None:
-            monitor.leave()
-            self._restore()
-
-    def check(self) -> None:
-        """Return at once while no failure is known here.
-
-        Raises:
-            PeerFailedError: a rank has failed.
-        """
-        if (error := self._known()) is not None:
-            raise error
-
-    def report(self, error: BaseException) -> None:
-        """Publish that this rank leaves with ``error``. Never raises, never hangs.
-
-        The other ranks abort their groups if they do not leave by themselves within a second, as they do where all
-        ranks raise the same on purpose and go on.
-
-        A :class:`PeerFailedError`, and any error once a failure is known, is a consequence and not published. Let
-        :meth:`explain` see the error of a collective first: it may be a consequence of what is not known here yet.
-        """
-        if self._monitor is None or isinstance(error, PeerFailedError):
-            return
-        self._reported = True
-        message = _summary(error)
-        text = f"rank {self._rank} failed: {message}\nThe cause is there: read the output of rank {self._rank}."
-        self._monitor.publish(Failure((self._rank,), message, text), abort=False)
-
-    def explain(self, error: BaseException) -> PeerFailedError | None:
-        """Find out why a collective has failed here with ``error``; takes about three seconds, and four at most.
-
-        Returns:
-            What to raise from ``error``; ``None`` if it does not look like a collective's, which is decided at once, or
-            if all ranks are well and none knows a reason. Then ``error`` stands alone.
-        """
-        monitor = self._monitor
-        if monitor is None or not is_broken_operation(error):
-            return None
-        monitor.waits_for = _IN_COLLECTIVE
-        poll = monitor.poll_all() if monitor.failure is None else 0
-        ran_out = is_timeout(error)
-        monitor.await_news(lambda: ran_out and monitor.result.poll >= poll, monitor.grace_s + _FINDING_S)
-        monitor.await_news(lambda: monitor.result.poll >= poll, _FINDING_S)
-        monitor.waits_for = ""
-        known = self._known()
-        if known is None and monitor.result.poll < poll:
-            known = _store_gone(monitor.lost)
-        elif known is None and ran_out:
-            known = self._conclude("the collective that this rank was in", monitor)
-        return known
-
-    def wait(self, ready: Callable[[float], bool], what: str) -> None:
-        """Wait until ``ready``, and no longer than ``timeout_s``.
-
-        Args:
-            ready: waits for as many seconds as it is given at most, and returns whether what is waited for is there.
-            what: that, for the message.
-
-        Raises:
-            PeerFailedError: a rank has failed, or some did not come. What ``ready`` raises is explained if it can be.
-        """
-        monitor = self._monitor
-        start = time.monotonic()
-        poll = 0
-        if monitor is not None:
-            monitor.waits_for = what
-        try:
-            while not self._ready(ready):
-                self.check()
-                waited = time.monotonic() - start
-                if monitor is not None and not poll and waited > self._timeout_s - monitor.grace_s - _TURN_S:
-                    poll = monitor.poll_all()  # so that the answers are there when the time is over
-                if waited > self._timeout_s:
-                    break
-            else:
-                return
-        finally:
-            if monitor is not None:
-                monitor.waits_for = ""
-        if monitor is None:
-            raise PeerFailedError(f"the other ranks did not come to {what} within {self._timeout_s:g} s.")
-        monitor.await_news(lambda: monitor.result.poll >= poll, _FINDING_S)
-        self.check()
-        if monitor.result.poll < poll:
-            raise _store_gone(monitor.lost)
-        raise self._conclude(what, monitor)
-
-    def _ready(self, ready: Callable[[float], bool]) -> bool:
-        began = time.monotonic()
-        try:
-            if ready(_TURN_S):
-                return True
-        except StageregError:
-            raise
-        except RuntimeError as error:
-            if (known := self.explain(error)) is not None:
-                raise known from error
-            raise
-        if time.monotonic() - began < _TURN_S / 10:  # it did not wait
-            time.sleep(_TURN_S / 20)
-        return False
-
-    def _known(self) -> PeerFailedError | None:
-        if self._monitor is None or (failure := self._monitor.failure) is None:
-            return None
-        text = failure.text
-        if self._rank in failure.ranks and not self._reported:
-            text = f"the other ranks have given this one up, and went on without it: {text}"
-        return PeerFailedError(text, next(iter(failure.ranks), None), failure.message)
-
-    def _conclude(self, what: str, monitor: PeerMonitor) -> PeerFailedError:
-        """Publish which ranks did not come to ``what``, by the answers to a poll, and return what to raise."""
-        monitor.publish(self._late(what, monitor.result.statuses))
-        known = self._known()
-        assert known is not None
-        return known
-
-    def _late(self, what: str, statuses: Mapping[int, RankStatus]) -> Failure:
-        """Return which ranks kept the others waiting; those that answered are alive."""
-        late = {rank: status for rank, status in sorted(statuses.items()) if not status.waits_for}
-        absent = [rank for rank in self._ranks if rank != self._rank and rank not in statuses]
-        if late:
-            ranks = tuple(late)
-            message = f"alive, but did not come to {what} within {self._timeout_s:g} s"
-            each = [f"rank {rank} is {message}{status.location('; it was last in ')}" for rank, status in late.items()]
-            advice = "Raise join.timeout if that is how long a step takes."
-        elif absent:
-            ranks = tuple(absent)
-            message = f"not in this join, or no more, and did not come to {what} within {self._timeout_s:g} s"
-            each = [f"rank {rank} is {message}" for rank in absent]
-            advice = "All ranks have to enter the same joins in the same order, and none may leave by itself."
-        else:
-            ranks = ()
-            message = f"all ranks are alive and wait for each other, this one for {what}"
-            others = (f"rank {r} for {s.waits_for}{s.location(', in ')}" for r, s in sorted(statuses.items()))
-            each = [", ".join([message, *others])]
-            advice = "They do not make the same calls in the same order."
-        return Failure(ranks, message, f"{'. '.join(each)}. {advice}")
 
 
 @dataclass(frozen=True)
@@ -348,24 +157,15 @@ class StatusStore:
         return None if value == self._NOTHING.encode() else value
 
 
-@dataclass(frozen=True)
-class PollResult:
-    """The answers to a poll.
+class FailureDetector:
+    """Ties a rank to the other ranks of one join. Make, start and stop one per join and rank; it is used once.
 
-    Attributes:
-        poll: its number.
-        statuses: the last status of every other rank that is in the join.
-    """
+    Its methods are for the thread that runs the training loop. None of them is a collective, so ranks without a
+    detector may be in the group, and are never suspected of having failed.
 
-    poll: int
-    statuses: Mapping[int, RankStatus]
-
-
-class PeerMonitor:
-    """Publishes that this rank is alive, and watches the others, on a thread of its own, for one join.
-
-    It writes this rank's status every few seconds, and reads the counter of notifications a few times a second. A rank
-    that has news, or polls, writes and then notifies; then every rank writes and reads all. Nothing is a collective.
+    A thread that is kept for the group writes this rank's status every few seconds, and reads the counter of
+    notifications a few times a second. A rank that has news, or polls, writes and then notifies; then every rank writes
+    and reads all.
 
     Ranks that publish nothing more are found in two steps. Each rank watches its next live neighbour, so every dead
     rank has one live rank watching it. If that one has published nothing new for long, or a collective has failed, a
@@ -373,54 +173,54 @@ class PeerMonitor:
     read, and time in which this process itself did not run does not count. Ranks that have published nothing yet, or
     have left, are not suspected.
 
-    The process that hosts the store may itself be gone, and then calls fail or hang. So all of them are made on this
+    The process that hosts the store may itself be gone, and then calls fail or hang. So all of them are made on that
     thread, and the program only reads the attributes.
 
     Args:
-        group: whose store is used.
+        group: whose ranks take part.
+        timeout_s: seconds that a rank may keep the others waiting, and within which one that publishes nothing is
+            found.
         name: the same on all ranks, and of no other join of the job.
-        ranks: the global ranks, this one at ``group.rank()``.
-        timeout_s: seconds within which a rank that publishes nothing is to be found.
-        step: returns the step that this rank is in.
-        on_failure: called on the thread, once, if the program does not leave soon after a failure is known.
+        step: returns the step that this rank is in, for the messages of others; ``None`` where that is not known.
 
     Attributes:
         failure: the first one that is known, or ``None``.
-        result: of the last poll that is complete.
-        lost: what the store's call failed with, after which the monitor has ended; empty while all is well.
-        waits_for: as in :class:`RankStatus`.
-        grace_s: seconds that a poll takes.
+        answered: the number of the last poll that is complete.
+        statuses: the answers to it: the last status of every other rank that is in the join.
+        lost: what the store's call failed with, after which nothing more is found; empty while all is well.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        name: str,
-        ranks: Sequence[int],
         timeout_s: float,
-        step: Callable[[], int | None],
-        on_failure: Callable[[], None],
+        name: str,
+        step: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.failure: Failure | None = None
-        self.result = PollResult(0, {})
+        self.answered = 0
+        self.statuses: Mapping[int, RankStatus] = {}
         self.lost = ""
-        self.waits_for = ""
-        self.grace_s = min(_GRACE_S, timeout_s / 4)
+        self._group, self._timeout_s, self._name, self._step = group, timeout_s, name, step
+        self._grace_s = min(_GRACE_S, timeout_s / 4)
         self._pulse_s = min(_PULSE_S, timeout_s / 6)
-        self._look_s = min(_LOOK_S, self.grace_s / 4)
-        self._patience_s = timeout_s - 2 * self._pulse_s - self.grace_s
-        self._group, self._name, self._step = group, name, step
+        self._look_s = min(_LOOK_S, self._grace_s / 4)
+        self._patience_s = timeout_s - 2 * self._pulse_s - self._grace_s
+        ranks = dist.get_process_group_ranks(group)
         here = group.rank()
         self._rank = ranks[here]
         self._others = [*ranks[here + 1 :], *ranks[:here]]
-        self._on_failure = on_failure
-        self._news = threading.Event()  # set whenever one of the first three attributes has changed
+        self._running = False
+        self._reported = False
+        self._restore: Callable[[], None] = lambda: None
+        self._waits_for = ""
+        self._news = threading.Event()  # set whenever one of the attributes has changed
         self._wake = threading.Event()
         self._polls = 0
         self._to_publish: Failure | None = None
         self._published = threading.Event()
         self._mercy_s = _MERCY_S
-        self._aborting = threading.Lock()  # held while on_failure runs, so that none runs once leave() has returned
+        self._aborting = threading.Lock()  # held while the group is aborted, so that it never is after stop()
         self._aborts = True
         self._leaving = False
         # From here on the thread's own.
@@ -428,34 +228,130 @@ class PeerMonitor:
         self._beat = 0
         self._next_beat = 0.0
         self._notified = 0
-        self._answered = 0
         self._polling: tuple[float, int, Mapping[int, RankStatus]] | None = None
         self._watched: tuple[int, RankStatus] | None = None
         self._since = 0.0
         self._now = 0.0  # seconds in which this process ran
         self._due: float | None = None
 
+    def start(self) -> None:
+        """Begin to publish that this rank is alive, and to look at the others; does not wait for them.
+
+        Operations on the group, and on its channels that are not polled, may last ``timeout_s`` until :meth:`stop`. In
+        a group of one rank it does nothing.
+        """
+        if not self._others or self._running:
+            return
+        self._running = True
+        resources = resources_of(self._group)
+        self._restore = limit_operations([self._group, *resources.backends(polled=False)], self._timeout_s)
+        thread = resources.heartbeat
+        thread.submit(lambda: self._run(thread))
+
+    def stop(self) -> None:
+        """Put the group's limit back; from now on this rank is not missed, and not aborted. Twice is harmless.
+
+        The thread erases this rank's status, unless it has published a failure; nobody waits for that.
+        """
+        if self._running:
+            self._running = False
+            with self._aborting:
+                self._leaving = True
+            self._wake.set()
+            self._restore()
+
+    def check(self) -> None:
+        """Return at once while no failure is known here.
+
+        Raises:
+            PeerFailedError: a rank has failed.
+        """
+        if (error := self._known()) is not None:
+            raise error
+
+    def report(self, error: BaseException) -> None:
+        """Publish that this rank leaves with ``error``. Never raises, never hangs.
+
+        The other ranks abort their groups if they do not leave by themselves within a second, as they do where all
+        ranks raise the same on purpose and go on.
+
+        A :class:`PeerFailedError`, and any error once a failure is known, is a consequence and not published. Let
+        :meth:`explain` see the error of a collective first: it may be a consequence of what is not known here yet.
+        """
+        if not self._running or isinstance(error, PeerFailedError):
+            return
+        self._reported = True
+        message = _summary(error)
+        text = f"rank {self._rank} failed: {message}\nThe cause is there: read the output of rank {self._rank}."
+        self.publish(Failure((self._rank,), message, text), abort=False)
+
+    def explain(self, error: BaseException) -> PeerFailedError | None:
+        """Find out why a collective has failed here with ``error``; takes about three seconds, and four at most.
+
+        Returns:
+            What to raise from ``error``; ``None`` if it does not look like a collective's, which is decided at once, or
+            if all ranks are well and none knows a reason. Then ``error`` stands alone.
+        """
+        if not self._running or not is_broken_operation(error):
+            return None
+        self._waits_for = _IN_COLLECTIVE
+        poll = self.poll_all() if self.failure is None else 0
+        ran_out = is_timeout(error)
+        self._await_news(lambda: ran_out and self.answered >= poll, self._grace_s + _FINDING_S)
+        self._await_news(lambda: self.answered >= poll, _FINDING_S)
+        self._waits_for = ""
+        known = self._known()
+        if known is None and self.answered < poll:
+            known = _store_gone(self.lost)
+        elif known is None and ran_out:
+            known = self._conclude("the collective that this rank was in")
+        return known
+
+    def wait(self, ready: Callable[[float], bool], what: str) -> None:
+        """Wait until ``ready``, and no longer than ``timeout_s``.
+
+        Args:
+            ready: waits for as many seconds as it is given at most, and returns whether what is waited for is there.
+            what: that, for the message.
+
+        Raises:
+            PeerFailedError: a rank has failed, or some did not come. What ``ready`` raises is explained if it can be.
+        """
+        start = time.monotonic()
+        poll = 0
+        self._waits_for = what
+        try:
+            while not self._ready(ready):
+                self.check()
+                waited = time.monotonic() - start
+                if self._running and not poll and waited > self._timeout_s - self._grace_s - _TURN_S:
+                    poll = self.poll_all()  # so that the answers are there when the time is over
+                if waited > self._timeout_s:
+                    break
+            else:
+                return
+        finally:
+            self._waits_for = ""
+        if not self._running:
+            raise PeerFailedError(f"the other ranks did not come to {what} within {self._timeout_s:g} s.")
+        self._await_news(lambda: self.answered >= poll, _FINDING_S)
+        self.check()
+        if self.answered < poll:
+            raise _store_gone(self.lost)
+        raise self._conclude(what)
+
     def poll_all(self) -> int:
-        """Ask the other ranks for their status; returns the number that ``result.poll`` reaches when it is over."""
+        """Ask the other ranks for their status; returns the number that :attr:`answered` reaches when it is over."""
         self._polls += 1
         self._wake.set()
         return self._polls
-
-    def await_news(self, enough: Callable[[], bool], wait_s: float) -> None:
-        """Return when a failure is known, the store is gone, ``enough`` is true or ``wait_s`` is over."""
-        deadline = time.monotonic() + wait_s
-        while self.failure is None and not self.lost and not enough():
-            if (left := deadline - time.monotonic()) <= 0:
-                return
-            self._news.wait(min(left, _LOOK_S))
-            self._news.clear()
 
     def publish(self, failure: Failure, abort: bool = True) -> None:
         """Publish a failure to all ranks, unless one is known. It waits a second at most until that is done.
 
         Args:
             failure: what has failed.
-            abort: call ``on_failure`` here too. False: the program is about to leave by itself.
+            abort: abort the group here too. False: the program is about to leave by itself.
         """
         if self.failure is None:
             self._mercy_s = 0.0
@@ -466,15 +362,68 @@ class PeerMonitor:
             if self.lost:
                 self._act()
 
-    def leave(self) -> None:
-        """Have the thread erase this rank's status, unless it has published a failure, and end; does not wait."""
-        with self._aborting:
-            self._leaving = True
-        self._wake.set()
+    def _await_news(self, enough: Callable[[], bool], wait_s: float) -> None:
+        """Return when a failure is known, the store is gone, ``enough`` is true or ``wait_s`` is over."""
+        deadline = time.monotonic() + wait_s
+        while self.failure is None and not self.lost and not enough():
+            if (left := deadline - time.monotonic()) <= 0:
+                return
+            self._news.wait(min(left, _LOOK_S))
+            self._news.clear()
 
-    def run_on(self, thread: WorkerThread) -> None:
-        """Monitor on ``thread`` until :meth:`leave`."""
-        thread.submit(lambda: self._run(thread))
+    def _ready(self, ready: Callable[[float], bool]) -> bool:
+        began = time.monotonic()
+        try:
+            if ready(_TURN_S):
+                return True
+        except StageregError:
+            raise
+        except RuntimeError as error:
+            if (known := self.explain(error)) is not None:
+                raise known from error
+            raise
+        if time.monotonic() - began < _TURN_S / 10:  # it did not wait
+            time.sleep(_TURN_S / 20)
+        return False
+
+    def _known(self) -> PeerFailedError | None:
+        failure = self.failure
+        if not self._running or failure is None:
+            return None
+        text = failure.text
+        if self._rank in failure.ranks and not self._reported:
+            text = f"the other ranks have given this one up, and went on without it: {text}"
+        return PeerFailedError(text, next(iter(failure.ranks), None), failure.message)
+
+    def _conclude(self, what: str) -> PeerFailedError:
+        """Publish which ranks did not come to ``what``, by the answers to a poll, and return what to raise."""
+        self.publish(self._late(what))
+        known = self._known()
+        assert known is not None
+        return known
+
+    def _late(self, what: str) -> Failure:
+        """Return which ranks kept the others waiting; those that answered are alive."""
+        statuses = self.statuses
+        late = {rank: status for rank, status in sorted(statuses.items()) if not status.waits_for}
+        absent = [rank for rank in sorted(self._others) if rank not in statuses]
+        if late:
+            ranks = tuple(late)
+            message = f"alive, but did not come to {what} within {self._timeout_s:g} s"
+            each = [f"rank {rank} is {message}{status.location('; it was last in ')}" for rank, status in late.items()]
+            advice = "Raise join.timeout if that is how long a step takes."
+        elif absent:
+            ranks = tuple(absent)
+            message = f"not in this join, or no more, and did not come to {what} within {self._timeout_s:g} s"
+            each = [f"rank {rank} is {message}" for rank in absent]
+            advice = "All ranks have to enter the same joins in the same order, and none may leave by itself."
+        else:
+            ranks = ()
+            message = f"all ranks are alive and wait for each other, this one for {what}"
+            others = (f"rank {r} for {s.waits_for}{s.location(', in ')}" for r, s in sorted(statuses.items()))
+            each = [", ".join([message, *others])]
+            advice = "They do not make the same calls in the same order."
+        return Failure(ranks, message, f"{'. '.join(each)}. {advice}")
 
     def _run(self, thread: WorkerThread) -> None:
         try:
@@ -489,7 +438,7 @@ class PeerMonitor:
                 last = now
                 if not self._leaving:
                     self._turn()
-            self._publish()
+            self._write_failure()
             if self._to_publish is None:
                 self._store.erase(self._rank)
         except Exception as error:
@@ -499,12 +448,12 @@ class PeerMonitor:
         self._news.set()
 
     def _turn(self) -> None:
-        self._publish()
+        self._write_failure()
         if (notified := self._store.notifications()) != self._notified:
             self._notified = notified
             self._write()
             self._learn(self._read_all())
-        if self._polls != self._answered and self._polling is None:
+        if self._polls != self.answered and self._polling is None:
             self._open_poll()
         if self._now >= self._next_beat:
             self._write()
@@ -519,9 +468,9 @@ class PeerMonitor:
     def _write(self) -> None:
         self._beat += 1
         self._next_beat = self._now + self._pulse_s
-        self._store.write(self._rank, RankStatus(self._beat, self._step(), self.waits_for, self._to_publish))
+        self._store.write(self._rank, RankStatus(self._beat, self._step(), self._waits_for, self._to_publish))
 
-    def _publish(self) -> None:
+    def _write_failure(self) -> None:
         if self._to_publish is not None and not self._published.is_set():
             self._write()
             self._store.notify()
@@ -540,7 +489,7 @@ class PeerMonitor:
         before = self._read_all()  # before the notification, or an answer could be taken for an old status
         self._write()
         self._store.notify()
-        self._polling = self._now + self.grace_s, self._polls, before
+        self._polling = self._now + self._grace_s, self._polls, before
 
     def _close_poll(self) -> None:
         assert self._polling is not None
@@ -552,14 +501,13 @@ class PeerMonitor:
         if gone and self.failure is None:
             self._mercy_s = 0.0
             self._give_up({rank: statuses[rank] for rank in sorted(gone)})
-            self._publish()
-        self._answered = poll
-        self.result = PollResult(poll, statuses)
+            self._write_failure()
+        self.statuses, self.answered = statuses, poll
         self._news.set()
 
     def _give_up(self, gone: Mapping[int, RankStatus]) -> None:
         watched = self._watched is not None and self._watched[0] in gone
-        seconds = max(self.grace_s, self._now - self._since if watched else 0.0)
+        seconds = max(self._grace_s, self._now - self._since if watched else 0.0)
         shown = f"{round(seconds, 1) if seconds < 10 else round(seconds):g} s"
         message = f"did not answer for at least {shown}"
         each = [f"rank {rank} {message}{status.location('; it was last in ')}" for rank, status in gone.items()]
@@ -583,8 +531,11 @@ class PeerMonitor:
                 self._due = self._now + self._mercy_s
             if self._now >= self._due:
                 self._aborts = False
-                self._on_failure()
+                self._abort()
                 self._news.set()
+
+    def _abort(self) -> None:
+        abort(self._group)
 
 
 def abort(group: dist.ProcessGroup) -> None:

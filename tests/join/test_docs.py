@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
+import stagereg
+from stagereg.join.kinds.ddp import DdpHook
 from stagereg.testing import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
+
+
+@stagereg.register("join_hook", "mine")
+class MyHook(DdpHook):
+    """A plugin's hook."""
+
+
+def composed(folder: Path, overrides: list[str]) -> Any:
+    """The config of the page, with options of its own from the command line."""
+    (config,) = re.findall(r"^```yaml\n(.*?)^```$", (DOCS / "join.md").read_text(), re.M | re.S)
+    (folder / "app.yaml").write_text(config)
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return compose("app", overrides)
 
 
 def snippets() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (DOCS / "join.md").read_text(), re.M | re.S)
 
 
-def run_page(rank: int, world: int, blocks: list[str]) -> dict[str, Any]:
-    """Run the blocks one after another and tell what they have left behind."""
+def run_page(rank: int, world: int, blocks: list[str], cfg: Any) -> dict[str, Any]:
+    """Run the blocks one after another, in an application with ``cfg``, and return what they have left behind."""
     torch.manual_seed(0)
-    space: dict[str, Any] = {}
+    space: dict[str, Any] = {"cfg": cfg}
     for number, block in enumerate(blocks):
         exec(compile(block, f"join.md, snippet {number}", "exec"), space)
     shards = [param.full_tensor() for param in space["sharded"].parameters()]
@@ -37,6 +54,7 @@ def run_page(rank: int, world: int, blocks: list[str]) -> dict[str, Any]:
         "done": space["done"],
         "thrown": str(space["thrown"]),
         "metrics": space["everywhere"],
+        "configured": [type(joinable).__name__ for joinable in space["configured"].values()],
     }
 
 
@@ -44,10 +62,14 @@ def test_every_snippet_runs_and_leaves_all_ranks_equal(tmp_path: Path, monkeypat
     blocks = snippets()
     assert len(blocks) >= 8
     monkeypatch.chdir(tmp_path)
-    first, second = run_ranks(run_page, 2, args=(blocks,))
+    (section,) = (number for number, block in enumerate(blocks) if "cfg.join" in block)
+    blocks[section] += "configured = join.joinables\n"
+    cfg = composed(tmp_path, ["+joinable@join.joinables.metrics=metrics"])
+    first, second = run_ranks(run_page, 2, args=(blocks, cfg))
     assert (first["batches"], second["batches"]) == (3, 5)
     for one in (first, second):
         assert one["parameters"].isfinite().all()
+        assert one["configured"] == ["DdpJoinable", "StepJoinable", "MetricsJoinable"]
         assert one["step"] == 5
         assert one["saved"] == (5, "step-00000004")
         assert one["kept"] == "step-00000004"
@@ -59,6 +81,22 @@ def test_every_snippet_runs_and_leaves_all_ranks_equal(tmp_path: Path, monkeypat
     for mine, other in zip(first["moments"].values(), second["moments"].values(), strict=True):
         assert all(torch.equal(mine[name], other[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
         assert mine["step"] == 5 * 5 + 3  # of the six loops with this optimizer, the last is thrown out of
+
+
+def test_the_config_is_that_of_the_example_and_takes_the_command_lines(tmp_path: Path) -> None:
+    page = (DOCS / "join.md").read_text()
+    example = (DOCS.parent / "examples" / "conf" / "train.yaml").read_text().splitlines()
+    (config,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
+    assert set(config.splitlines()) <= set(example)
+    seen = []
+    for line in re.findall(r"^python train.py (.*)$", page, re.M):
+        chosen = [word for word in shlex.split(line, comments=True) if "@" in word]
+        for choice in chosen[0].partition("=")[2].split(","):
+            joinables = composed(tmp_path, [f"{chosen[0].partition('=')[0]}={choice}"]).join.joinables
+            seen += [joinables.get("metrics", joinables.model), joinables.model.get("hook")]
+    assert [each and each._target_.rpartition(".")[2] for each in seen] == [
+        *("Fsdp2Joinable", None, "MetricsJoinable", None, "auto", "MyHook", "auto", "DdpHook", "auto", "MyHook")
+    ]
 
 
 def test_the_drawing_is_the_one_that_the_page_shows() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,14 +26,13 @@ from stagereg.errors import JoinError, PeerFailedError
 from stagereg.join.failure import (
     Failure,
     FailureDetector,
-    PeerMonitor,
     RankStatus,
     StatusStore,
     abort,
     is_broken_operation,
     is_timeout,
 )
-from stagereg.kernel.channel import WorkerThread, resources_of
+from stagereg.kernel.channel import resources_of
 from stagereg.testing import RankFailure, run_ranks
 
 SOON_S = 5.0
@@ -346,41 +346,46 @@ def test_a_rank_that_is_alone_needs_no_thread() -> None:
 
 
 class Member:
-    """As much of a process group as a monitor needs, for ranks in one process."""
+    """As much of a process group as a detector needs, for ranks in one process."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.group_name = "simulated"
+        self._store, self._rank, self._size = store, rank, size
 
     def rank(self) -> int:
         return self._rank
+
+    def size(self) -> int:
+        return self._size
 
     def get_group_store(self) -> dist.Store:
         return self._store
 
 
-class Monitored:
-    """A monitor on a thread of its own.
+class Detecting(FailureDetector):
+    """The detector of a rank among others in one process.
 
     Attributes:
-        acted: set once it has called ``on_failure``.
+        acted: set once it has aborted its group.
     """
 
-    def __init__(self, member: Any, name: str, size: int, timeout_s: float) -> None:
+    def __init__(self, member: Any, timeout_s: float, name: str = "join") -> None:
         self.acted = threading.Event()
-        self.thread = WorkerThread("monitor")
-        self.monitor = PeerMonitor(member, name, range(size), timeout_s, lambda: None, self.acted.set)
-
-    def start(self) -> PeerMonitor:
-        self.monitor.run_on(self.thread)
-        return self.monitor
+        self.member = member
+        with mock.patch.object(dist, "get_process_group_ranks", lambda group: list(range(group.size()))):
+            super().__init__(member, timeout_s, name)
 
     def leave(self) -> None:
         """Return when the thread is idle."""
-        self.monitor.leave()
+        self.stop()
+        thread = resources_of(self.member).heartbeat
         idle = threading.Event()
-        self.thread.submit(idle.set)
+        thread.submit(idle.set)
         assert idle.wait(10)
-        self.thread.close()
+        thread.close()
+
+    def _abort(self) -> None:
+        self.acted.set()
 
 
 FATES = st.lists(st.sampled_from(["well", "well", "dead", "absent"]), min_size=2, max_size=8)
@@ -392,14 +397,14 @@ FATES = st.lists(st.sampled_from(["well", "well", "dead", "absent"]), min_size=2
 def test_ranks_that_publish_nothing_more_are_named_and_no_others(joins: list[list[str]]) -> None:
     store = dist.HashStore()
     timeout_s = 1.2
-    alive: list[tuple[Monitored, tuple[int, ...]]] = []
+    alive: list[tuple[Detecting, tuple[int, ...]]] = []
     for i, fates in enumerate(joins):
         dead = tuple(rank for rank, fate in enumerate(fates) if fate == "dead")
         for rank in dead:
             StatusStore(store, f"join {i}").write(rank, RankStatus(1))
         for rank, fate in enumerate(fates):
             if fate == "well":
-                alive.append((Monitored(Member(store, rank), f"join {i}", len(fates), timeout_s), dead))
+                alive.append((Detecting(Member(store, rank, len(fates)), timeout_s, f"join {i}"), dead))
     try:
         for each, _ in alive:
             each.start()
@@ -408,8 +413,8 @@ def test_ranks_that_publish_nothing_more_are_named_and_no_others(joins: list[lis
         deadline = time.monotonic() + 1.5 * timeout_s
         for each, dead in alive:
             assert each.acted.wait(max(0.0, deadline - time.monotonic())) == bool(dead)
-            failure = each.monitor.failure
-            assert each.monitor.lost == ""
+            failure = each.failure
+            assert each.lost == ""
             assert (() if failure is None else failure.ranks) == dead
     finally:
         for each, _ in alive:
@@ -425,8 +430,8 @@ def await_true(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
 def test_a_notification_is_answered_at_once_and_a_rank_that_comes_meanwhile_is_not_suspected() -> None:
     shared = dist.HashStore()
     store = StatusStore(shared, "join")
-    monitored = Monitored(Member(shared, 0), "join", 2, 60)
-    monitor = monitored.start()
+    detector = Detecting(Member(shared, 0, 2), 60)
+    detector.start()
 
     def beat() -> int:
         status = store.read(0)
@@ -440,25 +445,25 @@ def test_a_notification_is_answered_at_once_and_a_rank_that_comes_meanwhile_is_n
         await_true(lambda before=before: beat() > before)
     assert time.monotonic() - start < 10
     notifications = store.notifications()
-    poll = monitor.poll_all()
+    poll = detector.poll_all()
     await_true(lambda: store.notifications() > notifications)
     store.write(1, RankStatus(1))
-    await_true(lambda: monitor.result.poll == poll)
-    assert set(monitor.result.statuses) == {1}
-    assert monitor.failure is None
-    monitored.leave()
+    await_true(lambda: detector.answered == poll)
+    assert set(detector.statuses) == {1}
+    assert detector.failure is None
+    detector.leave()
 
 
 def test_a_failure_reaches_64_ranks() -> None:
     store = dist.HashStore()
-    all_of_them = [Monitored(Member(store, rank), "join", 64, 60) for rank in range(64)]
+    all_of_them = [Detecting(Member(store, rank, 64), 60) for rank in range(64)]
     for each in all_of_them:
         each.start()
     failure = Failure((17,), "KeyError: 'x'", "rank 17 failed: KeyError: 'x'")
-    all_of_them[17].monitor.publish(failure)
+    all_of_them[17].publish(failure)
     all_of_them[17].leave()
     assert all(each.acted.wait(20) for rank, each in enumerate(all_of_them) if rank != 17)
-    assert all(each.monitor.failure == failure for each in all_of_them)
+    assert all(each.failure == failure for each in all_of_them)
     for rank, each in enumerate(all_of_them):
         if rank != 17:
             each.leave()
@@ -466,12 +471,12 @@ def test_a_failure_reaches_64_ranks() -> None:
 
 def test_no_group_is_aborted_once_a_rank_has_left() -> None:
     store = dist.HashStore()
-    monitored = Monitored(Member(store, 0), "join", 2, 60)
-    monitored.monitor.leave()
-    monitored.monitor.publish(Failure((1,), "m", "t"), abort=True)
-    monitored.start()
-    monitored.leave()
-    assert not monitored.acted.is_set()
+    detector = Detecting(Member(store, 0, 2), 60)
+    detector.start()
+    detector.leave()
+    detector.lost = "the store is gone"
+    detector.publish(Failure((1,), "m", "t"), abort=True)
+    assert not detector.acted.is_set()
 
 
 class Broken(Member):
@@ -479,13 +484,13 @@ class Broken(Member):
         raise RuntimeError("Connection reset by peer")
 
 
-def test_a_store_that_is_gone_ends_the_monitor_and_holds_no_rank_up() -> None:
-    monitored = Monitored(Broken(dist.HashStore(), 0), "join", 2, 60)
-    monitor = monitored.start()
-    await_true(lambda: monitor.lost == "RuntimeError: Connection reset by peer")
-    monitor.publish(Failure((0,), "m", "t"))
-    assert monitored.acted.is_set()
-    monitored.leave()
+def test_a_store_that_is_gone_ends_the_detector_and_holds_no_rank_up() -> None:
+    detector = Detecting(Broken(dist.HashStore(), 0, 2), 60)
+    detector.start()
+    await_true(lambda: detector.lost == "RuntimeError: Connection reset by peer")
+    detector.publish(Failure((0,), "m", "t"))
+    assert detector.acted.is_set()
+    detector.leave()
 
 
 def test_a_status_is_read_as_it_was_written() -> None:

@@ -1,8 +1,8 @@
 """The copy that casts on the way: wide floating tensors in, bfloat16 tensors in memory of its own out.
 
 What stagereg's kernel knows is used as it is: which tensors share memory and which views are worth their holes
-(``layout``), memory that comes back when its last reader is gone (``memory``), and streams (``moves``). Only the bytes
-are other ones, so what is laid out here are elements.
+(``layout``), memory that comes back when its last reader is gone (``memory``), and streams (``transfer``). Only the
+bytes are other ones, so what is laid out here are elements.
 """
 
 from __future__ import annotations

@@ -82,6 +82,8 @@ class DdpJoinable(TrackedJoinable):
         self.detach()
         self.divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         hook = self.make_hook(DdpHook)
+        if self.module.logger is not None:
+            self.module.logger._set_uneven_input_join()
         self.watch()
         return hook
 
@@ -96,8 +98,6 @@ class DdpJoinable(TrackedJoinable):
         ddp = self.module
         self._divided_before = getattr(ddp, _DIVISOR, None)
         setattr(ddp, _DIVISOR, self.divides_by_world)  # DDP's forward reads it
-        if ddp.logger is not None:
-            ddp.logger._set_uneven_input_join()
         setattr(ddp, _ANNOUNCE_REDUCTION, self._announce_reduction)
         setattr(ddp, _COMMON_RANK, self._common_rank)
         self.carryover = GradCarryover(ddp)
