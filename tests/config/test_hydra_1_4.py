@@ -1,4 +1,4 @@
-"""Hydra's release candidate: the config room keeps its promises there too, in an environment of its own."""
+"""Hydra's release candidate: configs keep their promises there too, in an environment of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOM = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 # `make test` puts it there: the environment of the tests, but for Hydra and OmegaConf.
 PYTHON = Path(sys.prefix) / "hydra-1.4" / "bin" / "python"
 
@@ -38,7 +38,7 @@ main()
 """
 
 
-def on_hydra_1_4(*arguments: str, timeout_s: float, cwd: Path = ROOM.parents[1]) -> subprocess.CompletedProcess[str]:
+def on_hydra_1_4(*arguments: str, timeout_s: float, cwd: Path = TESTS.parent) -> subprocess.CompletedProcess[str]:
     # What the interpreter's environment and this test run's are told about modules and workers is not that one's.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH", "COVERAGE"))}
     command = [str(PYTHON), *arguments]
@@ -71,7 +71,7 @@ def test_the_other_environment_differs_in_hydra_and_omegaconf_alone() -> None:
 @pytest.mark.timeout(300)
 def test_what_is_built_and_refused_is_the_same_on_hydra_1_4() -> None:
     # What tries the tests themselves, on locks with holes, needs no second Hydra.
-    files = [str(ROOM / f"test_{name}.py") for name in ("instantiate", "allow_list", "schema")]
+    files = [str(TESTS / "config" / f"test_{name}.py") for name in ("instantiate", "allow_list", "schema")]
     passes(*files, "-k", "not with_a_hole", timeout_s=280)
 
 
@@ -96,4 +96,5 @@ def test_an_app_on_hydra_1_4_gives_the_registrys_paths_as_its_allow_list(tmp_pat
 def test_ranks_plugins_and_advice_keep_their_promises_on_hydra_1_4(monkeypatch: pytest.MonkeyPatch) -> None:
     # These tests give Hydra the `version_base` that 1.3 wants, and look at all of stderr: 1.4 warns of it there.
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    passes(*(str(ROOM / f"test_{name}.py") for name in ("suggestions", "main", "plugins")), timeout_s=800)
+    names = ("config/test_suggestions.py", "launch/test_main.py", "config/test_plugins.py")
+    passes(*(str(TESTS / name) for name in names), timeout_s=800)
