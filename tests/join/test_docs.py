@@ -19,7 +19,6 @@ from stagereg.testing import run_ranks
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@stagereg.register("join_hook", "mine")
 class MyHook(DdpHook):
     """A plugin's hook."""
 
@@ -83,7 +82,9 @@ def test_every_snippet_runs_and_leaves_all_ranks_equal(tmp_path: Path, monkeypat
         assert mine["step"] == 5 * 5 + 3  # of the six loops with this optimizer, the last is thrown out of
 
 
+@pytest.mark.usefixtures("registry_as_before")
 def test_the_config_is_that_of_the_example_and_takes_the_command_lines(tmp_path: Path) -> None:
+    stagereg.register("join_hook", "mine")(MyHook)
     page = (DOCS / "join.md").read_text()
     example = (DOCS.parent / "examples" / "conf" / "train.yaml").read_text().splitlines()
     (config,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
