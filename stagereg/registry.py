@@ -289,7 +289,7 @@ class Registry:
         return [entry for entry in self._entries() if (entry.kind, entry.bare) == (kind, bare)]
 
     def _entries(self) -> Iterator[Entry]:
-        """All entries, announced ones first, named so that each can be told from the others."""
+        """All entries, announced ones first, named so that no two have one name."""
         packages = self._installed()
         for rivals in packages.values():
             several = len({entry.target for entry in rivals}) > 1

@@ -31,7 +31,7 @@ _TURN_S = 0.2
 class ZeroGradPolicy:
     """What is known of one module's loop, on this rank and through the store. All ranks make these in the same order.
 
-    What a look at the gradients finds stays on the device until somebody asks for it.
+    What a look at the gradients finds stays on the device until it is asked for.
 
     Attributes:
         store: of what ranks publish of this module.
@@ -57,7 +57,7 @@ class ZeroGradPolicy:
 
         Args:
             gradient: what is there.
-            in_doubt: whether no step has been before, so that this says nothing of the loop.
+            in_doubt: True in the first step, when the gradient does not yet show what the loop does between steps.
         """
         self._nonzero = None if gradient is None else gradient.detach().ne(0).any()
         if self._in_doubt and not in_doubt:

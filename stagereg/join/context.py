@@ -351,7 +351,7 @@ class Join:
         return error
 
     def _thrown(self, session: JoinSession, error: BaseException) -> None:
-        """The join has thrown, here only or on all ranks; those go on, and no rank answers them."""
+        """An ``UnevenInputsError`` was raised: by a plan on this rank alone, so report it; otherwise on all ranks."""
         membership = session.plain if self._loop is None else self._loop.membership
         if isinstance(membership, StoreMembership):  # only this rank can know that it ran out of data too early
             self._failed = True

@@ -251,7 +251,7 @@ class FailureDetector:
     def stop(self) -> None:
         """Put the group's limit back; from now on this rank is not missed, and not aborted. Twice is harmless.
 
-        The thread erases this rank's status, unless it has published a failure; nobody waits for that.
+        The thread erases this rank's status, unless it has published a failure; no caller waits for that.
         """
         if self._running:
             self._running = False

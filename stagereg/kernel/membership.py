@@ -6,7 +6,7 @@ the step has begun anywhere: if so, it takes part in that step; if not, no rank 
 * :class:`AllReduceMembership` (mode ``counted``): every rank adds its presence into one asynchronous sum per step. A
   rank with data reads it late in its forward pass, and not at all if nothing depends on it. Ranks that know how many
   batches they have add whether it is their last, so a throw is known before it is due, and costs no waiting.
-* :class:`StoreMembership` (mode ``planned``): the lengths are known from the start, so nothing is summed. A rank with
+* :class:`StoreMembership` (mode ``planned``): the lengths are known from the start, so no step has a sum. A rank with
   data writes a key in the process group's store for each step, which takes microseconds and does not wait; ranks
   without data look for it. A plan may be wrong: a rank that leaves early, skips batches or goes on for longer is
   followed all the same, since the keys count and not the plan.
@@ -72,7 +72,7 @@ class Membership(ABC):
         all_took_every_step: once it is over, whether every rank had data in every step; the same on all ranks.
         expected: whether the loop has given its body a batch of which no step has begun.
         empty: whether the loop's body runs on an empty batch.
-        expects_empty_step: whether it has not begun its step yet.
+        expects_empty_step: whether the body got an empty batch and has not run its first forward on it.
     """
 
     even = False
@@ -170,8 +170,8 @@ class AllReduceMembership(Membership):
         channel: on which the ranks sum.
         throw: whether a rank's running out of data is an error on all ranks.
         waiting: how to wait.
-        length: how many steps this rank expects to begin, if it knows. A rank that runs out before is thrown for one
-            step later, which it still takes part in.
+        length: how many steps this rank expects to begin, if it knows. If it runs out earlier, all ranks raise one
+            step later, in which it takes part.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ _LEAVE_S, _LOOK_S = 0.02, 0.002
 
 
 class StoreMembership(Membership):
-    """No sum but one, when a rank leaves.
+    """No sum in a step; one when a rank leaves.
 
     Args:
         channel: on which nothing else is summed meanwhile.

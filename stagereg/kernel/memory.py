@@ -7,7 +7,7 @@ counts two things apart:
 - A :class:`Lease` is one copy that is out; the pool bounds their number. It ends when the last tensor of the copy is
   freed, or when the copy's reader calls :meth:`Pool.release`.
 - A :class:`BlockRef` is a block in use. The block comes back when the reference is gone: when no tensor lies in it, of
-  whichever copy, and when nobody keeps the reference to share the block with copies to come.
+  whichever copy, and when no reference is kept to share the block with later copies.
 
 :meth:`Lease.view` returns a view of a block that holds both. A tensor over it (``torch.frombuffer``) keeps the view
 alive through its storage, on whatever thread it is held. Python's own references do the counting, so a block that a
@@ -290,7 +290,7 @@ class Pool:
         return lease
 
     def take(self, nbytes: int, at_most: float = math.inf) -> BlockRef:
-        """Return a block of ``nbytes`` bytes or more that nobody else has: a kept one up to ``at_most``, or a new one.
+        """Return a block of ``nbytes`` bytes or more that is not in use: a kept one up to ``at_most``, or a new one.
 
         Raises:
             StagerClosedError: after :meth:`close`.
@@ -328,7 +328,7 @@ class Pool:
     def release(self, copy: object) -> None:
         """End the lease of a copy that was handed out, and empty it if it is a dict; on any thread.
 
-        Memory that somebody else still holds tensors over is not used again before they are gone.
+        Memory over which other tensors live is not used again before they are gone.
         """
         lease = self._copies.pop(id(copy), None)
         if isinstance(copy, dict):

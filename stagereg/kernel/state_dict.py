@@ -38,7 +38,7 @@ except ImportError:  # not a public name of torch; without it no state dict is r
 
 __all__ = ["Recognizer", "TreeSpec", "flatten", "flip", "path_to", "why_without_data"]
 
-# Values that nobody can change under the copy, so the copy may hold the very same object.
+# Immutable values: the copy holds the very same object.
 ATOMS = frozenset(
     {
         type(None), bool, int, float, complex, str, bytes, range, type, slice, type(Ellipsis),
@@ -352,7 +352,7 @@ class Recognizer:
     """Recognises a state dict of the same structure, over the same memory, as the one that it was made of.
 
     It takes only what is common and plain: dicts, lists and ``OrderedDict`` of bare tensors, each met once, and of
-    values that nobody can change. Tensors are compared by address and by torch's own guards in C++ (``TensorGuards`` of
+    immutable values. Tensors are compared by address and by torch's own guards in C++ (``TensorGuards`` of
     ``torch.compile``: type, dispatch keys, dtype, device, ``requires_grad``, sizes, strides). Everything else takes the
     long way through :func:`flatten`, which is always right.
     """
@@ -447,7 +447,7 @@ class _PlainSpec(TreeSpec):
 
 
 def _plain_copy(x: Any) -> Any:
-    """Return a copy of nested dicts of values that nobody can change."""
+    """Return a copy of nested dicts of immutable values."""
     made = type(x)()
     for key, value in x.items():
         if type(value) in ATOMS:

@@ -83,10 +83,10 @@ class BoundedCopier(HostCopier):
             return pending.lease.hand_out(spec.unflatten([staged[i] for i in range(len(spec.tensors))]))
 
     def settle(self) -> None:
-        """Return when nobody reads the source any more.
+        """Return when the source is no longer read.
 
         Raises:
-            StagingError: somebody still holds a tensor that did not fit, and has let go of none for ``wait_s`` seconds.
+            StagingError: the reader holds tensors that did not fit, and let go of none for ``wait_s`` seconds.
                 The source must not be written while it is held.
         """
         if self._lent:

@@ -84,8 +84,8 @@ class DeltaCopier(HostCopier):
 
     Args:
         pool: where the memory comes from; closed together with the copier.
-        treat: returns how each of the tensors of a state dict is to be treated. A group follows its members that are
-            not ``once``, unless those which are cover all of its bytes.
+        treat: returns how each of the tensors of a state dict is to be treated. If the ``once`` members of a group
+            cover every byte of it, the group is copied once; otherwise it is treated like its other members.
         verify: compare what is copied once with its copy.
         threads: threads that copy and compare in host memory, the caller's among them.
         type_check: as for :class:`.HostCopier`.
