@@ -15,6 +15,7 @@ from stagereg.errors import ConfigError, JoinError
 from stagereg.join.kinds.ddp import DdpHook, DdpJoinable
 from stagereg.join.kinds.metrics import MetricsJoinable
 from stagereg.join.kinds.step import StepJoinable
+from stagereg.registry import find
 from stagereg.testing import run_ranks
 
 APP = """
@@ -192,3 +193,11 @@ def automatic(rank: int, world_size: int) -> list[str]:
 
 def test_auto_makes_the_joinable_that_a_bare_object_gets() -> None:
     assert run_ranks(automatic, 1, timeout_s=40) == [[DdpJoinable.__name__, StepJoinable.__name__]]
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "collective", "ddp", "fsdp2", "metrics", "module", "step", "zero"])
+def test_every_hook_refuses_a_joinable_of_another_kind(name: str) -> None:
+    hook = find("join_hook", name).load()
+    other: Any = StepJoinable(lambda: None) if name == "metrics" else MetricsJoinable()
+    with pytest.raises(JoinError, match=f"was chosen for a {type(other).__name__}"):
+        hook(other)
