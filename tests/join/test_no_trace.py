@@ -199,10 +199,10 @@ def test_a_skew_above_1000_steps_is_warned_of_once() -> None:
 
 
 @pytest.mark.parametrize("action", ["error", pytest.param("ignore", marks=pytest.mark.slow)])
-def test_the_skew_warning_obeys_the_filters_and_no_rank_hangs_for_it(action: str) -> None:
+def test_filters_that_make_the_skew_warning_an_error_end_no_rank(action: str) -> None:
     (seen, _, raised), (_, _, active) = run_ranks(skewed, 2, args=(1001, action), timeout_s=60)
     assert seen == []
-    assert (raised or "").startswith(WORDS) == (action == "error")
+    assert raised is None
     assert active is None
 
 

@@ -149,11 +149,11 @@ def test_a_third_partys_joinables_are_joined() -> None:
 
 def keywords(rank: int, world_size: int) -> Any:
     joinables = [TALLIES[base](stagereg.Join) for base in TALLIES]
-    stagereg.Join(joinables, colour="red", size=2)
-    return [joinable.seen for joinable in joinables]
+    with stagereg.Join(joinables, colour="red", size=2):
+        return [joinable.seen for joinable in joinables]
 
 
-def test_keyword_arguments_reach_every_hook_as_soon_as_there_is_a_join() -> None:
+def test_keyword_arguments_reach_every_hook_when_the_join_is_entered() -> None:
     assert run_ranks(keywords, 1, timeout_s=30) == [[[{"colour": "red", "size": 2}]] * 3]
 
 
