@@ -242,7 +242,7 @@ class Join:
         count = float(n)
         world = self._group.size()
         if not self._enable or world == 1:
-            return weighted(loss_sum, count, 1.0 / max(count, 1e-300))
+            return weighted(loss_sum, 1.0, count)
         responder = None if self._session is None else self._session.responder
         if responder is None:
             raise JoinError(
@@ -250,13 +250,12 @@ class Join:
                 "planned; it is not to be had on torch's wire (join.mode=torch)"
             )
         if over == "world" and self._divides_by_world:
-            return weighted(loss_sum, count, 1.0 / max(count, 1e-300))
+            return weighted(loss_sum, 1.0, count)
         has_data = float(self._loop is None or not self._loop.membership.empty)
         samples, active = responder.request(count, has_data)
         ranks = world if self._divides_by_world else active  # by which the gradients are going to be divided
-        if over == "samples":
-            return weighted(loss_sum, count, ranks / samples if samples else 0.0)
-        return weighted(loss_sum, count, ranks / (world if over == "world" else active) / max(count, 1e-300))
+        divisors = {"samples": samples, "world": world * count, "active": active * count}
+        return weighted(loss_sum, ranks if count else 0.0, divisors[over])
 
     # -- entering
 

@@ -83,7 +83,7 @@ class Loop:
             batch = _NOTHING  # so that its memory can be freed
             membership.expect_empty_step()
             membership.empty = self._session.awaits_step = True
-            yield empty
+            yield _emptied_if_possible(empty)  # anew each time: the body may take its items out
             membership.empty = False
             if membership.expects_empty_step:  # the body has skipped it, so it also calls no join.mean
                 self.shadow_step()

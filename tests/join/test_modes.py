@@ -243,6 +243,22 @@ def test_an_empty_example_of_any_kind_is_taken_as_it_is() -> None:
     assert run_ranks(sealed, 2, timeout_s=30) == [[0, 0], [3, 3]]
 
 
+def popping(rank: int, world_size: int) -> int:
+    ddp = DistributedDataParallel(net(Case()))
+    join, steps = stagereg.Join([ddp]), 0
+    with join:
+        for b in join.iterate([{"x": batch(rank, 0, step), "labels": torch.zeros(3)} for step in range(3 * rank)]):
+            labels = b.pop("labels")
+            assert len(labels) in (0, 3)
+            ddp(b["x"]).sum().backward()
+            steps += 1
+    return steps
+
+
+def test_a_body_may_take_items_out_of_each_empty_batch() -> None:
+    assert run_ranks(popping, 2, timeout_s=30) == [3, 3]
+
+
 def among_torchs(rank: int, world_size: int) -> list[torch.Tensor]:
     """``mode="torch"`` with ``iterate`` on some ranks, torch's ``Join`` on the others."""
     ddp = DistributedDataParallel(net(Case()))
