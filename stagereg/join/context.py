@@ -30,11 +30,12 @@ import stagereg.record as record
 from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
 from stagereg.join.adapt import ForeignJoinable, adapt, adapted, announces_through_torch, common_group, type_name
 from stagereg.join.batches import SampleCounter
-from stagereg.join.failure import discard_channels, was_aborted
+from stagereg.join.failure import discard_channels
 from stagereg.join.iterate import Loop
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
 from stagereg.join.mean import Average, weighted
 from stagereg.join.session import JoinSession, Mode, one_of
+from stagereg.kernel.channel import resources_of
 from stagereg.kernel.membership import StoreMembership
 from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
 from stagereg.registry import register
@@ -138,7 +139,7 @@ class Join:
 
     def __enter__(self) -> Join:
         self._refuse_a_second_join()
-        if self._enable and was_aborted(self._group):
+        if self._enable and resources_of(self._group).aborted:
             raise JoinError(
                 "the process group was aborted when a join over it failed, so nothing can be sent over it any more; "
                 "end this process, or make a new process group"

@@ -18,47 +18,27 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError, UnevenInputsError
-from stagereg.kernel.channel import ControlChannel, KeyValueStore, PendingSum, Waiting
+from stagereg.kernel.channel import ControlChannel, PendingSum, Waiting, wait_until
 
-__all__ = ["ActiveRanks", "AllReduceMembership", "Membership", "StoreMembership", "wait_until"]
+__all__ = ["ActiveRanks", "AllReduceMembership", "Membership", "StoreMembership"]
 
 
-@dataclass(frozen=True)
-class ActiveRanks:
+class ActiveRanks(NamedTuple):
     """The ranks that take part in a step.
 
     Attributes:
-        active: for each rank, whether it has data; empty where that is not known.
+        ranks: those with data, in order; empty where that is not known.
         syncing: how many of them will reduce their gradients. Where that is not known, 1 if they do and 0 if not.
     """
 
-    active: tuple[bool, ...] = ()
+    ranks: tuple[int, ...] = ()
     syncing: int = 1
-
-    @property
-    def known(self) -> bool:
-        """Whether it is known which ranks are active."""
-        return bool(self.active)
-
-    @property
-    def count(self) -> int:
-        """The number of ranks with data; only where it is known."""
-        return sum(self.active)
-
-    @property
-    def highest(self) -> int:
-        """The last rank with data; only where it is known."""
-        return max(rank for rank, active in enumerate(self.active) if active)
-
-
-def wait_until(ready: Callable[[float], bool], what: str) -> None:
-    """Wait for as long as it takes: a :data:`Waiting` that trusts its peers."""
-    while not ready(60.0):
-        pass
 
 
 class Membership(ABC):
@@ -186,7 +166,7 @@ class AllReduceMembership(Membership):
         self._length = length
         self._pending: PendingSum | None = None
         self._values = [_UNSURE] * channel.size + [float(channel.size)]
-        self._active = ActiveRanks((True,) * channel.size, channel.size)
+        self._active = ActiveRanks(tuple(range(channel.size)), channel.size)
         self._number = 0  # of the step that is summed
         self._sure = False  # whether the step that has begun is one that all ranks had announced they would take
 
@@ -211,12 +191,13 @@ class AllReduceMembership(Membership):
         if values != self._values:
             self._values = values
             *presences, syncing = values
-            self._active = found = ActiveRanks(tuple(presence > 0 for presence in presences), int(syncing))
-            if 0 < found.count < self._size:
+            ranks = tuple(rank for rank, presence in enumerate(presences) if presence != _ABSENT)
+            self._active = ActiveRanks(ranks, int(syncing))
+            if 0 < len(ranks) < self._size:
                 self.all_took_every_step = False
-            if found.syncing not in (0, found.count):
+            if syncing not in (0, len(ranks)):
                 raise JoinError(
-                    f"in step {self._number}, {found.syncing} of {found.count} ranks reduce their gradients and the "
+                    f"in step {self._number}, {syncing:g} of {len(ranks)} ranks reduce their gradients and the "
                     "others do not (no_sync). Decide by the number of the step, which all ranks have alike, and not by "
                     "what is left of a rank's own data."
                 )
@@ -231,7 +212,7 @@ class AllReduceMembership(Membership):
         self._look_back()
         self._add(_ABSENT, False)
         active = self._read()
-        if not active.count:
+        if not active.ranks:
             return None
         if self._throw and not self._sure:
             raise self._ran_out()
@@ -257,18 +238,15 @@ class AllReduceMembership(Membership):
         self._sure = all(presence == _MORE for presence in presences)
 
     def _stop_if_absent(self, taken: int) -> None:
-        if self._active.count < self._size:
-            raise self._stop([rank for rank, active in enumerate(self._active.active) if not active], taken)
+        active = self._active.ranks
+        if len(active) < self._size:
+            raise self._stop([rank for rank in range(self._size) if rank not in active], taken)
 
     def _stop(self, gone: Sequence[int], taken: int) -> UnevenInputsError:
         if self._rank in gone:
             return self._ran_out()
         ranks = ", ".join(map(str, gone))
         return UnevenInputsError(f"Rank {ranks} exhausted all inputs, so all ranks stop after step {taken}.")
-
-
-_LEAVE_S, _LOOK_S = 0.02, 0.002
-"""Seconds for which a rank waits for the others to leave before it looks for another step, and between two looks."""
 
 
 class StoreMembership(Membership):
@@ -289,7 +267,7 @@ class StoreMembership(Membership):
         self,
         channel: ControlChannel,
         lengths: Sequence[int],
-        store: KeyValueStore,
+        store: Store,
         throw: bool = False,
         waiting: Waiting = wait_until,
     ) -> None:
@@ -299,8 +277,7 @@ class StoreMembership(Membership):
         self._taken: PendingSum | None = None
         self._ended = False  # whether all ranks have left, and none has begun another step
         self._active = ActiveRanks()
-        self._planned = max(lengths)
-        self.even = min(lengths) == self._planned
+        self.even = min(lengths) == max(lengths)
         if throw and not self.even:
             each = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(lengths))
             raise UnevenInputsError(
@@ -337,19 +314,14 @@ class StoreMembership(Membership):
         """Wait until the next step has begun, or all ranks have left and it was the last; so many seconds at most."""
         assert self._taken is not None
         started = time.monotonic()
-        # By the plan all ranks have left, or are about to; otherwise it looks less and less often.
-        pause = _LEAVE_S if seconds and self.steps >= self._planned else 0.0
-        while True:
-            if self._taken.ready(pause):
+        waited = 0.0
+        while not self.store.check([f"begun/{self.steps}"]):
+            if self._taken.ready(min(waited / 8, 0.002)):  # it looks less and less often
                 taken = self._taken.wait()
-                if max(taken) == self.steps:
-                    self._ended = True
-                    self.all_took_every_step = min(taken) == self.steps
-                    return True
-                time.sleep(min(pause, _LOOK_S))
-            if self.store.check([f"begun/{self.steps}"]):
-                return True
+                self._ended = max(taken) == self.steps
+                self.all_took_every_step = min(taken) == max(taken)
+                return True  # a rank that has taken more steps had begun the next one before it left
             waited = time.monotonic() - started
             if waited > seconds:
                 return False
-            pause = min(waited / 8, _LOOK_S)
+        return True
