@@ -92,9 +92,8 @@ class FailureDetector:
     leaves erases its status, so a join in which all went well leaves nothing.
 
     Each rank watches its next neighbour that has a status, so every dead rank has one live rank watching it. If that
-    status has not changed for long, or a collective has failed, a rank reads all statuses, and once more after the
-    time in which all that live have written anew; those that have not are given up. Time is counted in the thread's own
-    turns, so that it does not pass while this process does not run.
+    status has not changed for long, or a collective has failed, a rank reads all statuses twice, and gives up the ranks
+    that have not written anew in between. Time is counted in the thread's turns, as this process may be stopped too.
 
     The process that hosts the store may itself be gone, and then calls fail or hang. So all of them are made on that
     thread, and the program only reads the attributes.
@@ -108,7 +107,6 @@ class FailureDetector:
 
     Attributes:
         failure: the first one, once it is known here.
-        lost: what the store's call failed with, after which nothing more is found; empty while all is well.
     """
 
     def __init__(
@@ -119,7 +117,6 @@ class FailureDetector:
         step: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.failure: Failure | None = None
-        self.lost = ""
         self._group, self._timeout_s, self._name, self._step = group, timeout_s, name, step
         self._grace_s = min(_GRACE_S, timeout_s / 5)
         self._patience = max(1, int(timeout_s / self._grace_s) - 3)  # in such times
@@ -136,7 +133,7 @@ class FailureDetector:
         self._wake = threading.Event()
         self._left = threading.Event()
         self._ended = threading.Event()  # nothing more is found
-        self._aborting = threading.Lock()  # held while the group is aborted, so that it never is after stop()
+        self._store_error = "it does not answer"
         self._store: Any = None  # the thread's own, as the beat
         self._beat = 0
 
@@ -163,8 +160,7 @@ class FailureDetector:
         """Put the group's limit back; from now on this rank is not missed, and not aborted. Twice is harmless."""
         if self._running:
             self._running = False
-            with self._aborting:
-                self._left.set()
+            self._left.set()
             self._wake.set()
             with contextlib.suppress(Exception):
                 self._limits.close()
@@ -206,7 +202,7 @@ class FailureDetector:
         answered = self._poll_all("a collective")
         if answered:
             self._ended.wait(_ANSWER_S)
-        return self._known() or (None if answered else _store_gone(self.lost))
+        return self._known() or (None if answered else self._store_gone())
 
     def wait(self, ready: Callable[[float], bool], what: str) -> None:
         """Wait until ``ready``, and no longer than ``timeout_s`` and the seconds that it takes to name a rank.
@@ -238,14 +234,16 @@ class FailureDetector:
     def _overdue(self, what: str) -> PeerFailedError:
         """Return what to raise where the other ranks did not come in time, and publish which ones did not."""
         within = f"did not come to {what} within {self._timeout_s:g} s"
-        answered = self._poll_all(what)
-        if self.failure is None:
-            if not answered:
-                return _store_gone(self.lost)
+        if self._poll_all(what) and self.failure is None:
             self._publish(self._late(what, within))
-        known = self._known()
-        assert known is not None
-        return known
+        return self._known() or self._store_gone()
+
+    def _store_gone(self) -> PeerFailedError:
+        return PeerFailedError(
+            f"the job's store is gone ({self._store_error}), so it is not known which rank failed. The process that "
+            "hosts it, rank 0 or the launcher, was killed or frozen, or its machine is gone: look at the end of its "
+            "output first."
+        )
 
     def _late(self, what: str, within: str) -> Failure:
         """Return which ranks kept the others waiting; those that have answered are alive."""
@@ -297,12 +295,10 @@ class FailureDetector:
             if self.failure is None:
                 self._store.delete_key(str(self._rank))
         except Exception as error:
-            self.lost = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self._store_error = " ".join(f"it says {type(error).__name__}: {error}".split())[:200]
         self._ended.set()
         if self.failure is not None and not self._left.wait(_MERCY_S):
-            with self._aborting:
-                if not self._left.is_set():
-                    abort(self._group)
+            abort(self._group)
 
     def _watch(self, thread: WorkerThread) -> None:
         """Publish that this rank is alive, and look at the others, until it leaves or a failure is known."""
@@ -346,8 +342,7 @@ class FailureDetector:
 
     def _set_failure(self, failure: Failure) -> Failure:
         """Publish a failure, if it is the first one; return the first one."""
-        first: Failure = pickle.loads(self._store.compare_set("failure", "", pickle.dumps(failure)))
-        return first
+        return pickle.loads(self._store.compare_set("failure", "", pickle.dumps(failure)))
 
     def _read(self, key: str) -> Any:
         """A value, or ``None``; without waiting for a key that is not there, as ``get`` does even after a ``check``."""
@@ -405,10 +400,7 @@ def _close_connections(backend: Any) -> None:
 
 
 def is_broken_operation(error: BaseException) -> bool:
-    """Whether ``error``, or what it came from, looks as if a collective or a call of the store has ended with it.
-
-    Gloo raises a plain ``RuntimeError``, as so much else does; only its text tells them apart.
-    """
+    """Whether ``error``, or what it came from, looks as if a collective or a call of the store has ended with it."""
     return re.search(_BROKEN, _texts(error), re.IGNORECASE) is not None
 
 
@@ -418,6 +410,7 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def _texts(error: BaseException) -> str:
+    # Gloo raises a plain RuntimeError, as so much else does; only its text tells them apart.
     return "".join(traceback.format_exception(error, limit=0))
 
 
@@ -439,11 +432,3 @@ def _failure_of(ranks: Mapping[int, RankStatus | None], message: str, advice: st
 
 def _last_step(status: RankStatus | None) -> str:
     return "" if status is None or status.step is None else f"; it was last in step {status.step}"
-
-
-def _store_gone(lost: str) -> PeerFailedError:
-    how = f"it says {lost}" if lost else "it does not answer"
-    return PeerFailedError(
-        f"the job's store is gone ({how}), so it is not known which rank failed. The process that hosts it, rank 0 or "
-        "the launcher, was killed or frozen, or its machine is gone: look at the end of its output first."
-    )

@@ -174,7 +174,7 @@ class AllReduceMembership(Membership):
         """See :meth:`Membership.read`."""
         active = self._read()
         if self._throw and not self._sure:
-            self._stop_if_absent(self.steps - 1)
+            self._stop_for(_ABSENT, self.steps - 1)
         return active
 
     def raise_if_exhausted(self) -> None:
@@ -230,23 +230,19 @@ class AllReduceMembership(Membership):
         self._read()
         if not self._throw:
             return
-        self._stop_if_absent(self.steps)
-        presences = self._values[:-1]
-        last = [rank for rank, presence in enumerate(presences) if presence == _LAST]
-        if last and _MORE in presences:  # a rank that does not know may come to its end in the same step
-            raise self._stop(last, self.steps)
-        self._sure = all(presence == _MORE for presence in presences)
+        self._stop_for(_ABSENT, self.steps)
+        if _MORE in self._values[:-1]:  # else all that know may come to their end in the same step
+            self._stop_for(_LAST, self.steps)
+        self._sure = all(presence == _MORE for presence in self._values[:-1])
 
-    def _stop_if_absent(self, taken: int) -> None:
-        active = self._active.ranks
-        if len(active) < self._size:
-            raise self._stop([rank for rank in range(self._size) if rank not in active], taken)
-
-    def _stop(self, gone: Sequence[int], taken: int) -> UnevenInputsError:
+    def _stop_for(self, presence: float, taken: int) -> None:
+        """Raise if a rank has added this presence in the last sum."""
+        gone = [rank for rank, each in enumerate(self._values[:-1]) if each == presence]
         if self._rank in gone:
-            return self._ran_out()
-        ranks = ", ".join(map(str, gone))
-        return UnevenInputsError(f"Rank {ranks} exhausted all inputs, so all ranks stop after step {taken}.")
+            raise self._ran_out()
+        if gone:
+            ranks = ", ".join(map(str, gone))
+            raise UnevenInputsError(f"Rank {ranks} exhausted all inputs, so all ranks stop after step {taken}.")
 
 
 class StoreMembership(Membership):
@@ -275,7 +271,6 @@ class StoreMembership(Membership):
         self._channel = channel
         self.store = store
         self._taken: PendingSum | None = None
-        self._ended = False  # whether all ranks have left, and none has begun another step
         self._active = ActiveRanks()
         self.even = min(lengths) == max(lengths)
         if throw and not self.even:
@@ -303,7 +298,7 @@ class StoreMembership(Membership):
             taken[self._rank] = self.steps
             self._taken = self._channel.add(taken)
         self._waiting(self._next_is_known, "the next step")
-        if self._ended:
+        if self.over:
             return None
         if self._throw:
             raise self._ran_out()
@@ -318,7 +313,7 @@ class StoreMembership(Membership):
         while not self.store.check([f"begun/{self.steps}"]):
             if self._taken.ready(min(waited / 8, 0.002)):  # it looks less and less often
                 taken = self._taken.wait()
-                self._ended = max(taken) == self.steps
+                self.over = max(taken) == self.steps
                 self.all_took_every_step = min(taken) == max(taken)
                 return True  # a rank that has taken more steps had begun the next one before it left
             waited = time.monotonic() - started
