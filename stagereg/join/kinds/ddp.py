@@ -76,6 +76,7 @@ class DdpJoinable(TrackedJoinable):
         self._divided_before: bool | None = None
         self._forward_settings: tuple[Any, bool] | None = None
         self._inner: Any = None
+        self._has_divisor = False  # whether some step got one from the join
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the module's hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
@@ -104,9 +105,16 @@ class DdpJoinable(TrackedJoinable):
         super().watch()
         self._inner = ddp.module.register_forward_hook(self._inner_forward_done)
 
+    @property
+    def ends_equal(self) -> bool:
+        """Whether the module is the same on all ranks without an exchange: all took every step, and have no buffers."""
+        session = self.session
+        return session is not None and session.all_took_every_step and not any(True for _ in self.module.buffers())
+
     def end_steps(self) -> None:
-        """No step follows: forget the divisor of the last step."""
-        self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
+        """No step follows: forget the divisor of the last step, if it had one."""
+        if self._has_divisor:
+            self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
 
     def detach(self) -> None:
         """Stop watching, and leave the module as it was."""
@@ -140,6 +148,7 @@ class DdpJoinable(TrackedJoinable):
         """Announce the step, except on torch's wire, where DDP's own forward does."""
         tracker, membership, config = self.tracker, self.membership, self._join_config
         assert tracker is not None
+        self._has_divisor |= membership is None
         if self.session is None:
             if not tracker.begun:
                 self._refuse_sparse_gradients()
@@ -154,7 +163,7 @@ class DdpJoinable(TrackedJoinable):
             self.session.announced += config.is_first_joinable
             return
         if config.is_first_joinable:
-            membership.begin(torch.is_grad_enabled() and self.will_reduce)
+            self.session.begin(torch.is_grad_enabled() and self.will_reduce)
         else:
             membership.check()
         if config.throw_on_early_termination and self._rebuilds_buckets(tracker.begun):
@@ -190,6 +199,7 @@ class DdpJoinable(TrackedJoinable):
         if not self.divides_by_world:
             syncing = membership.read().syncing
             if syncing:
+                self._has_divisor = True
                 self.module.reducer._set_forward_pass_work_handle(_done_work(float(syncing)), False)
 
     def _announce_reduction(self, is_joined_rank: bool) -> None:
@@ -262,6 +272,8 @@ class DdpHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take parameters and buffers from the last rank to join, as torch does."""
         self.joinable.end_steps()  # torch's ``Join`` may be entered again, so the watch goes on
+        if self.joinable.ends_equal:
+            return
         self.joinable.module._sync_final_model(is_last_joiner)
         if not is_last_joiner:
             for param in self.joinable.module.parameters():
