@@ -113,7 +113,7 @@ def aborting(rank: int, world_size: int) -> list[float]:
     return seconds
 
 
-def test_an_abort_ends_what_waits_for_the_failed_rank_whoever_aborts_first() -> None:
+def test_an_abort_ends_every_wait_for_the_failed_rank_whichever_rank_aborts_first() -> None:
     for seconds in run_ranks(aborting, 3, timeout_s=60):
         assert all(each < SOON_S for each in seconds)
 
@@ -321,7 +321,7 @@ def test_a_rank_that_is_not_in_the_join_is_named_only_when_it_is_waited_for() ->
         assert text.endswith("; it was last in step 3. They do not make the same calls in the same order.")
 
 
-def alone(rank: int, world_size: int) -> None:
+def single_rank(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     detector = FailureDetector(group, 0.5, "alone")
@@ -334,8 +334,8 @@ def alone(rank: int, world_size: int) -> None:
     detector.stop()
 
 
-def test_a_rank_that_is_alone_needs_no_thread() -> None:
-    run_ranks(alone, 1, timeout_s=30)
+def test_a_single_rank_needs_no_thread() -> None:
+    run_ranks(single_rank, 1, timeout_s=30)
 
 
 class Member:

@@ -25,9 +25,7 @@ SEVERAL = settings(max_examples=60, deadline=None, suppress_health_check=[Health
 @given(sums=st.lists(st.integers(0, 5), min_size=1, max_size=40), twice=st.booleans(), seed=st.integers(0, 999))
 @example(sums=[0, 3, 1, 3] * 16, twice=True, seed=0)
 @example(sums=[2] * 64, twice=False, seed=0)
-def test_sums_are_those_of_the_ranks_that_still_request_whoever_has_left(
-    sums: list[int], twice: bool, seed: int
-) -> None:
+def test_sums_are_over_the_ranks_that_still_request(sums: list[int], twice: bool, seed: int) -> None:
     """Rank r requests ``sums[r]`` times, and answers from then on if others may request more often."""
 
     def act(rank: int) -> list[list[float]]:
@@ -89,19 +87,19 @@ class Broken:
         raise ConnectionError("the peer is gone")
 
 
-def test_what_a_sum_fails_with_is_raised_where_it_was_requested() -> None:
+def test_the_error_of_a_sum_is_raised_by_its_request() -> None:
     with pytest.raises(ConnectionError, match="the peer is gone"):
         Responder(Broken(), 1).request(1.0)
 
 
-def test_what_answering_fails_with_is_raised_at_the_end() -> None:
+def test_an_error_while_answering_is_raised_at_the_end() -> None:
     responder = Responder(Broken(), 1)
     responder.start()
     with pytest.raises(ConnectionError, match="the peer is gone"):
         responder.close()
 
 
-def test_what_is_waited_for_is_named() -> None:
+def test_a_wait_is_named() -> None:
     waited_for = []
 
     def waiting(ready: object, what: str) -> None:
@@ -131,7 +129,7 @@ def on_ranks(size: int, act: Callable[[int, Responder, SimulatedChannel], Any], 
 
 @given(calls=st.lists(st.integers(0, 5), min_size=1, max_size=5), again=st.booleans(), seed=st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
-def test_requests_reach_all_ranks_whoever_has_left(calls: list[int], again: bool, seed: int) -> None:
+def test_requests_reach_all_ranks_also_those_that_left(calls: list[int], again: bool, seed: int) -> None:
     """Rank r makes ``calls[r]`` requests, each with a gather, and answers from then on; in two joins if ``again``."""
 
     def act(rank: int, responder: Responder, channel: SimulatedChannel) -> list[list[Any]]:
@@ -167,7 +165,7 @@ def test_ranks_that_all_answer_do_not_go_on_without_end() -> None:
     assert followed == []
 
 
-def test_what_follows_a_request_and_fails_is_raised_by_close() -> None:
+def test_the_error_of_what_follows_a_request_is_raised_by_close() -> None:
     def act(rank: int, responder: Responder, channel: SimulatedChannel) -> str:
         if rank == 0:
             responder.request()
