@@ -18,6 +18,7 @@ import torch.distributed as dist
 from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInJoinable, JoinHook, serves
 from stagereg.join.responder import GatherResponder
+from stagereg.join.session import JoinSession
 from stagereg.kernel.channel import control_channel
 from stagereg.registry import register
 
@@ -26,12 +27,36 @@ __all__ = ["MetricsHook", "MetricsJoinable"]
 Number = float | torch.Tensor
 
 
+@register("join_hook", "metrics")
+class MetricsHook(JoinHook):
+    """Answers for as long as this rank is in the join without data.
+
+    Args:
+        joinable: the metrics.
+    """
+
+    def __init__(self, joinable: MetricsJoinable, /) -> None:
+        self.joinable = serves(self, joinable, MetricsJoinable)
+
+    def on_exhausted(self) -> None:
+        """Begin to answer."""
+        self.joinable.answer()
+
+    def main_hook(self) -> None:
+        """Begin to answer, if that has not happened yet: torch's ``Join`` calls nothing before this."""
+        self.joinable.answer()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """End, together with all ranks."""
+        self.joinable.end_answers()
+
+
 @register("joinable", "metrics")
 class MetricsJoinable(BuiltInJoinable):
     """Adds up metrics on each rank, and over the ranks when asked to.
 
-    List it after the model, in stagereg's ``Join`` or in torch's; it announces nothing. All ranks construct their
-    metrics in the same order. Without ``torch.distributed`` it is this process's metrics alone.
+    List it after the model, in stagereg's ``Join`` or in torch's; it announces nothing. Without ``torch.distributed``
+    it is this process's metrics alone.
 
     Args:
         process_group: the ranks to add over; ``None`` is the default group.
@@ -50,6 +75,7 @@ class MetricsJoinable(BuiltInJoinable):
     """
 
     has_no_collectives = True
+    own_hook = MetricsHook
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, hook: Callable[..., JoinHook] | None = None
@@ -58,10 +84,7 @@ class MetricsJoinable(BuiltInJoinable):
         self._totals: dict[str, tuple[Number, Number]] = {}
         self._lock = threading.Lock()
         self._responder: GatherResponder | None = None
-        self._in_use = False  # whether some rank may still wait at the responder of a join that has not ended
-        self._number = _numbers["metrics"]
-        _numbers["metrics"] += 1
-        self._renewals = 0
+        self._in_use = False  # whether some rank may still wait at the responder, of a join that has not ended
 
     def add(self, **metrics: tuple[Number, Number]) -> None:
         """Add to this rank's totals; no collective.
@@ -100,7 +123,9 @@ class MetricsJoinable(BuiltInJoinable):
         Raises:
             JoinError: a rank without data called it, or a rank has ended the join already.
         """
-        answers = self._request((reset, self._local()))
+        mine = (reset, self._local())
+        distributed = dist.is_available() and dist.is_initialized()
+        answers = self._open().request(mine) if distributed else [mine]
         self._reset_if_asked(answers)
         shares = [share for _, share in answers]
         names = sorted({name for share in shares for name in share})
@@ -116,11 +141,11 @@ class MetricsJoinable(BuiltInJoinable):
             self._totals.clear()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook; takes no keyword arguments of its own. Collective where it is the first time."""
+        """Return the hook. Collective where it is the first time."""
         self._open()
-        return self.make_hook(MetricsHook)
+        return super().join_hook(**kwargs)
 
-    def attach(self, session: Any) -> None:
+    def attach(self, session: JoinSession) -> None:
         """The join has been entered."""
         super().attach(session)
         self._in_use = True
@@ -128,9 +153,7 @@ class MetricsJoinable(BuiltInJoinable):
     def detach(self) -> None:
         """Leave a responder behind that was not closed, as the join failed; some rank may still wait for it."""
         if self._in_use:
-            self._in_use = False
-            self._responder = None
-            self._renewals += 1
+            self._in_use, self._responder = False, None
         super().detach()
 
     def answer(self) -> None:
@@ -150,69 +173,28 @@ class MetricsJoinable(BuiltInJoinable):
         if any(reset for reset, _ in answers):
             self.reset()
 
-    def _request(self, payload: Any) -> list[Any]:
-        if not (dist.is_available() and dist.is_initialized()):
-            return [payload]
-        responder = self._open()
-        if responder.running:
-            raise JoinError(
-                "this rank has no data any more, so it gives its metrics when the others ask, and cannot ask itself. "
-                "Call compute() in the loop or after the join, not in a function that the join calls on ranks without "
-                "data."
-            )
-        return responder.request(payload)
-
     def _open(self) -> GatherResponder:
         if self._responder is None:
-            self._responder = GatherResponder(
-                control_channel(self.join_process_group, f"metrics/{self._number}/{self._renewals}")
-            )
+            group = self.join_process_group
+            _opened[group.group_name] += 1
+            self._responder = GatherResponder(control_channel(group, f"metrics/{_opened[group.group_name]}"))
         return self._responder
 
 
-@register("join_hook", "metrics")
-class MetricsHook(JoinHook):
-    """Answers for as long as this rank is in the join without data.
-
-    Args:
-        joinable: the metrics.
-    """
-
-    def __init__(self, joinable: MetricsJoinable, /) -> None:
-        self.joinable = serves(self, joinable, MetricsJoinable)
-
-    def on_exhausted(self) -> None:
-        """Begin to answer."""
-        self.joinable.answer()
-
-    def main_hook(self) -> None:
-        """Begin to answer, if that has not happened yet: torch's ``Join`` calls nothing before this."""
-        self.joinable.answer()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """End, together with all ranks."""
-        self.joinable.end_answers()
-
-
-_numbers: Counter[str] = Counter()
-"""Global, as all ranks number their metrics in the order in which they construct them."""
+_opened: Counter[str] = Counter()
+"""Responders by process group. Global, as the ranks of a group open theirs together, each on a channel of its own."""
 
 
 def _pair(name: str, given: Any) -> tuple[Number, Number]:
-    if isinstance(given, tuple) and len(given) == 2:
-        total, count = (_number(value) for value in given)
-        if total is not None and count is not None:
-            return total, count
-    raise JoinError(
-        f"the metric {name!r} takes a sum and a count, as in metrics.add({name}=(loss_sum, len(batch))): numbers or "
-        f"tensors of one element, not {given!r}"
-    )
-
-
-def _number(value: Any) -> Number | None:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(torch.float64).reshape(()) if value.numel() == 1 else None
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
+        total, count = map(_number, given)
+        return total, count
+    except (TypeError, ValueError, RuntimeError):
+        raise JoinError(
+            f"the metric {name!r} takes a sum and a count, as in metrics.add({name}=(loss_sum, len(batch))): numbers "
+            f"or tensors of one element, not {given!r}"
+        ) from None
+
+
+def _number(value: Any) -> Number:
+    return value.detach().to(torch.float64).reshape(()) if isinstance(value, torch.Tensor) else float(value)
