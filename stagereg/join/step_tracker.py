@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from stagereg.join.joinable import BuiltInJoinable, JoinHook, notify
-from stagereg.join.session import JoinSession
 from stagereg.kernel.membership import Membership
 from stagereg.kernel.shadow import TorchWire
 
@@ -85,7 +84,7 @@ class StepTracker:
 class TrackedJoinable(BuiltInJoinable):
     """A joinable whose steps begin with the forward of its module.
 
-    In torch's ``Join`` it watches from ``join_hook`` on, in stagereg's from :meth:`attach` on, until :meth:`detach`.
+    It watches from ``join_hook`` on, until :meth:`detach`.
     """
 
     announces_itself = True
@@ -97,12 +96,6 @@ class TrackedJoinable(BuiltInJoinable):
         hook = super().join_hook(**kwargs)
         self.watch()
         return hook
-
-    def attach(self, session: JoinSession) -> None:
-        """Begin to watch the module."""
-        super().attach(session)
-        if self.tracker is None:
-            self.watch()
 
     def watch(self) -> None:
         """Begin to watch the module, which is not watched."""
@@ -139,8 +132,7 @@ class TrackedJoinable(BuiltInJoinable):
 
     def awaits_forward(self) -> bool:
         """Whether the loop has given its body a batch of which no step has begun, so that any forward is one."""
-        membership = self.membership
-        return membership is not None and self._join_config.is_first_joinable and membership.expected
+        return self.session is not None and self._join_config.is_first_joinable and self.session.awaits_step
 
     def on_step(self) -> None:
         """A step begins: announce it, before the forward does anything."""

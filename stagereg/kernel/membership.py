@@ -70,14 +70,12 @@ class Membership(ABC):
         over: whether no rank has data any more.
         even: whether all ranks are known to have as many batches.
         all_took_every_step: once it is over, whether every rank had data in every step; the same on all ranks.
-        expected: whether the loop has given its body a batch of which no step has begun.
         empty: whether the loop's body runs on an empty batch.
         expects_empty_step: whether the body got an empty batch and has not run its first forward on it.
     """
 
     even = False
     all_took_every_step = True
-    expected = False
     empty = False
     expects_empty_step = False
 
@@ -96,7 +94,6 @@ class Membership(ABC):
         Args:
             syncing: whether its gradients will be reduced among the ranks.
         """
-        self.expected = False
         if self.expects_empty_step:  # the body of a rank without data runs, in a step that others have begun
             self.expects_empty_step = False
         elif self.empty:  # ... and takes another step on the same empty batch, as the others do on theirs
@@ -110,7 +107,7 @@ class Membership(ABC):
 
     def expect_empty_step(self) -> None:
         """Rank without data: the body will run on an empty batch, so the next :meth:`begin` is not announced."""
-        self.expects_empty_step = self.expected = True
+        self.expects_empty_step = True
 
     @abstractmethod
     def read(self) -> ActiveRanks:

@@ -91,7 +91,7 @@ def test_the_machine_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["staging", "--states", "larg"], "Did you mean 'large'"),
         (["staging", "--rows", "pined_cached"], "Did you mean 'pinned_cached'"),
@@ -113,12 +113,12 @@ def test_the_machine_is_reported(tmp_path: Path) -> None:
         (["join", "--rounds", "0"], "--rounds must be at least 1, not 0"),
     ],
 )
-def test_what_cannot_be_had_is_refused_on_one_screen(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_arguments_are_refused_on_one_screen(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", *arguments]) == 2
     seen = capsys.readouterr()
-    assert words in seen.err
+    assert message in seen.err
     assert seen.out == ""
     assert len(seen.err.splitlines()) <= 5
     assert "Traceback" not in seen.err

@@ -123,7 +123,7 @@ def test_a_process_that_fails_is_an_error_with_its_last_output(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--saves", "9"], "--saves must be at least 10"),
         (["--keep", "0"], "--keep must be at least 1"),
@@ -133,12 +133,12 @@ def test_a_process_that_fails_is_an_error_with_its_last_output(tmp_path: Path) -
         (["--json", "/"], "is a directory"),
     ],
 )
-def test_what_cannot_be_had_is_refused_before_anything_is_saved(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_arguments_are_refused_before_anything_is_saved(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "endurance", *arguments]) == 2
     shown = capsys.readouterr()
-    assert words in shown.err
+    assert message in shown.err
     assert shown.out == ""
 
 

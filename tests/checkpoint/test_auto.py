@@ -72,7 +72,7 @@ class Training:
 
     @property
     def written_s(self) -> float:
-        """After how long a save has been written for the clock, which loses a little in every sum."""
+        """How long a save takes to be written, rounded as the simulated clock rounds."""
         return self.write_s * (1 - 1e-6)
 
     @property
@@ -164,7 +164,7 @@ def test_a_save_by_the_program_itself_begins_a_new_interval() -> None:
     assert rank.steps(26, 25 + plan)[3:] == [25 + plan]
 
 
-def test_checkpoints_that_are_lost_leave_a_plan() -> None:
+def test_a_plan_is_made_without_committed_checkpoints() -> None:
     rank = Training(step_s=0.5, stall_s=0.2, write_s=2.0)
     rank.schedule.began(1)
     rank.schedule.ended(None)
@@ -299,7 +299,7 @@ def test_every_is_a_number_from_the_first_step_to_the_last(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"every": "atuo"}, r"every is 'atuo'\. Did you mean 'auto'\?"),
         ({"every": 0}, "every must be a whole number of at least 1, not 0"),
@@ -308,8 +308,8 @@ def test_every_is_a_number_from_the_first_step_to_the_last(tmp_path: Path) -> No
         ({"mtbf": 6}, "mtbf must be a duration above 0"),
     ],
 )
-def test_what_is_of_no_use_is_refused(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_useless_arguments_are_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         Checkpointer(str(tmp_path), **arguments)
 
 

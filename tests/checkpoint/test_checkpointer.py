@@ -1,4 +1,4 @@
-"""What the checkpointer promises to a process alone: when it saves, what stays, what comes back, how it ends."""
+"""What the checkpointer promises in a single process: when it saves, what it keeps, what it restores, how it ends."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_a_directory_that_cannot_be_written_is_refused_before_training(tmp_path:
             Checkpointer(str(bad))
 
 
-def test_leftovers_of_a_killed_run_are_swept_and_nothing_else(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_deleted_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / ".step-00000007.0123456789ab.tmp").mkdir()
     (tmp_path / ".step-00000007.0123456789ab.tmp" / "__0_0.distcp").touch()
     (tmp_path / ".mine.tmp").mkdir()

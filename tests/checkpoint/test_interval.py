@@ -55,7 +55,7 @@ def test_the_interval_taken_loses_least_whatever_restarts_and_writing_take(
 ) -> None:
     times = (cost * mtbf, mtbf, restart * mtbf, write * mtbf)
     taken = interval.best(times[0], mtbf, times[3])
-    # Searched without the factor that all intervals share: after long restarts it leaves nothing to tell apart.
+    # Searched without the factor that all intervals share: after long restarts it leaves no difference.
     found = least_of(lambda at: interval.lost_fraction(at, cost * mtbf, mtbf, 0.0, times[3]), taken / 20, taken * 20)
     assert taken == pytest.approx(found, rel=0.01)
     assert interval.lost_fraction(taken, *times) <= interval.lost_fraction(found, *times) + 1e-12

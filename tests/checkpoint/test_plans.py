@@ -39,7 +39,7 @@ def test_each_checkpoint_has_what_was_saved_though_what_is_saved_changes(storage
 
 def test_after_a_failed_save_plans_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
-        raise OSError("no room")
+        raise OSError("disk full")
 
     with Checkpointer(str(tmp_path)) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(3)})
@@ -49,7 +49,7 @@ def test_after_a_failed_save_plans_are_made_anew(tmp_path: Path, monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr(DcpStorage, "write_data", fail)
             checkpointer.save(2, {"w": torch.ones(3)})
-            with pytest.raises(CheckpointError, match="no room"):
+            with pytest.raises(CheckpointError, match="disk full"):
                 checkpointer.wait()
         assert key not in SavePlanner._cached_save_plan
         checkpointer.save(3, {"w": torch.ones(3)})

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 import stagereg
-import stagereg.checkpoint.process as process_room
+import stagereg.checkpoint.process as process_module
 import stagereg.stagers.shared_memory as shared_memory
 import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg.checkpoint.checkpointer import Checkpointer
@@ -69,7 +69,7 @@ class Counting(FileSystemWriter):
 
 
 # A process that imports no torch and answers with what it was asked; and one that is never done importing.
-BELONGS = process_room._START.partition("import torch")[0]
+BELONGS = process_module._START.partition("import torch")[0]
 ECHO = BELONGS + "serve(int(sys.argv[1]), bytes)"
 BUSY = BELONGS + "import time; time.sleep(600)"
 
@@ -129,7 +129,7 @@ def content(path: Path) -> dict[str, bytes]:
 
 
 def kill(process: WriterProcess) -> int:
-    """Kill it and return when it is dead; nobody has waited for it yet."""
+    """Kill it and return when it is dead; it has not been reaped yet."""
     pid = process.pid
     assert pid is not None
     alive = os.pidfd_open(pid)
@@ -226,13 +226,13 @@ class TestWriting:
 
     def test_the_memory_is_free_when_the_write_has_returned(self, tmp_path, process) -> None:
         stager = stagereg.build("stager", "shared", max_in_flight=1, wait_s=0.0)
-        places = set()
+        mappings = set()
         for step in range(4):
             copy = stager.stage({"w": torch.full((10_000,), float(step))})
-            places.add(os.readlink(f"/proc/self/map_files/{_mapping_of(copy['w'])}"))
+            mappings.add(os.readlink(f"/proc/self/map_files/{_mapping_of(copy['w'])}"))
             save(copy, ProcessWriter(FileSystemWriter(tmp_path / str(step)), process))
             del copy
-        assert len(places) == 1
+        assert len(mappings) == 1
 
 
 def _mapping_of(x: torch.Tensor) -> str:
@@ -296,7 +296,7 @@ class TestDying:
         assert "was ended by SIGKILL, and so did the one before" in str(error)
         save(copy, ProcessWriter(FileSystemWriter(tmp_path / "2"), process))
 
-    def test_death_is_noticed_although_somebody_else_has_the_socket(self, monkeypatch) -> None:
+    def test_death_is_noticed_although_another_process_has_the_socket(self, monkeypatch) -> None:
         elsewhere: list[socket.socket] = []
         pair = socket.socketpair
 
@@ -305,7 +305,7 @@ class TestDying:
             elsewhere.append(there.dup())
             return here, there
 
-        monkeypatch.setattr(process_room.socket, "socketpair", kept)
+        monkeypatch.setattr(process_module.socket, "socketpair", kept)
         process = WriterProcess()
         process.start()
         pid = process.pid
@@ -313,7 +313,7 @@ class TestDying:
         os.kill(pid, signal.SIGSTOP)
         os.kill(pid, signal.SIGKILL)
         unread = b"x" * 2**24  # more than a socket holds
-        monkeypatch.setattr(process_room, "_START", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        monkeypatch.setattr(process_module, "_START", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
         with pytest.raises(CheckpointError, match="so did the one before"):
             process.ask(unread)
         process.close()
@@ -321,10 +321,10 @@ class TestDying:
             end.close()
 
     @pytest.mark.parametrize("start", [ECHO, BUSY], ids=["waiting", "importing"])
-    def test_it_ends_with_a_parent_that_was_killed_and_with_no_one_else(self, start: str) -> None:
+    def test_it_ends_when_its_parent_is_killed_and_not_when_a_sibling_is(self, start: str) -> None:
         program = (
-            f"import os, signal, sys; from stagereg.checkpoint import process as room; room._START = {start!r}\n"
-            "process = room.WriterProcess(); process.start()\n"
+            f"import os, signal, sys; from stagereg.checkpoint import process as module; module._START = {start!r}\n"
+            "process = module.WriterProcess(); process.start()\n"
             f"{start == BUSY} or process.ask(b'until it is there')\n"
             "signal.signal(signal.SIGUSR2, signal.SIG_IGN); os.killpg(0, signal.SIGUSR2)\n"  # as launchers do
             # A child of the parent that lives on has the parent's end of the socket too.
@@ -344,8 +344,8 @@ class TestDying:
 
     def test_a_forked_child_that_exits_leaves_it_alone(self) -> None:
         program = (
-            f"import os, sys; from stagereg.checkpoint import process as room; room._START = {ECHO!r}\n"
-            "process = room.WriterProcess(); process.ask(b'no question'); child = os.fork()\n"
+            f"import os, sys; from stagereg.checkpoint import process as module; module._START = {ECHO!r}\n"
+            "process = module.WriterProcess(); process.ask(b'no question'); child = os.fork()\n"
             "if not child: sys.exit()\n"
             "os.waitpid(child, 0); pid = process.pid; process.ask(b'no question')\n"
             "print(pid == process.pid, process.restarts)"
@@ -354,7 +354,7 @@ class TestDying:
         assert seen.stdout.split() == ["True", "0"]
 
     def test_close_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(process_room, "_START", ECHO)
+        monkeypatch.setattr(process_module, "_START", ECHO)
         process = WriterProcess()
         process.close()
         process = WriterProcess()
@@ -371,7 +371,7 @@ class TestDying:
             process.ask(b"")
 
 
-class TestManners:
+class TestSideEffects:
     def test_it_has_a_lower_priority_and_no_accelerator(self, process) -> None:
         process.ask(b"until it is there")
         assert process.pid is not None

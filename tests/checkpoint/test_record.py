@@ -1,4 +1,4 @@
-"""What the checkpointer reports of itself while a run is recorded: enough to draw who did what when."""
+"""The events that the checkpointer records: enough to draw when each part of a save ran."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_copy_of_a_stager_that_synchronizes_ends_when_that_has_returned(tmp_
 
 
 class Blocking(BlockingAsyncStager):
-    """Done when ``stage`` returns, and says that there is nothing to synchronize."""
+    """Done when ``stage`` returns, and has nothing to synchronize."""
 
     _synchronize_after_execute = False
     returned = 0.0

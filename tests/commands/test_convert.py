@@ -177,12 +177,12 @@ def test_what_safetensors_cannot_hold_is_named_and_nothing_is_written(
 ) -> None:
     state = {"x": {"wide": torch.ones(2, dtype=torch.complex128)}, "y": {"__metadata__": torch.ones(2)}, "z": 3}
     root = save(tmp_path / "run", state)
-    for name, words in (
+    for name, message in (
         ("x", "cannot hold 'wide', which is torch.complex128; write a .pt"),
         ("y", "cannot hold a tensor called '__metadata__'; write a .pt"),
     ):
         assert cli.main(["convert", str(root), str(tmp_path / "x.safetensors"), "--only", name]) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert cli.main(["convert", str(root), str(tmp_path / "z.safetensors"), "--only", "z"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["In it: nothing", "Not in it, being no tensors: z"]
@@ -312,7 +312,7 @@ def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["run", "x.bin"], "use one of .pt, .pth, .safetensors"),
         (["run", "nowhere/x.pt"], "There is no directory"),
@@ -324,14 +324,14 @@ def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, capsys: pytest.
 def test_what_cannot_be_is_reported_on_one_screen(
     tmp_path: Path,
     arguments: list[str],
-    words: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "run", {"model": torch.nn.Linear(2, 2)})
     assert cli.main(["convert", *arguments]) == 2
-    assert words in (shown := capsys.readouterr()).err
+    assert message in (shown := capsys.readouterr()).err
     assert shown.out == ""
     assert len(shown.err.splitlines()) < 5
 

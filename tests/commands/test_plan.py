@@ -78,8 +78,8 @@ def test_the_text_names_the_setting_the_assumptions_and_the_sources(capsys: pyte
     assert "checkpoint.every=122" in seen
     assert "checkpoint.mtbf=6h" in seen
     assert "of the whole job" in seen
-    for word in ("Young", "Daly", "Vaidya", "Copying is given", "at random", "restart is assumed"):
-        assert word in seen
+    for part in ("Young", "Daly", "Vaidya", "Copying is given", "at random", "restart is assumed"):
+        assert part in seen
     assert cli.main(["plan", "--mtbf", "6h", "--state", "1TiB", *GIVEN, "--restart", "5m"]) == 0
     assert "assumed" not in capsys.readouterr().out
 
@@ -229,7 +229,7 @@ GOOD = {"--mtbf": "6h", "--state": "1GiB", "--stage-gib-s": "2", "--write-gib-s"
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"--mtbf": None}, "How often does the job fail"),
         ({"--mtbf": "0h"}, "--mtbf is a time above 0"),
@@ -256,12 +256,12 @@ GOOD = {"--mtbf": "6h", "--state": "1GiB", "--stage-gib-s": "2", "--write-gib-s"
     ],
 )
 def test_nonsense_is_refused_on_one_screen(
-    changed: dict[str, str | None], words: str, capsys: pytest.CaptureFixture[str]
+    changed: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [part for name, value in (GOOD | changed).items() if value is not None for part in (name, value)]
     assert cli.main(["plan", *arguments]) == 2
     printed = capsys.readouterr()
-    assert words in printed.err
+    assert message in printed.err
     assert printed.out == ""
     assert len(printed.err.splitlines()) < 10
 

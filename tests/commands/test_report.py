@@ -1,4 +1,4 @@
-"""``stagereg report``: what it is given, it finds out by itself; what it makes is what the sweep made."""
+"""``stagereg report``: it recognises a run or a sweep by itself, and makes what the sweep made."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def test_that_a_damaged_checkpoint_was_passed_over_is_reported(
     file = rank_file(write_run(here / "run"), 0)
     event = {"event": "fallback", "t": 1750000000.0, "step": 100, "damaged": 200, "lost": 100, "why": "a: missing"}
     file.write_text(file.read_text() + json.dumps(event) + "\n")
-    words = "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps are lost."
-    assert words in report(capsys, "run")
+    line = "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps are lost."
+    assert line in report(capsys, "run")
 
 
 def test_many_checkpoints_are_cut_short_on_the_terminal_alone(
@@ -218,7 +218,7 @@ def test_without_tensorboard_one_line_is_reported_before_anything_is_made(
     write_run(here / "run")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
-    seen = refused(capsys, "run", "--tensorboard", "board")
+    seen = refused(capsys, "run", "--tensorboard", "logdir")
     assert seen == "stagereg: --tensorboard needs the package tensorboard: pip install 'hydra-stagereg[tensorboard]'\n"
     assert "report.html" not in os.listdir("run")
 
@@ -230,8 +230,8 @@ RUN = "outputs/2026-11-21/10-00-00"
 SWEEP = "multirun/2026-11-21/12-00-00"
 
 
-def a_house(root: Path) -> None:
-    """Runs and sweeps as Hydra puts them, and what people take for them."""
+def write_examples(root: Path) -> None:
+    """Write runs and sweeps as Hydra does, and directories that a user might name by mistake."""
     write_hydra(write_run(root / RUN), ["lr=1"])
     write_hydra(write_run(root / "outputs/2026-11-21/11-00-00"), ["lr=2"])
     sweep(root / SWEEP, {"stager=blocking": 30.0}, repeats=1, again=False, failing="", unfinished="")
@@ -270,10 +270,10 @@ LOOKED_FOR = "a run has metrics.jsonl, result.json or .hydra/overrides.yaml in i
         ("outputs/2026-11-22/x", "has: 2026-11-21.\n"),
     ],
 )
-def test_what_is_neither_is_answered_with_what_there_is(
+def test_a_directory_that_is_neither_run_nor_sweep_is_an_error_that_lists_those_nearby(
     given: str, seen: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a_house(here)
+    write_examples(here)
     assert seen in refused(capsys, given)
 
 

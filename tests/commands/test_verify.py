@@ -105,7 +105,7 @@ def test_any_single_change_to_any_file_is_found_and_named(
     assert {step for step, damages in seen.items() if damages} == damaged
     assert [damage["file"] for damage in seen["step-00000200"]] == [name]
     [damage] = seen["step-00000200"]
-    words = {
+    expected = {
         "flip": "damaged (" if name == "manifest.json" else "flipped bits",
         "cut": "damaged (" if name == "manifest.json" else "truncated: ",
         "remove": "missing",
@@ -113,7 +113,7 @@ def test_any_single_change_to_any_file_is_found_and_named(
         "link": "no regular file",
         "directory": "no regular file",
     }
-    assert damage["what"].startswith(words[how])
+    assert damage["what"].startswith(expected[how])
     same_size = name != "manifest.json" and (how == "flip" or (how == "swap" and len(before) == len(before_other)))
     assert bool(fast["step-00000200"]) != same_size
 
@@ -122,7 +122,7 @@ Change = Callable[[Path, Path], Any]
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda older, newer: (newer / "a").write_bytes(b""), "a: truncated: 0 of "),
         (lambda older, newer: (newer / "a").open("ab").write(b"more"), "a: too long: "),
@@ -135,12 +135,12 @@ Change = Callable[[Path, Path], Any]
     ],
 )
 def test_what_has_happened_to_a_file_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, words: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, message: str
 ) -> None:
     save(tmp_path, 100, 200)
     change(path_of(tmp_path, 100), path_of(tmp_path, 200))
     [seen] = [damages for damages in found(capsys, tmp_path).values() if damages]
-    assert "\n".join(f"{each['file']}: {each['what']}" for each in seen).startswith(words)
+    assert "\n".join(f"{each['file']}: {each['what']}" for each in seen).startswith(message)
 
 
 def test_a_manifest_that_is_older_than_its_files_is_reported_as_such(

@@ -180,7 +180,7 @@ def test_what_is_left_to_the_program_is_listed() -> None:
     assert schema.runtime(registry.find("join", "joined")) == ["joinables", "parts", "enable"]
 
 
-def test_an_option_and_its_field_carry_the_docstrings_words() -> None:
+def test_an_option_and_its_field_have_the_docstrings_text() -> None:
     entry = registry.find("checkpoint", "sorts")
     options = schema.options(entry)
     assert (options["number"].help, options["text"].help) == ("how many, at most.", "")

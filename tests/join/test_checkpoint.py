@@ -150,7 +150,7 @@ def test_another_number_of_ranks_goes_on_from_it(tmp_path: Path, kind: str) -> N
 
 
 class Counts:
-    """Stands for a checkpointer, and remembers what it was told to save."""
+    """Stands in for a checkpointer, and remembers what it was asked to save."""
 
     every = 2
 

@@ -79,15 +79,15 @@ def raising(rank: int, world_size: int) -> Any:
             seen.append(outcome(detector, step))
             with pytest.raises(PeerFailedError):
                 detector.check()
-            detector.report(RuntimeError("a consequence, not told"))
+            detector.report(RuntimeError("a consequence, not reported"))
         detector.stop()
         dist.barrier()
     return seen
 
 
 def test_an_exception_of_one_rank_reaches_all_wherever_they_sit() -> None:
-    seen, silent, others = run_ranks(raising, 3, timeout_s=60)
-    assert silent == []
+    seen, unreported, others = run_ranks(raising, 3, timeout_s=60)
+    assert unreported == []
     assert len(seen) == len(others) == 3
     for kind, *both in zip(("all_reduce", "backward", "wait"), seen, others, strict=True):
         for seconds, rank, message, text in both:
@@ -213,7 +213,7 @@ def killed(rank: int, world_size: int, folder: Path, timeout_s: float, own_store
     start = time.monotonic()
     detector.stop()
     (folder / f"{rank}.json").write_text(json.dumps([*seen, time.monotonic() - start]))
-    raise LookupError("all is told; the harness would wait for the rank that is gone")
+    raise LookupError("all is reported; the harness would wait for the rank that is gone")
 
 
 @pytest.mark.parametrize("own_store", [False, True])
@@ -227,7 +227,7 @@ def test_a_killed_rank_is_named_and_so_is_a_store_that_dies_with_it(
         run_ranks(killed, 3, args=(tmp_path, timeout_s, own_store), timeout_s=60)
     assert "SIGKILL" in failure.value.failed[0]
     for rank in (1, 2):
-        assert "all is told" in failure.value.failed[rank], failure.value
+        assert "all is reported" in failure.value.failed[rank], failure.value
         seconds, whose, message, text, stopping = json.loads((tmp_path / f"{rank}.json").read_text())
         assert seconds < SOON_S
         assert stopping < 2.0
@@ -313,14 +313,14 @@ def unexplained(rank: int, world_size: int) -> Any:
 
 
 def test_a_rank_that_is_not_in_the_join_is_named_only_when_it_is_waited_for() -> None:
-    told = run_ranks(unexplained, 3 * len(KINDS), timeout_s=60)
-    assert told[0].pop(0) is None
+    outcomes = run_ranks(unexplained, 3 * len(KINDS), timeout_s=60)
+    assert outcomes[0].pop(0) is None
     absent = (
         "is not in this join, or no more, and did not come to the end within 2 s. "
         "All ranks have to enter the same joins in the same order, and none may leave by itself."
     )
-    assert told[:6] == [[(2, f"rank 2 {absent}")]] * 2 + [[]] + [[(5, f"rank 5 {absent}")]] * 2 + [[]]
-    crossed = {text for ((_, text),) in told[6:]}
+    assert outcomes[:6] == [[(2, f"rank 2 {absent}")]] * 2 + [[]] + [[(5, f"rank 5 {absent}")]] * 2 + [[]]
+    crossed = {text for ((_, text),) in outcomes[6:]}
     for text in crossed:
         assert text.startswith("all ranks are alive and wait for each other, this one for the end of ")
         assert text.endswith(", in step 3. They do not make the same calls in the same order.")
@@ -522,7 +522,7 @@ def test_the_error_is_what_joins_and_collectives_raise_and_survives_a_process_bo
         ("mat1 and mat2 shapes cannot be multiplied", False, False),
     ],
 )
-def test_the_error_of_a_collective_is_told_from_others(text: str, broken: bool, timeout: bool) -> None:
+def test_the_error_of_a_collective_is_distinguished_from_others(text: str, broken: bool, timeout: bool) -> None:
     cause = RuntimeError(text)
     outer = ValueError("in my loop")
     outer.__cause__ = cause

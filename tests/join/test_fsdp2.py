@@ -30,7 +30,7 @@ def sharded(case: Case, reshard: bool = True) -> Any:
 
 
 def whole(value: Any) -> Any:
-    """The same outcome with whole tensors in place of sharded ones; all ranks do it together."""
+    """The same outcome with whole tensors instead of sharded ones. Collective."""
     if isinstance(value, DTensor):
         return value.full_tensor().detach()
     if isinstance(value, dict):
@@ -47,7 +47,7 @@ def listed(case: Case, module: Any, training: Training) -> list[Any]:
 
 
 def join_of(library: str | None) -> tuple[Any, dict[str, Any]]:
-    """Whose ``Join``, and how it is told to know who has data."""
+    """The ``Join`` of a library, and the options of its mode."""
     return (TorchJoin, {}) if library == "torch" else (stagereg.Join, {"mode": library})
 
 
@@ -242,7 +242,7 @@ def test_all_ranks_throw_at_the_same_step_in_torchs_join() -> None:
 
 
 class Opaque:
-    """A batch that nobody but its module can look into."""
+    """A batch that only its module can look into."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x

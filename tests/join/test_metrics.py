@@ -132,7 +132,7 @@ def abandoned(rank: int, world_size: int) -> dict[str, float]:
     return result
 
 
-def test_a_rank_that_still_answers_in_a_failed_join_disturbs_nobody() -> None:
+def test_a_rank_that_still_answers_in_a_failed_join_disturbs_no_other() -> None:
     assert run_ranks(abandoned, 2, timeout_s=20) == [{"loss": 0.5}] * 2
 
 
@@ -155,7 +155,7 @@ def refused(rank: int, world_size: int) -> str:
     return text
 
 
-def test_a_rank_without_data_is_told_not_to_ask() -> None:
+def test_compute_on_a_rank_without_data_is_an_error() -> None:
     text, other = run_ranks(refused, 2, timeout_s=30)
     assert "in the loop or after the join" in text
     assert not other

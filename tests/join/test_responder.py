@@ -1,4 +1,4 @@
-"""Ranks in a loop request; those that have left it answer, and all of them end together."""
+"""Ranks in a loop send requests; ranks that have left it answer; all end together."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def test_sums_are_those_of_the_ranks_that_still_request_whoever_has_left(
 
     def act(rank: int) -> list[list[float]]:
         responder = SumResponder(simulation.channel(rank, "responder"), 2, simulation.waiting)
-        told = [responder.request(rank + 1.0, 100.0 * number) for number in range(sums[rank])]
+        results = [responder.request(rank + 1.0, 100.0 * number) for number in range(sums[rank])]
         if sums[rank] < max(sums):
             responder.start()
             if twice:
                 responder.start()
         responder.close()
-        return told
+        return results
 
     simulation = Simulation(len(sums), seed)
     results = simulation.run(act)
-    for rank, told in enumerate(results):
+    for rank, found in enumerate(results):
         asking = [[other for other, count in enumerate(sums) if count > number] for number in range(sums[rank])]
-        assert told == [[sum(r + 1.0 for r in ranks), 100.0 * i * len(ranks)] for i, ranks in enumerate(asking)]
+        assert found == [[sum(r + 1.0 for r in ranks), 100.0 * i * len(ranks)] for i, ranks in enumerate(asking)]
 
 
 @SEVERAL
 @given(leave=st.lists(st.booleans(), min_size=1, max_size=20), seed=st.integers(0, 999))
-def test_nobody_passes_the_end_before_all_ranks_have_come_to_it(leave: list[bool], seed: int) -> None:
+def test_no_rank_passes_the_end_before_all_have_reached_it(leave: list[bool], seed: int) -> None:
     came: list[int] = []
 
     def act(rank: int) -> int:
@@ -104,10 +104,10 @@ def test_what_answering_fails_with_is_raised_at_the_end() -> None:
 
 
 def test_what_is_waited_for_is_named() -> None:
-    told = []
+    waited_for = []
 
     def waiting(ready: object, what: str) -> None:
-        told.append(what)
+        waited_for.append(what)
 
     def act(rank: int) -> None:
         responder = SumResponder(simulation.channel(rank, "responder"), 1, waiting)
@@ -116,7 +116,7 @@ def test_what_is_waited_for_is_named() -> None:
 
     simulation = Simulation(1)
     simulation.run(act)
-    assert told == ["join.mean", "the end of the join"]
+    assert waited_for == ["join.mean", "the end of the join"]
 
 
 PATIENCE_S = 20.0

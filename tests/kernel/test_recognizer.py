@@ -149,7 +149,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_does_not_fit_goes_the_long_way(change: str) -> None:
+def test_a_state_that_differs_is_taken_apart_anew(change: str) -> None:
     state = base()
     copier = remembered(state)
     assert is_recognized(copier, state)

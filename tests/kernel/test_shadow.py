@@ -71,8 +71,8 @@ def stop(rank: int, world_size: int) -> Any:
 
 
 def test_a_throw_reaches_every_rank() -> None:
-    told = (PEER_EXHAUSTED, None)
-    assert run_ranks(stop, 3, timeout_s=30) == [told, ("Rank 1 exhausted all inputs.", 1), told]
+    peer = (PEER_EXHAUSTED, None)
+    assert run_ranks(stop, 3, timeout_s=30) == [peer, ("Rank 1 exhausted all inputs.", 1), peer]
 
 
 def mirror(rank: int, world_size: int) -> list[float]:

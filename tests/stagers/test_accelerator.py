@@ -209,8 +209,8 @@ def overlapped() -> Iterator[OverlappedStager]:
 
 
 def copied_late(stager: OverlappedStager) -> int:
-    assert stager._parting is not None
-    return sum(region.nbytes for region in stager._parting.remote)
+    assert stager._split is not None
+    return sum(region.nbytes for region in stager._split.deferred_remote)
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
@@ -299,7 +299,7 @@ def test_neither_the_call_nor_the_step_after_it_waits_for_the_device(overlapped:
     assert_equal(promise.result(60), expected)
 
 
-def test_a_write_on_the_device_that_nobody_announces_is_told(overlapped: OverlappedStager) -> None:
+def test_an_unannounced_write_on_the_device_is_reported(overlapped: OverlappedStager) -> None:
     run = Run()
     run.train()
     keep_busy()

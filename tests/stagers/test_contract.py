@@ -120,7 +120,7 @@ class TestChange:
 
 
 class TestEnd:
-    def test_use_after_close_says_so(self, stager: AsyncStager) -> None:
+    def test_use_after_close_is_an_error(self, stager: AsyncStager) -> None:
         stager.stage({"w": torch.ones(3)})
         stager.close()
         stager.close()
@@ -179,7 +179,7 @@ class TestBadInput:
             make(**wrong)
 
     @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is there")
-    def test_without_an_accelerator_pinned_cached_works_and_says_so_once(self, caplog) -> None:
+    def test_without_an_accelerator_pinned_cached_works_and_logs_it_once(self, caplog) -> None:
         with caplog.at_level(logging.INFO, logger="stagereg"):
             stager = stagereg.build("stager", "pinned_cached")
             for _ in range(3):

@@ -32,7 +32,7 @@ class OnlyStage(AsyncStager):
 
 
 class GatedWriter(dcp.FileSystemWriter):
-    """A slow disk: writes when it is told to."""
+    """A slow disk: writes when an event is set."""
 
     def __init__(self, path: Path, gate: threading.Event) -> None:
         super().__init__(path)
@@ -80,7 +80,7 @@ class TestNames:
         stager = BlockingAsyncStager(True, True)
         assert (stager.cache_staged_state_dict, stager.type_check) == (True, True)
 
-    def test_a_stager_without_stage_says_what_is_missing(self) -> None:
+    def test_a_stager_without_stage_is_an_error_that_names_it(self) -> None:
         class Nothing(AsyncStager):
             pass
 

@@ -76,7 +76,7 @@ class TestDeclared:
         ],
         ids=["address", "shape", "stride", "dtype", "both", "start"],
     )
-    def test_another_tensor_in_its_place_is_copied_and_the_other_frozen_ones_stay(self, other: Any) -> None:
+    def test_a_replaced_tensor_is_copied_and_the_other_frozen_ones_are_shared(self, other: Any) -> None:
         state, stager = adapted(), build("model.base.*")
         base = state["model"]["base"]
         before = stager.stage(state)["model"]["base"]
@@ -100,7 +100,7 @@ class TestDeclared:
         }
         assert after["model"]["adapter"]["new"].eq(1).all()
 
-    def test_names_that_change_places_are_noticed(self) -> None:
+    def test_names_that_are_swapped_are_noticed(self) -> None:
         x, y = torch.zeros(4), torch.zeros(4)
         stager = build("a")
         stager.stage({"a": x, "b": y})
@@ -133,11 +133,11 @@ class TestDeclared:
         assert torch.equal(stager.stage(state)["model"]["base"]["w"], state["model"]["base"]["w"])
 
     @pytest.mark.parametrize(
-        ("wrong", "says"),
+        ("wrong", "message"),
         [({"frozen": "model.*"}, r"list of patterns.*\['model\.\*'\]"), ({"detect": "hash"}, "detect")],
     )
-    def test_wrong_options_are_refused(self, wrong: dict[str, Any], says: str) -> None:
-        with pytest.raises(StagingError, match=says):
+    def test_wrong_options_are_refused(self, wrong: dict[str, Any], message: str) -> None:
+        with pytest.raises(StagingError, match=message):
             IncrementalStager(**wrong)
 
     def test_a_declaration_holds_until_forget(self) -> None:
@@ -239,7 +239,7 @@ class TestVerify:
         memory = torch.zeros(1000)
         stager = build("w", verify=True)
         stager.stage({"w": memory.view(10, 100)})
-        memory.copy_(torch.ones(1000))  # freed, and allocated by somebody else, as far as the stager can see
+        memory.copy_(torch.ones(1000))  # freed, and allocated elsewhere, as far as the stager can see
         with pytest.raises(StagingError, match="w"):
             stager.stage({"w": memory.view(10, 100)})
 
@@ -326,14 +326,14 @@ class TestContent:
         x[0] = -0.0
         assert stager.stage({"x": x})["x"].signbit()[0]
 
-    def test_a_reader_that_scribbles_into_its_copy_harms_no_later_one(self) -> None:
+    def test_a_reader_that_writes_into_its_copy_harms_no_later_one(self) -> None:
         for n in (10, 2**21):
             x = torch.zeros(n)
             stager = build(detect="content")
             stager.stage({"x": x})["x"][n // 2] = 7
             assert stager.stage({"x": x})["x"].eq(0).all()
 
-    def test_memory_nobody_holds_is_used_again_when_the_content_changed(self) -> None:
+    def test_memory_without_a_reader_is_used_again_when_the_content_changed(self) -> None:
         x = torch.zeros(2**21)
         stager = build(detect="content")
         first = at(stager.stage({"x": x})["x"])

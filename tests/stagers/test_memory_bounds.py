@@ -135,7 +135,7 @@ print(nbytes, status("VmRSS") - before)
 
 @functools.cache
 def reports() -> dict[str, list[list[int]]]:
-    """What the programs of all kinds told, a list a line; run once for the tests that look at the outcome."""
+    """What the programs of all stagers printed, a list for each line; run once for the tests of the outcome."""
     cases = [(kind, options, PEAK + GROWTH) for kind, options in STAGERS.items()]
     cases.append(("incremental_content", STAGERS["incremental_content"], RAGGED))
     command = [sys.executable, "-W", "ignore", "-c", COMMON]
@@ -144,8 +144,10 @@ def reports() -> dict[str, list[list[int]]]:
         command, input=json.dumps(cases), capture_output=True, text=True, timeout=250, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = [[[int(word) for word in line.split()] for line in part.splitlines()] for part in done.stdout.split("--\n")]
-    return dict(zip([*STAGERS, "bit by bit"], told[1:], strict=True))
+    printed = [
+        [[int(number) for number in line.split()] for line in part.splitlines()] for part in done.stdout.split("--\n")
+    ]
+    return dict(zip([*STAGERS, "bit by bit"], printed[1:], strict=True))
 
 
 @pytest.mark.parametrize("kind", STAGERS)

@@ -1,4 +1,4 @@
-"""``overlapped``: what it copies is the state at the call, whoever writes next; or else it says so.
+"""``overlapped``: what it copies is the state at the call, whatever writes next; otherwise it raises.
 
 In most tests the background thread is held back, so that nothing is copied in time and the writer must see to it.
 """
@@ -124,7 +124,7 @@ def test_the_call_copies_nothing_that_only_a_known_optimizer_writes(gate: Gate, 
     train_step(net, optimizer)
     future = stager.stage(state_of(net, optimizer))
     assert not future.done()
-    with torch.no_grad():  # nobody has copied it yet, so this shows, and is found
+    with torch.no_grad():  # it is not copied yet, so this write is in the copy, and is found
         net.inner.weight.add_(1)
     gate.open()
     with pytest.raises(StagingError, match=r"net\.inner\.weight.*written while it was being copied"):

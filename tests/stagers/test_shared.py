@@ -1,4 +1,4 @@
-"""Shared memory: one descriptor, nothing copied, and never written while anybody reads, whoever has died meanwhile."""
+"""Shared memory: one descriptor, nothing copied, and never written while a process reads it, whichever process dies."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ class TestLease:
         reader.do("os.close(here); os.close(away); os.waitpid(child, 0)")
         assert block.idle
 
-    def test_a_message_that_nobody_takes_is_revoked_and_never_shows_other_bytes(self, monkeypatch, reader) -> None:
+    def test_a_message_that_is_not_read_is_revoked_and_never_has_other_bytes(self, monkeypatch, reader) -> None:
         block = shared_block()
         pool = pool_lending(block)
         view = pool.lease().view(pool.take(4096))
@@ -485,7 +485,7 @@ class TestAccelerator:
         stager.close()
 
 
-def test_the_stager_says_that_others_can_read_its_copies(stager: AsyncStager) -> None:
+def test_the_stager_declares_that_other_processes_can_read_its_copies(stager: AsyncStager) -> None:
     assert stager.shares_memory is True
 
 

@@ -1,4 +1,4 @@
-"""What cannot be staged is an error with its path in the dict, never a crash and never a silent omission."""
+"""What cannot be staged is an error with its path in the dict, never a crash and never left out."""
 
 from __future__ import annotations
 

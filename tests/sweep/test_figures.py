@@ -1,4 +1,4 @@
-"""Figures are what the lines of a run say, as far as it is known, and mean what their metric says."""
+"""Figures are computed from the lines of a run, as far as these go, and fit the description of their metric."""
 
 from __future__ import annotations
 

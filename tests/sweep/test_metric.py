@@ -1,4 +1,4 @@
-"""Metrics are found by name, and whoever asks for one that is not there gets the names there are."""
+"""Metrics are found by name, and the error for an unknown name lists all names."""
 
 from __future__ import annotations
 

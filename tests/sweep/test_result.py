@@ -67,7 +67,7 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one_and_nothing_else(
     assert JobResult.read(tmp_path).returned == 1
 
 
-def test_a_result_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+def test_a_result_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         assert result(tmp_path).write().stat().st_mode & 0o777 == 0o640
@@ -76,7 +76,7 @@ def test_a_result_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"format": 1, "status": "comp', "is damaged"),
         ("", "is damaged"),
@@ -88,18 +88,18 @@ def test_a_result_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
         ('{"format": 1, "status": ["failed"]}', "its status is"),
     ],
 )
-def test_what_is_no_result_is_reported_and_its_job_is_unfinished(tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_no_result_is_reported_and_its_job_is_unfinished(tmp_path: Path, text: str, message: str) -> None:
     write_hydra(tmp_path, ["lr=1"], 4)
     (tmp_path / RESULT).write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=f"{RESULT} {said}|{said}"):
+    with pytest.raises(ConfigError, match=f"{RESULT} {message}|{message}"):
         JobResult.read(tmp_path)
     job = JobResult.of_directory(tmp_path)
     assert (job.status, job.overrides, job.job["num"]) == ("unfinished", ("lr=1",), 4)
-    assert said in (job.error or "")
+    assert message in (job.error or "")
     write_run(tmp_path)
     job = JobResult.of_directory(tmp_path)
     assert job.status == "unfinished"
-    assert said in (job.error or "")
+    assert message in (job.error or "")
     assert job.figures["loss"] == 2.5
 
 
@@ -111,7 +111,7 @@ def test_fields_of_a_wrong_type_are_as_if_they_were_not_there(tmp_path: Path) ->
     assert (job.figures, job.overrides, job.seconds, job.job) == ({"steps": 4.0}, (), 0.0, {})
 
 
-def test_a_newer_result_stops_whoever_reads_it(tmp_path: Path) -> None:
+def test_a_newer_result_is_an_error_for_its_reader(tmp_path: Path) -> None:
     result(tmp_path / "0").write()
     newer = result(tmp_path / "1").write()
     newer.write_text(newer.read_text().replace('"format": 1', '"format": 2'))
@@ -160,7 +160,7 @@ class TestWithoutResult:
         job = JobResult.of_directory(tmp_path)
         assert (job.overrides, job.job) == ((), {})
 
-    def test_a_newer_recording_stops_whoever_reads_it(self, tmp_path: Path) -> None:
+    def test_a_newer_recording_is_an_error_for_its_reader(self, tmp_path: Path) -> None:
         write_hydra(tmp_path / "0", ["a=1"], 0)
         write_events(tmp_path / "0" / "metrics.jsonl", [{"event": "start", "t": 1, "format": 2}])
         with pytest.raises(ConfigError, match="newer stagereg"):
@@ -182,7 +182,7 @@ class TestResults:
             result(tmp_path / name, job={}).write()
         assert [str(job.directory.relative_to(tmp_path / "trials")) for job in results(tmp_path)] == ["9", "10", "b/1"]
 
-    def test_what_lies_below_a_job_or_is_hidden_is_no_job(self, tmp_path: Path) -> None:
+    def test_folders_below_a_job_and_hidden_ones_are_no_jobs(self, tmp_path: Path) -> None:
         result(tmp_path / "0").write()
         write_run(tmp_path / "0" / "logs")
         write_run(tmp_path / ".submitit" / "0")

@@ -1,4 +1,4 @@
-"""The timeline of a run: what is drawn lies where the ranks recorded it, and long runs show a stretch of themselves."""
+"""The timeline of a run: bars lie where the ranks recorded them, and of a long run a part is shown."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_steps_fill_the_time_between_stalls(read: Read) -> None:
     lane = sorted([*bars(figure, STEP), *bars(figure, STALL)])
     for (_, end, _), (start, _, _) in itertools.pairwise(lane):
         assert start == pytest.approx(end, abs=1e-6)
-    assert len(bars(figure, STEP)) == 29, "when the first one began, nobody knows"
+    assert len(bars(figure, STEP)) == 29, "the begin of the first step is unknown"
 
 
 def test_checkpoints_have_their_step_and_what_did_not_become_complete_is_reported(read: Read) -> None:

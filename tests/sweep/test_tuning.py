@@ -1,4 +1,4 @@
-"""What a search varies, what it is after, and how it keeps what it has tried."""
+"""The search space of a tuning search, its objective, and the study that keeps its trials."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def by_name(found: Space) -> dict[str, Parameter]:
 # -- the space
 
 
-def test_by_itself_a_search_varies_the_stagers_their_options_and_the_interval():
+def test_by_default_a_search_varies_the_stagers_their_options_and_the_interval():
     found = by_name(space(composed(), [], []))
     assert found["stager"].values.texts()[0] == "pinned_cached"
     assert {"blocking", "overlapped", "shared", "incremental"} < {*found["stager"].values.texts()}
@@ -87,7 +87,7 @@ def test_only_leaves_nothing_but_what_is_given():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("stager.thread=1,2", "takes 'thread' ("),
         ("stager=blokcing,shared", "Did you mean 'blocking'?"),
@@ -101,11 +101,11 @@ def test_only_leaves_nothing_but_what_is_given():
         ("nope=1,2", "+nope"),
     ],
 )
-def test_what_cannot_be_varied_is_reported_with_what_would_be_right(given, said):
+def test_what_cannot_be_varied_is_reported_with_what_would_be_right(given, message):
     with pytest.raises(StageregError) as caught:
         space(composed(), [], [given])
     assert given in str(caught.value)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_hydras_grammar_is_taken_as_hydra_means_it():
@@ -139,7 +139,7 @@ def test_overrides_name_what_differs_from_the_program_and_all_of_another_compone
     same = found.defaults() | {"stager.threads": "1"}
     assert found.overrides(same) == ("stager.threads=1",)
     other = {"stager": "blocking", "stager.threads": "2", "stager.max_in_flight": "2", "checkpoint.every": "50"}
-    # The program may set options for the stager it has: nothing tells what another one has without them.
+    # The program may set options for the stager it has: the defaults of another stager are unknown here.
     assert {*found.overrides(other)} == {f"{key}={value}" for key, value in other.items()}
 
 
@@ -157,7 +157,7 @@ def test_options_that_mean_different_things_are_different_parameters(registry_as
     assert len({p.name for p in found}) == 2
 
 
-# -- the goal
+# -- the objective
 
 
 def test_expected_lost_time_is_least_at_a_shorter_interval_where_failures_are_more_often():

@@ -16,7 +16,7 @@ from stagereg.testing.faults import FaultyStorage
 
 
 @pytest.fixture(autouse=True)
-def nobody_listens() -> Iterator[None]:
+def no_observer_left() -> Iterator[None]:
     yield
     failpoints.watch(None)
 

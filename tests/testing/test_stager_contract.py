@@ -106,8 +106,8 @@ class Halving(BlockingAsyncStager):
         return super().stage(halved(state_dict))
 
 
-class Foretold(BlockingAsyncStager):
-    """Stages at once and returns a future; the next call raises its error again, since nobody may have looked."""
+class RaisesTwice(BlockingAsyncStager):
+    """Stages at once and returns a future; the next call raises its error again, as the future may be unread."""
 
     failed: BaseException | None = None
 
@@ -177,7 +177,7 @@ def test_a_stager_that_casts_shows_what_it_makes_and_keeps_the_rest() -> None:
 
 def test_a_stager_may_raise_an_error_again_whose_future_may_not_have_been_read() -> None:
     names = ("test_an_error_leaves_the_stager_usable", "test_errors_that_nobody_looked_at_surface")
-    assert [held_to(Foretold).outcome(name).seen for name in names] == ["", ""]
+    assert [held_to(RaisesTwice).outcome(name).seen for name in names] == ["", ""]
 
 
 class TestMutants:

@@ -23,7 +23,7 @@ def with_narrow_shards(x: Any, wants: Callable[[str, torch.Tensor], bool]) -> An
 
     Args:
         x: nested dicts and lists.
-        wants: is told the dotted name of a ShardedTensor, and itself.
+        wants: called with the dotted name of a ShardedTensor and the tensor; True casts it.
     """
     return _visit(x, "", wants, {})
 

@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 from stagereg.errors import JoinError
 from stagereg.join.joinable import JoinConfig, JoinHook, serves
 from stagereg.join.kinds.reduction import ReducingJoinable
-from stagereg.join.session import JoinSession
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
 
@@ -67,10 +66,13 @@ class DdpHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take parameters and buffers from the last rank to join, as torch does."""
+        session, ddp = self.joinable.session, self.joinable.module
         self.joinable.end_steps()  # torch's ``Join`` may be entered again, so the watch goes on
-        self.joinable.module._sync_final_model(is_last_joiner)
+        if session is not None and session.all_took_every_step and not any(True for _ in ddp.buffers()):
+            return  # it is the same on all ranks
+        ddp._sync_final_model(is_last_joiner)
         if not is_last_joiner:
-            for param in self.joinable.module.parameters():
+            for param in ddp.parameters():
                 self._forget(param)
 
     @torch.no_grad()
@@ -156,16 +158,22 @@ class DdpJoinable(ReducingJoinable):
         super().__init__(hook, module.join_process_group, module.join_device, stands_for=module)
         self.module = module
         self._replaced: dict[str, Any] = {}
+        self._has_divisor = False  # whether some step got one from the join
         self._forward_settings: tuple[Any, bool] | None = None
 
-    def attach(self, session: JoinSession) -> None:
-        """Begin to watch the module. Raises: ``JoinError`` if it has sparse gradients, which DDP cannot shadow."""
-        self._refuse_sparse_gradients()
-        super().attach(session)
-
     def watch(self) -> None:
-        """Have the module's forward announce through the join."""
+        """Have the module's forward announce through the join.
+
+        Raises:
+            JoinError: the module has sparse gradients, which DDP cannot shadow.
+        """
         ddp = self.module
+        layers = (each for each in ddp.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+        if any(layer.sparse for layer in layers):
+            raise JoinError(
+                "a DDP module with sparse gradients cannot be joined, as joined ranks have no zeros to send for them. "
+                "Build its Embedding layers with sparse=False, or the join with enable=False if all inputs are even."
+            )
         # The smallest gradient is the cheapest to look at, unless parameters may be left out of a step.
         params = sorted((param for param in ddp.parameters() if param.requires_grad), key=torch.numel)
         self.watched = params if ddp.find_unused_parameters or ddp.static_graph else params[:1]
@@ -181,8 +189,9 @@ class DdpJoinable(ReducingJoinable):
         vars(ddp).update(members)
 
     def end_steps(self) -> None:
-        """No step follows: forget the divisor of the last step."""
-        self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
+        """No step follows: forget the divisor of the last step, if it had one."""
+        if self._has_divisor:
+            self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
 
     def detach(self) -> None:
         """Stop watching, and leave the module as it was."""
@@ -210,9 +219,8 @@ class DdpJoinable(ReducingJoinable):
         tracker, membership, config = self.tracker, self.membership, self._join_config
         assert tracker is not None
         self.reduces = torch.is_grad_enabled() and self.will_reduce
+        self._has_divisor |= membership is None
         if self.session is None:
-            if not tracker.begun:
-                self._refuse_sparse_gradients()
             return
         leader = next((each for each in self.session.joinables if isinstance(each, DdpJoinable)), self)
         if leader is not self and leader.tracker is not None and leader.tracker.begun <= tracker.begun:
@@ -224,7 +232,7 @@ class DdpJoinable(ReducingJoinable):
             self.session.announced += config.is_first_joinable
             return
         if config.is_first_joinable:
-            membership.begin(self.reduces)
+            self.session.begin(self.reduces)
         else:
             membership.check()
         if config.throw_on_early_termination and not self.module._has_rebuilt_buckets:
@@ -258,6 +266,7 @@ class DdpJoinable(ReducingJoinable):
         if not self.divides_by_world:
             ranks = membership.read()
             if ranks.known and ranks.syncing:
+                self._has_divisor = True
                 self.module.reducer._set_forward_pass_work_handle(_done_work(float(ranks.syncing)), False)
 
     def _announce_reduction(self, is_joined_rank: bool) -> None:
@@ -280,14 +289,6 @@ class DdpJoinable(ReducingJoinable):
         if self.session is not None and self.session.all_took_every_step:  # all are candidates, and the last one wins
             return self.module.process_group.size() - 1
         return int(DistributedDataParallel._find_common_rank(self.module, rank, is_candidate))
-
-    def _refuse_sparse_gradients(self) -> None:
-        layers = (each for each in self.module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
-        if any(layer.sparse for layer in layers):
-            raise JoinError(
-                "a DDP module with sparse gradients cannot be joined, as joined ranks have no zeros to send for them. "
-                "Build its Embedding layers with sparse=False, or the join with enable=False if all inputs are even."
-            )
 
 
 def _done_work(value: float) -> Any:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInJoinable, JoinHook, serves
 from stagereg.join.responder import GatherResponder
-from stagereg.join.session import JoinSession
 from stagereg.kernel.channel import control_channel
 from stagereg.registry import register
 
@@ -142,13 +141,10 @@ class MetricsJoinable(BuiltInJoinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook. Collective where it is the first time."""
+        self.detach()
         self._open()
-        return super().join_hook(**kwargs)
-
-    def attach(self, session: JoinSession) -> None:
-        """The join has been entered."""
-        super().attach(session)
         self._in_use = True
+        return super().join_hook(**kwargs)
 
     def detach(self) -> None:
         """Leave a responder behind that was not closed, as the join failed; some rank may still wait for it."""

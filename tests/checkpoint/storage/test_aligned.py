@@ -76,11 +76,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     flags: list[int] = []
     real = os.open
 
-    def watch(path: Any, flag: int, *more: Any, **keywords: Any) -> int:
+    def open_and_note(path: Any, flag: int, *more: Any, **keywords: Any) -> int:
         flags.append(flag)
         return real(path, flag, *more, **keywords)
 
-    monkeypatch.setattr(os, "open", watch)
+    monkeypatch.setattr(os, "open", open_and_note)
     return flags
 
 
@@ -92,7 +92,7 @@ def write_some(path: Path) -> AlignedFile:
     return file
 
 
-def test_the_page_cache_is_passed_by(tmp_path: Path, opened: list[int]) -> None:
+def test_the_page_cache_is_bypassed(tmp_path: Path, opened: list[int]) -> None:
     try:
         os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
     except OSError:
@@ -103,7 +103,7 @@ def test_the_page_cache_is_passed_by(tmp_path: Path, opened: list[int]) -> None:
     assert not file.refused
 
 
-def test_a_refusal_at_the_opening_means_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_direct_io_is_refused_the_page_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
     def refuse(path: Any, flags: int, *more: Any) -> int:
@@ -118,7 +118,7 @@ def test_a_refusal_at_the_opening_means_the_page_cache(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_refusal_at_the_first_write_means_the_page_cache(
+def test_where_the_first_direct_write_fails_the_page_cache_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     real = os.pwrite

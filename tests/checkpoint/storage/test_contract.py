@@ -1,4 +1,4 @@
-"""What every storage promises, to a checkpointer and to torch alone."""
+"""What every storage promises, to a checkpointer and to plain torch."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def same(one: Any, other: Any) -> bool:
 
 @each
 @pytest.mark.parametrize("stager", STAGERS)
-def test_a_checkpointer_gets_back_what_it_saved_whatever_storage_it_has_then(
+def test_a_checkpointer_restores_what_it_saved_whatever_storage_it_has_then(
     tmp_path: Path, storage: str, stager: str
 ) -> None:
     with checkpointer(tmp_path, storage, stager, keep=3) as saving:
@@ -209,7 +209,7 @@ class Breaks(DefaultSavePlanner):
 
 
 @each
-def test_what_was_not_written_whole_has_no_mark(tmp_path: Path, storage: str) -> None:
+def test_a_file_that_was_not_fully_written_has_no_mark(tmp_path: Path, storage: str) -> None:
     writer = stagereg.build("storage", storage, path=tmp_path)
     state = {"n": 1, "w": torch.ones(5), "x": torch.ones(5), "z": 2}
     dcp.save(state, storage_writer=writer, no_dist=True)

@@ -148,7 +148,7 @@ def test_large_tensors_load_with_plain_torch_in_place_and_through_the_buffers(tm
     assert {name: mark_file(tmp_path / name) for name in os.listdir(tmp_path)} == WRITER.marks
     nbytes = {name: x.nbytes for name, x in state.items()}
     if staged:
-        # What has holes, or shares memory with another tensor, has no room around it; all else goes as it lies.
+        # A tensor with holes, or whose memory another one shares, has no padding; all others are written in place.
         in_place = nbytes["matrix"] + nbytes["small"] + nbytes["bytes"]
         assert sum(copied) == sum(nbytes.values()) - in_place
         assert sum(placed) >= in_place

@@ -1,4 +1,4 @@
-"""Files that go to a URL: marked on their way, whole or an error, written again where the store fails for once."""
+"""Files that are written to a URL: marked while written, complete or an error, retried where the store fails once."""
 
 from __future__ import annotations
 

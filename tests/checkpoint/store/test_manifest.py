@@ -1,6 +1,6 @@
-"""A manifest names what was written or says nothing.
+"""A manifest names what was written, or is refused.
 
-Damage is noticed, and no name in it leads out of its directory.
+Damage is noticed, and no name in it points out of its directory.
 """
 
 from __future__ import annotations
