@@ -201,7 +201,7 @@ class DdpJoinable(ReducingJoinable):
             del vars(self.module)[name]
             if before is not None:
                 vars(self.module)[name] = before
-        self._replaced = {}
+        self._replaced, self._has_divisor = {}, False
         super().detach()
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:

@@ -122,9 +122,16 @@ class MetricsJoinable(BuiltInJoinable):
         Raises:
             JoinError: a rank without data called it, or a rank has ended the join already.
         """
-        mine = (reset, self._local())
-        distributed = dist.is_available() and dist.is_initialized()
-        answers = self._open().request(mine) if distributed else [mine]
+        answers = [(reset, self._local())]
+        if dist.is_available() and dist.is_initialized():
+            responder = self._open()
+            if responder.running:
+                raise JoinError(
+                    "this rank has no data any more, so it gives its metrics when the others ask, and cannot ask "
+                    "itself. Call compute() in the loop or after the join, not in a function that the join calls on "
+                    "ranks without data."
+                )
+            answers = responder.request(answers[0])
         self._reset_if_asked(answers)
         shares = [share for _, share in answers]
         names = sorted({name for share in shares for name in share})

@@ -62,7 +62,8 @@ class ReducingJoinable(TrackedJoinable):
 
     def detach(self) -> None:
         """Stop watching."""
-        self.watched, self.reduces, self.reduced, self.is_unfinished = (), None, False, False
+        self.watched, self.reduces = (), None
+        self.divides_by_world, self.reduced, self.is_unfinished = True, False, False
         super().detach()
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
