@@ -44,7 +44,7 @@ def test_errors_and_interruptions_are_exit_codes(
     assert printed.err == ("stagereg: reason\n" if code == 2 else "")
 
 
-def test_without_a_command_it_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_it_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

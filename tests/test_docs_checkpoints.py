@@ -73,7 +73,7 @@ def test_every_option_that_the_page_names_is_the_checkpointers() -> None:
     assert named <= set(inspect.signature(Checkpointer).parameters)
 
 
-def test_what_the_page_links_to_is_there() -> None:
+def test_the_links_of_the_page_have_targets() -> None:
     links = re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", PAGE.read_text())
     for link, anchor in links:
         target = PAGE.parent / link if link else PAGE

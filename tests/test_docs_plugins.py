@@ -188,7 +188,7 @@ def test_every_block_is_a_file_or_a_console() -> None:
         ), first
 
 
-def test_what_the_page_links_to_is_there() -> None:
+def test_the_links_of_the_page_have_targets() -> None:
     for link in re.findall(r"\]\(([^)#:]+)\)", PAGE.read_text()):
         assert (PAGE.parent / link).exists(), link
 

@@ -149,7 +149,7 @@ def test_the_page_names_every_file_of_a_sweep() -> None:
 
 
 @pytest.mark.parametrize("page", [SWEEPS, SLURM], ids=["sweeps", "slurm"])
-def test_what_a_page_links_to_is_there(page: Path) -> None:
+def test_the_links_of_a_page_have_targets(page: Path) -> None:
     for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", page.read_text()):
         target = page.parent / link if link else page
         assert target.exists(), link

@@ -22,7 +22,7 @@ def test_a_users_other_tunables_are_kept() -> None:
     assert "x86_non_temporal_threshold" in both
 
 
-def test_a_users_own_threshold_stands() -> None:
+def test_a_users_own_threshold_is_kept() -> None:
     assert tunables({TUNABLES: "glibc.cpu.x86_non_temporal_threshold=0x6300000"}) == {}
 
 

@@ -114,7 +114,7 @@ def test_the_option_is_there() -> None:
     assert (parser.parse_args(["--json"]).json, parser.parse_args([]).json) == (True, False)
 
 
-def test_what_is_printed_aside_by_python_c_or_a_child_is_not_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_output_of_python_c_or_a_child_is_not_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(KeyError), output.stdout_to_stderr():
         print("python")
         os.write(1, b"c\n")

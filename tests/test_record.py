@@ -75,7 +75,7 @@ def test_start_and_end_record_process_versions_and_how_it_went(tmp_path: Path) -
         (SystemExit(), "completed", None),
     ],
 )
-def test_the_end_is_recorded_whatever_leaves_the_task(
+def test_the_end_is_recorded_however_the_task_ends(
     tmp_path: Path, error: BaseException, status: str, text: str | None
 ) -> None:
     with pytest.raises(type(error)) as caught, record.recording(tmp_path, 0, 1):
@@ -281,7 +281,7 @@ def test_a_killed_process_has_written_all_but_its_last_line_and_its_forks_nothin
     assert all(line["text"] == "x" * 1000 for line in steps)
 
 
-def test_logged_numbers_are_in_the_record_and_what_is_no_number_of_theirs_as_null(tmp_path: Path) -> None:
+def test_logged_numbers_are_recorded_and_nan_and_infinities_as_null(tmp_path: Path) -> None:
     with record.recording(tmp_path, 0, 1):
         stagereg.log(3, loss=torch.tensor(0.5), rate=1, grown=math.inf)
         stagereg.log(4, loss=math.nan)
@@ -313,7 +313,9 @@ class Broken:
         ("one", 0.5, "step='one'"),
     ],
 )
-def test_what_is_no_number_is_refused_by_name_recorded_or_not(step: Any, value: Any, named: str) -> None:
+def test_a_value_that_is_no_number_is_refused_by_name_also_without_a_recorder(
+    step: Any, value: Any, named: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         stagereg.log(step, loss=value)
     assert named in str(caught.value)

@@ -189,7 +189,7 @@ def test_a_factory_is_held_to_the_class_it_promises() -> None:
     stagereg.register("stager", "mine")(fine)
 
 
-def test_what_an_unannotated_factory_builds_is_checked_when_built() -> None:
+def test_the_object_of_an_unannotated_factory_is_checked_when_built() -> None:
     stagereg.register("stager", "mine")(lambda: Hook())
     with pytest.raises(RegistryError, match="Hook cannot be the stager 'mine'"):
         stagereg.build("stager", "mine")
@@ -251,7 +251,7 @@ def test_installed_packages_are_listed_without_being_imported(package: Any) -> N
     assert (entry.target, entry.distribution, entry.version) == ("theirs:Cls", "theirs", "1.2")
 
 
-def test_what_this_version_does_not_know_is_left_out_of_the_listing(package: Any) -> None:
+def test_announcements_that_this_version_cannot_use_are_not_listed(package: Any) -> None:
     package(
         "newer", "", **{"no_such_kind.x": "One", "stager.not/a/name": "Two", "bare": "Three", "stager.fine": "Four"}
     )
@@ -277,7 +277,7 @@ def test_an_installed_component_is_checked_when_loaded(package: Any) -> None:
     assert str(caught.value).startswith("stager 'lacking' cannot be loaded from lacking:Cls of lacking 1.2.\n")
 
 
-def test_what_a_decorator_refuses_is_reported_in_full_with_file_and_line(package: Any) -> None:
+def test_the_error_of_a_decorator_is_reported_in_full_with_file_and_line(package: Any) -> None:
     code = "import stagereg\n@stagereg.register('stager', 'rude')\nclass Cls: ...\n"
     package("rude", code, **{"stager.rude": "Cls"})
     with pytest.raises(RegistryError) as caught:
@@ -443,7 +443,7 @@ def test_a_failed_import_is_reported_with_package_version_module_and_cause(
     assert "or choose another stager: blocking, " in message
 
 
-def test_what_a_failed_import_had_registered_is_forgotten(package: Any) -> None:
+def test_the_registrations_of_a_failed_import_are_undone(package: Any) -> None:
     package("broken", SELF_REGISTERED + "\n1 / 0", **{"join.both": "make"})
     for _ in range(2):
         with pytest.raises(RegistryError, match="division by zero"):
@@ -562,7 +562,7 @@ def test_a_stager_that_only_inherits_the_protocols_stage_is_refused() -> None:
 
 
 @pytest.mark.parametrize("thing", [3, None, object()])
-def test_what_is_no_class_or_function_is_refused(thing: Any) -> None:
+def test_only_classes_and_functions_can_be_registered(thing: Any) -> None:
     with pytest.raises(RegistryError, match="register a class or a function"):
         stagereg.register("stager", "mine")(thing)
     with pytest.raises(RegistryError, match="is not a name"):

@@ -6,9 +6,7 @@ that had data for less than two steps cannot know, and asks one that has seen mo
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections import Counter
 from typing import Literal
 
 import torch
@@ -16,16 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
-from stagereg.join.failure import limit_of, was_aborted
 from stagereg.join.session import JoinSession
-from stagereg.kernel.channel import wait_for_keys
+from stagereg.kernel.channel import resources_of, wait_for_keys
 
 __all__ = ["Policy", "ZeroGradPolicy", "policy_of"]
 
 Policy = Literal["drops", "zeroes", "carries"]
-
-_TURN_S = 0.2
-"""Seconds between two looks at whether the join has failed."""
 
 
 class ZeroGradPolicy:
@@ -44,9 +38,8 @@ class ZeroGradPolicy:
         self.step_begins = True
         self._nonzero: torch.Tensor | None = None  # whether there were gradients as the last step began
         self._in_doubt = True
-        self._group = group
-        self.store = PrefixStore(f"stagereg/carry/{_numbers[group.group_name]}", group.get_group_store())
-        _numbers[group.group_name] += 1
+        self._active = False
+        self.store = PrefixStore(resources_of(group).next_name("carry"), group.get_group_store())
 
     def current(self) -> Policy:
         """What the loop does with its gradients between steps, as far as it is known."""
@@ -63,30 +56,23 @@ class ZeroGradPolicy:
 
     def set_active(self, active: bool) -> None:
         """Publish whether this rank has data, and will publish what its loop does; nothing if that is known here."""
-        if self._in_doubt:
-            self.store.set(f"active/{self._group.rank()}", "yes" if active else "no")
+        if self._in_doubt and active != self._active:
+            self._active = active
+            self.store.add("active", 1 if active else -1)
 
     def ask(self, session: JoinSession | None) -> None:
-        """End the doubt, if there is one and some active rank is watched: that rank publishes within this step."""
+        """Rank without data, in a step: end the doubt. An active rank that is watched publishes within this step.
+
+        It waits by ``session``, or in torch's ``Join``, where there is none, for as long as the store does.
+        """
         if not self._in_doubt or not self.steps:  # in the first step no rank knows yet
             return
-        keys = [f"active/{rank}" for rank in range(self._group.size())]
-        active = (self.store.check([key]) and self.store.get(key) == b"yes" for key in keys)
-        if self.store.check(["policy"]) or any(active):
-            self._wait()
+        self._in_doubt = False
+        if self.store.check(["policy"]) or self.store.add("active", 0):
+            if session is not None:
+                session.detector.wait(lambda seconds: wait_for_keys(self.store, "policy", seconds), "the backward")
             policy = self.store.get("policy").decode()
             self._nonzero = None if policy == "drops" else torch.tensor(policy == "carries")
-        self._in_doubt = False
-
-    def _wait(self) -> None:
-        """Wait as one does in a collective of the group: with its time limit, and until it is aborted."""
-        limit = limit_of(self._group)
-        deadline = time.monotonic() + limit
-        while not wait_for_keys(self.store, "policy", _TURN_S):
-            if was_aborted(self._group):
-                raise dist.DistError("the process group was aborted")
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"Operation timed out! No rank published within {limit:g} s what its loop does.")
 
 
 def policy_of(module: nn.Module, group: dist.ProcessGroup) -> ZeroGradPolicy:
@@ -98,4 +84,3 @@ def policy_of(module: nn.Module, group: dist.ProcessGroup) -> ZeroGradPolicy:
 
 _policies: weakref.WeakKeyDictionary[nn.Module, ZeroGradPolicy] = weakref.WeakKeyDictionary()
 """Global, as the module is all that two joins over it have in common; it must not get attributes of ours."""
-_numbers: Counter[str] = Counter()

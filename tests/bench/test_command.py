@@ -1,4 +1,4 @@
-"""``stagereg bench``: every kind runs and reports what it measured; what cannot be had is refused at once."""
+"""``stagereg bench``: every kind runs and reports what it measured; wrong arguments are refused at once."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_wrong_arguments_are_refused_on_one_screen(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "staging", "--device", "cuda"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""``stagereg bench endurance``: what checkpoints leave behind is seen, and they leave nothing."""
+"""``stagereg bench endurance``: leaks of checkpoints are found, and the project's checkpoints have none."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def marks(**each_save: float) -> list[Mark]:
         ({"disk": 1000}, "disk"),
     ],
 )
-def test_what_each_save_leaves_behind_is_reported(left: dict[str, float], shown: str | None) -> None:
+def test_leaks_of_each_save_are_reported(left: dict[str, float], shown: str | None) -> None:
     found = grown(marks(**left))
     assert [line.partition(":")[0] for line in found] == ([shown] if shown else [])
 

@@ -1,4 +1,4 @@
-"""``every="auto"``: when it saves, that all ranks save at the same steps, and what becomes of a slow or dead writer."""
+"""``every="auto"``: when it saves, that all ranks save at the same steps, and what a slow or dead writer changes."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(all_of_it, nproc=3, args=(str(tmp_path_factory.mktemp("ranks")),))
 
 
-def test_all_ranks_save_at_the_same_steps_whatever_each_of_them_measures(seen: list[dict[str, Any]]) -> None:
+def test_all_ranks_save_at_the_same_steps_although_each_measures_other_times(seen: list[dict[str, Any]]) -> None:
     for runs in zip(*(one["runs"] for one in seen), strict=True):
         assert all(run == runs[0] for run in runs)
     assert len({tuple(run) for run in seen[0]["runs"]}) > 5  # that is, they have something to agree upon

@@ -80,12 +80,12 @@ def test_resume_chooses_what_restore_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", ["latest", "/nowhere/step-00000001"])
-def test_a_named_checkpoint_that_is_not_there_is_an_error(tmp_path: Path, resume: str) -> None:
+def test_a_missing_named_checkpoint_is_an_error(tmp_path: Path, resume: str) -> None:
     with Checkpointer(str(tmp_path), resume=resume) as checkpointer, pytest.raises(CheckpointError, match="complete"):
         checkpointer.restore({"x": 0})
 
 
-def test_restore_skips_what_is_incomplete_or_damaged_with_a_warning(
+def test_restore_skips_incomplete_and_damaged_checkpoints_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Checkpointer(str(tmp_path), keep=9) as checkpointer:
@@ -338,7 +338,7 @@ def test_a_step_that_no_manifest_can_have_is_refused_before_it_is_written(tmp_pa
         assert checkpointer.restore({"x": 0}) == 2**63 - 1
 
 
-def test_a_checkpoint_is_one_of_its_directory_by_whatever_path_it_is_named(
+def test_a_checkpoint_is_found_in_its_directory_by_any_path_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Bad bytes: each damage is found and named before anything is loaded, and the newest good checkpoint is taken."""
+"""Damaged files: each is found and named before anything is loaded, and the newest good checkpoint is loaded."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_an_error_that_names_every_tensor_is_reported_on_one_screen(tmp_path: Pa
         assert len(differing.splitlines()) < 12
 
 
-def test_a_missing_name_is_reported_with_the_names_there_are(tmp_path: Path) -> None:
+def test_a_missing_name_is_reported_with_the_saved_names(tmp_path: Path) -> None:
     with saved(tmp_path / "own", {"loader.rank0": {"at": 3}}) as checkpointer:
         assert "by each rank for itself. Ask for 'loader.rank0'" in refused(checkpointer, {"loader": {}})
         assert "Did you mean 'loader.rank0'?" in refused(checkpointer, {"loader.rank1": {}})

@@ -157,7 +157,7 @@ class TestBackground:
         assert background.drain(30)
         assert looked == [True, False]
 
-    def test_without_a_thread_a_task_is_refused_and_no_one_waits_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_thread_a_task_is_refused_and_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(thread: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
@@ -193,7 +193,9 @@ class TestEnding:
 
 
 class TestWriterProcess:
-    def test_one_that_does_not_answer_in_time_is_killed_and_replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_process_that_does_not_answer_in_time_is_killed_and_replaced(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         start = process_module._START
         monkeypatch.setattr(process_module, "_START", "import time; time.sleep(600)")
         process = WriterProcess()
@@ -426,7 +428,7 @@ def test_the_end_of_a_program_reports_of_a_last_save_that_failed_or_hangs() -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_fault_leaves_what_was_complete_and_is_reported_in_the_exit_status() -> None:
+def test_every_fault_leaves_complete_checkpoints_and_is_reported_in_the_exit_status() -> None:
     results = programs()
     assert len(results) > 15
     for name, result in results.items():
@@ -443,7 +445,7 @@ def test_every_fault_leaves_what_was_complete_and_is_reported_in_the_exit_status
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_table_in_the_documentation_is_what_the_programs_do_now() -> None:
+def test_the_table_in_the_documentation_is_that_of_the_programs() -> None:
     command = [sys.executable, str(FOLDER / "faults.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)

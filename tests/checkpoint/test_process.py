@@ -1,4 +1,4 @@
-"""The process that writes: the same files as without it, whenever it dies, and nothing left behind."""
+"""The writer process: it writes the same files as this process would, whenever it dies, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class TestWriting:
         assert questions[1] - questions[0] < 64
         assert questions[1] < 4096
 
-    def test_what_was_saved_is_loaded(self, tmp_path, process, copy) -> None:
+    def test_a_saved_state_is_loaded(self, tmp_path, process, copy) -> None:
         save(copy, ProcessWriter(FileSystemWriter(tmp_path), process))
         loaded = state(0.0)
         dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
@@ -244,7 +244,7 @@ def _mapping_of(x: torch.Tensor) -> str:
 
 
 class TestFailing:
-    def test_what_the_system_shows_is_raised_here(self, tmp_path, process, copy) -> None:
+    def test_an_error_of_the_operating_system_is_raised_here(self, tmp_path, process, copy) -> None:
         (tmp_path / "__0_0.distcp").mkdir()
         with pytest.raises(CheckpointException) as caught:
             save(copy, ProcessWriter(FileSystemWriter(tmp_path), process))
@@ -258,7 +258,7 @@ class TestFailing:
             save(copy, ProcessWriter(writers.Failing(tmp_path), process))
         assert str(caught.value.failures[0][0]) == "Odd: this and that"
 
-    def test_after_a_failure_the_process_goes_on(self, tmp_path, process, copy) -> None:
+    def test_after_a_failure_the_process_stays_usable(self, tmp_path, process, copy) -> None:
         (tmp_path / "bad/__0_0.distcp").mkdir(parents=True)
         with pytest.raises(CheckpointException):
             save(copy, ProcessWriter(FileSystemWriter(tmp_path / "bad"), process))
@@ -268,7 +268,7 @@ class TestFailing:
 
 
 class TestDying:
-    def test_one_that_was_killed_between_saves_is_replaced(self, tmp_path, process, copy, caplog) -> None:
+    def test_a_writer_killed_between_saves_is_replaced(self, tmp_path, process, copy, caplog) -> None:
         save(copy, ProcessWriter(FileSystemWriter(tmp_path / "1"), process))
         restarts, killed = process.restarts, kill(process)
         save(copy, ProcessWriter(FileSystemWriter(tmp_path / "2"), process))
@@ -276,7 +276,7 @@ class TestDying:
         assert process.restarts == restarts + 1
         assert not exists(killed), "no zombie is left"
 
-    def test_one_that_dies_while_it_writes_is_replaced_and_the_checkpoint_is_complete(
+    def test_a_writer_that_dies_while_it_writes_is_replaced_and_the_checkpoint_is_complete(
         self, tmp_path, process, writers, copy, caplog
     ) -> None:
         (tmp_path / "1.deaths").write_text("1")
@@ -327,7 +327,7 @@ class TestDying:
             "process = module.WriterProcess(); process.start()\n"
             f"{start == BUSY} or process.ask(b'until it is there')\n"
             "signal.signal(signal.SIGUSR2, signal.SIG_IGN); os.killpg(0, signal.SIGUSR2)\n"  # as launchers do
-            # A child of the parent that lives on has the parent's end of the socket too.
+            # A child that outlives the parent has the parent's end of the socket too.
             "print(process.pid, flush=True) if os.fork() else None; sys.stdin.read()"
         )
         parent = subprocess.Popen(
@@ -414,7 +414,7 @@ class TestSideEffects:
 
 
 class TestCheckpointer:
-    def test_copies_that_can_be_read_there_are_written_there(self, tmp_path, process) -> None:
+    def test_copies_that_the_process_can_read_are_written_by_it(self, tmp_path, process) -> None:
         stager = stagereg.build("stager", "shared")
         with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
             pid = checkpointer.writer_pid
@@ -438,7 +438,7 @@ class TestCheckpointer:
             assert checkpointer.writer_pid is None
 
     @pytest.mark.slow
-    def test_two_checkpointers_on_two_ranks_write_at_once_and_no_one_listens(self, tmp_path) -> None:
+    def test_two_checkpointers_on_two_ranks_write_at_once_and_open_no_port(self, tmp_path) -> None:
         results = run_ranks(two_at_once, nproc=2, args=(str(tmp_path),))
         pids = [pid for result in results for pid in result[0]]
         assert len(set(pids)) == 4

@@ -184,7 +184,7 @@ def raise_what_is_odd(rank: int, world_size: int, root: str) -> list[str]:
     return texts
 
 
-def test_whatever_a_storage_raises_on_one_rank_is_reported_on_all_and_the_next_save_works(tmp_path: Path) -> None:
+def test_any_error_of_a_storage_on_one_rank_is_reported_on_all_and_the_next_save_works(tmp_path: Path) -> None:
     for rank, texts in enumerate(run_ranks(raise_what_is_odd, nproc=2, args=(str(tmp_path),))):
         for i, (text, (culprit, where, error)) in enumerate(zip(texts, ODD, strict=True)):
             assert text.startswith(f"Step {2 * i} was not saved: "), (rank, where)

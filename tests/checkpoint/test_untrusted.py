@@ -323,7 +323,7 @@ def test_no_instruction_of_a_pickle_reaches_beyond_the_vocabulary() -> None:
 
 
 def test_no_ranks_are_connected_for_a_mesh_that_a_file_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch takes ``DeviceMesh`` for safe, and begins to wait for ranks as the environment of ``torchrun`` says."""
+    """Torch lists ``DeviceMesh`` as safe, and connects ranks by the environment of ``torchrun`` when it loads one."""
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}.items():
         monkeypatch.setenv(name, str(value))
     mesh = Payload(DeviceMesh, "cpu", (0, 1))
@@ -405,7 +405,7 @@ def test_the_reader_of_every_storage_refuses_a_link_instead_of_a_file(tmp_path: 
         (tmp_path / "aside").rename(file)
 
 
-def test_what_lies_outside_of_its_file_is_refused(forged: Path) -> None:
+def test_an_entry_outside_of_its_file_is_refused(forged: Path) -> None:
     whole = metadata_of(forged)
     size = (forged / "__0_0.distcp").stat().st_size
     for offset, length in ((size, 1), (0, size + 1), (-1, 5), (0, -5), (1 << 70, 1), (0, 1 << 70), (True, 1)):
@@ -429,7 +429,7 @@ def little_memory(most: int = 1 << 24) -> Iterator[None]:
         tracemalloc.stop()
 
 
-def test_no_memory_is_taken_for_a_tensor_that_is_larger_than_what_is_stored(
+def test_no_memory_is_allocated_for_a_tensor_larger_than_its_stored_bytes(
     forged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, real = metadata_of(forged), torch.empty
@@ -458,7 +458,7 @@ def test_no_memory_is_taken_for_a_tensor_that_is_larger_than_what_is_stored(
         refused(forged, "larger than|of them stored|than memory has|part of")
 
 
-def test_no_memory_is_taken_for_lengths_that_a_pickle_only_claims() -> None:
+def test_no_memory_is_allocated_for_lengths_that_a_pickle_only_claims() -> None:
     nested = b"\x80\x04" + b"]" * 50_000 + b"a" * 49_999 + b"."
     keys = b"\x80\x04}" + b")" + b"\x85" * 50_000 + b"Ns."
     laughs = (
@@ -522,7 +522,7 @@ def test_an_archive_that_would_grow_is_refused_before_it_does(forged: Path) -> N
             for record, data in records.items():
                 bomb.writestr(record, data)
         assert len(stream.getvalue()) < 1 << 14
-        with pytest.raises(CheckpointError, match="compressed"):  # as it comes from a reader of somebody else's
+        with pytest.raises(CheckpointError, match="compressed"):  # as it comes from a third party's reader
             pickled.load(name, io.BytesIO(stream.getvalue()))
         put_blob(forged, name, stream.getvalue())
         refused(forged, "compressed")
@@ -536,7 +536,7 @@ def test_an_archive_that_would_grow_is_refused_before_it_does(forged: Path) -> N
         put_metadata(forged, before)
 
 
-def test_a_manifest_is_refused_in_a_short_text_whatever_is_in_it() -> None:
+def test_any_bad_manifest_is_refused_in_a_short_text() -> None:
     long = "x" * (1 << 20)
     name = '{"format": 1, "step": 1, "world_size": 1, "serial": 1, "files": {"%s": {"bytes": 1, "crc32": 1}}}'
     texts = [f'{{"format": "{long}"}}', name % long, name % f"/{long}", f'{{"format": 1, "storage": "{long}"}}']
@@ -614,7 +614,7 @@ def test_plain_data_is_read_as_pickle_reads_it(value: Any, protocol: int) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(plain | st.sets(st.integers()) | st.complex_numbers(allow_nan=False) | st.integers(min_value=1 << 2000))
-def test_what_is_accepted_when_it_is_saved_loads_back(value: Any) -> None:
+def test_every_value_that_save_accepts_loads_back(value: Any) -> None:
     try:
         pickled.expect_loadable("x", value)
     except CheckpointError:
@@ -663,7 +663,7 @@ class Marked(torch.Tensor):
         ({"a": random.Random(1)}, r"x\.a", "random.Random"),
     ],
 )
-def test_what_would_not_load_back_is_refused_at_the_first_save_with_its_path_and_what_to_do(
+def test_a_value_that_would_not_load_back_is_refused_by_save_with_its_path_and_the_remedy(
     tmp_path: Path, value: Any, name: str, kind: str
 ) -> None:
     with Checkpointer(str(tmp_path), stager=build("stager", "blocking")) as saving:
@@ -681,7 +681,7 @@ def test_what_would_not_load_back_is_refused_at_the_first_save_with_its_path_and
 NUMBERS = [numpy.dtype(name).type(3) for name in "?bBhHiIlLefdFD"]
 
 
-def test_numbers_of_numpy_load_back_as_what_they_were() -> None:
+def test_numbers_of_numpy_load_back() -> None:
     value = {"best": NUMBERS, "pair": (numpy.float64(math.pi), 1)}
     pickled.expect_loadable("x", value)
     stream = io.BytesIO()
@@ -725,7 +725,7 @@ def test_nothing_else_of_numpy_is_made(forged: Any) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*quantize")
-def test_what_is_no_dense_tensor_or_no_key_is_refused_when_it_is_saved(
+def test_other_tensors_than_dense_and_other_keys_are_refused_by_save(
     tmp_path: Path, storage: str, make: Callable[[], Any], seen: str
 ) -> None:
     with Checkpointer(str(tmp_path), storage=build("storage", storage), stager=build("stager", "blocking")) as saving:
@@ -748,7 +748,7 @@ def test_keys_of_tuples_and_sets_load_back(tmp_path: Path) -> None:
     assert found == state
 
 
-def test_what_cannot_even_be_pickled_is_refused_with_its_path(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_pickled_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'x\.f' cannot be saved: it is a function"):
         torchfiles.skeletons({"x": {"f": lambda: 1}})
 

@@ -1,4 +1,4 @@
-"""What any number of ranks saved, any other number restores, bit for bit, and trains on as if it had been its own."""
+"""A checkpoint of any number of ranks is restored by any other number, bit for bit, and training continues."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def restore_all(
     return differing, wholes
 
 
-def alone(root: Path | str) -> dict[str, Any]:
+def restore_in_one_process(root: Path | str) -> dict[str, Any]:
     """Restore what any of them saved in this process, which has no process group."""
     model = network(4)
     optimizer = torch.optim.AdamW(grouped(model), lr=0.2)
@@ -217,7 +217,7 @@ def alone(root: Path | str) -> dict[str, Any]:
     return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
 
 
-def test_what_some_ranks_saved_other_ranks_restore_bit_for_bit(tmp_path: Path) -> None:
+def test_any_number_of_ranks_restores_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     cases = [("ddp", 1, kind, 3) for kind in KINDS]
     cases += [(a, 3, b, 2) for a, b in itertools.product(("zero", "fsdp2"), KINDS)]
     cases += [("zero", 2, "zero", 3)]
@@ -225,7 +225,7 @@ def test_what_some_ranks_saved_other_ranks_restore_bit_for_bit(tmp_path: Path) -
     assert [differing for differing, _ in results] == [[]] * 3
     assert len(wholes) == 4
     for (kind, size), saved in wholes.items():
-        assert exact(alone(tmp_path / f"{kind}-{size}")) == exact(saved)
+        assert exact(restore_in_one_process(tmp_path / f"{kind}-{size}")) == exact(saved)
 
 
 @pytest.mark.slow
@@ -320,14 +320,16 @@ def deal_otherwise(rank: int, world_size: int, root: str) -> dict[str, Any]:
     return shown
 
 
-def test_shards_are_distinguished_by_what_is_in_them(tmp_path: Path) -> None:
+def test_shards_are_distinguished_by_their_content(tmp_path: Path) -> None:
     results = run_ranks(deal_otherwise, nproc=4, args=(str(tmp_path),))
     first = results[0]
     assert len(first["replica"]["state"]) > 4
     assert exact(first["restored"]["state"]) == exact(first["replica"]["state"])
     assert exact(first["again"]["state"]) == exact(first["replica"]["state"])
-    assert exact(alone(tmp_path / "replicas")["optimizer"]["state"]) == exact(first["replica"]["state"])
-    assert "by an older version" in message(lambda: alone(tmp_path / "first"))
+    assert exact(restore_in_one_process(tmp_path / "replicas")["optimizer"]["state"]) == exact(
+        first["replica"]["state"]
+    )
+    assert "by an older version" in message(lambda: restore_in_one_process(tmp_path / "first"))
     for rank, shown in enumerate(results):
         assert shown["asked"] == [f"optimizer.rank{rank}"]
         assert "groups of 5, 5 parameters, the optimizer here has 2" in shown["fewer"]

@@ -1,4 +1,4 @@
-"""A check reports which promises are kept and which broken, whatever the plugin does to the process that tries it."""
+"""A check reports which promises are kept and which broken, even if the plugin kills the process that tries it."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_a_joinable_without_a_contract_is_not_tried_and_the_contract_to_write_is
     assert rows(result)["depends"] == ("kept", "")
 
 
-def test_what_the_metadata_of_a_package_gets_wrong_is_reported(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_in_the_metadata_of_a_package_are_reported(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = STAGER.format(name="other") + "Contract = None\n"
     package(
         site,
@@ -377,7 +377,7 @@ class TestResolve:
         (["blocking", "--set", "_target_=os.system"], "key=value"),
     ],
 )
-def test_what_cannot_be_checked_is_one_error_that_shows_what_can(
+def test_a_target_that_cannot_be_checked_is_one_error_with_valid_targets(
     arguments: list[str], result: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", *arguments]) == 2

@@ -116,7 +116,7 @@ threading.Event().wait()
         _wait_for_the_end_of(int(pid.read_text()))
 
 
-def test_the_table_shows_what_to_do_and_counts(
+def test_the_table_has_remedies_and_counts(
     install: Install, capsys: pytest.CaptureFixture[str], without_torch: None
 ) -> None:
     install("breaks", "raise ValueError('no licence')", {"stager.breaks": "X"})
@@ -155,7 +155,7 @@ def test_torch_that_cannot_be_imported_is_broken() -> None:
         (CUDA | {"not_page_locked": "CUDA error: OS call failed"}, "page-locked memory", "broken", "OS call failed"),
     ],
 )
-def test_what_torch_reports_is_judged(facts: dict[str, Any], what: str, verdict: str, message: str) -> None:
+def test_the_facts_that_torch_reports_are_judged(facts: dict[str, Any], what: str, verdict: str, message: str) -> None:
     found = row(system_checks.torch_findings(facts, ""), what)
     assert found.verdict == verdict
     assert message in found.found
@@ -229,7 +229,7 @@ def test_a_directory_that_cannot_be_written_is_reported(
     assert (found.verdict, found.found) == (verdict, "cannot be written: Read-only file system")
 
 
-def test_what_a_built_in_component_fails_with_is_reported(
+def test_the_error_of_a_built_in_component_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = {

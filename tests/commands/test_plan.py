@@ -1,4 +1,4 @@
-"""``stagereg plan``: its interval is the best there is, it names where its times are from, and refuses nonsense."""
+"""``stagereg plan``: its interval is the best one, it names the sources of its times, and it refuses nonsense."""
 
 from __future__ import annotations
 
@@ -123,7 +123,9 @@ def test_the_times_of_a_run_are_scaled_to_the_bytes_of_a_rank(
     assert "5 times as many bytes" in " ".join(seen["assumptions"])
 
 
-def test_what_a_checkpointer_records_can_be_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_can_be_made_from_the_records_of_a_checkpointer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = {"x": torch.ones(10_000)}
     with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), every=5) as checkpointer:
         for step in range(1, 21):
@@ -139,7 +141,7 @@ def test_what_a_checkpointer_records_can_be_planned_with(tmp_path: Path, capsys:
 # -- measured here
 
 
-def test_what_is_not_given_is_measured_here_and_that_is_reported(
+def test_missing_rates_are_measured_here_and_that_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(costs, "_LEAST_BYTES", 2**20)  # as much as takes some time

@@ -99,7 +99,7 @@ def test_json_has_the_same_figures_and_writes_no_file_unasked(here: Path, capsys
     assert sorted(here.rglob("*")) == before
 
 
-def test_a_sweep_is_ranked_by_what_it_was_run_with_by_default(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_is_ranked_by_its_own_metric_by_default(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep(here / "sweep")
     for config in here.glob("sweep/*/.hydra/config.yaml"):
         config.write_text("sweep: {metric: samples_per_s, direction: minimize}\n")
@@ -124,7 +124,7 @@ def test_a_job_that_recorded_nothing_has_its_result(here: Path, capsys: pytest.C
     assert "--tensorboard: there is nothing to write. job holds no run" in refused(capsys, "job", "--tensorboard", "t")
 
 
-def test_what_a_run_failed_of_is_reported_in_a_line_and_once(
+def test_the_error_of_a_run_is_reported_once_in_a_line(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
     write_run(here / "job")
@@ -139,7 +139,7 @@ def test_what_a_run_failed_of_is_reported_in_a_line_and_once(
     assert page.count("Traceback") == 1
 
 
-def test_what_is_missing_or_damaged_in_the_records_is_reported(
+def test_missing_and_damaged_records_are_reported(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
     write_run(here / "run", Sample(ranks=3))

@@ -197,7 +197,7 @@ def test_every_argument_of_a_component_is_an_option_or_passed_by_the_program(kin
         ("shared@nobody", "No stager named 'shared@nobody'."),
     ],
 )
-def test_what_names_no_component_is_refused_with_what_to_write(
+def test_a_name_of_no_component_is_refused_with_the_right_form(
     asked: str, seen: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert seen in refused(capsys, asked)

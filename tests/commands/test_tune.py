@@ -181,13 +181,13 @@ def test_where_nothing_can_be_measured_the_search_ends_early_and_shows_why(tune)
     assert len(calls()) == 5
 
 
-def test_a_run_without_a_checkpoint_shows_what_to_change(tune):
+def test_the_error_for_a_run_without_a_checkpoint_has_the_remedy(tune):
     code, out, _ = tune("checkpoint.every=1000", "--only", "--over", "lr=1,2", "--trials", "1")
     assert code == 1
     assert "it has no stall_ms (it took no checkpoint: are there more steps than checkpoint.every?)" in out
 
 
-def test_the_same_command_goes_on_and_measures_nothing_twice(tune):
+def test_the_same_command_continues_and_measures_nothing_twice(tune):
     tune(*LR, "--trials", "2", "--confirm", "1")
     before = len(calls())
     code, out, _ = tune(*LR, "--trials", "2", "--confirm", "1")
@@ -216,7 +216,7 @@ def test_a_search_with_other_settings_is_not_added_to_a_study(tune):
         assert "name another --output" in err
 
 
-def test_ctrl_c_ends_the_run_under_way_and_the_next_search_goes_on(tune):
+def test_ctrl_c_ends_the_current_run_and_the_next_search_continues(tune):
     os.mkfifo("fifo")
     started: list[int] = []
 
@@ -345,7 +345,7 @@ def test_without_optuna_one_line_shows_what_to_install(tune, monkeypatch):
     assert "pip install 'hydra-stagereg[tune]'" in err
 
 
-def test_a_killed_search_leaves_a_study_that_goes_on(tune, monkeypatch):
+def test_a_killed_search_leaves_a_study_that_can_be_continued(tune, monkeypatch):
     # The study has no result of the last trial, as when the process was killed in the middle of it.
     class Killed(BaseException):
         pass

@@ -1,4 +1,4 @@
-"""``stagereg verify``: whatever is wrong with a file is found and named, and the exit code shows it."""
+"""``stagereg verify``: any damage of a file is found and named, and the exit code shows it."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ Change = Callable[[Path, Path], Any]
         (lambda older, newer: os.mkfifo(newer / "c") if (newer / "c").unlink() is None else None, "c: no regular file"),
     ],
 )
-def test_what_has_happened_to_a_file_is_reported(
+def test_the_damage_of_a_file_is_described(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, message: str
 ) -> None:
     save(tmp_path, 100, 200)
@@ -192,7 +192,7 @@ def test_a_url_is_looked_at_as_a_directory_is(capsys: pytest.CaptureFixture[str]
     assert verify(capsys, "memory://nowhere/run/latest")[0] == 2
 
 
-def test_where_there_is_no_checkpoint_it_is_reported_and_where_some_are(
+def test_a_directory_without_checkpoints_is_an_error_that_names_some_nearby(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path / "run" / "checkpoints", 100)
@@ -215,7 +215,7 @@ def test_it_reads_without_importing_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_a_run_deletes_while_it_is_read_is_not_called_damaged(
+def test_a_checkpoint_that_a_run_deletes_while_it_is_read_is_not_reported_as_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100, 200)
@@ -239,7 +239,7 @@ def test_what_a_run_deletes_while_it_is_read_is_not_called_damaged(
     assert "a run replaced all of them by newer ones. Look again, or with --fast." in seen
 
 
-def test_the_latest_that_a_run_replaces_while_it_is_read_is_not_called_damaged(
+def test_a_latest_that_a_run_replaces_while_it_is_read_is_not_reported_as_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100)

@@ -327,7 +327,7 @@ def test_a_str_subclass_is_read_by_its_characters_alone() -> None:
     assert stagereg.instantiate({"_target_": true}) == known()
 
 
-def test_a_function_under_a_registered_ones_name_is_not_the_one_that_is_called() -> None:
+def test_a_function_that_takes_a_registered_ones_name_is_not_called() -> None:
     def fake(**kwargs: Any) -> str:
         return "fake"
 
@@ -374,7 +374,7 @@ def test_an_argument_is_resolved_once_too(there: dict[str, Any]) -> None:
     assert given == [KNOWN]
 
 
-def test_what_a_resolver_gives_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_value_of_a_resolver_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     resolver("function", os.system)
     resolver("node", BAD)
     resolver("config", OmegaConf.create({"deep": [BAD]}))
@@ -420,7 +420,7 @@ def test_resolved_text_stays_text_when_the_config_is_built_again(monkeypatch: py
     assert outer["inner"].deep[0] == plain
 
 
-def test_what_a_component_returns_is_not_built_again() -> None:
+def test_the_return_value_of_a_component_is_not_built_again() -> None:
     assert stagereg.instantiate({"_target_": f"{HERE}.takes_any", "_args_": [{"_target_": KNOWN, "x": 1}]})[0]["x"] == 1
     built = stagereg.instantiate({"_target_": f"{HERE}.node_maker"}, allow=(node_maker,))
     assert built == BAD
@@ -440,7 +440,7 @@ def test_nesting_without_end_is_an_error_of_the_config() -> None:
         stagereg.instantiate({"a": "${b}", "b": "${a}"})
 
 
-def test_what_is_allowed_in_code_is_built_and_nothing_beside_it() -> None:
+def test_only_the_target_allowed_in_code_is_built() -> None:
     tree = {"a": [{"_target_": TRAP, "charge": "8"}], "b": {"_target_": KNOWN, "inner": {"_target_": TRAP}}}
     built = stagereg.instantiate(tree, allow=(TRAP,))
     assert built["a"] == [("8", "")]
@@ -492,7 +492,7 @@ def test_a_callable_written_in_c_can_be_allowed() -> None:
         ({"_target_": "lock_trap.Bomb", "_args_": [1, 2, 3]}, r"takes 2 positional arguments, and _args_ has 3"),
     ],
 )
-def test_what_an_allowed_target_does_not_take_is_refused(node: dict[str, Any], message: str) -> None:
+def test_an_argument_that_an_allowed_target_lacks_is_refused(node: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         stagereg.instantiate({"_target_": TRAP, **node}, allow=(TRAP, "lock_trap.Bomb"))
     assert not sys.modules["lock_trap"].fired
@@ -582,7 +582,7 @@ def test_targets_are_the_paths_of_all_components_or_of_one_kind() -> None:
         targets("stagr")
 
 
-def test_targets_leave_out_what_no_config_can_name() -> None:
+def test_targets_leave_out_components_that_no_config_can_name() -> None:
     def local() -> None: ...
 
     registry.register("join", "local")(local)

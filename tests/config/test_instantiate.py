@@ -1,4 +1,4 @@
-"""What is built from a config: registered components only, with checked arguments, exactly as checked."""
+"""``stagereg.instantiate`` builds registered components only, with the arguments that it has checked."""
 
 from __future__ import annotations
 
@@ -383,12 +383,12 @@ def test_a_factory_given_by_the_program_arrives_as_it_is() -> None:
     ],
     ids=without_addresses,
 )
-def test_what_is_no_factorys_config_is_refused_before_anything_is_built(config: Any, message: str) -> None:
+def test_a_config_that_is_no_factory_is_refused_before_anything_is_built(config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         stagereg.instantiate(gathered(model=config))
 
 
-def test_what_a_factory_builds_is_checked_when_it_is_called() -> None:
+def test_the_object_of_a_factory_is_checked_when_it_is_built() -> None:
     make = stagereg.instantiate(gathered(model={"_target_": f"{HERE}.wrong_part"})).kwargs["parts"]["model"]
     with pytest.raises(RegistryError, match="object cannot be the joinable 'wrong'"):
         make()
@@ -496,7 +496,7 @@ def test_plain_yaml_gets_its_types_back() -> None:
         ({"pin": "${nowhere}"}, r"cannot be resolved: Interpolation key 'nowhere' not found"),
     ],
 )
-def test_a_bad_value_is_refused_in_one_screen_with_what_would_be_right(values: dict[str, Any], message: str) -> None:
+def test_a_bad_value_is_refused_in_one_screen_with_the_right_form(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         stagereg.instantiate(made(**values))
     assert len(str(caught.value).splitlines()) <= 6
@@ -524,7 +524,7 @@ def test_a_missing_value_is_no_text_anywhere(config: Any, message: str) -> None:
         stagereg.instantiate(config)
 
 
-def test_what_only_the_program_can_give_is_asked_of_the_program(root: DictConfig) -> None:
+def test_the_error_for_a_missing_runtime_argument_asks_the_program_for_it(root: DictConfig) -> None:
     with pytest.raises(ConfigError, match=r"join/joined needs joinables from the program: .*\(cfg\.join, joinables="):
         stagereg.instantiate(root.join)
 
@@ -547,7 +547,7 @@ def test_an_error_of_a_component_comes_out_as_it_is() -> None:
             stagereg.instantiate(config)
 
 
-def test_what_a_factory_builds_is_checked_at_every_depth() -> None:
+def test_the_object_of_a_factory_is_checked_at_every_depth() -> None:
     inner = {"_target_": f"{HERE}.wrong"}
     for config in (inner, {"_target_": f"{HERE}.saver", "stager": inner}):
         with pytest.raises(RegistryError, match="object cannot be the stager 'wrong'"):
@@ -555,7 +555,7 @@ def test_what_a_factory_builds_is_checked_at_every_depth() -> None:
 
 
 @pytest.mark.parametrize("config", ["stager", 3, object()])
-def test_what_is_no_config_is_refused(config: Any) -> None:
+def test_only_configs_are_taken(config: Any) -> None:
     with pytest.raises(ConfigError, match="not a config: pass a node such as"):
         stagereg.instantiate(config)
 

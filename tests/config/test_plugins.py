@@ -41,7 +41,7 @@ class Mine:
     def close(self): ...
 """
 
-# The first has no import of stagereg at all, as an app of somebody who installed it.
+# The first has no import of stagereg at all, like an app of a user who installed it.
 APP = """
 import os, sys, hydra
 @hydra.main(config_path="conf", config_name="app", version_base="1.3")
@@ -294,7 +294,7 @@ def test_an_interpolation_is_resolved_within_its_config(composed: Composed) -> N
         ("[leaves]", "SystemExit: 3 ("),
     ],
 )
-def test_what_is_no_module_is_one_error_of_the_composition(
+def test_a_name_that_is_no_module_is_one_error_of_the_composition(
     composed: Composed, tmp_path: Path, value: str, message: str
 ) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")

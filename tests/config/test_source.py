@@ -22,7 +22,7 @@ class Other(Stager):
     def __init__(self, path: str = 'here'): self.path = path
 """
 
-# No torch and no import of stagereg: an app of somebody who installed both packages.
+# No torch and no import of stagereg: an app of a user who installed both packages.
 APP = """
 import sys, hydra
 @hydra.main(config_path="conf", config_name="app", version_base="1.3")
@@ -200,7 +200,7 @@ def test_an_option_of_another_source_is_not_hidden_by_a_near_name(app: App) -> N
     assert out.startswith("BUILT {'slots': 7")
 
 
-def test_an_optional_group_may_name_what_is_not_there(app: App) -> None:
+def test_an_optional_group_may_name_a_missing_option(app: App) -> None:
     app.write("conf/app.yaml", CONFIG.replace("_self_", "{optional stager@more: theirz}, _self_"))
     assert app.prints().startswith("BUILT")
 

@@ -1,4 +1,4 @@
-"""Unknown names are answered with the nearest one there is."""
+"""The error for an unknown name has the nearest known one."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ SHOWN = {
 }
 
 
-def test_a_config_shows_text_for_what_it_cannot_hold() -> None:
+def test_a_config_has_texts_for_values_that_it_cannot_hold() -> None:
     shown = OmegaConf.to_container(config())
     assert {name: shown[name] for name in SHOWN} == SHOWN
 
@@ -254,7 +254,7 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("key", OVERRIDES)
-def test_what_is_none_or_empty_by_default_can_be_set_by_an_override(key: str) -> None:
+def test_an_option_that_is_none_or_empty_can_be_set_by_an_override(key: str) -> None:
     value, expected = OVERRIDES[key]
     composed = OmegaConf.create({"join": config()}, flags={"struct": True})
     OmegaConf.update(composed, f"join.{key}", value, merge=True, force_add=True)  # as Hydra does for a + before it
@@ -334,7 +334,7 @@ def test_objects_given_by_the_program_arrive(name: str) -> None:
         ({"either": {}}, r"^either\.host needs a value: add either\.host=\.\.\."),
     ],
 )
-def test_a_wrong_text_is_refused_with_its_key_and_what_would_be_right(given: dict[str, Any], message: str) -> None:
+def test_a_wrong_text_is_refused_with_its_key_and_the_right_form(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         stagereg.instantiate(config(**given))
 

@@ -171,7 +171,7 @@ def test_a_sweep_over_the_stager_of_the_export_halves_its_weights(user: User) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_run_goes_on_from_its_checkpoint_to_the_same_average(user: User) -> None:
+def test_a_run_resumes_from_its_checkpoint_to_the_same_average(user: User) -> None:
     ends = []
     for steps, folder in ((["6"], "whole"), (["3", "6"], "parts")):
         for number in steps:

@@ -1,4 +1,4 @@
-"""The example, as a user runs it: from its folder and elsewhere, even and uneven, resumed, read by torch alone."""
+"""The example, as a user runs it: from its folder and elsewhere, even and uneven, resumed, read by plain torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*overrides: str, cwd: Path, script: Path = SCRIPT) -> subprocess.Complet
 
 
 def saved(checkpoint: Path, tmp_path: Path) -> dict:
-    """What torch by itself makes of a checkpoint."""
+    """Load a checkpoint with plain torch."""
     file = tmp_path / f"{checkpoint.parent.name}-{checkpoint.name}.pt"
     dcp_to_torch_save(checkpoint, file)
     return torch.load(file, weights_only=False)

@@ -1,4 +1,4 @@
-"""One training case, run twice: on ranks inside a join, and in a single process that knows what a join is to compute.
+"""One training case, run twice: on ranks inside a join, and in a single process that computes the expected numbers.
 
 The single process has no DDP, no join and no collectives. At each step it adds up the gradients of the ranks that still
 have a batch, divides by the world size or by the number of those ranks, and steps one optimizer.

@@ -435,7 +435,7 @@ def through(models: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
 
 
 class NoJoin:
-    """Stands for a join where there is none: for the columns' own sake, on even inputs."""
+    """Stands in for a join on even inputs, to check a column without one."""
 
     def __enter__(self) -> NoJoin:
         return self

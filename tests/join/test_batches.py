@@ -1,4 +1,4 @@
-"""A batch without samples is like the batch in all else, shares nothing with it, and gets to ranks that had none."""
+"""An empty batch equals the batch except for its samples, shares no memory with it, and reaches ranks without one."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_an_empty_batch_comes_through_a_store_as_it_is(batch: Any) -> None:
     ],
     ids=lambda sample: type(sample).__name__,
 )
-def test_what_torch_collates_is_emptied_like_a_batch_of_another_size(sample: Any) -> None:
+def test_a_batch_collated_by_torch_is_emptied_like_one_of_another_size(sample: Any) -> None:
     def shape(thing: Any) -> Any:
         if isinstance(thing, torch.Tensor):
             return (thing.dtype, tuple(thing.shape[1:]))
@@ -273,12 +273,12 @@ def test_a_mapping_keeps_its_type_and_loses_what_is_derived_from_its_samples() -
     assert "not there" not in lists
 
 
-def test_what_slices_itself_is_asked_to() -> None:
+def test_a_class_with_its_own_slicing_is_sliced_by_it() -> None:
     empty = emptied([Table(torch.ones(3, 2)), torch.ones(3)])
     assert empty[0].rows.shape == (0, 2)
 
 
-def test_samples_in_a_list_are_dropped_whatever_they_are() -> None:
+def test_samples_of_any_type_in_a_list_are_dropped() -> None:
     empty = emptied({"x": torch.ones(2), "things": [Opaque(2), Opaque(3)], "texts": [["a"], ["b", "c"]]})
     assert empty["things"] == []
     assert empty["texts"] == []
@@ -362,7 +362,7 @@ def test_an_example_that_cannot_be_pickled_or_is_too_large_is_an_error() -> None
 
 
 @pytest.mark.gpu
-def test_tensors_of_an_accelerator_arrive_on_the_device_of_the_one_who_asks() -> None:
+def test_tensors_of_an_accelerator_arrive_on_the_device_of_the_receiver() -> None:
     store = HashStore()
     publish(store, "example", {"there": torch.ones(3, 2, device="cuda"), "here": torch.ones(3)})
     for device, expected in ((None, "cpu"), (torch.device("cuda"), "cuda")):

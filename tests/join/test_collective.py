@@ -83,7 +83,7 @@ def test_reduce_reaches_its_root() -> None:
     assert [each.item() for each in outcomes(op="reduce", rank=1)[1]] == [9, 7, 3]
 
 
-def test_broadcast_goes_on_with_what_a_joined_root_sent_last() -> None:
+def test_broadcast_repeats_the_last_value_of_a_joined_root() -> None:
     assert [each.item() for each in outcomes(op="broadcast", rank=0, dtype="int64")[1]] == [2, 2, 2]
 
 
@@ -166,7 +166,7 @@ def undeclared(rank: int, world_size: int) -> list[str]:
     return answers
 
 
-def test_what_was_not_declared_is_refused_before_anything_is_sent() -> None:
+def test_an_undeclared_collective_is_refused_before_anything_is_sent() -> None:
     (shape, dtype, number, total), other = run_ranks(undeclared, 2, timeout_s=30)
     assert "declared for torch.float32 of shape (2,) but got torch.float32 of shape (3,)" in shape
     assert "got torch.float64 of shape (2,)" in dtype

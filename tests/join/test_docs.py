@@ -105,7 +105,7 @@ def test_the_drawing_is_the_one_that_the_page_shows() -> None:
     assert ElementTree.parse(DOCS / drawing).getroot().tag.endswith("svg")
 
 
-def test_what_the_page_links_to_is_there() -> None:
+def test_the_links_of_the_page_have_targets() -> None:
     for page, anchor in re.findall(r"\]\(([\w-]+\.md)#?([\w-]*)\)", (DOCS / "join.md").read_text()):
         headings = re.findall(r"^#+ (.*)$", (DOCS / page).read_text(), re.M)
         there = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

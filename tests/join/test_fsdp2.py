@@ -352,6 +352,6 @@ def test_replicated_shards_are_joined_too() -> None:
         assert difference(bias, torch.full((4,), 0.5 - 0.1 * (1 + 0.5 + 0.25), dtype=torch.float64)) < EXACT
 
 
-def test_what_is_no_fsdp2_module_is_refused() -> None:
+def test_a_module_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(JoinError, match="fully_shard"):
         stagereg.build("joinable", "fsdp2", module=nn.Linear(1, 1))

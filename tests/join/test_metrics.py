@@ -1,4 +1,4 @@
-"""Metrics in and after a join are sums over all ranks, whoever has left the loop."""
+"""Metrics in and after a join are sums over all ranks, also those that have left the loop."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_process_alone_has_its_own_metrics() -> None:
 
 
 @pytest.mark.parametrize("given", [1.0, (1.0,), (torch.zeros(2), 2), ("a", 1), (1.0, 2, 3)])
-def test_what_is_no_sum_and_count_is_refused(given: Any) -> None:
+def test_a_value_that_is_no_sum_and_count_is_refused(given: Any) -> None:
     metrics = stagereg.build("joinable", "metrics")
     with pytest.raises(JoinError, match="takes a sum and a count"):
         metrics.add(loss=given)

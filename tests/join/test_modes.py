@@ -99,7 +99,7 @@ def all_plans(rank: int, world_size: int) -> dict[Any, Any]:
     }
 
 
-def test_what_ranks_do_counts_and_not_what_they_announced() -> None:
+def test_the_steps_that_ranks_take_count_and_not_their_announced_lengths() -> None:
     for outcome in run_ranks(all_plans, 3, timeout_s=100):
         assert len(outcome) == 2 * 2 * len(PLANS)
         for (mode, name, divide), found in outcome.items():

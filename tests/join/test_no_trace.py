@@ -1,4 +1,4 @@
-"""A join leaves everything as it was, on every way out, and one that was never entered has touched nothing."""
+"""A join leaves everything as it was, however it is left, and one that was never entered has changed nothing."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def other_error(rank: int, world_size: int) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_an_error_of_the_loops_own_stays_what_it_is() -> None:
+def test_an_error_of_the_loop_is_not_changed() -> None:
     assert run_ranks(other_error, 2, timeout_s=30) == ["RuntimeError: of the loop's own"] * 2
 
 

@@ -26,7 +26,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Borrowed(NamedTuple):
-    """A block for one copy; in use while this or a tensor over it lives."""
+    """A block for one copy; in use while this or a tensor over it exists."""
 
     view: memoryview
     address: int
@@ -127,7 +127,7 @@ class TestLeases:
         assert blocks_alive() == block - 1
         assert pool.held_bytes == 0
 
-    def test_close_frees_what_came_back_unseen_and_what_comes_back_later(self) -> None:
+    def test_close_frees_memory_returned_before_and_after_it(self) -> None:
         before = blocks_alive()
         pool = Pool()
         early, late = tensor_over(borrow(pool, 64)), tensor_over(borrow(pool, 64))
@@ -282,7 +282,7 @@ class TestWaiting:
         later = borrow(pool, 64)
         assert not later.address <= held.data_ptr() < later.address + later.nbytes
 
-    def test_release_of_what_is_no_copy_or_of_one_twice_does_nothing(self) -> None:
+    def test_releasing_anything_else_or_a_copy_twice_does_nothing(self) -> None:
         pool = Pool(max_in_flight=2)
         kept = borrow(pool, 64)
         lease, ref = pool.lease(), pool.take(64)

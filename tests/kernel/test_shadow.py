@@ -85,5 +85,5 @@ def mirror(rank: int, world_size: int) -> list[float]:
     return [collective.issue(torch.tensor(5.0), group).item() for collective in collectives]
 
 
-def test_a_shadow_answers_in_order_with_neutral_values_and_what_it_sent_last() -> None:
+def test_a_shadow_answers_in_order_with_neutral_values_or_its_last_value() -> None:
     assert run_ranks(mirror, 2, timeout_s=30) == [[], [5.0, 5.0, 7.0]]

@@ -27,7 +27,7 @@ from stagereg.machine import tunables
 
 LIMIT_S = 100
 PROMPTLY_S = 20
-"""Seconds of a machine that is busy with other things; elastic by itself would wait for 30."""
+"""Seconds on a busy machine; elastic's own default would be 30."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 SCRIPT = """
@@ -225,7 +225,7 @@ def test_plain_python_starts_ranks_that_share_one_folder_one_log_and_one_clock(a
     assert ended.stderr == ""
 
 
-def test_what_belongs_to_the_parent_alone_does_not_reach_the_ranks():
+def test_options_of_the_parent_do_not_reach_the_ranks():
     theirs = ["hydra/job_logging=none", "hydra.verbose=true", "+hydra.runner=1"]
     own = ["hydra.sweep.dir=x", "hydra/launcher=joblib", "hydra/sweeper/sampler=grid", "+hydra.sweeper.params.a=1"]
     job = {

@@ -220,7 +220,7 @@ def test_an_error_below_the_second_agent_is_printed_once_with_its_rank_and_ends_
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_restarted_run_goes_on_from_its_newest_checkpoint_in_the_same_folder(agents: Agents) -> None:
+def test_a_restarted_run_resumes_from_its_newest_checkpoint_in_the_same_folder(agents: Agents) -> None:
     for code, _, stderr in agents.run("what=fail", options=("--max-restarts=2",)):
         assert code == 0, stderr
     attempts = list(zip(agents.answers_of(0), agents.answers_of(1), strict=True))
@@ -232,7 +232,7 @@ def test_a_restarted_run_goes_on_from_its_newest_checkpoint_in_the_same_folder(a
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_that_is_preempted_goes_on_when_it_is_started_again(agents: Agents) -> None:
+def test_a_preempted_run_resumes_when_it_is_started_again(agents: Agents) -> None:
     kept = f"checkpoint.dir={agents.folder / 'kept'}"
     agents.start("what=go_on", kept, f"answers={agents.answers}")
     agents.await_job()
@@ -279,7 +279,7 @@ def test_a_sweep_below_two_agents_is_refused_with_one_line(agents: Agents) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_example_shadows_and_saves_over_two_agents_and_goes_on(agents: Agents) -> None:
+def test_the_example_shadows_saves_and_resumes_over_two_agents(agents: Agents) -> None:
     small = ["data=uneven", "data.files=6", "train.eval_every=20", "model.width=32", "model.layers=1", "nproc=7"]
     kept = [*small, f"checkpoint.dir={agents.folder / 'kept'}", "checkpoint.every=10"]
     outputs = []

@@ -262,7 +262,7 @@ def test_the_message_has_the_command_that_resumes(
         ("a/${now:b}", "step 7 is saved; the same command with hydra.sweep.dir=/home/a/b goes on from there"),
     ],
 )
-def test_a_sweep_goes_on_where_each_of_its_jobs_finds_its_own_checkpoints(
+def test_a_sweep_resumes_where_each_job_finds_its_own_checkpoints(
     capsys: pytest.CaptureFixture[str], folder: str, message: str
 ) -> None:
     from hydra.core.utils import setup_globals
@@ -302,7 +302,7 @@ def test_a_rank_that_no_longer_handles_signals_gets_none(tmp_path: Path) -> None
     assert not SignalForwarder(channel, range(1)).forward(signal.SIGTERM)
 
 
-def test_what_a_rank_exits_with_reaches_the_launcher(tmp_path: Path) -> None:
+def test_the_exit_code_of_a_rank_reaches_the_launcher(tmp_path: Path) -> None:
     channel = LauncherChannel(os.getpid(), tmp_path, 0.0)
     assert channel.exit_of(range(2)) is None
     for error in (Preempted(7, "/kept", signal.SIGTERM), Stopped(signal.SIGUSR1, "the disk is full")):

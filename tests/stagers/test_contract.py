@@ -95,7 +95,9 @@ class TestChange:
         x.resize_(2)
         assert stager.stage({"x": x})["x"].tolist() == [3.0] * 2
 
-    def test_storage_that_shrank_under_its_tensor_is_an_error_and_the_stager_goes_on(self, stager: AsyncStager) -> None:
+    def test_a_storage_smaller_than_its_tensor_is_an_error_and_the_stager_stays_usable(
+        self, stager: AsyncStager
+    ) -> None:
         x = torch.ones(100_000)
         state = {"model": {"w": x}}
         stager.stage(state)
@@ -154,7 +156,7 @@ class TestEnd:
         assert resident_mib() - before < 50
 
     @pytest.mark.parametrize("plain", [lambda: stagereg.build("stager", "blocking"), BlockingAsyncStager])
-    def test_what_keeps_no_memory_frees_a_copy_when_it_is_dropped(self, plain) -> None:
+    def test_a_stager_without_a_pool_frees_a_copy_when_it_is_dropped(self, plain) -> None:
         stager = plain()
         source = {"w": torch.ones(2**26)}
         before = resident_mib()

@@ -94,7 +94,7 @@ class TestNames:
 
 
 class TestAsyncSaveOnThreads:
-    def test_training_goes_on_and_the_checkpoint_stays(self, stager: AsyncStager, tmp_path: Path) -> None:
+    def test_training_on_does_not_change_the_checkpoint(self, stager: AsyncStager, tmp_path: Path) -> None:
         w, tied = torch.ones(1000), torch.arange(12.0).view(3, 4)
         gate = threading.Event()
         state = {"w": w, "t": tied.t(), "n": torch.tensor(3)}

@@ -1,4 +1,4 @@
-"""Fidelity: the copy is the source in everything but its memory."""
+"""Fidelity: the copy equals the source in everything except its memory."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_b_torchs_cached_stager_casts_and_broadcasts_without_an_error(
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize(("after", "before"), CHANGES.values(), ids=CHANGES)
-def test_b_ours_stages_what_is_there_now(name: str, after: torch.Tensor, before: torch.Tensor) -> None:
+def test_b_ours_stages_the_current_state(name: str, after: torch.Tensor, before: torch.Tensor) -> None:
     stager = build(name)
     settled(stager.stage({"w": before}))
     staged = settled(stager.stage({"w": after}))["w"]
@@ -190,7 +190,7 @@ def test_d_ours_raises_where_training_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_d_what_cannot_be_staged_is_named_with_its_path(name: str) -> None:
+def test_d_a_value_that_cannot_be_staged_is_named_with_its_path(name: str) -> None:
     stager = build(name)
     with pytest.raises(StagingError, match=r"model\.0\.bad"):
         settled(stager.stage({"model": [{"bad": (i for i in ())}]}))
@@ -295,7 +295,7 @@ def test_g_torch_mixes_two_saves_that_both_succeed(tmp_path: Path) -> None:
     one.open.set()
     written(first)
     for state in ({"a": torch.zeros(9000)}, {"b": torch.zeros(5)}):
-        with pytest.raises((Exception, CheckpointException)):  # whatever the reader stumbles over
+        with pytest.raises((Exception, CheckpointException)):  # whichever error the reader meets first
             dcp.load(state, checkpoint_id=tmp_path)
 
 

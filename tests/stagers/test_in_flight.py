@@ -37,7 +37,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "staged copies are still held" in r.getMessage()]
 
 
-def test_the_second_stage_never_overwrites_what_is_held(stager: AsyncStager) -> None:
+def test_the_second_stage_never_overwrites_a_copy_that_is_held(stager: AsyncStager) -> None:
     source = state(0)
     held = []
     for step in range(6):

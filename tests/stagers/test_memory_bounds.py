@@ -1,4 +1,4 @@
-"""Host memory: no more than the copies that are out need, and the same after two hundred saves as after twenty.
+"""Host memory: no more than the copies in flight need, and the same after two hundred saves as after twenty.
 
 Each program runs in a process that has imported torch and done nothing else: one that does just that forks them all.
 """
@@ -167,6 +167,6 @@ def test_two_hundred_saves_take_no_more_than_twenty(kind: str) -> None:
     assert descriptors_after < 20
 
 
-def test_what_settles_bit_by_bit_leaves_no_half_used_memory_behind() -> None:
+def test_tensors_that_settle_one_by_one_leave_no_half_used_memory() -> None:
     ((nbytes, grown),) = reports()["bit by bit"]
     assert grown < 0.2 * nbytes

@@ -20,7 +20,7 @@ def build(**options: Any) -> Any:
     return stagereg.build("stager", "torch_default", **options)
 
 
-def test_its_defaults_run_on_this_machine_and_use_what_is_there() -> None:
+def test_its_defaults_run_with_and_without_an_accelerator() -> None:
     stager = build()
     staged = stager.stage({"w": torch.arange(9.0), "n": [1]})
     staged = staged.result(timeout=60) if isinstance(staged, Future) else staged
@@ -61,7 +61,7 @@ def test_a_failure_of_asynchronous_staging_is_raised_by_synchronize_staging() ->
 
 
 @pytest.mark.skipif(HERE, reason="an accelerator is there")
-def test_what_torch_refuses_on_this_machine_is_an_error_with_torchs_reason() -> None:
+def test_options_that_torch_refuses_on_this_machine_are_an_error_with_torchs_reason() -> None:
     with pytest.raises(StagingError, match=r"use_non_blocking_copy=True.*accelerator is available"):
         build(use_non_blocking_copy=True)
 

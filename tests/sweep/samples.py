@@ -1,6 +1,6 @@
-"""Runs and sweeps as programs leave them, made by hand: every time and size in them is chosen, so figures are known.
+"""Runs and sweeps as programs leave them, written by tests: every time and size is chosen, so the figures are known.
 
-The run of :class:`Sample` as it stands, on each rank: 40 steps of 10 ms, of which the 10th, 20th, 30th and 40th are
+The default run of :class:`Sample`, on each rank: 40 steps of 10 ms, of which the 10th, 20th, 30th and 40th are
 saved. A save holds the loop for 2 ms, staging goes on for 5 ms from its start, writing for 20 ms after that, and
 each step that staging or writing overlaps takes 1 ms longer.
 """

@@ -76,7 +76,7 @@ def test_a_job_without_the_metric_completes_and_that_is_reported(mixed: Any) -> 
     assert ended.stdout.count("returned.score is not known of this job") == 2
 
 
-def test_a_result_has_what_ran_where_and_how_to_run_it_alone(mixed: Any) -> None:
+def test_a_result_has_the_job_its_machine_and_the_command_that_runs_it_alone(mixed: Any) -> None:
     app, _ = mixed
     job = app.results()[4]
     assert job["overrides"] == ["a=fine", "b=2"]
@@ -123,7 +123,7 @@ def test_a_sweep_ends_in_its_table_on_hydra_1_4(app: App) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_sweep_shows_how_to_see_what_is_done(tmp_path: Path) -> None:
+def test_an_interrupted_sweep_shows_the_command_that_reports_finished_jobs(tmp_path: Path) -> None:
     app = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
     command = [sys.executable, "app.py", "-m", "hydra.sweep.dir=out", "nproc=1", "a=fine,hang,raise"]
     with subprocess.Popen(
@@ -340,7 +340,7 @@ def test_a_sweep_that_cannot_be_compared_shows_how_to_try_again(
     assert f"`stagereg report {tmp_path}` tries again" in seen
 
 
-def test_the_command_of_a_job_has_what_is_its_own_and_nothing_of_the_sweep(tmp_path: Path) -> None:
+def test_the_command_of_a_job_has_its_overrides_and_none_of_the_sweep(tmp_path: Path) -> None:
     made = config(tmp_path)
     made.hydra.overrides.task = ["a='x y'", "sweep.repeats=3", "++sweep.repeat=1", "+sweep.mine=2"]
     Compare().on_job_end(made, ended(1.0))

@@ -1,4 +1,4 @@
-"""Sweeps with the launchers and sweepers of the ecosystem: the same table, whoever runs the jobs and chooses them."""
+"""Sweeps with other launchers and sweepers: the table is the same as with Hydra's own."""
 
 from __future__ import annotations
 

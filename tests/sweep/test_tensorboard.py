@@ -1,4 +1,4 @@
-"""What TensorBoard is given of runs and sweeps, read back with TensorBoard's own reader."""
+"""The files of runs and sweeps for TensorBoard, read back with TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_numbers_that_are_none_stay_none(tmp_path: Path) -> None:
     assert second == 0.5
 
 
-def test_writing_once_more_replaces_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+def test_writing_again_replaces_only_its_own_files(tmp_path: Path) -> None:
     run = Run.read(write_run(tmp_path / "run", Sample(ranks=1)))
     logdir = tmp_path / "logdir"
     logdir.mkdir()

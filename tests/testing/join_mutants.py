@@ -16,7 +16,7 @@ from stagereg.testing.join import JoinableContract, JoinHookContract
 
 
 class Sum(stagereg.Joinable):
-    """Adds up one number a step over the ranks, on all of them. A module stands for what a joinable may watch."""
+    """Adds up one number a step over the ranks, on all of them. The module is one that a joinable may observe."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -160,7 +160,7 @@ class OneBlockForAll(Plain):
 
 
 class LooksOnlyAtTensors(Plain):
-    """Uses memory again when the tensor it handed out is gone, whatever has been made of it."""
+    """Uses memory again when the tensor it handed out is gone, although views of it may exist."""
 
     def __init__(self) -> None:
         super().__init__()

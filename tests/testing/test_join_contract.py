@@ -211,7 +211,7 @@ def author(tmp_path: Path) -> Path:
     return file
 
 
-# What announces through torch's way alone cannot be planned or counted, which skips these.
+# A joinable that announces in torch's way only cannot be planned or counted, which skips these.
 SKIPPED = {"test_planned", "test_counted", "test_iterate", "test_planned_sends_nothing_more", "test_planned_throw"}
 
 

@@ -138,7 +138,7 @@ def return_a_generator(rank, world_size):
 
 
 def is_gone(pid: int) -> bool:
-    """Whether the process has ended; one that nobody has collected yet has."""
+    """Whether the process has ended; one that is not reaped yet has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -200,7 +200,7 @@ def test_waiting_for_the_others_returns_whether_they_came():
     assert run_ranks(count_who_comes) == [(None, True), (False, True)]
 
 
-def test_the_means_of_a_rank_report_that_there_is_none():
+def test_the_functions_for_ranks_are_an_error_outside_of_one():
     for means in (new_group, lambda: limited(1.0).__enter__(), lambda: await_all("here")):
         with pytest.raises(StageregError, match=r"on the ranks of stagereg\.testing\.run_ranks only"):
             means()
@@ -257,7 +257,7 @@ def started() -> None:
 
 
 @pytest.mark.usefixtures("started")
-def test_a_hung_rank_is_named_with_its_stack_and_no_one_is_left(tmp_path):
+def test_a_hung_rank_is_named_with_its_stack_and_no_process_is_left(tmp_path):
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 hung: still running after 4 s; ended in time: rank 0") as caught:
         run_ranks(wait_for_ever_on, args=([1], str(tmp_path)), timeout_s=4)
@@ -276,7 +276,7 @@ def test_all_hung_ranks_are_named(tmp_path):
     assert all("wait_for_ever_on" in stack for stack in caught.value.hung.values())
 
 
-def test_what_ranks_print_is_shown_with_the_rank(capsys):
+def test_the_output_of_ranks_is_shown_with_the_rank(capsys):
     run_ranks(chatter)
     printed = capsys.readouterr().out
     for rank in range(2):

@@ -264,10 +264,10 @@ class DdpJoinable(ReducingJoinable):
         if self._join_config.throw_on_early_termination:
             membership.raise_if_exhausted()
         if not self.divides_by_world:
-            ranks = membership.read()
-            if ranks.known and ranks.syncing:
+            syncing = membership.read().syncing
+            if syncing:
                 self._has_divisor = True
-                self.module.reducer._set_forward_pass_work_handle(_done_work(float(ranks.syncing)), False)
+                self.module.reducer._set_forward_pass_work_handle(_done_work(float(syncing)), False)
 
     def _announce_reduction(self, is_joined_rank: bool) -> None:
         """In the place of DDP's own: announce to joined ranks whether this step reduces, on torch's wire."""
@@ -285,7 +285,7 @@ class DdpJoinable(ReducingJoinable):
         """In the place of DDP's own: the rank whose buffers all ranks take in a step, or whose model in the end."""
         membership = self.membership
         if membership is not None and not membership.over:
-            return membership.read().highest
+            return membership.read().ranks[-1]
         if self.session is not None and self.session.all_took_every_step:  # all are candidates, and the last one wins
             return self.module.process_group.size() - 1
         return int(DistributedDataParallel._find_common_rank(self.module, rank, is_candidate))

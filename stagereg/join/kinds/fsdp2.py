@@ -217,9 +217,7 @@ class Fsdp2Joinable(ReducingJoinable):
                 work.wait()
                 self.divide_by(int(work.get_future().value()[0].item()))
         elif not self.divides_by_world:
-            ranks = membership.read()
-            if ranks.known:
-                self.divide_by(ranks.syncing)
+            self.divide_by(membership.read().syncing)
 
     def on_backward(self) -> None:
         """A backward has begun, which is about to add to the gradients. FSDP2 has gathered its first parameters.

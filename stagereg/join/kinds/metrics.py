@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch.distributed as dist
 
 from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInJoinable, JoinHook, serves
-from stagereg.join.responder import GatherResponder
-from stagereg.kernel.channel import control_channel
+from stagereg.join.responder import Responder
+from stagereg.kernel.channel import ControlChannel, control_channel, resources_of
 from stagereg.registry import register
 
 __all__ = ["MetricsHook", "MetricsJoinable"]
@@ -82,7 +81,7 @@ class MetricsJoinable(BuiltInJoinable):
         super().__init__(hook, process_group)  # on the CPU: what is exchanged are a few numbers
         self._totals: dict[str, tuple[Number, Number]] = {}
         self._lock = threading.Lock()
-        self._responder: GatherResponder | None = None
+        self._responder: Responder | None = None
         self._in_use = False  # whether some rank may still wait at the responder, of a join that has not ended
 
     def add(self, **metrics: tuple[Number, Number]) -> None:
@@ -122,7 +121,7 @@ class MetricsJoinable(BuiltInJoinable):
         Raises:
             JoinError: a rank without data called it, or a rank has ended the join already.
         """
-        answers = [(reset, self._local())]
+        channel: ControlChannel | None = None
         if dist.is_available() and dist.is_initialized():
             responder = self._open()
             if responder.running:
@@ -131,9 +130,9 @@ class MetricsJoinable(BuiltInJoinable):
                     "itself. Call compute() in the loop or after the join, not in a function that the join calls on "
                     "ranks without data."
                 )
-            answers = responder.request(answers[0])
-        self._reset_if_asked(answers)
-        shares = [share for _, share in answers]
+            responder.request()
+            channel = responder.channel
+        shares = self._exchange(channel, reset)
         names = sorted({name for share in shares for name in share})
         columns = {name: [share.get(name, (0.0, 0.0)) for share in shares] for name in names}
         return {
@@ -161,31 +160,28 @@ class MetricsJoinable(BuiltInJoinable):
 
     def answer(self) -> None:
         """Begin to answer the other ranks from a thread, as this one has no data any more. Twice is harmless."""
-        self._open().start(lambda: (False, self._local()), self._reset_if_asked)
+        self._open().start()
 
     def end_answers(self) -> None:
         """The join ends on all ranks, and with it the answers."""
         self._in_use = False
         self._open().close()
 
-    def _local(self) -> dict[str, tuple[float, float]]:
+    def _exchange(self, channel: ControlChannel | None, reset: bool) -> list[dict[str, tuple[float, float]]]:
+        """Return the totals of all ranks, and start anew if one of them is to ``reset``."""
         with self._lock:
-            return {name: (float(total), float(count)) for name, (total, count) in self._totals.items()}
-
-    def _reset_if_asked(self, answers: list[tuple[bool, Any]]) -> None:
+            own = {name: (float(total), float(count)) for name, (total, count) in self._totals.items()}
+        answers = [(reset, own)] if channel is None else channel.gather((reset, own))
         if any(reset for reset, _ in answers):
             self.reset()
+        return [totals for _, totals in answers]
 
-    def _open(self) -> GatherResponder:
+    def _open(self) -> Responder:
         if self._responder is None:
             group = self.join_process_group
-            _opened[group.group_name] += 1
-            self._responder = GatherResponder(control_channel(group, f"metrics/{_opened[group.group_name]}"))
+            channel = control_channel(group, resources_of(group).next_name("metrics"))
+            self._responder = Responder(channel, follow=lambda: self._exchange(channel, False))
         return self._responder
-
-
-_opened: Counter[str] = Counter()
-"""Responders by process group. Global, as the ranks of a group open theirs together, each on a channel of its own."""
 
 
 def _pair(name: str, given: Any) -> tuple[Number, Number]:

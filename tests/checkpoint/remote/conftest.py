@@ -1,4 +1,4 @@
-"""A real S3-compatible server for the tests here: started by them, set to fail, killed by its process id."""
+"""A real S3-compatible server for these tests, which start it, make it fail, and kill it by its process id."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_a_lasting_error_is_reported_at_once(status: int, code: str, store: Stor
     assert list(steps(store)) == [1]
 
 
-def test_a_bucket_that_is_not_there_is_an_error_that_names_it(store: Store) -> None:
+def test_a_missing_bucket_is_an_error_that_names_it(store: Store) -> None:
     with pytest.raises(CheckpointError, match="s3://nowhere"):
         Checkpointer("s3://nowhere/gpt")
 
@@ -296,7 +296,7 @@ def test_every_stager_writes_to_a_url(stager: str, storage: str, store: Store) -
     assert holds(into, 1)
 
 
-def test_a_storage_that_needs_a_file_system_is_refused_with_one_that_does_not() -> None:
+def test_a_storage_that_needs_a_file_system_is_refused_and_another_one_named() -> None:
     with pytest.raises((CheckpointError, ConfigError), match="storage=dcp"):
         Checkpointer("memory://refused", storage=build("storage", "direct"))
 
@@ -398,7 +398,7 @@ def test_a_run_that_writes_is_not_disturbed_by_one_that_is_refused(
 
 
 @pytest.mark.slow
-def test_a_server_that_stays_dead_is_an_error_and_what_was_complete_is_there_when_it_is_back(
+def test_a_server_that_stays_dead_is_an_error_and_complete_checkpoints_outlive_it(
     store: Store, small_parts: dict[str, str]
 ) -> None:
     checkpointer = Checkpointer(store.url, timeout=datetime.timedelta(seconds=60))

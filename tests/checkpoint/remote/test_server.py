@@ -10,7 +10,7 @@ import pytest
 from .conftest import BUCKET, Store
 
 
-def test_what_the_server_has_acknowledged_outlives_it(store: Store) -> None:
+def test_acknowledged_objects_outlive_the_server(store: Store) -> None:
     store.write("gpt/a b", b"first")
     first = store.pid
     store.kill()

@@ -1,4 +1,4 @@
-"""What goes around a tensor's bytes is what torch puts there, for every kind of tensor."""
+"""The bytes around a tensor's content are those that torch writes, for every kind of tensor."""
 
 from __future__ import annotations
 

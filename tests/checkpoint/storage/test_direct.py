@@ -1,4 +1,4 @@
-"""``direct`` writes what torch's writer would, whatever the tensors are and wherever they lie."""
+"""``direct`` writes the same as torch's writer, for any tensors in any memory."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ STAGER.reserve_padding(*WRITER.padding)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @settings(deadline=None, max_examples=80)
 @given(state=states(), staged=st.booleans())
-def test_every_blob_is_what_torchs_writer_makes_of_the_same_state(
+def test_every_blob_equals_that_of_torchs_writer(
     tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any], staged: bool
 ) -> None:
     root = tmp_path_factory.mktemp("blobs")

@@ -225,7 +225,7 @@ def test_it_is_renewed_while_it_is_held_and_no_longer(root: str) -> None:
         hold.check()
 
 
-def test_one_that_was_deleted_is_made_again_and_reported(root: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_lease_is_made_again_and_reported(root: str, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(root)
     with held(store, root) as hold:
         store.delete(f"{root}/.lock")
@@ -235,7 +235,7 @@ def test_one_that_was_deleted_is_made_again_and_reported(root: str, caplog: pyte
         assert content(store, root)["owner"]["pid"] == os.getpid()
 
 
-def test_one_that_was_taken_over_fails_the_save_by_name_and_is_left_alone(root: str) -> None:
+def test_a_lease_that_was_taken_over_fails_the_save_and_is_not_changed(root: str) -> None:
     checkpointer = Checkpointer(root)
     store = ObjectStore(root)
     store.put(f"{root}/.lock", note())

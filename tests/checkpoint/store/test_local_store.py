@@ -153,7 +153,7 @@ def save(root: Path, *steps: int, keep: int = 2, text: str = "") -> None:
 
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, looks_at: str, act: Callable[[], None]) -> None:
-    """Have ``act`` happen when a reader first looks at a file of that step, as by a run that goes on."""
+    """Call ``act`` when a reader first looks at a file of that step, as if a run did it."""
     look = local._size
     happened: list[Path] = []
 
@@ -210,7 +210,7 @@ def test_content_that_changes_while_it_is_read_is_no_damage(
 @pytest.mark.parametrize(
     ("name", "kind"), [("latest", Path.mkdir), ("latest", Path.touch), ("step-00000003", Path.touch)]
 )
-def test_what_is_in_the_way_of_a_save_is_moved_and_kept(
+def test_a_file_in_the_way_of_a_save_is_moved_and_kept(
     root: Path, caplog: pytest.LogCaptureFixture, name: str, kind: Callable[[Path], None]
 ) -> None:
     (root / name).unlink(missing_ok=True)

@@ -166,7 +166,7 @@ def test_nothing_else_can_be_discarded(url: str) -> None:
     assert names(url) == before
 
 
-def test_a_manifest_that_names_what_lies_elsewhere_is_refused(url: str) -> None:
+def test_a_manifest_that_names_files_elsewhere_is_refused(url: str) -> None:
     store = RemoteStore(url)
     path = publish(store, 1, "aa")
     ObjectStore(url).put(f"{path}/manifest.json", Manifest(1, 1, 1, {"../x": FileMark(1, 1)}).dumps().encode())
@@ -253,7 +253,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, at: int, error: Callable[[], BaseE
     return made
 
 
-def test_killed_before_any_change_of_the_store_what_is_there_is_complete(
+def test_a_kill_before_any_change_of_the_store_leaves_complete_checkpoints(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = committed = 0
@@ -343,7 +343,7 @@ def test_a_store_that_is_gone_is_reported_with_the_url_and_the_time_is_kept(
         ObjectStore(url).get(f"{url}/x")
 
 
-def test_what_was_committed_stays_though_the_save_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_committed_checkpoint_stays_when_the_save_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(point: str) -> None:
         if point == "retained":
             raise CheckpointError("another rank has died")

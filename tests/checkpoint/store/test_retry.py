@@ -110,7 +110,7 @@ def test_a_lasting_error_is_reported_at_once(error: Exception, caplog: pytest.Lo
     assert caplog.records == []
 
 
-def test_an_error_of_the_store_shows_what_was_done_to_what_and_how_often() -> None:
+def test_an_error_of_the_store_has_the_operation_the_object_and_the_number_of_trials() -> None:
     with pytest.raises(OSError, match=r"Could not connect.*\(reading, tried 10 times\): 's3://a/b'") as caught:
         retrying("reading", "s3://a/b", Trials(*[boto.EndpointConnectionError(endpoint_url="http://x")] * 10))
     assert isinstance(caught.value.__cause__, boto.EndpointConnectionError)
@@ -124,7 +124,7 @@ def test_an_error_of_the_store_shows_what_was_done_to_what_and_how_often() -> No
         (boto.NoCredentialsError(), PermissionError),
     ],
 )
-def test_the_kind_of_an_error_stays_what_it_is(error: Exception, kind: type[OSError]) -> None:
+def test_the_type_of_an_error_is_kept(error: Exception, kind: type[OSError]) -> None:
     with pytest.raises(kind, match=r"\(writing\): 's3://a/b'") as caught:
         retrying("writing", "s3://a/b", Trials(error))
     assert str(error) in str(caught.value)
@@ -188,7 +188,7 @@ def test_an_unresponsive_store_is_not_waited_for_and_a_late_answer_is_given_back
     assert given == ["late"]
 
 
-def test_an_answer_in_time_is_what_it_is_also_a_time_out_of_its_own() -> None:
+def test_an_answer_in_time_is_passed_on_also_if_it_is_a_time_out() -> None:
     def fails() -> None:
         raise TimeoutError("its own")
 

@@ -194,7 +194,7 @@ def test_numbers_among_parameters_are_sorted_as_numbers(row_of: Rows, compared: 
     assert one.column(1) == ["-2", "9", "10", "1e3"]
 
 
-def test_what_comes_out_of_a_run_stays_text(row_of: Rows, compared: Compared, opened: Opener, tmp_path: Path) -> None:
+def test_texts_of_a_run_are_escaped(row_of: Rows, compared: Compared, opened: Opener, tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(f"name: {EVIL}\n")
     rows = [

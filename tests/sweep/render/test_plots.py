@@ -97,7 +97,7 @@ def test_forty_rows_from_a_thousandth_to_a_million_have_their_own_labels(row_of:
     assert min(label.get_window_extent().x0 for label in axes.get_yticklabels()) >= 0
 
 
-def test_where_nothing_was_measured_there_is_no_picture(row_of: Rows, compared: Compared) -> None:
+def test_without_a_measurement_there_is_no_picture(row_of: Rows, compared: Compared) -> None:
     failed = row_of({"a": "1"}, {}, error="boom")
     nothing = row_of({"a": "2"}, {"stall_ms": (math.nan,)})
     assert plots.compare_figure(compared([failed, nothing])) is None
@@ -109,7 +109,7 @@ def test_a_value_that_is_no_number_is_left_out(row_of: Rows, compared: Compared)
     assert "nan" not in document.lower()
 
 
-def test_where_the_figure_that_ranks_is_nowhere_another_is_drawn(row_of: Rows, compared: Compared) -> None:
+def test_without_the_ranking_figure_another_is_drawn(row_of: Rows, compared: Compared) -> None:
     comparison = compared([row_of({"a": "1"}, {"loss": (3.0,)})], "stall_ms")
     assert "loss" in texts(drawn(replace(comparison, ranking=metric("stall_ms"))))
 

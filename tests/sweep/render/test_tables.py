@@ -73,7 +73,7 @@ def test_rows_of_two_versions_are_distinguished_in_every_table(
     assert page_text.count("<code>torch 2.12</code></td>") == 1
 
 
-def test_a_row_without_the_figure_that_ranks_stands_before_those_that_failed(
+def test_a_row_without_the_ranking_figure_comes_before_failed_ones(
     row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison]
 ) -> None:
     rows = [
@@ -217,5 +217,5 @@ def test_a_small_spread_is_not_rounded_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_a_dash(value: float) -> None:
+def test_a_value_that_is_no_number_is_a_dash(value: float) -> None:
     assert tables.number(value) == "-"
