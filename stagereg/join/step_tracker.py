@@ -92,7 +92,8 @@ class TrackedJoinable(BuiltInJoinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
-        self.detach()
+        if self.tracker is not None:  # torch's ``Join`` does not detach
+            self.detach()
         hook = super().join_hook(**kwargs)
         self.watch()
         return hook

@@ -167,7 +167,6 @@ class CheckpointJoinable(TrackedJoinable):
         self._channel = control_channel(self.join_process_group, "checkpoint")
         super().watch()
         assert self.tracker is not None
-        self._asked, self._shadows, self._active, self._steps = None, False, [], Counter()
         for name, value in self.state.items():
             if isinstance(value, Optimizer):
                 count = functools.partial(self._count_step, name)
@@ -179,6 +178,7 @@ class CheckpointJoinable(TrackedJoinable):
         """Stop watching the model and its optimizers."""
         if self.tracker is not None and self.checkpointer.preemption is not None:
             self.checkpointer.preemption.exchanged_by_join = False
+        self._asked, self._shadows, self._active, self._steps, self._channel = None, False, [], Counter(), None
         super().detach()
 
     @property

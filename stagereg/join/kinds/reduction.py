@@ -50,6 +50,7 @@ class ReducingJoinable(TrackedJoinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the module's hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
+        self.detach()
         self.divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         return super().join_hook(**kwargs)
 
