@@ -31,11 +31,12 @@ import stagereg.record as record
 from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
 from stagereg.join.adapt import ForeignJoinable, adapt, adapted, announces_through_torch, common_group, type_name
 from stagereg.join.batches import SampleCounter
-from stagereg.join.failure import discard_channels, was_aborted
+from stagereg.join.failure import discard_channels
 from stagereg.join.iterate import Loop
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
 from stagereg.join.mean import Average, weighted
 from stagereg.join.session import JoinSession, Mode, one_of
+from stagereg.kernel.channel import resources_of
 from stagereg.kernel.membership import StoreMembership
 from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
 from stagereg.registry import register
@@ -267,7 +268,7 @@ class Join:
                     f"a {type_name(joinable)} is in another join already, which is still on; leave that one first, or "
                     "put all that the loop uses in one join"
                 )
-        if was_aborted(self._group):
+        if resources_of(self._group).aborted:
             raise JoinError(
                 "the process group was aborted when a join over it failed, so nothing can be sent over it any more; "
                 "end this process, or make a new process group"

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from stagereg.errors import JoinError, nearest
 from stagereg.join.failure import FailureDetector
-from stagereg.join.responder import SumResponder
+from stagereg.join.responder import Responder
 from stagereg.kernel.channel import ControlChannel, PendingSum, control_channel, delete_keys, resources_of
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
 
@@ -68,14 +68,14 @@ class JoinSession:
         foreign: str,
         timeout_s: float,
     ) -> None:
-        name = resources_of(group).next_join()
+        name = resources_of(group).next_name("join")
         self.joinables = joinables
         self.announced = 0
         self.followed = 0
         self.loops = 0
         self.detector = FailureDetector(group, timeout_s, name, self._current_step)
         self.store = PrefixStore(name, group.get_group_store()) if group.size() > 1 else None
-        self.responder: SumResponder | None = None
+        self.responder: Responder | None = None
         self.refusal: JoinError | None = None
         self.awaits_step = False
         self._group = group
@@ -230,7 +230,7 @@ class JoinSession:
     def _membership_of_loop(self, loader: Any) -> Callable[[], Membership]:
         """Enter a loop and send its length, if it is used; returns what waits for the lengths of the other ranks."""
         if self.responder is None:
-            self.responder = SumResponder(
+            self.responder = Responder(
                 control_channel(self._group, "mean", self._wait_for_ranks), 2, self.detector.wait
             )
         channel = control_channel(self._group, "membership", self._wait_for_ranks)

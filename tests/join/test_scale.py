@@ -79,7 +79,6 @@ def in_threads() -> Iterator[None]:
         "stagereg.join.session.FailureDetector": FailureDetector,
         "stagereg.join.session.control_channel": lambda group, purpose, waiting: channel_of(group, purpose),
         "stagereg.join.context.discard_channels": lambda group: None,
-        "stagereg.join.context.was_aborted": lambda group: False,
     }
     with contextlib.ExitStack() as all_of_them:
         for where, what in each.items():

@@ -197,10 +197,10 @@ class DdpJoinable(TrackedJoinable):
         if self._join_config.throw_on_early_termination:
             membership.raise_if_exhausted()
         if not self.divides_by_world:
-            ranks = membership.read()
-            if ranks.known and ranks.syncing:
+            syncing = membership.read().syncing
+            if syncing:
                 self._has_divisor = True
-                self.module.reducer._set_forward_pass_work_handle(_done_work(float(ranks.syncing)), False)
+                self.module.reducer._set_forward_pass_work_handle(_done_work(float(syncing)), False)
 
     def _announce_reduction(self, is_joined_rank: bool) -> None:
         """In the place of DDP's own: announce to joined ranks whether this step reduces, on torch's wire."""
@@ -218,7 +218,7 @@ class DdpJoinable(TrackedJoinable):
         """In the place of DDP's own: the rank whose buffers all ranks take in a step, or whose model in the end."""
         membership = self.membership
         if membership is not None and not membership.over:
-            return membership.read().highest
+            return membership.read().ranks[-1]
         if self.session is not None and self.session.all_took_every_step:  # all are candidates, and the last one wins
             return self.module.process_group.size() - 1
         return int(DistributedDataParallel._find_common_rank(self.module, rank, is_candidate))
@@ -258,7 +258,7 @@ class DdpHook(JoinHook):
                 "a DDP module with static_graph=True learns its graph in its first step, so a rank that never had a "
                 "batch cannot shadow it. Give every rank a batch, or use join.iterate, whose body runs on all ranks."
             )
-        carryover.before_shadowed_step()
+        carryover.policy.set_active(False)
         ddp.reducer._rebuild_buckets()
         ddp._check_and_sync_module_buffers()
         active = self.joinable.active_that_reduce()
@@ -313,7 +313,8 @@ class DdpHook(JoinHook):
 
     def _share(self, active: int) -> float:
         """The factor by which this rank's gradients of steps before enter the reduction; 0 where they do not."""
-        carries = self._carryover.policy() == "carries"
+        self._carryover.policy.ask(self.joinable.session)
+        carries = self._carryover.policy.current() == "carries"
         if not carries and not self._carryover.is_unfinished:
             return 0.0
         ddp = self.joinable.module
@@ -340,7 +341,7 @@ class DdpHook(JoinHook):
         """Drop a gradient of a step before, as the active ranks did when they zeroed theirs."""
         if param.grad is None or self._carryover.is_unfinished:
             return
-        policy = self._carryover.known_policy
+        policy = self._carryover.policy.current()
         if policy == "zeroes":
             param.grad.zero_()
         elif policy == "drops" and param.grad.any():
