@@ -225,7 +225,7 @@ def control_channel(group: dist.ProcessGroup, purpose: str, waiting: Waiting | N
 
 
 def wait_for_keys(store: Store, key: str | Sequence[str], seconds: float) -> bool:
-    """Wait for a key, or several, so many seconds at most, looking less and less often; return whether they are there."""
+    """Wait so many seconds at most for keys, looking less and less often; return whether they are there."""
     keys = [key] if isinstance(key, str) else list(key)
     started = time.monotonic()
     while not store.check(keys):
