@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CommandLine", "overrides", "quoted", "wants_no_job", "wants_sweep", "without_callbacks", "without_logging"]
+__all__ = ["CommandLine", "overrides", "quoted", "wants_no_job", "wants_sweep", "without_logging"]
 
 _LAUNCHER_ONLY = {"run", "sweep", "mode", "output_subdir", "launcher", "sweeper"}
 """Keys and groups below ``hydra`` that ranks do not get."""
@@ -49,13 +49,12 @@ class CommandLine:
         from omegaconf import OmegaConf
 
         hydras = [each for each in hydra.overrides.hydra if re.split("[./=@]", each)[1] not in _LAUNCHER_ONLY]
-        run = [f"hydra.run.dir={quoted(hydra.runtime.output_dir)}", "hydra.mode=RUN"]
         job = [
             f"hydra.job.{key}={quoted(hydra.job[key]) if key == 'id' else hydra.job[key]}"
             for key in ("id", "num")
             if not OmegaConf.is_missing(hydra.job, key)
         ]
-        return [*self.start, *self.flags, *hydra.overrides.task, *hydras, *run, *job, *without_callbacks(hydra)]
+        return [*self.start, *self.flags, *hydra.overrides.task, *hydras, "hydra.mode=RUN", *job]
 
 
 def wants_sweep(arguments: list[str]) -> bool:
@@ -74,11 +73,6 @@ def overrides(arguments: list[str]) -> list[str]:
     """The overrides among these arguments; those on the line that is being completed, where that is what they ask."""
     known = _parsed(arguments)
     return os.environ.get("COMP_LINE", "").split() if known.shell_completion else list(known.overrides)
-
-
-def without_callbacks(hydra: Any) -> list[str]:
-    """Overrides that take the job's Hydra callbacks out of a rank: they run once a job, not once a rank."""
-    return [f"~hydra.callbacks.{name}" for name in hydra.callbacks or ()]
 
 
 def without_logging(arguments: list[str]) -> list[str]:

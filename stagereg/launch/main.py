@@ -7,7 +7,7 @@ warm caches of those before it.
 
 Promises: an error of the project is one short message, any other one traceback, with the rank that failed, and exit
 code 1; Ctrl-C ends everything with 130, SIGTERM with 143. While a checkpointer handles them, SIGTERM and SIGUSR1
-have the ranks save and exit with 75 instead, and the same command goes on (:mod:`stagereg.preemption`).
+have the ranks save and exit with 75 instead, and the same command goes on (:mod:`stagereg.launch.preemption`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, 
 from stagereg.launch.command_line import CommandLine, overrides, wants_no_job, wants_sweep, without_logging
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
 from stagereg.launch.rank import Rank, alone, is_rank
-from stagereg.launch.resume_hint import print_exit
+from stagereg.launch.resume_hint import print_exit, resume_override
 from stagereg.launch.scheduler_task import SchedulerTask
 
 __all__ = ["main"]
@@ -192,12 +192,12 @@ class _Job:
         from omegaconf import OmegaConf
 
         nproc = checked_nproc(OmegaConf.select(cfg, "nproc", default=1))
-        if nproc > 1 or one_of_several or SchedulerTask.current() is not None:
+        if nproc > 1 or one_of_several or SchedulerTask.current().count > 1:
             return launch(self._command, hydra, nproc)
         try:
             return alone(self._task, cfg, recorded=True)
         except (Preempted, Stopped) as error:
-            print_exit(error, hydra)
+            print_exit(error, hydra.runtime.output_dir, resume_override(hydra))
             raise
         except Exception as error:
             raise RanksFailedError(f"rank 0: {format_error(error)}") from error

@@ -27,11 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 import stagereg.checkpoint.preemption_consensus as preemption_consensus
-import stagereg.preemption as preemption
+import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import Preempted, Stopped
-from stagereg.preemption import PreemptionHandler
+from stagereg.launch.preemption import PreemptionHandler
 from stagereg.testing import run_ranks
 
 LIMIT_S = 100
@@ -271,7 +271,7 @@ def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_be
 SCRIPT = """
 import ctypes, datetime, faulthandler, os, signal, sys, threading, time
 import torch
-import stagereg.preemption as preemption
+import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError
