@@ -25,10 +25,9 @@ from stagereg.crash_report import signal_name
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.command_line import CommandLine
 from stagereg.launch.preemption import SAME_SIGNAL_S, SIGNALS
-from stagereg.launch.rank import LAUNCHER
-from stagereg.launch.resume_hint import resume_override
+from stagereg.launch.rank import LAUNCHER, resume_override
 from stagereg.launch.run_store import GATHER_S, RunStore
-from stagereg.launch.scheduler_task import LOOPBACK, SchedulerTask
+from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.machine import tunables
 
 __all__ = ["RanksFailedError", "checked_nproc", "launch"]
@@ -48,13 +47,10 @@ class RanksFailedError(LaunchError):
 def checked_nproc(value: Any) -> int:
     """The number of local ranks, or ``LaunchError`` while nothing has started yet."""
     cores = os.cpu_count() or 1
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LaunchError(f"nproc={value} is no number of ranks: use nproc=1 or more (this machine has {cores} cores)")
-    if value > cores * _RANKS_PER_CORE:
-        raise LaunchError(
-            f"nproc={value} is more than this machine can run: it has {cores} cores, so use nproc={cores}, "
-            f"or nproc={cores * _RANKS_PER_CORE} at the very most"
-        )
+    most = cores * _RANKS_PER_CORE
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        limits = f"it has {cores} cores, so use nproc={cores}, or nproc={most} at the very most"
+        raise LaunchError(f"nproc={value} is no number of ranks that this machine can run: {limits}")
     return value
 
 
@@ -153,7 +149,8 @@ class LocalRanks:
         """End those that still run: with their children they get this signal, and are killed seconds later."""
         running = [process for process in self._processes.values() if process.poll() is None]
         for process in running:
-            os.killpg(process.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
         deadline = time.monotonic() + _KILL_S
         for process in running:
             try:
@@ -196,7 +193,8 @@ def _meet(store: Any, task: SchedulerTask, what: str, limit_s: float) -> None:
 
 def _variables(task: SchedulerTask, nproc: int, port: int) -> dict[str, str]:
     """The environment of this task's ranks: each takes one core, as processes share the cores."""
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if task.host == LOOPBACK and sys.platform == "linux" else {}
+    one_machine = task.host == SchedulerTask.host
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if one_machine and sys.platform == "linux" else {}
     return {
         "OMP_NUM_THREADS": "1",
         **loopback,

@@ -64,7 +64,10 @@ class PreemptionHandler:
 
         Only the main thread can begin to. A signal that has another handler already, or is ignored, is left alone.
         """
-        return threading.current_thread() is threading.main_thread() and _listener.add(self)
+        if threading.current_thread() is not threading.main_thread() or not _listener.open():
+            return False
+        _listener.handlers = (*_listener.handlers, self)
+        return True
 
     def start_grace(self, received: signal.Signals) -> None:
         """Have the time begin here too, unless it has: another process that exits with this one was signalled."""
@@ -73,15 +76,19 @@ class PreemptionHandler:
 
     def set_saved(self) -> None:
         """All is saved, and the process is about to end: ignore what still comes. The end of the time is no failure."""
-        if self in _listener.handlers:
-            _listener.set_saved()
+        _listener.set_saved()
 
     def close(self) -> None:
         """Handle signals no more; the last one of a process restores the handlers. Twice is harmless.
 
         If a signal has come and nothing has been saved for it, its time goes on: its sender wants the process gone.
         """
-        _listener.remove(self)
+        last = _listener.handlers == (self,)
+        if last and _listener.received is not None and not _listener.saved:
+            return
+        _listener.handlers = tuple(each for each in _listener.handlers if each is not self)
+        if last:
+            _listener.close()
 
 
 class SignalListener:
@@ -93,24 +100,42 @@ class SignalListener:
     def __init__(self) -> None:
         self.handlers: tuple[PreemptionHandler, ...] = ()
         self.received: signal.Signals | None = None
-        self._saved = False
+        self.saved = False
         self._until = 0.0  # on the monotonic clock: when the time is up
         self._taken: list[signal.Signals] = []
         self._pipe: tuple[int, int] | None = None
 
-    def add(self, handler: PreemptionHandler) -> bool:
-        if self._pipe is None and not self._open():
+    def open(self) -> bool:
+        """Begin to handle the signals, unless that has begun; return whether any is handled."""
+        if self._pipe is not None:
+            return True
+        self._taken = [*self._own(), *filter(_is_free, SIGNALS)]
+        if not self._taken:
             return False
-        self.handlers = (*self.handlers, handler)
+        self.received, self.saved = None, False
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        threading.Thread(target=self._read, args=(self._pipe[0],), name="stagereg-preemption", daemon=True).start()
+        before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        if before != -1:  # of an event loop, or whatever else the program runs
+            signal.set_wakeup_fd(before)
+        for number in self._taken:
+            signal.signal(number, self._handle)
         return True
 
-    def remove(self, handler: PreemptionHandler) -> None:
-        last = self.handlers == (handler,)
-        if last and self.received is not None and not self._saved:
+    def close(self) -> None:
+        """Undo what :meth:`open` has done; on another thread than the main one that is left to the next signal."""
+        if threading.current_thread() is not threading.main_thread() or self._pipe is None:
             return
-        self.handlers = tuple(each for each in self.handlers if each is not handler)
-        if last:
-            self._close()
+        (_, write), self._pipe = self._pipe, None
+        current = signal.set_wakeup_fd(-1)
+        if current != write:
+            signal.set_wakeup_fd(current)
+        os.close(write)  # which ends the thread, and that closes the other end
+        if not self.saved:
+            for number in self._own():
+                signal.signal(number, signal.SIG_DFL)
+            self._taken = []
 
     def start_grace(self, received: signal.Signals) -> None:
         if self._pipe is not None and self.received is None:
@@ -119,7 +144,7 @@ class SignalListener:
                 os.write(self._pipe[1], b"\0")  # no signal: only wakes the thread
 
     def set_saved(self) -> None:
-        self._saved = True
+        self.saved = True
         if threading.current_thread() is threading.main_thread():
             # For good: Python's own handlers are gone before a process has ended, and its exit status is at stake.
             for number in self._own():
@@ -139,50 +164,19 @@ class SignalListener:
             # An agent signals the whole group of a rank, which it has given a session of its own.
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
-        self._release(signal.SIG_IGN)
-
-    def _open(self) -> bool:
-        self._taken = [*self._own(), *filter(_is_free, SIGNALS)]
-        if not self._taken:
-            return False
-        self.received, self._saved = None, False
-        self._pipe = os.pipe()
-        os.set_blocking(self._pipe[1], False)
-        threading.Thread(target=self._read, args=(self._pipe[0],), name="stagereg-preemption", daemon=True).start()
-        before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        if before != -1:  # of an event loop, or whatever else the program runs
-            signal.set_wakeup_fd(before)
-        for number in self._taken:
-            signal.signal(number, self._handle)
-        return True
-
-    def _close(self) -> None:
-        """Undo what :meth:`_open` has done; on another thread than the main one that is left to the next signal."""
-        if threading.current_thread() is not threading.main_thread() or self._pipe is None:
-            return
-        (_, write), self._pipe = self._pipe, None
-        current = signal.set_wakeup_fd(-1)
-        if current != write:
-            signal.set_wakeup_fd(current)
-        os.close(write)  # which ends the thread, and that closes the other end
-        if not self._saved:
-            self._release()
+        for number in self._own():
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
 
     def _own(self) -> list[signal.Signals]:
         """The signals that are handled here still: the program may have set a handler since."""
         return [number for number in self._taken if signal.getsignal(number) in (self._handle, signal.SIG_IGN)]
 
-    def _release(self, usr1: signal.Handlers = signal.SIG_DFL) -> None:
-        for number in self._own():
-            signal.signal(number, usr1 if number == signal.SIGUSR1 else signal.SIG_DFL)
-        self._taken = []
-
     def _handle(self, number: int, frame: Any) -> None:
-        if self.handlers or self._saved:
+        if self.handlers or self.saved:
             # The thread may know already, unless an event loop reads the interpreter's bytes.
             self.start_grace(signal.Signals(number))
         else:  # the last one has closed on another thread
-            self._close()
+            self.close()
             os.kill(os.getpid(), number)
 
     def _read(self, read: int) -> None:
@@ -222,13 +216,13 @@ class SignalListener:
             if each.reports:
                 newest = _try(each.describe_newest) or "the newest checkpoint is unknown"
                 text = f"stopped by {received.name}: {why.format(grace_s=each.grace_s)}; {newest}\n"
-                if self._saved:
+                if self.saved:
                     text = "preempted: all is saved, but the process did not end in time\n"
                 with contextlib.suppress(OSError):
                     os.write(2, text.encode())
         _try(sys.stdout.flush)
         _try(sys.stderr.flush)
-        os._exit(RESUME_CODE if self._saved else 128 + received)
+        os._exit(RESUME_CODE if self.saved else 128 + received)
 
 
 def _is_free(number: signal.Signals) -> bool:

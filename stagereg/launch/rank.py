@@ -4,9 +4,7 @@ A rank is a process with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_
 ``stagereg.main`` or ``torchrun`` has started it. All ranks of a run share one directory, one ``.hydra`` and one log,
 which rank 0 writes, and one clock; in the directory each rank records its job (:mod:`stagereg.record`). When ranks
 fail, the cause is printed once, and errors that follow from it are not. An attempt after the first goes on in the
-directory of the first (:mod:`stagereg.launch.run_store`).
-
-Starting ranks is left to ``launch``, Hydra to ``main``.
+directory of the first (:mod:`stagereg.launch.run_store`). Starting ranks is left to ``launch``, Hydra to ``main``.
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
 from stagereg.errors import LaunchError, Preempted, Stopped, UnevenInputsError
 from stagereg.launch.command_line import quoted
-from stagereg.launch.resume_hint import print_exit, resume_override
 from stagereg.launch.run_store import RunStore, name_attempt
 
-__all__ = ["LAUNCHER", "Rank", "alone", "is_rank"]
+__all__ = ["LAUNCHER", "Rank", "alone", "is_rank", "print_exit", "resume_override", "run_recorded"]
 
 log = logging.getLogger(__name__)
 
 LAUNCHER = "STAGEREG_LAUNCHER"
 """The environment variable with the process number of the ``stagereg.main`` that has started a rank."""
+_CHECKPOINTS = "checkpoint.dir="
 _LINGER_S = 3.0
 """Seconds a failed rank waits for the others to reach their end too, before its own end takes them down."""
 _EXIT_S = 10.0
@@ -106,19 +104,17 @@ class Rank:
         if self.launched or self.rank > 0:  # else this process writes .hydra, and runs the callbacks
             follow += ["hydra.output_subdir=null", "hydra.callbacks=???"]
         if self.rank > 0:
-            follow += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+            follow += ["++hydra.job_logging.root=null", "++hydra.hydra_logging.root=null"]  # rank 0 alone logs
         return follow
 
     def run(self, task: Callable[[Any], Any], cfg: Any) -> Any:
         """Run the job in the process group; return rank 0's value. Ends the process if the task fails."""
         self._agree_on_run()
         try:
-            with self.store.heartbeat(), _process_group(self.store.group, self):
+            with self.store.heartbeat(), _process_group(self):
                 self.store.set(f"in job/{self.rank}", True)
                 try:
-                    with _recorded(self.rank, self.world_size):
-                        value = task(cfg)
-                        shutdown.finish()
+                    value = run_recorded(task, cfg)
                 except (Preempted, Stopped) as error:
                     self._exit(error)
                 except Exception as error:
@@ -203,42 +199,35 @@ def is_rank() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
-def alone(task: Callable[[Any], Any], cfg: Any, recorded: bool = False) -> Any:
-    """Run the job in this process, as the only rank; a process group that is already there is used and kept.
-
-    Args:
-        task: the job.
-        cfg: its config.
-        recorded: whether to record it in the directory of Hydra's job, which has to be there.
-    """
+def alone(task: Callable[[Any], Any], cfg: Any) -> Any:
+    """Run the job in this process, as the only rank; a process group that is already there is used and kept."""
     import torch.distributed as dist
     from hydra.core.utils import env_override
 
-    with contextlib.ExitStack() as job:
-        if not (dist.is_available() and dist.is_initialized()):
-            variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-            job.enter_context(env_override(variables))
-            store = RunStore(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
-            job.enter_context(_process_group(store.group, Rank(0, 1, 0, 1, False, store)))
-        if recorded:
-            job.enter_context(_recorded(dist.get_rank(), dist.get_world_size()))
-        value = task(cfg)
-        if recorded:
-            shutdown.finish()
-        return value
+    if dist.is_initialized():
+        return task(cfg)
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    store = RunStore(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
+    with env_override(variables), _process_group(Rank(0, 1, 0, 1, False, store)):
+        return task(cfg)
 
 
-def _recorded(rank: int, world_size: int) -> contextlib.AbstractContextManager[None]:
-    """A recording in the directory of Hydra's job, with the rank's accelerator as a fact."""
+def run_recorded(task: Callable[[Any], Any], cfg: Any) -> Any:
+    """Run the job to its end, recorded in the directory of Hydra's job with the accelerator as a fact."""
     import torch
+    import torch.distributed as dist
     from hydra.core.hydra_config import HydraConfig
 
+    directory = Path(HydraConfig.get().runtime.output_dir)
     device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    return record.recording(Path(HydraConfig.get().runtime.output_dir), rank, world_size, **device)
+    with record.recording(directory, dist.get_rank(), dist.get_world_size(), **device):
+        value = task(cfg)
+        shutdown.finish()
+    return value
 
 
 @contextlib.contextmanager
-def _process_group(store: Any, rank: Rank) -> Iterator[None]:
+def _process_group(rank: Rank) -> Iterator[None]:
     """A process group for the time of the job: gloo for CPU tensors, and the accelerator's own where there is one.
 
     Ranks that share a device use gloo for it too, because NCCL refuses such groups.
@@ -251,12 +240,35 @@ def _process_group(store: Any, rank: Rank) -> Iterator[None]:
         torch.cuda.set_device(rank.local_rank % torch.cuda.device_count())
         enough = rank.local_world_size <= torch.cuda.device_count()
         backend = "cpu:gloo,cuda:nccl" if enough and dist.is_nccl_available() else "cpu:gloo,cuda:gloo"
-    dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world_size)
+    dist.init_process_group(backend, store=rank.store.group, rank=rank.rank, world_size=rank.world_size)
     try:
         yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def resume_override(hydra: Any) -> str:
+    """What the command needs to come to the same directory again; empty where no time is in the directory's name."""
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    single = hydra.mode == RunMode.RUN
+    if "${now" not in str(OmegaConf.to_container(hydra.run if single else hydra.sweep, resolve=False)):
+        return ""
+    return _CHECKPOINTS if single else f"hydra.sweep.dir={Path(hydra.runtime.cwd, hydra.sweep.dir)}"
+
+
+def print_exit(error: Preempted | Stopped, directory: str, override: str) -> None:
+    """Print how a run in ``directory`` has ended, and the command that goes on: with ``override``, if it needs one."""
+    text = str(error)
+    if isinstance(error, Preempted):
+        text += "; the same command goes on from there"
+        if override and Path(error.directory).is_relative_to(directory):
+            more = override + error.directory if override == _CHECKPOINTS else override
+            saved = f"preempted by {error.received.name}: step {error.step} is saved"
+            text = f"{saved}; the same command with {more} goes on from there"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _is_consequence(error: BaseException) -> bool:

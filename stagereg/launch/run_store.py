@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import socket
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -31,8 +32,8 @@ _BEAT_S = 1.0
 """Seconds between two heartbeats of a rank."""
 _LOST_WAITING_S = 60.0
 """Seconds without a heartbeat after which a rank is lost, where nothing has failed and others wait for its end."""
-_NAMED = 8
-"""Ranks that a message names at most."""
+_NAMED = 400
+"""Characters of a message that name ranks, at most."""
 
 
 class RunStore:
@@ -139,22 +140,20 @@ class RunStore:
         """
         if not self.multi_node:
             return ""  # whoever has started the ranks sees how they end
-        last = {rank: self._last(rank) for rank in range(self._world_size) if not self._store.check([f"ended/{rank}"])}
+        alive = [rank for rank in range(self._world_size) if not self._store.check([f"ended/{rank}"])]
+        last = {rank: self.get(f"heartbeat/{rank}") for rank in alive}
         deadline = time.monotonic() + for_s
         while last and time.monotonic() < deadline:
             time.sleep(_BEAT_S / 10)
-            last = {rank: beat for rank, beat in last.items() if self._last(rank) == beat}
+            last = {rank: beat for rank, beat in last.items() if self.get(f"heartbeat/{rank}") == beat}
         if not last:
             return ""
         named = [f"rank {rank} ({beat[1] if beat else 'it has not started'})" for rank, beat in sorted(last.items())]
-        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-        return f"lost {', '.join(named[:_NAMED])}{more}: no heartbeat for seconds; killed, or the machine is gone."
+        text = textwrap.shorten(", ".join(named), _NAMED, placeholder=" and more")
+        return f"lost {text}: no heartbeat for seconds; killed, or the machine is gone."
 
     def _beat(self) -> None:
         self.set(f"heartbeat/{self._rank}", [time.monotonic(), f"process {os.getpid()} on {socket.gethostname()}"])
-
-    def _last(self, rank: int) -> Any:
-        return self.get(f"heartbeat/{rank}")
 
 
 def name_attempt(store: Any, rank: int, world_size: int) -> str:

@@ -10,10 +10,8 @@ import os
 import zlib
 from dataclasses import dataclass
 
-__all__ = ["LOOPBACK", "SchedulerTask"]
+__all__ = ["SchedulerTask"]
 
-LOOPBACK = "127.0.0.1"
-"""The host where tasks on one machine meet."""
 _PORTS = range(20_000, 32_000)
 """Below those that systems give to outgoing connections."""
 
@@ -24,13 +22,13 @@ class SchedulerTask:
 
     Attributes:
         index: from 0; the ranks of task 0 come first.
-        host: where task 0 waits for the others.
+        host: where task 0 waits for the others; the default where all are on one machine.
         port: likewise; 0 for any that is free.
     """
 
     index: int = 0
     count: int = 1
-    host: str = LOOPBACK
+    host: str = "127.0.0.1"
     port: int = 0
 
     @classmethod
@@ -44,8 +42,6 @@ class SchedulerTask:
             here = JobEnvironment()
         except RuntimeError:  # the variable comes from a job that has started this process
             return cls()
-        if here.num_tasks < 2:
-            return cls()
-        host = here.hostnames[0] if here.num_nodes > 1 else LOOPBACK
-        port = _PORTS[zlib.crc32(here.job_id.encode()) % len(_PORTS)]
+        host = here.hostnames[0] if here.num_nodes > 1 else cls.host
+        port = _PORTS[zlib.crc32(here.job_id.encode()) % len(_PORTS)] if here.num_tasks > 1 else 0
         return cls(here.global_rank, here.num_tasks, host, port)

@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 import stagereg.checkpoint.preemption_consensus as preemption_consensus
-import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import Preempted, Stopped
@@ -515,17 +514,6 @@ def test_a_rank_that_alone_knows_of_the_signal_shows_why_it_ends_and_one_of_thos
     assert handler.reports
     side.update([1.0, 0.0])
     assert handler.reports == (rank == 0)
-
-
-def test_only_the_main_thread_listens() -> None:
-    heard: list[bool] = []
-    handler = PreemptionHandler(1.0, str)
-    asking = threading.Thread(target=lambda: heard.append(handler.listen()))
-    asking.start()
-    asking.join(LIMIT_S)
-    assert heard == [False]
-    assert signal.getsignal(TERM) is signal.SIG_DFL
-    assert not preemption._listener.handlers
 
 
 @pytest.mark.parametrize("left", [Preempted(7, "runs/x", TERM), Stopped(USR1, "the disk is full")])

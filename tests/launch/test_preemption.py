@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
 import stagereg.launch.launch as launch
+import stagereg.launch.preemption as preemption
 from stagereg.errors import Preempted, Stopped
 from stagereg.launch.launch import LocalRanks
-from stagereg.launch.resume_hint import print_exit, resume_override
+from stagereg.launch.preemption import PreemptionHandler
+from stagereg.launch.rank import print_exit, resume_override
 from stagereg.launch.run_store import RunStore
 from stagereg.sweep.result import JobResult
 
@@ -340,3 +343,14 @@ def test_only_the_first_attempt_says_which_directory_and_time_a_run_has() -> Non
     assert second.begun()
     assert second.run()["dir"] == "here"
     assert second.run() == first.run()
+
+
+def test_only_the_main_thread_listens() -> None:
+    heard: list[bool] = []
+    handler = PreemptionHandler(1.0, str)
+    asking = threading.Thread(target=lambda: heard.append(handler.listen()))
+    asking.start()
+    asking.join(LIMIT_S)
+    assert heard == [False]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert not preemption._listener.handlers
