@@ -95,8 +95,10 @@ class Collective:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        _one_of("op", self.op, get_args(Op))
-        _one_of("reduce", self.reduce, get_args(Reduction))
+        for what, value, choices in (("op", self.op, get_args(Op)), ("reduce", self.reduce, get_args(Reduction))):
+            if value not in choices:
+                close = nearest(value, choices)
+                raise JoinError(f"a collective's {what} cannot be {value!r}.{close} One of: {', '.join(choices)}")
         dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
         if not isinstance(dtype, torch.dtype):
             raise JoinError(f"a collective's dtype must be a torch dtype or its name, not {self.dtype!r}")
@@ -166,10 +168,3 @@ def _neutral(reduce: Reduction, dtype: torch.dtype) -> float | int | bool:
         return math.inf if reduce == "min" else -math.inf
     limits = torch.iinfo(dtype)
     return limits.max if reduce == "min" else limits.min
-
-
-def _one_of(what: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise JoinError(
-            f"a collective's {what} cannot be {value!r}.{nearest(value, choices)} One of: {', '.join(choices)}"
-        )

@@ -71,8 +71,8 @@ def stop(rank: int, world_size: int) -> Any:
 
 
 def test_a_throw_reaches_every_rank() -> None:
-    told = (PEER_EXHAUSTED, None)
-    assert run_ranks(stop, 3, timeout_s=30) == [told, ("Rank 1 exhausted all inputs.", 1), told]
+    peer = (PEER_EXHAUSTED, None)
+    assert run_ranks(stop, 3, timeout_s=30) == [peer, ("Rank 1 exhausted all inputs.", 1), peer]
 
 
 def mirror(rank: int, world_size: int) -> list[float]:
@@ -85,5 +85,5 @@ def mirror(rank: int, world_size: int) -> list[float]:
     return [collective.issue(torch.tensor(5.0), group).item() for collective in collectives]
 
 
-def test_a_shadow_answers_in_order_with_neutral_values_and_what_it_sent_last() -> None:
+def test_a_shadow_answers_in_order_with_neutral_values_or_its_last_value() -> None:
     assert run_ranks(mirror, 2, timeout_s=30) == [[], [5.0, 5.0, 7.0]]

@@ -1,4 +1,4 @@
-"""A run below ``stagereg.main`` that is signalled: it saves, exits with 75, and the next start goes on."""
+"""A run below ``stagereg.main`` that receives a signal: it saves, exits with 75, and the next start resumes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ checkpoint: {{every: 1000000}}
 
 
 class Program:
-    """A user's program that gets a signal in the middle of its first run."""
+    """A user's program that receives a signal during its first run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,7 +109,7 @@ class Program:
         )
 
     def answers(self) -> list[dict[str, float]]:
-        """What the ranks of runs that came to their end have said."""
+        """What the ranks of completed runs have written."""
         return [json.loads(line) for line in (self.folder / "answers").read_text().splitlines()]
 
     def latest(self) -> int:
@@ -127,11 +127,11 @@ def program(tmp_path: Path) -> Program:
 def test_a_signal_has_all_ranks_save_and_leave_with_75(program: Program, arguments: list[str]) -> None:
     ended = program.run(*arguments)
     assert ended.returncode == 75, ended.stderr
-    said = re.findall("^preempted.*", ended.stderr, re.MULTILINE)
-    (told,) = said
+    lines = re.findall("^preempted.*", ended.stderr, re.MULTILINE)
+    (line,) = lines
     step, directory = re.fullmatch(
         r"preempted by SIGTERM: step (\d+) is saved; the same command with checkpoint\.dir=(\S+) goes on from there",
-        told,
+        line,
     ).groups()
     assert int(step) == program.latest() >= 30
     assert Path(directory, "latest").exists()
@@ -163,7 +163,7 @@ def test_a_signal_has_all_ranks_save_and_leave_with_75(program: Program, argumen
     ],
     ids=lambda given: "python" if given is None else " ".join(given[3:] if given[:3] == TORCHRUN[:3] else given) or "-",
 )
-def test_the_next_start_goes_on_and_ends_as_if_nothing_had_been(
+def test_the_next_start_resumes_and_ends_as_an_uninterrupted_run(
     program: Program, start: list[str] | None, arguments: list[str]
 ) -> None:
     arguments = [*arguments, "checkpoint.dir=kept"]
@@ -187,10 +187,10 @@ def test_the_next_start_goes_on_and_ends_as_if_nothing_had_been(
 def test_a_sweep_is_stopped_by_the_job_that_was_preempted(program: Program) -> None:
     ended = program.run("-m", f"steps={STEPS},{STEPS + 1}", "hydra.sweep.dir=sweep")
     assert ended.returncode == 75, ended.stderr
-    told = (
+    line = (
         f"^preempted by SIGTERM: step .* in {program.folder}/sweep/0/checkpoints; the same command goes on from there$"
     )
-    assert len(re.findall(told, ended.stderr, re.MULTILINE)) == 1
+    assert len(re.findall(line, ended.stderr, re.MULTILINE)) == 1
     assert [path.name for path in (program.folder / "sweep").iterdir() if path.is_dir()] == ["0"]
 
 
@@ -204,7 +204,7 @@ def test_ranks_that_do_not_leave_in_their_time_are_ended(program: Program) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ranks_that_have_saved_and_do_not_come_to_their_end_are_ended_with_75(program: Program) -> None:
+def test_ranks_that_hang_after_saving_are_ended_with_75(program: Program) -> None:
     ended = program.run("what=linger", "checkpoint.grace=5s")
     assert ended.returncode == 75, ended.stderr
     assert ended.stderr.rstrip().endswith("preempted: all is saved, but the process did not end in time")
@@ -213,7 +213,7 @@ def test_ranks_that_have_saved_and_do_not_come_to_their_end_are_ended_with_75(pr
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_an_error_on_the_way_is_printed_beside_the_signal(program: Program) -> None:
+def test_an_error_after_the_signal_is_printed_with_it(program: Program) -> None:
     ended = program.run("what=fail")
     assert ended.returncode == 143
     assert ended.stderr.count("KeyError: 'no cheese'") == 1
@@ -222,7 +222,7 @@ def test_an_error_on_the_way_is_printed_beside_the_signal(program: Program) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ranks_that_do_not_listen_end_as_they_did(program: Program) -> None:
+def test_ranks_without_a_handler_end_by_the_signal(program: Program) -> None:
     ended = program.run("checkpoint.grace=null")
     assert (ended.returncode, ended.stderr) == (143, "stopped by SIGTERM\n")
     assert program.run("checkpoint.grace=null", "signal=SIGUSR1").returncode == 128 + signal.SIGUSR1
@@ -238,7 +238,7 @@ HYDRA = OmegaConf.create(
 
 
 @pytest.mark.parametrize(
-    ("error", "run", "said"),
+    ("error", "run", "message"),
     [
         (Preempted(7, "/kept", signal.SIGTERM), None, "step 7 is saved in /kept; the same command goes on from there"),
         (Preempted(7, "s3://a/b", signal.SIGUSR1), None, "saved in s3://a/b; the same command goes on from there"),
@@ -247,28 +247,28 @@ HYDRA = OmegaConf.create(
         (Stopped(signal.SIGTERM, "the disk is full"), None, "stopped by SIGTERM: the disk is full"),
     ],
 )
-def test_the_message_says_how_to_go_on(
-    capsys: pytest.CaptureFixture[str], error: Preempted | Stopped, run: str | None, said: str
+def test_the_message_has_the_command_that_resumes(
+    capsys: pytest.CaptureFixture[str], error: Preempted | Stopped, run: str | None, message: str
 ) -> None:
     from hydra.types import RunMode
 
     hydra = OmegaConf.merge(HYDRA, {"run": {"dir": run}} if run else {})
     hydra.mode = RunMode.RUN
     print_exit(error, hydra.runtime.output_dir, resume_override(hydra))
-    told = capsys.readouterr().err
-    assert told.endswith(f"{said}\n")
-    assert told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.endswith(f"{message}\n")
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("folder", "said"),
+    ("folder", "message"),
     [
         ("/out", "step 7 is saved in /out/run/c; the same command goes on from there"),
         ("a/${now:b}", "step 7 is saved; the same command with hydra.sweep.dir=/home/a/b goes on from there"),
     ],
 )
-def test_a_sweep_goes_on_where_each_of_its_jobs_finds_its_own_checkpoints(
-    capsys: pytest.CaptureFixture[str], folder: str, said: str
+def test_a_sweep_resumes_where_each_job_finds_its_own_checkpoints(
+    capsys: pytest.CaptureFixture[str], folder: str, message: str
 ) -> None:
     from hydra.core.utils import setup_globals
     from hydra.types import RunMode
@@ -277,7 +277,7 @@ def test_a_sweep_goes_on_where_each_of_its_jobs_finds_its_own_checkpoints(
     hydra = OmegaConf.merge(HYDRA, {"sweep": {"dir": folder}})
     hydra.mode = RunMode.MULTIRUN
     print_exit(Preempted(7, "/out/run/c", signal.SIGTERM), hydra.runtime.output_dir, resume_override(hydra))
-    assert capsys.readouterr().err == f"preempted by SIGTERM: {said}\n"
+    assert capsys.readouterr().err == f"preempted by SIGTERM: {message}\n"
 
 
 def test_a_signal_is_forwarded_and_what_comes_again_later_ends_the_ranks(
@@ -315,11 +315,11 @@ def test_a_signal_before_any_rank_has_started_and_ctrl_c_end_the_run(number: sig
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_ranks_that_exit_for_a_signal_of_their_own_have_the_run_end_as_if_it_had_got_it() -> None:
+def test_ranks_that_end_by_a_signal_sent_to_them_alone_end_the_run_with_its_code() -> None:
     for code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1):
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as ended:
             launch._raise({}, {1: code}, None)
-        assert left.value.code == code
+        assert ended.value.code == code
 
 
 def test_what_a_rank_reports_reaches_the_launcher() -> None:
@@ -346,11 +346,11 @@ def test_only_the_first_attempt_says_which_directory_and_time_a_run_has() -> Non
 
 
 def test_only_the_main_thread_listens() -> None:
-    heard: list[bool] = []
+    received: list[bool] = []
     handler = PreemptionHandler(1.0, str)
-    asking = threading.Thread(target=lambda: heard.append(handler.listen()))
+    asking = threading.Thread(target=lambda: received.append(handler.listen()))
     asking.start()
     asking.join(LIMIT_S)
-    assert heard == [False]
+    assert received == [False]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert not preemption._listener.handlers
