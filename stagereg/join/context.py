@@ -384,7 +384,7 @@ class Join:
         if not self._wire.count_active():
             return False
         if self._throw:
-            self._wire.raise_exhausted()
+            self._wire.raise_if_exhausted(joined=True)
         session.followed += 1
         return True
 
