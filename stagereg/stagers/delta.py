@@ -193,7 +193,7 @@ class DeltaCopier(HostCopier):
                     continue
                 if copies is None:
                     sources = [tensors[j] for j in group.members]
-                    copies = tensors_over(group.ref.view(), group.layout, sources, group.base)
+                    copies = tensors_over(group.ref.view()[group.base :], group.layout, sources)
                 if not _same_elements(x, copies[k]):
                     found.add(i)
         return found | _unequal(pairs, self.engine)
