@@ -148,7 +148,7 @@ class HostCopier:
         view = lease.view(ref)
         if self.margins != (0, 0):
             register_padding(view, self.margins, layout.spans)
-        return PendingCopy(tensors, layout, lease, view, ref.address, spec)
+        return PendingCopy(tensors, layout, lease, view, ref.block.address, spec)
 
     def fill(self, pending: PendingCopy) -> None:
         """Copy the bytes; return when they are there."""

@@ -156,7 +156,7 @@ class DeltaCopier(HostCopier):
             for group in groups:
                 if group.key in before:
                     group.ref, group.base = before[group.key].ref, before[group.key].base
-            self.pool.expect(sum(group.nbytes for group in groups))
+            self.pool.expected = sum(group.nbytes for group in groups)
             self._signature, self._treatments, self._groups = rows, treatments, groups
             self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
         return spec
@@ -185,7 +185,7 @@ class DeltaCopier(HostCopier):
         for group in groups:
             if group.ref is None:
                 continue
-            begin, copies = group.ref.address + group.base, None
+            begin, copies = group.ref.block.address + group.base, None
             for k, (i, piece) in enumerate(zip(group.members, group.layout.pieces, strict=True)):
                 x, size = tensors[i], tensors[i].element_size()
                 if x.device.type == "cpu" and piece.span == x.numel() and piece.stride == x.stride():
@@ -193,7 +193,7 @@ class DeltaCopier(HostCopier):
                     continue
                 if copies is None:
                     sources = [tensors[j] for j in group.members]
-                    copies = tensors_over(group.ref.view()[group.base :], group.layout, sources)
+                    copies = tensors_over(group.ref.block.view()[group.base :], group.layout, sources)
                 if not _same_elements(x, copies[k]):
                     found.add(i)
         return found | _unequal(pairs, self.engine)
@@ -207,7 +207,7 @@ class DeltaCopier(HostCopier):
         for group in self._groups:
             ref, base = where[id(group)]
             sources = [tensors[i] for i in group.members]
-            pending = PendingCopy(sources, group.layout, lease, views[ref][base:], ref.address + base)
+            pending = PendingCopy(sources, group.layout, lease, views[ref][base:], ref.block.address + base)
             if group.ref is None:
                 self.fill(pending)
             if group.treatment != "always":

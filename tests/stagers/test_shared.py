@@ -374,7 +374,7 @@ class TestLease:
         monkeypatch.setattr(shared_memory, "_UNRECEIVED_S", -1.0)
         assert pool.in_flight == 0
         again = pool.take(4096)
-        assert again.address == block.address
+        assert again.block.address == block.address
         assert "received too late" in reader.do("state = ForkingPickler.loads(message)", message)
 
     def test_a_message_opened_twice_late_is_refused_the_second_time(self, stager, reader) -> None:
