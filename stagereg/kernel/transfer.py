@@ -66,28 +66,29 @@ class CopyEngine:
                 self._workers.submit(task.work)
         return task
 
-    def fetch(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event | None:
+    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.device, torch.Event]]:
         """Copy tensor by tensor, each pair being where to and where from.
 
         From an accelerator the copies are queued on a stream of their own, behind what the caller has queued so far;
         the caller's stream is not made to wait.
 
         Returns:
-            The event of their end; None from host memory, where they are.
+            The events of their ends, by device; what comes from host memory is copied already.
         """
-        if device.type == "cpu":
-            for to, source in pairs:
-                to.copy_(source)
-            return None
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.Stream(device)
-        stream.wait_event(torch.accelerator.current_stream(device).record_event())
-        with stream:
-            for to, source in pairs:
-                to.copy_(source, non_blocking=True)
-            done: torch.Event = stream.record_event()
-        return done
+        by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for to, source in pairs:
+            by_device.setdefault(source.device, []).append((to, source))
+        for to, source in by_device.pop(torch.device("cpu"), ()):
+            to.copy_(source)
+        events: list[tuple[torch.device, torch.Event]] = []
+        for device, away in by_device.items():
+            stream = self._streams.get(device) or self._streams.setdefault(device, torch.Stream(device))
+            stream.wait_event(torch.accelerator.current_stream(device).record_event())
+            with stream:
+                for to, source in away:
+                    to.copy_(source, non_blocking=True)
+                events.append((device, stream.record_event()))
+        return events
 
     def close(self) -> None:
         """End the threads. Closing twice is harmless."""
