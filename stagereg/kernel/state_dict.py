@@ -19,7 +19,8 @@ import io
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -197,10 +198,9 @@ class _Walker:
         if self._type_check and not isinstance(x, _CHECKED):
             raise UnstageableTypeError([], f"Unexpected value type {type(x)}")
 
-    def _tensor(self, x: Any) -> _Slot:
+    def _tensor(self, x: Any) -> Any:
         if hasattr(x, "trigger_wait"):  # an asynchronous collective's result: its value is there after the wait
-            made: _Slot = self.visit(x.trigger_wait())
-            return made
+            return self.visit(x.trigger_wait())
         if isinstance(x, ShardedTensor):
             return self._sharded(x)
         if is_traceable_wrapper_subclass(x):
@@ -213,25 +213,21 @@ class _Walker:
         if x.layout is not torch.strided or x.is_quantized or x.is_nested:
             loose = _attempt(_to_host, x)  # no single strided block to plan for
             return self._dressed(x, lambda staged: loose)
-        index = len(self.spec.tensors)
+        index, negative, conjugate = len(self.spec.tensors), x.is_neg(), x.is_conj()
         if index == self._stop_at:
             raise StagingError([], "this is the tensor")
-        slot = _Slot(lambda staged: staged[index])
-        negative, conjugate = x.is_neg(), x.is_conj()
+        pick = itemgetter(index)
         if negative or conjugate:
             self.spec.tensors.append(flip(x.detach(), negative, conjugate))
-            lifted = slot.resolve
-            slot = _Slot(lambda staged: flip(lifted(staged), negative, conjugate))
-        else:
-            self.spec.tensors.append(x)
+            return self._dressed(x, lambda staged: flip(pick(staged), negative, conjugate))
+        self.spec.tensors.append(x)
         if x.requires_grad or type(x) is not torch.Tensor or x.__dict__:
-            return self._dressed(x, slot.resolve)
-        return slot
+            return self._dressed(x, pick)
+        return _Slot(pick)
 
     def _dressed(self, x: torch.Tensor, bare: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> _Slot:
         """The staged tensor with the source's class, ``requires_grad`` and attributes."""
-        kind = type(x)
-        wants_grad = x.requires_grad and x.is_leaf
+        kind, wants_grad = type(x), x.requires_grad and x.is_leaf
 
         def make(staged: Sequence[torch.Tensor]) -> torch.Tensor:
             y = bare(staged)
@@ -241,16 +237,15 @@ class _Walker:
                 y = y.as_subclass(kind)
             return y.requires_grad_() if wants_grad else y
 
-        slot = _Slot(make)
-        self._attributes_of(x, slot, vars(x))
-        return slot
+        return self._with_attributes(x, _Slot(make), vars(x))
 
-    def _attributes_of(self, x: torch.Tensor, slot: _Slot, attributes: dict[str, Any]) -> None:
+    def _with_attributes(self, x: torch.Tensor, slot: _Slot, attributes: dict[str, Any]) -> _Slot:
         if attributes:
             self._memo[id(x)] = slot  # an attribute may lead back here
             copied: dict[str, Any] = {}
             self._items(list(attributes.items()), copied)
             self.spec._dresses.append((slot, copied))
+        return slot
 
     def _wrapper(self, x: Any) -> _Slot:
         """DTensor and other traceable wrappers, through their own flatten protocol."""
@@ -263,11 +258,9 @@ class _Walker:
         def make(staged: Sequence[torch.Tensor]) -> Any:
             return kind.__tensor_unflatten__(inner, context, size, stride)
 
-        slot = _Slot(make)
         if kind not in self._own:  # the attributes that the protocol brings back by itself
             self._own[kind] = frozenset(vars(kind.__tensor_unflatten__(parts, context, size, stride))).union(names)
-        self._attributes_of(x, slot, {k: v for k, v in vars(x).items() if k not in self._own[kind]})
-        return slot
+        return self._with_attributes(x, _Slot(make), {k: v for k, v in vars(x).items() if k not in self._own[kind]})
 
     def _sharded(self, x: ShardedTensor) -> _Slot:
         """A ShardedTensor over staged shards; its metadata says where they lie now: on the CPU."""
@@ -305,14 +298,9 @@ def _attempt(copier: Callable[[Any], Any], x: Any) -> Any:
 
 def why_without_data(x: torch.Tensor) -> str | None:
     """Say why a tensor that has a shape has no memory; None where it has."""
-    what = None
-    if x.device.type == "meta":
-        what = "it lies on the meta device; materialize it first"
-    elif isinstance(x, (UninitializedParameter, UninitializedBuffer)):
-        what = "it is an uninitialized lazy parameter; run a forward pass first"
-    elif isinstance(x, FakeTensor):
-        what = "it is fake; stage outside of FakeTensorMode"
-    return f"a {type(x).__name__} has no data to stage: {what}" if what else None
+    if x.device.type != "meta" and not isinstance(x, (UninitializedParameter, UninitializedBuffer, FakeTensor)):
+        return None
+    return f"a {type(x).__name__} on {x.device} has no data to stage; materialize it first, as by a forward pass"
 
 
 def _to_host(x: torch.Tensor) -> torch.Tensor:
@@ -344,10 +332,6 @@ _CONTAINERS = (dict, list, OrderedDict)
 _attributes: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
 
 
-class _NotPlainError(Exception):
-    """The state dict is none that a :class:`Recognizer` takes."""
-
-
 class Recognizer:
     """Recognises a state dict of the same structure, over the same memory, as the one that it was made of.
 
@@ -357,54 +341,50 @@ class Recognizer:
     long way through :func:`flatten`, which is always right.
     """
 
-    def __init__(self, structure: list[tuple[Any, ...]], tensors: Sequence[torch.Tensor]) -> None:
-        self._structure = structure
-        self._count = len(tensors)
-        chunks = _chunks(tensors)
-        self._guards = [TensorGuards(*chunk, dynamic_dims_sizes=None, dynamic_dims_strides=None) for chunk in chunks]
-        self._addresses = [[x.data_ptr() for x in chunk] for chunk in chunks]
+    def __init__(self, spec: _PlainSpec) -> None:
+        self._structure = spec.structure
+        self._guards = [
+            TensorGuards(*chunk, dynamic_dims_sizes=None, dynamic_dims_strides=None) for chunk in _chunks(spec.tensors)
+        ]
+        self._addresses = [[x.data_ptr() for x in chunk] for chunk in _chunks(spec.tensors)]
+        self._distinct = len(set(chain.from_iterable(self._addresses))) == len(spec.tensors)
 
     @classmethod
     def of(cls, state: Any, tensors: Sequence[torch.Tensor]) -> Recognizer | None:
         """Remember ``state``, of which :func:`flatten` lists ``tensors``; None if it is not of the plain kind."""
-        spec = _PlainSpec.of(state) if TensorGuards is not None else None
-        if spec is None or list(map(id, spec.tensors)) != list(map(id, tensors)):
+        if TensorGuards is None or any(x.requires_grad or _attributes(x) for x in tensors):
             return None
-        if any(x.requires_grad for x in tensors):
-            return None
-        return cls(spec.structure, tensors)
+        spec = _PlainSpec(state)
+        return cls(spec) if spec.is_plain and list(map(id, spec.tensors)) == list(map(id, tensors)) else None
 
     def match(self, state: Any) -> TreeSpec | None:
         """Return what :func:`flatten` would make of ``state``; None if it is not as it was."""
-        spec = _PlainSpec.of(state)
-        if spec is None or len(spec.tensors) != self._count or spec.structure != self._structure:
+        spec = _PlainSpec(state)
+        if not spec.is_plain or spec.structure != self._structure or any(map(_attributes, spec.tensors)):
             return None
         address = torch.Tensor.data_ptr
         for guards, addresses, chunk in zip(self._guards, self._addresses, _chunks(spec.tensors), strict=True):
             if not guards.check(*chunk) or list(map(address, chunk)) != addresses:
                 return None
-        return spec
+        # With as many addresses as tensors, none is met twice.
+        return spec if self._distinct or len(set(map(id, spec.tensors))) == len(spec.tensors) else None
 
 
 class _PlainSpec(TreeSpec):
-    """The copy of a plain state dict, made in one pass with the source's tensors in it."""
+    """The copy of a plain state dict, made in one pass with the source's tensors in it.
 
-    def __init__(self) -> None:
+    Attributes:
+        is_plain: whether it is one; otherwise nothing else is valid.
+        structure: of each container: type, keys, types of the values.
+    """
+
+    def __init__(self, state: Any) -> None:
         super().__init__()
-        self.structure: list[tuple[Any, ...]] = []  # of each container: type, keys, types of the values
+        self.is_plain = True
+        self.structure: list[tuple[Any, ...]] = []
         self._runs: list[tuple[Any, Sequence[Any]]] = []  # a new container, and the keys of its next tensors
         self._met: set[int] = set()
-
-    @classmethod
-    def of(cls, state: Any) -> _PlainSpec | None:
-        spec = cls()
-        try:
-            spec._root = spec._copy(state)
-        except _NotPlainError:
-            return None
-        tensors = spec.tensors
-        once = len(set(map(id, tensors))) == len(tensors)
-        return spec if once and not any(map(_attributes, tensors)) else None
+        self._root = self._copy(state)
 
     def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:
         rest = iter(staged)
@@ -419,44 +399,34 @@ class _PlainSpec(TreeSpec):
     def _copy(self, x: Any) -> Any:
         kind = type(x)
         if kind not in _CONTAINERS or id(x) in self._met:
-            raise _NotPlainError
+            self.is_plain = False
+            return x
         self._met.add(id(x))
         new: Any = kind(x)
         keys, values = (range(len(new)), new) if kind is list else (list(new), list(new.values()))
         types = list(map(type, values))
         self.structure.append((kind, keys, types))
-        if kind is OrderedDict and _attributes(x):  # such as the ``_metadata`` of a module's state dict
-            vars(new).update(_plain_copy(_attributes(x)))
         if set(types) == {torch.Tensor}:
             self.tensors += values
             self._runs.append((new, keys))
-            return new
+        else:
+            self._copy_some(new, keys, values, types)
+        if kind is OrderedDict and _attributes(x):  # such as the ``_metadata`` of a module's state dict
+            vars(new).update(self._copy(_attributes(x)))
+            self.is_plain = self.is_plain and torch.Tensor not in map(type, vars(new).values())
+        return new
+
+    def _copy_some(self, new: Any, keys: Iterable[Any], values: list[Any], types: list[type]) -> None:
         run: list[Any] = []
-        for key, value, each in zip(keys, values, types, strict=True):
-            if each is torch.Tensor:
+        for key, value, kind in zip(keys, values, types, strict=True):
+            if kind is torch.Tensor:
                 self.tensors.append(value)
                 run.append(key)
-            elif each in _CONTAINERS:
+            elif kind not in ATOMS and not (kind is tuple and all(type(item) in ATOMS for item in value)):
                 self._runs.append((new, run))  # the tensors inside come next
                 run = []
                 new[key] = self._copy(value)
-            elif each not in ATOMS and not (each is tuple and all(type(item) in ATOMS for item in value)):
-                raise _NotPlainError
         self._runs.append((new, run))
-        return new
-
-
-def _plain_copy(x: Any) -> Any:
-    """Return a copy of nested dicts of immutable values."""
-    made = type(x)()
-    for key, value in x.items():
-        if type(value) in ATOMS:
-            made[key] = value
-        elif type(value) is dict or (type(value) is OrderedDict and not _attributes(value)):
-            made[key] = _plain_copy(value)
-        else:
-            raise _NotPlainError
-    return made
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
