@@ -117,7 +117,7 @@ class HostCopier:
 
     def plan(self, state: Any) -> TreeSpec:
         """Take ``state`` apart and plan where it goes; the short way if it is as it was the last time."""
-        self.check_open()
+        self.pool.check_open()
         with torch.no_grad(), no_collection(), naming(state):
             known = None if self._recognizer is None else self._recognizer.match(state)
             if known is not None:
@@ -153,10 +153,6 @@ class HostCopier:
             moving.finish()
         for _, event in events:
             event.synchronize()
-
-    def check_open(self) -> None:
-        """Raise ``StagerClosedError`` after :meth:`close`."""
-        self.pool.check_open()
 
     def forget(self) -> None:
         """Plan anew at the next call."""

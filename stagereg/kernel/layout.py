@@ -11,7 +11,6 @@ laid out so.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,7 +150,7 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple
     """
     pieces: list[Piece] = []
     runs: list[_Run] = []
-    holed: list[_Run] = []
+    packed: list[int] = []
     for i, (x, (address, _, shape, stride, base, available, device)) in enumerate(zip(tensors, rows, strict=True)):
         span = span_of(x)
         pieces.append(Piece(shape, stride, span))
@@ -161,11 +160,12 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple
         if address == 0 or address + nbytes > base + available:
             freed = f"it needs {nbytes} bytes but its storage holds {available}; was it freed or resized in use?"
             raise StagingError([i], why_without_data(x) or freed)
-        some = holed if nbytes > max(2 * x.nbytes, _PAGE) else runs
-        some.append((device, address, address + nbytes, i))
+        if nbytes > max(2 * x.nbytes, _PAGE):
+            packed.append(i)
+        else:
+            runs.append((device, address, address + nbytes, i))
 
     regions = _merge(runs, rows)
-    packed = _adopt(holed, regions, rows)
     nbytes, alone = _assign(regions, packed, tensors, rows, pieces, margins)
     local = [r for r in regions if tensors[r.source].device.type == "cpu"]
     remote = [r for r in regions if tensors[r.source].device.type != "cpu"]
@@ -189,19 +189,6 @@ def _merge(runs: list[_Run], rows: Signature) -> list[Region]:
         regions.append(Region(i, aligned, end - aligned, [i]))
         last = (device, base)
     return regions
-
-
-def _adopt(holed: list[_Run], regions: list[Region], rows: Signature) -> list[int]:
-    """Give a view with holes to the region it lies in, if any; return those that must be packed."""
-    starts = [(rows[region.source][-1], region.address) for region in regions]
-    packed: list[int] = []
-    for device, begin, end, i in holed:
-        at = bisect_right(starts, (device, begin)) - 1
-        if at >= 0 and starts[at][0] == device and end <= regions[at].address + regions[at].nbytes:
-            regions[at].members.append(i)
-        else:
-            packed.append(i)
-    return packed
 
 
 def _assign(

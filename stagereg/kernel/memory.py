@@ -28,11 +28,10 @@ import math
 import mmap
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,10 +225,11 @@ class Pool:
         self._overdrawn = False
         self._closed = False
         self._reserve = reserve
-        self._reserving: threading.Thread | None = None
+        self._reserved: Future[Block] | None = None
         if reserve:
-            self._reserving = threading.Thread(target=self._make_reserve, name="stagereg-copy-reserve")
-            self._reserving.start()
+            background = ThreadPoolExecutor(1, thread_name_prefix="stagereg-copy-reserve")
+            self._reserved = background.submit(self._make, reserve)
+            background.shutdown(wait=False)
 
     @property
     def in_flight(self) -> int:
@@ -264,7 +264,9 @@ class Pool:
             StagingError: there is no memory left.
         """
         self.check_open()
-        self._await_reserve()
+        if self._reserved is not None:
+            reserved, self._reserved = self._reserved, None
+            self._free.append(reserved.result())
         if nbytes > self.expected:
             self.expected = nbytes
             self._free = [block for block in self._free if block.nbytes >= nbytes]
@@ -302,7 +304,7 @@ class Pool:
     def close(self) -> None:
         """Free what is kept. Memory still in use lives until its readers let go. Closing twice is harmless."""
         self._closed = True
-        self._await_reserve()
+        self._reserved = None
         self._free.clear()
 
     def _wait(self) -> None:
@@ -325,16 +327,6 @@ class Pool:
         most = max(self._reserve, self.max_in_flight * _whole_pages(self.expected))
         while sum(block.nbytes for block in self._free) > most:
             self._free.remove(min(self._free, key=lambda block: block.nbytes))
-
-    def _make_reserve(self) -> None:
-        try:
-            self._free.append(self._make(self._reserve))
-        except StagingError as error:
-            log.warning("stagereg: nothing was reserved, memory is taken when it is needed: %s", error)
-
-    def _await_reserve(self) -> None:
-        if self._reserving is not None:
-            self._reserving.join()
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -19,7 +19,7 @@ import io
 import pickle
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -88,18 +88,11 @@ def flatten(state: Any, type_check: bool = False) -> TreeSpec:
     Raises:
         StagingError: an entry cannot be staged; the message has its path.
     """
-
-    def fails(x: Any) -> bool:
-        try:
-            _flatten(x, type_check)
-        except StagingError:
-            return True
-        return False
-
     try:
         return _flatten(state, type_check)
     except StagingError as error:
-        raise type(error)(_path_to(state, fails, {}), error.reason) from error.__cause__
+        path = _path_to(state, lambda x: _fails(x, type_check), {})
+        raise type(error)(path, error.reason) from error.__cause__
 
 
 def path_to(state: Any, index: int) -> tuple[object, ...]:
@@ -114,20 +107,24 @@ def _identity(x: torch.Tensor) -> tuple[Any, ...]:
 
 def _path_to(x: Any, is_there: Callable[[Any], bool], met: dict[int, Any]) -> tuple[object, ...]:
     """Return the keys that lead to the innermost value for which ``is_there`` is true."""
-    met[id(x)] = x
-    for key, value in _entries(x):
+    met[id(x)] = x  # what has its id there must not be freed; a dict may make its values
+    entries: list[Any] = list(
+        x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, (list, tuple)) else ()
+    )
+    if entries or (isinstance(x, torch.Tensor) and not why_without_data(x)):
+        entries += getattr(x, "__dict__", {}).items()
+    for key, value in entries:
         if id(value) not in met and is_there(value):
             return (key, *_path_to(value, is_there, met))
     return ()
 
 
-def _entries(x: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(x, dict):
-        yield from x.items()
-    elif isinstance(x, (list, tuple)):
-        yield from enumerate(x)
-    if isinstance(x, (dict, list, tuple)) or (isinstance(x, torch.Tensor) and not why_without_data(x)):
-        yield from getattr(x, "__dict__", {}).items()
+def _fails(x: Any, type_check: bool) -> bool:
+    try:
+        _flatten(x, type_check)
+    except StagingError:
+        return True
+    return False
 
 
 def _flatten(state: Any, type_check: bool) -> TreeSpec:
@@ -164,17 +161,13 @@ def _set_attributes(x: torch.Tensor, attributes: dict[str, Any]) -> None:
     vars(x).update(attributes)
 
 
-_FUNCTIONS = (_tensor, _constant, _set_attributes)
-
-
 class _Unpickler(pickle.Unpickler):
     def __init__(self, pickled: bytes, staged: list[torch.Tensor], constants: list[Any]) -> None:
         super().__init__(io.BytesIO(pickled))
-        functions = (staged.__getitem__, constants.__getitem__, _set_attributes)
-        self._functions = {each.__name__: made for each, made in zip(_FUNCTIONS, functions, strict=True)}
+        self._values = {"_tensor": staged, "_constant": constants}
 
     def find_class(self, module: str, name: str) -> Any:
-        return self._functions[name]
+        return self._values[name].__getitem__
 
 
 class _Pickler(pickle.Pickler):
@@ -191,7 +184,7 @@ class _Pickler(pickle.Pickler):
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             return self._plain(x)
         if kind in ATOMS:
-            return NotImplemented if x in _FUNCTIONS else self._constant(x)
+            return NotImplemented if x in (_tensor, _constant) else self._constant(x)
         if issubclass(kind, (dict, list, set, frozenset)) or hasattr(kind, "n_sequence_fields"):
             return NotImplemented
         if issubclass(kind, tuple):

@@ -82,7 +82,7 @@ class OverlappedStager(HostStager):
                 copy failed and was not reported yet.
             StagerClosedError: after ``close()``.
         """
-        self._copier.check_open()
+        self._copier.pool.check_open()
         self._copies.raise_unseen()
         pending = self._copier.prepare(state_dict)
         with torch.no_grad():
