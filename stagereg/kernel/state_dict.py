@@ -74,7 +74,7 @@ class TreeSpec:
         finished = list(staged)
         for i, finish in self._finish.items():
             finished[i] = finish(finished[i])
-        return _Unpickler(self._pickled, finished, self._constants).load()
+        return _StructureUnpickler(self._pickled, finished, self._constants).load()
 
 
 def flatten(state: Any, type_check: bool = False) -> TreeSpec:
@@ -131,7 +131,7 @@ def _flatten(state: Any, type_check: bool) -> TreeSpec:
     spec, file = TreeSpec(), io.BytesIO()
     if type_check:
         _check_types(state, set())
-    _attempt(_Pickler(file, spec).dump, state)
+    _attempt(_StructurePickler(file, spec).dump, state)
     spec._pickled = file.getvalue()
     return spec
 
@@ -161,7 +161,7 @@ def _set_attributes(x: torch.Tensor, attributes: dict[str, Any]) -> None:
     vars(x).update(attributes)
 
 
-class _Unpickler(pickle.Unpickler):
+class _StructureUnpickler(pickle.Unpickler):
     def __init__(self, pickled: bytes, staged: list[torch.Tensor], constants: list[Any]) -> None:
         super().__init__(io.BytesIO(pickled))
         self._values = {"_tensor": staged, "_constant": constants}
@@ -170,7 +170,7 @@ class _Unpickler(pickle.Unpickler):
         return self._values[name].__getitem__
 
 
-class _Pickler(pickle.Pickler):
+class _StructurePickler(pickle.Pickler):
     """Pickles a structure, and puts what is in it into ``spec``."""
 
     def __init__(self, file: io.BytesIO, spec: TreeSpec) -> None:

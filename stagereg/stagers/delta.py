@@ -14,7 +14,6 @@ for the stager to decide.
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -44,7 +43,7 @@ _WORTH_A_THREAD = 2**20
 
 # Exact, and it reads both sides once, without the GIL. A hash would be wrong once in a while, and a wrong "equal" is a
 # wrong checkpoint.
-_memcmp = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None).memcmp
+_memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcmp.restype = ctypes.c_int
 
