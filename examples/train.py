@@ -173,7 +173,7 @@ def train(cfg: DictConfig) -> float:
                         stagereg.log(step, loss=losses[-1])
                     checkpointer.maybe_save(step, state)
                     report(step)
-        except stagereg.UnevenInputsError:  # told to throw: all ranks are here, at the same step
+        except stagereg.UnevenInputsError:  # with join.throw, all ranks are here, at the same step
             save_last(step)
             raise
         save_last(step)

@@ -181,7 +181,7 @@ def _misspelt(kind: str, cls: type, members: set[str]) -> Iterator[str]:
 
 
 def _promised_class(factory: Callable[..., Any]) -> type | None:
-    """The concrete class in a factory's return annotation; ``None`` when only what it builds can tell."""
+    """The concrete class in a factory's return annotation; ``None`` when the annotation does not show it."""
     try:
         promised = typing.get_type_hints(factory).get("return")
     except Exception:  # an annotation for type checkers only, whose names do not exist when running

@@ -1,4 +1,4 @@
-"""What holds for all tests: those that need an accelerator are skipped without one, and programs can be interrupted.
+"""Applies to all tests: those that need an accelerator are skipped without one, and programs can be interrupted.
 
 Property-based tests take the same examples every time, so that a failure is one of the change that it comes with.
 ``make nightly`` looks for new ones (``--hypothesis-profile=explore``).

@@ -1,4 +1,4 @@
-"""The command ``stagereg``: what it is asked for and cannot do is one screen and an exit code, never a traceback."""
+"""The command ``stagereg``: an error is one screen and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from stagereg.errors import StageregError
 def test_a_misspelt_command_is_an_error_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["shwo", "pinned_cached"])
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "no command 'shwo'. Did you mean 'show'?" in told.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "no command 'shwo'. Did you mean 'show'?" in printed.err
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,7 +30,7 @@ def test_every_command_about_plugins_prints_json_if_asked(command: str, capsys: 
     assert "--json" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("raised", "code"), [(StageregError("told"), 2), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(("raised", "code"), [(StageregError("reason"), 2), (KeyboardInterrupt(), 130)])
 def test_errors_and_interruptions_are_exit_codes(
     raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,12 +39,12 @@ def test_errors_and_interruptions_are_exit_codes(
 
     monkeypatch.setattr(listing.registry, "entries", fail)
     assert cli.main(["list"]) == code
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err == ("stagereg: told\n" if code == 2 else "")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == ("stagereg: reason\n" if code == 2 else "")
 
 
-def test_without_a_command_it_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_it_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

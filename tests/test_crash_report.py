@@ -1,4 +1,4 @@
-"""How a process ended, and where it was, is reported whatever ended it and wherever Python is installed."""
+"""A crash is reported with its cause and place, whatever ended the process and wherever Python is installed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_plugins_frame_is_reported_and_not_one_that_it_called(mine: str) -> 
     )
 
 
-def test_the_thread_that_was_running_is_asked_first_and_foreign_frames_are_better_than_none() -> None:
+def test_the_running_thread_is_preferred_and_foreign_frames_are_better_than_none() -> None:
     waiting = dump("/home/me/waiting.py", thread="Thread")
     assert innermost_frame(f"{waiting}\n\n{dump('/home/me/running.py')}") == "stage (/home/me/running.py:3)"
     assert innermost_frame(f"{waiting}\n\n{dump(f'{STDLIB}/ssl.py')}") == "stage (/home/me/waiting.py:3)"
@@ -41,7 +41,7 @@ def test_the_thread_that_was_running_is_asked_first_and_foreign_frames_are_bette
     assert innermost_frame("no stack") == ""
 
 
-def test_what_a_rank_died_of_is_one_line_with_the_place() -> None:
+def test_the_cause_of_a_dead_rank_is_one_line_with_its_location() -> None:
     died = "died of SIGSEGV before it returned\n  noise\n  Fatal Python error: Segmentation fault\n"
     assert summarize(died) == "died of SIGSEGV before it returned: Fatal Python error: Segmentation fault"
     assert summarize(died + dump("/home/me/mine.py")).endswith("Segmentation fault, in stage (/home/me/mine.py:3)")
@@ -55,5 +55,5 @@ def test_an_error_is_reported_with_the_line_of_the_plugin_that_called_a_library(
         mine.write_text(source)
         with pytest.raises(ValueError if where else SyntaxError) as caught:
             exec(compile(mine.read_text(), mine, "exec"))
-        told = summarize_exception(caught.value, __file__)
-        assert told.endswith(f" ({where})" if where else "SyntaxError: invalid syntax")
+        summary = summarize_exception(caught.value, __file__)
+        assert summary.endswith(f" ({where})" if where else "SyntaxError: invalid syntax")

@@ -1,4 +1,4 @@
-"""The page on checkpoints: its commands run and print what it says, its tables are those of the code."""
+"""The page on checkpoints: its commands run and print what it shows, its tables are those of the code."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def blocks(language: str) -> list[str]:
 
 
 def consoles() -> list[tuple[str, str]]:
-    """The commands of the page, each with what it is said to print."""
+    """The commands of the page, each with the output that the page shows."""
     parts = [part for text in blocks("console") for part in re.split(r"^\$ ", text, flags=re.M)[1:]]
-    return [(line, told) for line, _, told in (part.partition("\n") for part in parts)]
+    return [(line, shown) for line, _, shown in (part.partition("\n") for part in parts)]
 
 
-def spoken() -> list[list[str]]:
-    """Commands of stagereg in the text, as words; those that are named with nothing else are none."""
+def inline_commands() -> list[list[str]]:
+    """The commands of stagereg in the text, as lists of arguments; a name without arguments is not a command."""
     text = re.sub(r"^```.*?^```$", "", PAGE.read_text(), flags=re.M | re.S)
-    words = [shlex.split(code) for code in re.findall(r"`(stagereg [^`\n]+)`", text)]
-    return [each[1:] for each in words if len(each) > 2]
+    found = [shlex.split(code) for code in re.findall(r"`(stagereg [^`\n]+)`", text)]
+    return [each[1:] for each in found if len(each) > 2]
 
 
 def rows(head: str) -> list[list[str]]:
@@ -49,20 +49,20 @@ def rows(head: str) -> list[list[str]]:
 
 
 def test_the_table_of_moments_is_that_of_the_code() -> None:
-    told = [(name.strip("`"), what) for name, what, *_ in rows("point")]
-    assert told == [(name, what.replace("``", "`")) for name, what in POINTS.items()]
+    points = [(name.strip("`"), what) for name, what, *_ in rows("point")]
+    assert points == [(name, what.replace("``", "`")) for name, what in POINTS.items()]
 
 
 def test_every_command_of_the_page_is_understood() -> None:
     parser = argparse.ArgumentParser()
     added = parser.add_subparsers(required=True)
-    for name, room in COMMANDS.items():
+    for name, module in COMMANDS.items():
         package = "stagereg.bench" if name == "bench" else "stagereg.commands"
-        importlib.import_module(f"{package}.{room}").add_to(added)
-    given = [shlex.split(line)[1:] for line, _ in consoles() if line.startswith("stagereg ")] + spoken()
-    for words in given:
-        parser.parse_args([word for word in words if word != "..."])
-    assert {words[0] for words in given} == set(COMMANDS)
+        importlib.import_module(f"{package}.{module}").add_to(added)
+    given = [shlex.split(line)[1:] for line, _ in consoles() if line.startswith("stagereg ")] + inline_commands()
+    for arguments in given:
+        parser.parse_args([argument for argument in arguments if argument != "..."])
+    assert {arguments[0] for arguments in given} == set(COMMANDS)
 
 
 def test_every_option_that_the_page_names_is_the_checkpointers() -> None:
@@ -73,7 +73,7 @@ def test_every_option_that_the_page_names_is_the_checkpointers() -> None:
     assert named <= set(inspect.signature(Checkpointer).parameters)
 
 
-def test_what_the_page_links_to_is_there() -> None:
+def test_the_links_of_the_page_have_targets() -> None:
     links = re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", PAGE.read_text())
     for link, anchor in links:
         target = PAGE.parent / link if link else PAGE
@@ -85,14 +85,14 @@ def test_what_the_page_links_to_is_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT_S)
-def test_every_command_of_the_page_runs_and_prints_what_it_says(tmp_path: Path) -> None:
+def test_every_command_of_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     (program,) = (text for text in blocks("python") if text.startswith("# train.py"))
     (tmp_path / "train.py").write_text(program)
     bin = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": bin}
     flipped = False
-    for line, told in consoles():
+    for line, shown in consoles():
         ended = subprocess.run(
             ["bash", "-c", line],
             cwd=tmp_path,
@@ -105,4 +105,4 @@ def test_every_command_of_the_page_runs_and_prints_what_it_says(tmp_path: Path) 
         flipped = flipped or line.startswith("printf")
         assert ended.returncode == (flipped and line.startswith("stagereg verify")), f"$ {line}\n{ended.stdout}"
         printed = "".join(f"{each.rstrip()}\n" for each in ended.stdout.splitlines())
-        assert fits(told, printed), f"$ {line}\n{printed}\n-- the page says\n{told}"
+        assert fits(shown, printed), f"$ {line}\n{printed}\n-- the page shows\n{shown}"

@@ -34,7 +34,7 @@ def serve() -> None:
     import torch.nn.parallel  # noqa: F401
 
     for line in sys.stdin:
-        words, folder, out = json.loads(line)
+        arguments, folder, out = json.loads(line)
         child = os.fork()
         if not child:
             os.chdir(folder)
@@ -42,23 +42,23 @@ def serve() -> None:
             os.dup2(opened, 1)
             os.dup2(opened, 2)
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-            os._exit(python(words))
+            os._exit(python(arguments))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def python(words: list[str]) -> int:
-    """What ``python`` with these words does; return its exit code."""
+def python(arguments: list[str]) -> int:
+    """Do what ``python`` does with these arguments; return its exit code."""
     code = 0
     try:
-        if words[0] == "-c":
+        if arguments[0] == "-c":
             sys.argv, sys.path[0] = ["-c"], os.getcwd()
-            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
-        elif words[0] == "-m":
-            sys.argv, sys.path[0] = words[1:], os.getcwd()
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif arguments[0] == "-m":
+            sys.argv, sys.path[0] = arguments[1:], os.getcwd()
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv, sys.path[0] = words, os.path.dirname(os.path.abspath(words[0]))
-            runpy.run_path(words[0], run_name="__main__")
+            sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
+            runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -71,14 +71,14 @@ def python(words: list[str]) -> int:
 
 @dataclass
 class Command:
-    """A line after ``$`` and what the page says that it prints."""
+    """A line after ``$`` and the output that the page shows."""
 
     line: str
-    told: str
+    shown: str
 
     def fits(self, printed: str) -> bool:
-        """Whether ``printed`` is what is told: line by line, where ``...`` is anything."""
-        lines = ["(?:.*\n)*" if line == "..." else f"{_pattern(line)}\n" for line in self.told.splitlines()]
+        """Whether ``printed`` is what the page shows, line by line; ``...`` stands for anything."""
+        lines = ["(?:.*\n)*" if line == "..." else f"{_pattern(line)}\n" for line in self.shown.splitlines()]
         return re.fullmatch("".join(lines), printed) is not None
 
 
@@ -97,7 +97,7 @@ def commands(text: str) -> list[Command]:
 
 
 class Reader:
-    """Somebody who follows the page in an empty folder, with pip installing into another one."""
+    """Follows the page in an empty folder; pip installs into another one."""
 
     def __init__(self, folder: Path, site: Path) -> None:
         self.folder = folder
@@ -124,20 +124,20 @@ class Reader:
 
     def run(self, line: str) -> str:
         """Run a command and return what it prints, on either stream."""
-        words = shlex.split(line)
-        if words[0] == "stagereg":
-            words = ["python", "-m", *words]
-        if words[0] != "python" or line.startswith(LONG):
-            words = [sys.executable, *words[1:]] if words[0] == "python" else words
+        arguments = shlex.split(line)
+        if arguments[0] == "stagereg":
+            arguments = ["python", "-m", *arguments]
+        if arguments[0] != "python" or line.startswith(LONG):
+            arguments = [sys.executable, *arguments[1:]] if arguments[0] == "python" else arguments
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            return subprocess.run(words, cwd=self.folder, env=self.env, timeout=200, check=False, **pipes).stdout
+            return subprocess.run(arguments, cwd=self.folder, env=self.env, timeout=200, check=False, **pipes).stdout
         assert self.server.stdin is not None
         assert self.server.stdout is not None
         self.printed.unlink(missing_ok=True)
-        self.server.stdin.write(json.dumps([words[1:], str(self.folder), str(self.printed)]) + "\n")
+        self.server.stdin.write(json.dumps([arguments[1:], str(self.folder), str(self.printed)]) + "\n")
         self.server.stdin.flush()
-        assert self.server.stdout.readline().strip(), f"nobody was there to run {line}"
-        return "".join(f"{told.rstrip()}\n" for told in self.printed.read_text().splitlines())
+        assert self.server.stdout.readline().strip(), f"the server did not answer: {line}"
+        return "".join(f"{line.rstrip()}\n" for line in self.printed.read_text().splitlines())
 
     def follow(self, skip: tuple[str, ...] = ()) -> Iterator[tuple[Command, str]]:
         """Go through the page; give each command with what it printed, but for those that begin with ``skip``."""
@@ -161,20 +161,20 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 
 
 @pytest.mark.slow
-def test_every_file_is_written_and_every_quick_command_prints_what_the_page_says(reader: Reader) -> None:
+def test_every_file_is_written_and_every_quick_command_prints_what_the_page_shows(reader: Reader) -> None:
     seen = 0
     for command, printed in reader.follow(skip=LONG):
-        assert command.fits(printed), f"$ {command.line}\n{printed}\n-- the page says\n{command.told}"
+        assert command.fits(printed), f"$ {command.line}\n{printed}\n-- the page shows\n{command.shown}"
         seen += 1
     assert seen >= 15
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_checks_and_tests_of_the_page_end_as_it_says(reader: Reader) -> None:
+def test_the_checks_and_tests_of_the_page_end_as_it_shows(reader: Reader) -> None:
     seen = 0
     for command, printed in reader.follow():
-        assert command.fits(printed), f"$ {command.line}\n{printed}\n-- the page says\n{command.told}"
+        assert command.fits(printed), f"$ {command.line}\n{printed}\n-- the page shows\n{command.shown}"
         seen += command.line.startswith(LONG)
     assert seen >= 5
 
@@ -188,7 +188,7 @@ def test_every_block_is_a_file_or_a_console() -> None:
         ), first
 
 
-def test_what_the_page_links_to_is_there() -> None:
+def test_the_links_of_the_page_have_targets() -> None:
     for link in re.findall(r"\]\(([^)#:]+)\)", PAGE.read_text()):
         assert (PAGE.parent / link).exists(), link
 

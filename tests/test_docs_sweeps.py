@@ -39,13 +39,13 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def consoles() -> list[tuple[str, str]]:
-    """The commands of the page on sweeps, each with what it is said to print."""
+    """The commands of the page on sweeps, each with the output that the page shows."""
     parts = [part for text in blocks(SWEEPS, "console") for part in re.split(r"^\$ ", text, flags=re.M)[1:]]
-    return [(line, told) for line, _, told in (part.partition("\n") for part in parts)]
+    return [(line, shown) for line, _, shown in (part.partition("\n") for part in parts)]
 
 
 def commands(page: Path) -> list[list[str]]:
-    """All commands of a page, those in its text and its tables too, as words."""
+    """All commands of a page, also those in its text and its tables, as lists of arguments."""
     text = page.read_text()
     scripts = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
     spoken: list[str] = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
@@ -55,8 +55,8 @@ def commands(page: Path) -> list[list[str]]:
 
 def started(page: Path, program: str) -> list[list[str]]:
     """The arguments of each command of a page that starts ``program``."""
-    found = [words[words.index(program) + 1 :] for words in commands(page) if program in words]
-    return [[word for word in words if word != "..."] for words in found]
+    found = [command[command.index(program) + 1 :] for command in commands(page) if program in command]
+    return [[argument for argument in arguments if argument != "..."] for arguments in found]
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def composed(tmp_path: Path) -> Iterator[Any]:
         yield lambda overrides: compose("train", overrides=overrides, return_hydra_config=True)
 
 
-def one_job(words: list[str]) -> list[str]:
+def one_job(arguments: list[str]) -> list[str]:
     """Overrides with the first of each list of values."""
-    given = [word for word in words if "=" in word and not word.startswith("-")]
+    given = [each for each in arguments if "=" in each and not each.startswith("-")]
     overrides = OverridesParser.create().parse_overrides(given)
     first = []
     for override in overrides:
@@ -87,8 +87,8 @@ def one_job(words: list[str]) -> list[str]:
 @pytest.mark.parametrize("page", [SWEEPS, SLURM], ids=["sweeps", "slurm"])
 def test_every_job_that_a_page_starts_composes(page: Path, composed: Any) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    given = [[word for word in words if "=" in word and "$" not in word] for words in started(page, "train.py")]
-    jobs = {tuple(one_job(words)) for words in given}
+    given = [[each for each in arguments if "=" in each and "$" not in each] for arguments in started(page, "train.py")]
+    jobs = {tuple(one_job(arguments)) for arguments in given}
     for job in jobs:
         assert composed(list(job)).nproc >= 1
     assert len(jobs) >= 2
@@ -96,8 +96,8 @@ def test_every_job_that_a_page_starts_composes(page: Path, composed: Any) -> Non
 
 def test_the_launcher_of_the_page_is_one_that_submitit_takes(composed: Any) -> None:
     launcher = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
-    (words,) = [words for words in started(SLURM, "train.py") if "hydra/launcher=cluster" in words]
-    cfg = composed(one_job(words)).hydra.launcher
+    (arguments,) = [each for each in started(SLURM, "train.py") if "hydra/launcher=cluster" in each]
+    cfg = composed(one_job(arguments)).hydra.launcher
     assert cfg._target_.endswith("SlurmLauncher")
     assert (cfg.nodes, cfg.tasks_per_node, cfg.max_num_timeout) == (2, 1, 3)
     params = {key: value for key, value in cfg.items() if key != "_target_"}
@@ -111,9 +111,9 @@ def test_the_launcher_of_the_page_is_one_that_submitit_takes(composed: Any) -> N
 def test_every_torchrun_of_a_page_is_understood() -> None:
     from torch.distributed.run import get_args_parser
 
-    found = [words for words in started(SLURM, "torchrun") if "train.py" in words and "-m" not in words]
-    for words in found:
-        asked = get_args_parser().parse_args([re.sub(r"\$\w+", "2", word) for word in words])
+    found = [each for each in started(SLURM, "torchrun") if "train.py" in each and "-m" not in each]
+    for arguments in found:
+        asked = get_args_parser().parse_args([re.sub(r"\$\w+", "2", each) for each in arguments])
         assert asked.training_script == "train.py"
         assert (asked.rdzv_backend, asked.nproc_per_node) == ("c10d", "8")
     assert len(found) == 2
@@ -128,16 +128,16 @@ def test_the_scripts_of_the_page_are_shell() -> None:
 
 def test_every_command_of_stagereg_on_the_pages_is_understood() -> None:
     parser = argparse.ArgumentParser()
-    rooms = parser.add_subparsers(required=True)
-    for room in (planning, reporting, tuning):
-        room.add_to(rooms)
-    found = [words for page in (SWEEPS, SLURM) for words in started(page, "stagereg") if len(words) > 1]
-    for words in found:
-        parser.parse_args(words)
+    commands_of_parser = parser.add_subparsers(required=True)
+    for module in (planning, reporting, tuning):
+        module.add_to(commands_of_parser)
+    found = [each for page in (SWEEPS, SLURM) for each in started(page, "stagereg") if len(each) > 1]
+    for arguments in found:
+        parser.parse_args(arguments)
     assert len(found) >= 5
 
 
-def test_the_page_tells_of_every_figure_what_it_is() -> None:
+def test_the_page_describes_every_figure() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\w*) *\| (.*) \|$", SWEEPS.read_text(), re.M)
     assert rows == [(each.name, each.better, each.doc) for each in METRICS]
 
@@ -149,7 +149,7 @@ def test_the_page_names_every_file_of_a_sweep() -> None:
 
 
 @pytest.mark.parametrize("page", [SWEEPS, SLURM], ids=["sweeps", "slurm"])
-def test_what_a_page_links_to_is_there(page: Path) -> None:
+def test_the_links_of_a_page_have_targets(page: Path) -> None:
     for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", page.read_text()):
         target = page.parent / link if link else page
         assert target.exists(), link
@@ -159,12 +159,12 @@ def test_what_a_page_links_to_is_there(page: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_every_command_of_the_page_runs_and_prints_what_it_says(tmp_path: Path) -> None:
+def test_every_command_of_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "conf", tmp_path / "examples" / "conf")
     shutil.copy(EXAMPLES / "train.py", tmp_path / "examples")
     bin = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": bin}
-    for line, told in consoles():
+    for line, shown in consoles():
         if line == "cd examples":
             continue
         ended = subprocess.run(
@@ -178,4 +178,4 @@ def test_every_command_of_the_page_runs_and_prints_what_it_says(tmp_path: Path) 
         )
         assert ended.returncode == ("failing" in line), f"$ {line}\n{ended.stdout}"
         printed = "".join(f"{each.rstrip()}\n" for each in ended.stdout.splitlines())
-        assert fits(told, printed), f"$ {line}\n{printed}\n-- the page says\n{told}"
+        assert fits(shown, printed), f"$ {line}\n{printed}\n-- the page shows\n{shown}"

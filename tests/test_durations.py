@@ -38,7 +38,7 @@ def test_a_duration_is_read_as_people_write_it(text: str, seconds: float) -> Non
     assert duration(text) == timedelta(seconds=seconds)
 
 
-def test_a_clock_means_what_yaml_takes_it_for() -> None:
+def test_a_clock_time_is_read_as_yaml_reads_it() -> None:
     from omegaconf import OmegaConf
 
     for text in ("1:30", "1:30:00", "10:00:01"):
@@ -66,7 +66,7 @@ def test_every_duration_is_read_again_from_both_of_its_texts(value: timedelta) -
 
 
 @pytest.mark.parametrize("text", ["", "-", "s", "soon", "1h30", "--3s", "1:2:3:4", "nan", "1:30:00h", "1" * 5000 + "!"])
-def test_what_is_no_duration_is_refused_with_examples(text: str) -> None:
+def test_an_invalid_duration_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a duration\. Write a duration as 30s, 1h30m, 2 days"):
         duration(text)
 

@@ -1,4 +1,4 @@
-"""The shape of the source: imports point down and never in a circle, and no name of a class or module stands twice."""
+"""The shape of the source: imports point down and never in a circle, and no name of a class or module is used twice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "stagereg"
 
-# From the ground up. What stands in one line may import what stands above that line, and its neighbours.
+# From the bottom up. The modules of one line may import those of the lines above it, and each other.
 LAYERS = [
     {"_version", "errors"},
     {
@@ -20,7 +20,6 @@ LAYERS = [
         "durations",
         "record",
         "shutdown",
-        "preemption",
         "output",
         "machine",
         "crash_report",
@@ -117,13 +116,13 @@ def test_no_packages_import_each_other_in_a_circle() -> None:
     assert circle(packages) == []
 
 
-def test_no_class_name_and_no_file_name_stands_twice() -> None:
-    places: dict[str, list[str]] = defaultdict(list)
+def test_no_class_name_and_no_file_name_is_used_twice() -> None:
+    modules: dict[str, list[str]] = defaultdict(list)
     for module, tree in TREES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(module)
+                modules[node.name].append(module)
     for file in PACKAGE.rglob("*.py"):
         if file.name != "__init__.py":
-            places[file.name].append(name_of(file))
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+            modules[file.name].append(name_of(file))
+    assert {name: found for name, found in modules.items() if len(found) > 1} == {}

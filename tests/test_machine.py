@@ -1,4 +1,4 @@
-"""What ranks get as settings of the C library: each once, and never against the user."""
+"""The settings of the C library that ranks get: each is set once, and never against the user's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_users_other_tunables_are_kept() -> None:
     assert "x86_non_temporal_threshold" in both
 
 
-def test_a_users_own_threshold_stands() -> None:
+def test_a_users_own_threshold_is_kept() -> None:
     assert tunables({TUNABLES: "glibc.cpu.x86_non_temporal_threshold=0x6300000"}) == {}
 
 
@@ -34,11 +34,11 @@ def test_other_machines_get_no_tunable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_library_accepts_the_tunable() -> None:
     loader = f"/lib64/ld-linux-{platform.machine().replace('_', '-')}.so.2"
     if not os.path.exists(loader):
-        pytest.skip("there is no loader to ask at the usual place")
-    told = subprocess.run(
+        pytest.skip("there is no loader to ask at the usual path")
+    listed = subprocess.run(
         [loader, "--list-tunables"], env={**os.environ, **tunables({})}, capture_output=True, text=True, timeout=30
     )
-    line = next((line for line in told.stdout.splitlines() if "x86_non_temporal_threshold" in line), None)
+    line = next((line for line in listed.stdout.splitlines() if "x86_non_temporal_threshold" in line), None)
     if line is None:
         pytest.skip("this version of glibc lists no such tunable")
     assert line.split(":")[1].split()[0] == "0x100000"

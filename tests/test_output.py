@@ -1,4 +1,4 @@
-"""What the commands print: aligned words in a pipe, colours on a terminal, one JSON document for programs."""
+"""What the commands print: aligned columns in a pipe, colours on a terminal, one JSON document for programs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from stagereg import output
 
-WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
-SENTENCES = st.lists(WORDS, min_size=1, max_size=60).map(" ".join)
+TOKENS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
+SENTENCES = st.lists(TOKENS, min_size=1, max_size=60).map(" ".join)
 
 
 class Terminal(io.StringIO):
@@ -51,7 +51,7 @@ def test_columns_are_aligned_and_bare_of_colour_where_no_terminal_is(capsys: pyt
 
 
 @settings(deadline=None)
-@given(rows=st.lists(st.tuples(WORDS, WORDS, SENTENCES), min_size=1, max_size=5))
+@given(rows=st.lists(st.tuples(TOKENS, TOKENS, SENTENCES), min_size=1, max_size=5))
 def test_no_text_is_lost_and_no_line_is_wider_than_it_has_to_be(rows: list[tuple[str, str, str]]) -> None:
     into = io.StringIO()
     with contextlib.redirect_stdout(into):
@@ -74,18 +74,18 @@ def test_a_table_without_rows_is_no_error(capsys: pytest.CaptureFixture[str]) ->
 def test_on_a_terminal_a_verdict_has_a_colour_and_text_in_brackets_is_text(terminal: Terminal) -> None:
     with contextlib.redirect_stdout(terminal):
         output.table("T", ("name", "verdict"), [("[red]broken[/red]", "broken"), ("kept", "kept")], verdict="verdict")
-    told = terminal.getvalue()
-    assert "[red]broken[/red]" in told
-    assert "\x1b[1;31mbroken" in told
-    assert "\x1b[32mkept" in told
-    assert len(re.findall(r"\x1b\[32mkept", told)) == 1, "a name is no verdict"
+    printed = terminal.getvalue()
+    assert "[red]broken[/red]" in printed
+    assert "\x1b[1;31mbroken" in printed
+    assert "\x1b[32mkept" in printed
+    assert len(re.findall(r"\x1b\[32mkept", printed)) == 1, "a name is no verdict"
 
 
 def test_on_a_terminal_no_text_of_the_last_column_is_cut(terminal: Terminal) -> None:
-    words = [f"word{number}" for number in range(60)]
+    parts = [f"part{number}" for number in range(60)]
     with contextlib.redirect_stdout(terminal):
-        output.table("", ("name", "seen"), [("a", " ".join(words))])
-    assert [word for word in terminal.getvalue().split() if word.startswith("word")] == words
+        output.table("", ("name", "seen"), [("a", " ".join(parts))])
+    assert [part for part in terminal.getvalue().split() if part.startswith("part")] == parts
 
 
 def test_without_rich_a_terminal_gets_plain_text_of_its_width(
@@ -93,11 +93,11 @@ def test_without_rich_a_terminal_gets_plain_text_of_its_width(
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     with contextlib.redirect_stdout(terminal):
-        output.table("T", ("name", "seen"), [("a", "word " * 60)])
-        output.echo("said", "bold")
+        output.table("T", ("name", "seen"), [("a", "part " * 60)])
+        output.echo("text", "bold")
     lines = terminal.getvalue().splitlines()
     assert "\x1b" not in terminal.getvalue()
-    assert lines[-1] == "said"
+    assert lines[-1] == "text"
     assert 60 < max(map(len, lines)) <= 80
 
 
@@ -114,16 +114,16 @@ def test_the_option_is_there() -> None:
     assert (parser.parse_args(["--json"]).json, parser.parse_args([]).json) == (True, False)
 
 
-def test_what_is_printed_aside_by_python_c_or_a_child_is_not_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_output_of_python_c_or_a_child_is_not_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(KeyError), output.stdout_to_stderr():
         print("python")
         os.write(1, b"c\n")
         subprocess.run([sys.executable, "-S", "-c", "print('child')"], check=True)
         raise KeyError  # what goes wrong meanwhile must not leave it there
     print("document")
-    told = capfd.readouterr()
-    assert told.out == "document\n"
-    assert sorted(told.err.split()) == ["c", "child", "python"]
+    printed = capfd.readouterr()
+    assert printed.out == "document\n"
+    assert sorted(printed.err.split()) == ["c", "child", "python"]
 
 
 def test_progress_is_shown_on_terminals_only(

@@ -1,4 +1,4 @@
-"""A page may differ from what is printed in numbers, and in what it leaves out, and in nothing else."""
+"""A page may differ from the printed output only in numbers and in what it leaves out by ``...``."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ from .pages import fits
         ("b 3.1 c\n", False),
     ],
 )
-def test_only_numbers_and_what_dots_stand_for_may_differ(printed: str, same: bool) -> None:
+def test_only_numbers_and_parts_written_as_dots_may_differ(printed: str, same: bool) -> None:
     assert fits("a\n b 1 c\n...\n", printed) == same

@@ -1,4 +1,4 @@
-"""What a run tells of itself comes back as it was told, survives a kill and a full disk, and never harms the run."""
+"""The events of a run are read back as they were recorded, survive a kill and a full disk, and never harm the run."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system ha
 def parsed(line: str) -> dict[str, Any]:
     """A line as a strict reader of JSON takes it, which knows no NaN."""
 
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is no JSON")
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
 
     return json.loads(line, parse_constant=refuse)
 
 
-def told(directory: Path, event: str = "", rank: int = 0) -> list[dict[str, Any]]:
+def recorded(directory: Path, event: str = "", rank: int = 0) -> list[dict[str, Any]]:
     text = (directory / record.file_name(rank)).read_text()
     assert text.endswith("\n")
     lines = [parsed(line) for line in text.splitlines()]
@@ -50,7 +50,7 @@ def test_start_and_end_record_process_versions_and_how_it_went(tmp_path: Path) -
     with record.recording(tmp_path, 3, 4, device="cpu"):
         record.add_child_memory(2**50)
         record.emit("step", step=7)
-    start, step, end = told(tmp_path, rank=3)
+    start, step, end = recorded(tmp_path, rank=3)
     assert {path.name for path in tmp_path.glob(record.FILES)} == {"metrics.rank3.jsonl"}
     expected = {"event": "start", "format": 1, "rank": 3, "world_size": 4, "pid": os.getpid(), "device": "cpu"}
     versions = {"stagereg": stagereg.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
@@ -75,13 +75,13 @@ def test_start_and_end_record_process_versions_and_how_it_went(tmp_path: Path) -
         (SystemExit(), "completed", None),
     ],
 )
-def test_the_end_is_recorded_whatever_leaves_the_task(
+def test_the_end_is_recorded_however_the_task_ends(
     tmp_path: Path, error: BaseException, status: str, text: str | None
 ) -> None:
     with pytest.raises(type(error)) as caught, record.recording(tmp_path, 0, 1):
         raise error
     assert caught.value is error
-    (end,) = told(tmp_path, "end")
+    (end,) = recorded(tmp_path, "end")
     assert (end["status"], end.get("error")) == (status, text)
 
 
@@ -92,7 +92,7 @@ def test_events_are_dropped_where_nothing_records(tmp_path: Path) -> None:
     with record.recording(tmp_path, 0, 1):
         pass
     record.emit("step", step=2)
-    assert [line["event"] for line in told(tmp_path)] == ["start", "end"]
+    assert [line["event"] for line in recorded(tmp_path)] == ["start", "end"]
 
 
 class Odd:
@@ -131,7 +131,7 @@ def test_every_event_comes_back_as_one_line_of_json(event: str, fields: dict[str
         with record.recording(Path(folder), 0, 1):
             record.emit(event, **fields)
             record.emit(event, **fields, odd=odd)
-        _, line, with_odd, _ = told(Path(folder))
+        _, line, with_odd, _ = recorded(Path(folder))
     expected = as_json_has_it(fields) | {"event": event}
     for found in (line, with_odd):
         assert isinstance(found.pop("t"), float)
@@ -145,7 +145,7 @@ def test_numbers_of_other_types_are_written_as_numbers(tmp_path: Path) -> None:
         record.emit(
             "write", bytes=torch.tensor(7), seconds=torch.tensor(0.5), price=decimal.Decimal("1.25"), dir=tmp_path
         )
-    (line,) = told(tmp_path, "write")
+    (line,) = recorded(tmp_path, "write")
     assert (line["bytes"], line["seconds"], line["price"], line["dir"]) == (7, 0.5, 1.25, str(tmp_path))
 
 
@@ -170,7 +170,7 @@ def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
             worker.start()
         for worker in workers:
             worker.join(60)
-    lines = told(tmp_path, "step")
+    lines = recorded(tmp_path, "step")
     assert all(line["text"] == str(line["thread"]) * 5000 for line in lines)
     for number in range(threads):
         assert [line["at"] for line in lines if line["thread"] == number] == list(range(each))
@@ -193,7 +193,7 @@ def test_a_recording_inside_another_changes_nothing(tmp_path: Path, caplog: pyte
         with record.recording(tmp_path / "inner", 0, 1):
             record.emit("step", step=1)
         record.emit("step", step=2)
-    assert [line["step"] for line in told(tmp_path / "outer", "step")] == [1, 2]
+    assert [line["step"] for line in recorded(tmp_path / "outer", "step")] == [1, 2]
     assert not (tmp_path / "inner").exists()
     assert len(caplog.records) == 1
 
@@ -234,7 +234,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_ends_the_recording_there(
     assert once_warned(caplog)
 
 
-@pytest.mark.parametrize("obstacle", ["a file in place of the directory", "a directory in place of the file"])
+@pytest.mark.parametrize("obstacle", ["a file instead of the directory", "a directory instead of the file"])
 def test_a_run_that_cannot_be_recorded_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, obstacle: str) -> None:
     if obstacle.startswith("a file"):
         directory = tmp_path / "run"
@@ -281,11 +281,11 @@ def test_a_killed_process_has_written_all_but_its_last_line_and_its_forks_nothin
     assert all(line["text"] == "x" * 1000 for line in steps)
 
 
-def test_logged_numbers_are_in_the_record_and_what_is_no_number_of_theirs_as_null(tmp_path: Path) -> None:
+def test_logged_numbers_are_recorded_and_nan_and_infinities_as_null(tmp_path: Path) -> None:
     with record.recording(tmp_path, 0, 1):
         stagereg.log(3, loss=torch.tensor(0.5), rate=1, grown=math.inf)
         stagereg.log(4, loss=math.nan)
-    first, second = told(tmp_path, "log")
+    first, second = recorded(tmp_path, "log")
     assert (first["step"], first["values"]) == (3, {"loss": 0.5, "rate": 1.0, "grown": None})
     assert (second["step"], second["values"]) == (4, {"loss": None})
 
@@ -313,7 +313,9 @@ class Broken:
         ("one", 0.5, "step='one'"),
     ],
 )
-def test_what_is_no_number_is_refused_by_name_recorded_or_not(step: Any, value: Any, named: str) -> None:
+def test_a_value_that_is_no_number_is_refused_by_name_also_without_a_recorder(
+    step: Any, value: Any, named: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         stagereg.log(step, loss=value)
     assert named in str(caught.value)
@@ -355,10 +357,10 @@ def test_every_rank_of_a_program_records_in_the_jobs_directory_to_its_end(tmp_pa
     alone, together = tmp_path / "out/0", tmp_path / "out/1"
     assert sorted(path.name for path in alone.glob(record.FILES)) == ["metrics.jsonl"]
     assert sorted(path.name for path in together.glob(record.FILES)) == ["metrics.jsonl", "metrics.rank1.jsonl"]
-    found = [told(alone), told(together), told(together, rank=1)]
+    found = [recorded(alone), recorded(together), recorded(together, rank=1)]
     assert [[line["event"] for line in lines] for lines in found] == [["start", "log", "end"]] * 3
-    places = [(lines[0]["rank"], lines[0]["world_size"]) for lines in found]
-    assert places == [(0, 1), (0, 2), (1, 2)]
+    ranks = [(lines[0]["rank"], lines[0]["world_size"]) for lines in found]
+    assert ranks == [(0, 1), (0, 2), (1, 2)]
     assert [lines[1]["values"] for lines in found] == [{"rank": 0.0}, {"rank": 0.0}, {"rank": 1.0}]
     assert [lines[2]["status"] for lines in found] == ["completed", "completed", "failed"]
     assert found[2][2]["error"] == "left by sys.exit(3)"

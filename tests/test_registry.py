@@ -189,19 +189,19 @@ def test_a_factory_is_held_to_the_class_it_promises() -> None:
     stagereg.register("stager", "mine")(fine)
 
 
-def test_what_an_unannotated_factory_builds_is_checked_when_built() -> None:
+def test_the_object_of_an_unannotated_factory_is_checked_when_built() -> None:
     stagereg.register("stager", "mine")(lambda: Hook())
     with pytest.raises(RegistryError, match="Hook cannot be the stager 'mine'"):
         stagereg.build("stager", "mine")
 
 
-def test_a_taken_name_names_both_places() -> None:
+def test_the_error_for_a_taken_name_names_both_definitions() -> None:
     stagereg.register("stager", "mine")(Stager)
     with pytest.raises(RegistryError) as caught:
         stagereg.register("stager", "mine")(type("Other", (Stager,), {}))
-    places = [line for line in str(caught.value).splitlines() if f"{__file__}:" in line]
-    assert len(places) == 2
-    assert places[0] != places[1]
+    locations = [line for line in str(caught.value).splitlines() if f"{__file__}:" in line]
+    assert len(locations) == 2
+    assert locations[0] != locations[1]
     assert stagereg.build("stager", "mine").__class__ is Stager
 
 
@@ -227,7 +227,7 @@ def test_a_script_may_be_imported_as_a_module_too(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("7\n", "")
 
 
-def test_unknown_kinds_and_names_tell_the_nearest_and_the_list() -> None:
+def test_the_error_for_an_unknown_name_has_the_nearest_and_the_list() -> None:
     with pytest.raises(
         UnknownNameError, match=r"No kind 'stagger'.* Did you mean 'stager'\?\nThere is: checkpoint, jo"
     ):
@@ -251,7 +251,7 @@ def test_installed_packages_are_listed_without_being_imported(package: Any) -> N
     assert (entry.target, entry.distribution, entry.version) == ("theirs:Cls", "theirs", "1.2")
 
 
-def test_what_this_version_does_not_know_is_left_out_of_the_listing(package: Any) -> None:
+def test_announcements_that_this_version_cannot_use_are_not_listed(package: Any) -> None:
     package(
         "newer", "", **{"no_such_kind.x": "One", "stager.not/a/name": "Two", "bare": "Three", "stager.fine": "Four"}
     )
@@ -266,8 +266,8 @@ def test_a_broken_package_fails_only_when_chosen_and_is_named(package: Any) -> N
     assert stagereg.build("stager", "mine")
     with pytest.raises(RegistryError) as caught:
         stagereg.build("stager", "broken")
-    for told in ("broken:Cls of broken 1.2", "No module named 'no_such_module'", "pinned_cached"):
-        assert told in str(caught.value)
+    for part in ("broken:Cls of broken 1.2", "No module named 'no_such_module'", "pinned_cached"):
+        assert part in str(caught.value)
 
 
 def test_an_installed_component_is_checked_when_loaded(package: Any) -> None:
@@ -277,13 +277,13 @@ def test_an_installed_component_is_checked_when_loaded(package: Any) -> None:
     assert str(caught.value).startswith("stager 'lacking' cannot be loaded from lacking:Cls of lacking 1.2.\n")
 
 
-def test_what_a_decorator_finds_wrong_is_told_in_full_and_with_its_place(package: Any) -> None:
+def test_the_error_of_a_decorator_is_reported_in_full_with_file_and_line(package: Any) -> None:
     code = "import stagereg\n@stagereg.register('stager', 'rude')\nclass Cls: ...\n"
     package("rude", code, **{"stager.rude": "Cls"})
     with pytest.raises(RegistryError) as caught:
         stagereg.build("stager", "rude")
-    for told in ("rude:Cls of rude 1.2", "def close", "should_synchronize_after_execute", "rude.py:2)"):
-        assert told in str(caught.value)
+    for part in ("rude:Cls of rude 1.2", "def close", "should_synchronize_after_execute", "rude.py:2)"):
+        assert part in str(caught.value)
 
 
 SELF_REGISTERED = """
@@ -376,7 +376,7 @@ def test_a_component_is_found_where_it_is_announced_and_where_it_is_defined(pack
     assert [entry.target for entry in registry.entries() if entry.name == "both"] == ["outer:make"]
 
 
-def test_entries_are_all_components_and_tell_where_a_decorated_one_is(package: Any) -> None:
+def test_entries_are_all_components_with_the_path_of_a_decorated_one(package: Any) -> None:
     package("theirs", "raise RuntimeError('imported')", **{"join.theirs": "make"})
     stagereg.register("join", "mine")(_make)
     listed = {(entry.kind, entry.name): entry for entry in registry.entries()}
@@ -422,28 +422,28 @@ def test_a_package_for_another_version_is_refused_before_it_is_imported(
 @pytest.mark.parametrize(
     ("source", "cause"),
     [
-        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module' (PLACE:1)"),
-        ("\n1 / 0", "ZeroDivisionError: division by zero (PLACE:2)"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module' (LOCATION:1)"),
+        ("\n1 / 0", "ZeroDivisionError: division by zero (LOCATION:2)"),
         ("def f(:", "SyntaxError: invalid syntax"),
-        ("import sys; sys.exit('bye')", "SystemExit: bye (PLACE:1)"),
-        ("class Stop(BaseException): ...\nraise Stop", "Stop (PLACE:2)"),
-        ("raise OSError('\\n'.join(map(str, range(99))))", "\n26\n27\n...\n98 (PLACE:1)"),
+        ("import sys; sys.exit('bye')", "SystemExit: bye (LOCATION:1)"),
+        ("class Stop(BaseException): ...\nraise Stop", "Stop (LOCATION:2)"),
+        ("raise OSError('\\n'.join(map(str, range(99))))", "\n26\n27\n...\n98 (LOCATION:1)"),
         ("", "AttributeError: module 'broken' has no attribute 'Cls'"),
     ],
 )
-def test_whatever_ends_an_import_is_told_with_package_version_module_and_cause(
+def test_a_failed_import_is_reported_with_package_version_module_and_cause(
     package: Any, source: str, cause: str
 ) -> None:
     package("broken", source, **{"stager.broken": "Cls"})
     with pytest.raises(RegistryError) as caught:
         stagereg.build("stager", "broken")
-    told = str(caught.value)
-    assert told.startswith("stager 'broken' cannot be loaded from broken:Cls of broken 1.2.\n")
-    assert cause.replace("PLACE", str(package.folder / "broken.py")) in told
-    assert "or choose another stager: blocking, " in told
+    message = str(caught.value)
+    assert message.startswith("stager 'broken' cannot be loaded from broken:Cls of broken 1.2.\n")
+    assert cause.replace("LOCATION", str(package.folder / "broken.py")) in message
+    assert "or choose another stager: blocking, " in message
 
 
-def test_what_a_failed_import_had_registered_is_forgotten(package: Any) -> None:
+def test_the_registrations_of_a_failed_import_are_undone(package: Any) -> None:
     package("broken", SELF_REGISTERED + "\n1 / 0", **{"join.both": "make"})
     for _ in range(2):
         with pytest.raises(RegistryError, match="division by zero"):
@@ -469,7 +469,7 @@ def test_spaces_and_extras_in_an_entry_point_are_no_part_of_its_target(package: 
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "told"),
+    ("file", "content", "message"),
     [
         ("entry_points.txt", b"[stagereg.plugins]\nno equals sign here\n", "cannot be read"),
         ("entry_points.txt", b"[stagereg.plugins]\njoin.x = \xff\xfe\n", "cannot be read: UnicodeDecodeError"),
@@ -479,8 +479,8 @@ def test_spaces_and_extras_in_an_entry_point_are_no_part_of_its_target(package: 
         ("METADATA", b"Name: \xff\n", "cannot be read: UnicodeDecodeError"),
     ],
 )
-def test_broken_metadata_of_one_distribution_hides_no_other_and_is_told(
-    package: Any, file: str, content: bytes, told: str
+def test_broken_metadata_of_one_distribution_hides_no_other_and_is_reported(
+    package: Any, file: str, content: bytes, message: str
 ) -> None:
     package("broken", "", **{"join.broken": "make"})
     (package.folder / "broken-1.2.dist-info" / file).write_bytes(content)
@@ -489,22 +489,22 @@ def test_broken_metadata_of_one_distribution_hides_no_other_and_is_told(
     assert "broken" not in stagereg.names("join")
     ((who, why),) = registry.unreadable()
     assert "broken" in who
-    assert told in why
+    assert message in why
 
 
-def test_metadata_without_plugins_is_not_looked_into(package: Any) -> None:
+def test_metadata_without_plugins_is_not_parsed(package: Any) -> None:
     package("unrelated", "")
     (package.folder / "unrelated-1.2.dist-info" / "entry_points.txt").write_text("[console_scripts]\nno equals sign\n")
     assert registry.unreadable() == []
 
 
-def test_announcements_that_are_left_out_are_told_with_the_reason(package: Any) -> None:
+def test_announcements_that_are_left_out_are_reported_with_the_reason(package: Any) -> None:
     package("odd", "", **{"stagger.x": "make", "join.1st": "make", "join.fine": "make"})
     reasons = dict(registry.unreadable())
     assert set(reasons) == {"odd 1.2"}
-    told = " ".join(why for _, why in registry.unreadable())
-    assert "it announces 'stagger.x', and there is no kind 'stagger' here. Did you mean 'stager'?" in told
-    assert "it announces 'join.1st', and '1st' is not a name" in told
+    message = " ".join(why for _, why in registry.unreadable())
+    assert "it announces 'stagger.x', and there is no kind 'stagger' here. Did you mean 'stager'?" in message
+    assert "it announces 'join.1st', and '1st' is not a name" in message
     assert "fine" in stagereg.names("join")
 
 
@@ -562,7 +562,7 @@ def test_a_stager_that_only_inherits_the_protocols_stage_is_refused() -> None:
 
 
 @pytest.mark.parametrize("thing", [3, None, object()])
-def test_what_is_no_class_or_function_is_refused(thing: Any) -> None:
+def test_only_classes_and_functions_can_be_registered(thing: Any) -> None:
     with pytest.raises(RegistryError, match="register a class or a function"):
         stagereg.register("stager", "mine")(thing)
     with pytest.raises(RegistryError, match="is not a name"):
@@ -571,7 +571,7 @@ def test_what_is_no_class_or_function_is_refused(thing: Any) -> None:
         stagereg.names(thing)
 
 
-def test_an_unknown_name_tells_which_packages_could_not_be_read(package: Any, tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_name_lists_unreadable_packages(package: Any, tmp_path: Path) -> None:
     package("garbled", "", **{"stager.far_from_all": "Cls"})
     (tmp_path / "garbled-1.2.dist-info" / "METADATA").write_text("")
     registry.REGISTRY.refresh()

@@ -1,4 +1,4 @@
-"""Sizes are written with a unit and count as bytes."""
+"""Sizes are written with a unit and are numbers of bytes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_it_calculates_pickles_and_dumps_as_a_number() -> None:
 @pytest.mark.parametrize(
     "value", ["", "much", "GiB", "-1", -1, "nan", float("inf"), True, None, [1], "1 2", "9" * 5000]
 )
-def test_what_is_no_size_is_refused_with_examples(value: Any) -> None:
+def test_an_invalid_size_is_refused_with_examples(value: Any) -> None:
     with pytest.raises(StageregError, match=r"is not a size in bytes\. Write a size as 4GiB, 512MB"):
         ByteSize(value)
 

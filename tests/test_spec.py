@@ -1,4 +1,4 @@
-"""What a component may offer beyond the required members: checked when present, and a slip of the pen is an error."""
+"""Optional members of a component: checked when present, and a misspelt one is an error."""
 
 from __future__ import annotations
 

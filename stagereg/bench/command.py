@@ -29,7 +29,7 @@ __all__ = ["add_to", "check_writable", "quiet", "run"]
 _STATES = {"staging": "large,gpt,small,lora", "write": "gpt"}
 _SCALES = {"staging": 1.0, "write": 1 / 3, "stall": 1.0}
 _ROUNDS = {"staging": 11, "write": 9, "stall": 11, "join": 120}
-_WORDS = {
+_KINDS = {
     "staging": "how long a loop waits for a copy, against the memory's speed",
     "write": "how long a copy takes to be on the disk, against the disk's speed",
     "stall": "what a checkpoint costs the training it interrupts",
@@ -41,9 +41,9 @@ _WORDS = {
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``bench`` to the commands of ``stagereg``."""
     bench = commands.add_parser("bench", help="measure stagers, storages, checkpoints and joins beside torch's own")
-    kinds = bench.add_subparsers(dest="kind", required=True, metavar="|".join(_WORDS))
-    for kind, words in _WORDS.items():
-        parser = kinds.add_parser(kind, help=words, description=words[0].upper() + words[1:] + ".")
+    kinds = bench.add_subparsers(dest="kind", required=True, metavar="|".join(_KINDS))
+    for kind, text in _KINDS.items():
+        parser = kinds.add_parser(kind, help=text, description=text[0].upper() + text[1:] + ".")
         parser.set_defaults(run=run, as_a_rank=True)
         if kind == "endurance":
             _add_endurance(parser)
@@ -169,7 +169,7 @@ def _check(asked: argparse.Namespace) -> list[str]:
     if asked.kind in ("write", "stall"):
         check_writable("--dir", Path(asked.dir))
     if asked.kind == "stall":
-        asked.torch_threads = [_a_number("--torch-threads", text) for text in _words(asked.torch_threads)]
+        asked.torch_threads = [_a_number("--torch-threads", text) for text in _names(asked.torch_threads)]
     if asked.device == "cuda":
         import torch
 
@@ -178,14 +178,14 @@ def _check(asked: argparse.Namespace) -> list[str]:
     if asked.kind in _STATES:
         from stagereg.bench.states import STATES
 
-        asked.states = _known("state", _words(asked.states), list(STATES))
+        asked.states = _known("state", _names(asked.states), list(STATES))
     if asked.kind == "join":
         from stagereg.bench.join_rank import MODELS
 
-        asked.ranks = [_a_number("--ranks", text) for text in _words(asked.ranks)]
-        asked.models = _known("model", _words(asked.models), list(MODELS))
+        asked.ranks = [_a_number("--ranks", text) for text in _names(asked.ranks)]
+        asked.models = _known("model", _names(asked.models), list(MODELS))
     there = _rows(asked)
-    return _known("row", _words(asked.rows), there) if asked.rows else there
+    return _known("row", _names(asked.rows), there) if asked.rows else there
 
 
 def _check_json(file: str) -> None:
@@ -212,11 +212,11 @@ def _a_number(option: str, text: str) -> int:
     return int(text)
 
 
-def _words(text: str) -> list[str]:
-    words = [text for text in text.split(",") if text]
-    if not words:
+def _names(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if not names:
         raise ConfigError("There is nothing to measure: an option that takes names was given none.")
-    return list(dict.fromkeys(words))
+    return list(dict.fromkeys(names))
 
 
 def _known(what: str, given: Sequence[str], there: Sequence[str]) -> list[str]:

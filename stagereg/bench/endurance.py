@@ -212,11 +212,11 @@ def main(argument: str) -> None:
     logging.getLogger("stagereg").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 
-    def tell(number: int) -> None:
+    def report(number: int) -> None:
         if sys.stdout.isatty():
             print(f"\r\033[Kendurance: part {number} of {MARKS}\r", end="", flush=True)
 
-    marks = endure(settings, tell)
+    marks = endure(settings, report)
     Path(settings.result).write_text(json.dumps([dataclasses.asdict(mark) for mark in marks]))
 
 

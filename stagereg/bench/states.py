@@ -96,7 +96,7 @@ def _large(scale: float, fill: _Fill) -> State:
 
 def _gpt(scale: float, fill: _Fill) -> State:
     """GPT-2's shapes with 12 layers, 704 wide and a vocabulary of 7,424."""
-    width, words, context = (_shrunk(size, scale) for size in (704, 7424, 1024))
+    width, vocabulary, context = (_shrunk(size, scale) for size in (704, 7424, 1024))
     layer = {
         "ln_1.weight": (width,),
         "ln_1.bias": (width,),
@@ -111,7 +111,7 @@ def _gpt(scale: float, fill: _Fill) -> State:
         "mlp.c_proj.weight": (4 * width, width),
         "mlp.c_proj.bias": (width,),
     }
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (words, width), "wpe.weight": (context, width)}
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (vocabulary, width), "wpe.weight": (context, width)}
     shapes |= {f"h.{i}.{name}": shape for i in range(12) for name, shape in layer.items()}
     shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
     model = {name: fill(*shape) for name, shape in shapes.items()}

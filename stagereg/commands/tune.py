@@ -80,7 +80,7 @@ def run(asked: argparse.Namespace) -> int:
     from stagereg.sweep.study import require
 
     require()
-    flags = tuple(word for flag in _FLAGS if (value := getattr(asked, _name(flag))) for word in (flag, value))
+    flags = tuple(part for flag in _FLAGS if (value := getattr(asked, _name(flag))) for part in (flag, value))
     program = Program(asked.script, flags, tuple(asked.overrides))
     directory = Path(asked.output or f"outputs/tune-{program.name}")
     with _alone(directory), _terminable():
@@ -96,13 +96,13 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _take_overrides_anywhere(parser: argparse.ArgumentParser) -> None:
-    """Let overrides stand behind options, too: argparse takes them only before or after all options."""
+    """Accept overrides between options: argparse takes them only before or after all options."""
     parse = parser.parse_known_args
 
     def parse_known_args(*arguments: Any) -> Any:
         asked, left = parse(*arguments)
-        asked.overrides += [word for word in left if not word.startswith("-")]
-        return asked, [word for word in left if word.startswith("-")]
+        asked.overrides += [argument for argument in left if not argument.startswith("-")]
+        return asked, [argument for argument in left if argument.startswith("-")]
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
 
@@ -114,7 +114,7 @@ def _check(asked: argparse.Namespace) -> None:
         raise ConfigError(f"--confirm takes a number of runs, 0 for none, not {asked.confirm}.")
     if not asked.trial_timeout > 0:
         raise ConfigError(f"--trial-timeout takes seconds, more than 0, not {asked.trial_timeout:g}.")
-    if bad := next((word for word in asked.overrides if "=" not in word and not word.startswith("~")), None):
+    if bad := next((each for each in asked.overrides if "=" not in each and not each.startswith("~")), None):
         raise ConfigError(f"{bad} is no override: write key=value.")
 
 

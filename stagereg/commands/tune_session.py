@@ -200,7 +200,7 @@ def _where(parameter: Parameter, space: Space) -> str:
 
 def _notes(objective: Objective, space: Space, verdict: SearchVerdict) -> list[str]:
     """What the reader of the answer should know."""
-    interval = next((word for word in verdict.overrides if word.startswith("checkpoint.every=")), None)
+    interval = next((each for each in verdict.overrides if each.startswith("checkpoint.every=")), None)
     if interval is None or objective.mtbf_s is not None:
         return []
     return [

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
 from stagereg.errors import JoinError
 
@@ -101,8 +102,7 @@ def emptied(batch: Any) -> Any:
         JoinError: something in it cannot be emptied, or nothing in it can; the message says what and where.
     """
     sizes = list(_sizes(batch))
-    lists = list(_list_lengths(batch))
-    done = not any(sizes) if sizes else bool(lists) and not any(lists)
+    done = not any(sizes) if sizes else not pytree.tree_leaves(batch)
     result = _emptied(batch, "", done)
     if not sizes and not done:
         raise _refusal(batch, "", "it holds no tensor or array")
@@ -207,23 +207,12 @@ def _sizes(thing: Any) -> Iterator[int]:
             yield 1
 
 
-def _list_lengths(thing: Any) -> Iterator[int]:
-    """The length of every list in ``thing`` that has no lists in it."""
-    if _is_list(thing) and not any(map(_is_list, thing)):
-        yield len(thing)
-    else:
-        for part in (_parts(thing) or {}).values():
-            yield from _list_lengths(part)
-
-
 # -- emptying
 
 
 def _emptied(thing: Any, path: str, done: bool) -> Any:
-    if isinstance(thing, torch.Tensor):
-        return _emptied_tensor(thing, path)
     if _is_tensor(thing):
-        return thing[:0].copy() if thing.ndim else thing.copy()
+        return _emptied_tensor(thing, path)
     if isinstance(thing, _CONSTANTS):
         return thing
     if isinstance(thing, PackedSequence):
@@ -241,11 +230,12 @@ def _emptied(thing: Any, path: str, done: bool) -> Any:
     raise _refusal(thing, path, "it does not give a part of its own type for [:0]")
 
 
-def _emptied_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        raise _refusal(tensor, path, "its samples are on several ranks")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        raise _refusal(tensor, path, "it is nested" if tensor.is_nested else f"its layout is {tensor.layout}")
+def _emptied_tensor(tensor: Any, path: str) -> Any:
+    if not isinstance(tensor, torch.Tensor):  # an array
+        return tensor[:0].copy() if tensor.ndim else tensor.copy()
+    if isinstance(tensor, DTensor) or tensor.is_nested or tensor.layout != torch.strided:
+        what = "on several ranks" if isinstance(tensor, DTensor) else f"nested or of the layout {tensor.layout}"
+        raise _refusal(tensor, path, f"it is {what}")
     whole = tensor.detach()
     return (whole[:0] if whole.dim() else whole).clone().requires_grad_(tensor.requires_grad)
 

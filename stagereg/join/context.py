@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -30,16 +31,19 @@ import stagereg.record as record
 from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
 from stagereg.join.adapt import ForeignJoinable, adapt, adapted, announces_through_torch, common_group, type_name
 from stagereg.join.batches import SampleCounter
-from stagereg.join.failure import discard_channels, was_aborted
+from stagereg.join.failure import discard_channels
 from stagereg.join.iterate import Loop
 from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
 from stagereg.join.mean import Average, weighted
 from stagereg.join.session import JoinSession, Mode, one_of
+from stagereg.kernel.channel import resources_of
 from stagereg.kernel.membership import StoreMembership
 from stagereg.kernel.shadow import PEER_EXHAUSTED, TorchWire
 from stagereg.registry import register
 
 __all__ = ["Join", "configured"]
+
+log = logging.getLogger("stagereg")
 
 _SKEW = 1000
 
@@ -129,34 +133,24 @@ class Join:
         self._group = common_group(self._joinables, process_group)
         self._wire = TorchWire(self._group, self._joinables[0].join_device)
         self._configs: list[Any] = []
+        self._hooks: list[JoinHook] = []
         self._session: JoinSession | None = None
         self._loop: Loop | None = None
         self._failed = False  # so that some rank may still wait on a channel
         self._counter = SampleCounter()
         self._collectives = 0  # that this rank had run in the group when it entered
-        self._hooks: list[JoinHook] | None = self._make_hooks()
 
     def __enter__(self) -> Join:
-        self._refuse_a_second_join()
-        if self._enable and was_aborted(self._group):
-            raise JoinError(
-                "the process group was aborted when a join over it failed, so nothing can be sent over it any more; "
-                "end this process, or make a new process group"
-            )
+        if self._enable:
+            self._refuse_to_enter()
         self._counter, self._failed = SampleCounter(), False
         self._configs = [getattr(joinable, "_join_config", None) for joinable in self._joinables]
         try:
-            if self._hooks is None:  # entered again, as once an epoch
-                self._hooks = self._make_hooks()
-            if self._enable:
-                self._session = self._make_session()
-                self._session.start()
-                self._collectives = _collectives(self._group)
-                self._session.start_plain_loop(self._loader)
+            session = self._start() if self._enable else None
             for i, joinable in enumerate(self._joinables):
                 joinable._join_config = JoinConfig(self._enable, self._throw, i == 0)
-                if self._session is not None:
-                    joinable.attach(self._session)
+                if session is not None:
+                    joinable.attach(session)
         except BaseException as error:
             self._failed = isinstance(error, PeerFailedError) or not isinstance(error, (JoinError, UnevenInputsError))
             self._restore()
@@ -249,7 +243,7 @@ class Join:
         count = float(n)
         world = self._group.size()
         if not self._enable or world == 1:
-            return weighted(loss_sum, count, 1.0 / max(count, 1e-300))
+            return weighted(loss_sum, 1.0, count)
         responder = None if self._session is None else self._session.responder
         if responder is None:
             raise JoinError(
@@ -257,26 +251,32 @@ class Join:
                 "planned; it is not to be had on torch's wire (join.mode=torch)"
             )
         if over == "world" and self._divides_by_world:
-            return weighted(loss_sum, count, 1.0 / max(count, 1e-300))
+            return weighted(loss_sum, 1.0, count)
         has_data = float(self._loop is None or not self._loop.membership.empty)
         samples, active = responder.request(count, has_data)
         ranks = world if self._divides_by_world else active  # by which the gradients are going to be divided
-        if over == "samples":
-            return weighted(loss_sum, count, ranks / samples if samples else 0.0)
-        return weighted(loss_sum, count, ranks / (world if over == "world" else active) / max(count, 1e-300))
+        divisors = {"samples": samples, "world": world * count, "active": active * count}
+        return weighted(loss_sum, ranks if count else 0.0, divisors[over])
 
     # -- entering
 
-    def _make_hooks(self) -> list[JoinHook]:
-        """Have each joinable make its hook; it watches nothing before the join is entered."""
-        with contextlib.ExitStack() as every:
-            for joinable in self._joinables:
-                every.callback(joinable.detach)
-            return [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+    def _refuse_to_enter(self) -> None:
+        for joinable in self._joinables:
+            config = getattr(joinable, "_join_config", None)
+            if isinstance(config, JoinConfig) and config.enable:  # torch's Join leaves its own kind behind
+                raise JoinError(
+                    f"a {type_name(joinable)} is in another join already, which is still on; leave that one first, or "
+                    "put all that the loop uses in one join"
+                )
+        if resources_of(self._group).aborted:
+            raise JoinError(
+                "the process group was aborted when a join over it failed, so nothing can be sent over it any more; "
+                "end this process, or make a new process group"
+            )
 
-    def _make_session(self) -> JoinSession:
+    def _start(self) -> JoinSession:
         first = self._joinables[0]
-        return JoinSession(
+        session = self._session = JoinSession(
             self._group,
             self._joinables,
             self._mode,
@@ -285,16 +285,10 @@ class Join:
             type_name(first) if announces_through_torch(first) else "",
             self._timeout,
         )
-
-    def _refuse_a_second_join(self) -> None:
-        for joinable in self._joinables:
-            config = getattr(joinable, "_join_config", None)
-            # torch's Join leaves its own configuration behind.
-            if self._enable and isinstance(config, JoinConfig) and config.enable:
-                raise JoinError(
-                    f"a {type_name(joinable)} is in another join already, which is still on; leave that one first, or "
-                    "put all that the loop uses in one join"
-                )
+        session.start(self._loader)
+        self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+        self._collectives = _collectives(self._group)
+        return session
 
     # -- leaving
 
@@ -307,20 +301,13 @@ class Join:
                     "gradients. Run forwards that are no training steps under torch.no_grad()."
                 )
             self._must_have_announced(session)
-            objection = self._shadow(session)
-        except UnevenInputsError as error:
-            self._thrown(session, error)
-            raise
+            self._shadow(session)
         except BaseException as error:
-            cause = self._cause_of(session, error)
-            if cause is error:
-                raise
-            raise cause from error
-        if objection is not None:
-            raise objection
+            self._give_up(session, error)
+            raise
 
     def _give_up(self, session: JoinSession, error: BaseException) -> None:
-        """The loop body raised on this rank."""
+        """This rank leaves with an error: report it to the other ranks, or raise what theirs was."""
         if type(error) is RuntimeError and str(error) == PEER_EXHAUSTED:
             raise UnevenInputsError(PEER_EXHAUSTED) from error  # raised by torch's notify, inside a torch joinable
         if isinstance(error, UnevenInputsError):
@@ -370,25 +357,22 @@ class Join:
             " of each; a class that announces otherwise, as through torch's Join, says so by announces_itself = True."
         )
 
-    def _shadow(self, session: JoinSession) -> Warning | None:
-        """Stay until no rank is active any more; return a warning that the user's filters make an error."""
-        hooks = self._hooks or []
-        for hook in hooks:
-            if isinstance(hook, JoinHook):
+    def _shadow(self, session: JoinSession) -> None:
+        """Stay until no rank is active any more."""
+        for hook in self._hooks:
+            if isinstance(hook, JoinHook):  # torch's hooks have no such member
                 hook.on_exhausted()
         had_data = self._loop is None or self._loop.leave()
         steps = 0
-        objection: Warning | None = None
         while self._wait_for_next_step(session):
             self._shadow_step()
             steps += 1
             if steps == _SKEW + 1:
-                objection = self._warn_of_skew()
-        for hook in hooks:
+                self._warn_of_skew()
+        for hook in self._hooks:
             hook.post_hook(steps == 0 and had_data)
         if session.plain is not None:
             session.end_answers(session.plain)
-        return objection
 
     def _wait_for_next_step(self, session: JoinSession) -> bool:
         """Rank without data in a plain loop: whether some rank takes another step."""
@@ -400,20 +384,19 @@ class Join:
         if not self._wire.count_active():
             return False
         if self._throw:
-            self._wire.raise_exhausted()
+            self._wire.raise_if_exhausted(joined=True)
         session.followed += 1
         return True
 
     def _shadow_step(self) -> None:
-        hooks = self._hooks or []
-        for hook in hooks:
-            if isinstance(hook, JoinHook):  # torch's hooks have nothing to do before a step
+        for hook in self._hooks:
+            if isinstance(hook, JoinHook):
                 hook.before_step()
-        for hook in hooks:
+        for hook in self._hooks:
             hook.main_hook()
 
-    def _warn_of_skew(self) -> Warning | None:
-        """Warn; what the user's filters make an error is returned, for the other ranks still count on this one."""
+    def _warn_of_skew(self) -> None:
+        """Warn, in torch's words. Where the filters make that an error it is logged: other ranks count on this one."""
         rank = dist.get_rank(self._group)
         try:
             warnings.warn(
@@ -422,9 +405,8 @@ class Join:
                 "degradation during training.",
                 stacklevel=5,
             )
-        except Warning as error:
-            return error
-        return None
+        except Warning as warning:
+            log.warning("stagereg: %s", warning)
 
     def _record(self) -> None:
         """Record how many steps this rank took in this join, and the samples it was given."""
@@ -438,7 +420,7 @@ class Join:
             record.emit("join", steps=self._counter.batches, shadowed=0, **counts)
 
     def _restore(self) -> None:
-        self._hooks = None
+        self._hooks = []
         self._loop = None
         session, self._session = self._session, None
         with contextlib.ExitStack() as every:  # whatever one of them raises
@@ -545,4 +527,7 @@ def _make(name: str, factory: Callable[..., Joinable], given: Mapping[str, Any])
             f"join.joinables.{name} cannot be made: {error}. Give it by name, as in stagereg.instantiate(cfg.join, "
             f"{name}=...).{close} Given: {', '.join(given) or 'nothing'}"
         ) from None
-    return factory(*args, **kwargs)
+    joinable = factory(*args, **kwargs)
+    if joinable.hook is not None:
+        joinable.make_hook(joinable.hook)  # one of the wrong kind is refused here, and not when the join is entered
+    return joinable

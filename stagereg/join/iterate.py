@@ -72,18 +72,18 @@ class Loop:
         for i, batch in enumerate(self._loader):
             if i == 0:
                 self._publish(batch, empty)
-            self.membership.expected = True
+            self._session.awaits_step = True
             self._counter.add(batch)
             yield batch
+        self._session.awaits_step = False
         membership = self.membership
-        membership.expected = False
         while membership.wait_for_next_step() is not None:
             if empty is _NOTHING:
                 empty = self._from_other_rank(device) if batch is _NOTHING else emptied(batch)
             batch = _NOTHING  # so that its memory can be freed
-            membership.expect_empty_step()
-            membership.empty = True
-            yield empty
+            membership.expects_empty_step = True
+            membership.empty = self._session.awaits_step = True
+            yield _emptied_if_possible(empty)  # anew each time: the body may take its items out
             membership.empty = False
             if membership.expects_empty_step:  # the body has skipped it, so it also calls no join.mean
                 self.shadow_step()

@@ -74,8 +74,8 @@ class Joinable(ABC):
     A subclass calls this constructor, and calls ``Join.notify_join_context(self)`` before its collectives of each step.
     The first joinable of a join announces the rank through that call; for the others it does nothing.
 
-    stagereg's ``Join`` calls ``join_hook`` and :meth:`detach` in its constructor, :meth:`attach` when it is entered,
-    and :meth:`detach` on every way out. torch's ``Join`` calls ``join_hook`` alone.
+    stagereg's ``Join`` calls ``join_hook`` and then :meth:`attach` when it is entered, and :meth:`detach` on every way
+    out. torch's ``Join`` calls ``join_hook`` alone, in its constructor.
 
     Attributes:
         runs_first: whether it has to be the first joinable, wherever the user lists it.
@@ -253,8 +253,7 @@ def notify(joinable: Any, reduces: bool = True) -> dist.Work | None:
         return None
     session = joinable.session if is_native(joinable) else None
     if session is not None:
-        if (membership := session.membership) is not None:
-            membership.begin(reduces)
+        if (membership := session.begin(reduces)) is not None:
             if config.throw_on_early_termination:
                 membership.raise_if_exhausted()
             return None

@@ -16,12 +16,12 @@ __all__ = ["Average", "weighted"]
 Average = Literal["samples", "world", "active"]
 
 
-def weighted(loss_sum: torch.Tensor, n: float, factor: float) -> torch.Tensor:
-    """Return ``loss_sum * factor``; exactly zero, with a gradient of zero, if ``n`` is zero.
+def weighted(loss_sum: torch.Tensor, ranks: float, divisor: float) -> torch.Tensor:
+    """Return ``loss_sum * ranks / divisor``; exactly zero, with a gradient of zero, if either is zero.
 
     The loss of an empty batch may be anything, such as the NaN that is the mean of nothing.
     """
-    result: Any = _Weighted.apply(loss_sum, factor if n else 0.0)
+    result: Any = _Weighted.apply(loss_sum, ranks / divisor if divisor else 0.0)
     return result
 
 

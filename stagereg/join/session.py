@@ -16,7 +16,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from stagereg.errors import JoinError, nearest
 from stagereg.join.failure import FailureDetector
-from stagereg.join.responder import SumResponder
+from stagereg.join.responder import Responder
 from stagereg.kernel.channel import ControlChannel, PendingSum, control_channel, delete_keys, resources_of
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
 
@@ -55,6 +55,7 @@ class JoinSession:
         store: of this join alone; ``None`` if there is one rank.
         responder: sums for :meth:`stagereg.Join.mean`; ``None`` on torch's wire.
         refusal: what all ranks raise if the lengths that they have exchanged are not to be planned with.
+        awaits_step: whether a loop has given its body a batch of which no step has begun.
     """
 
     def __init__(
@@ -67,40 +68,35 @@ class JoinSession:
         foreign: str,
         timeout_s: float,
     ) -> None:
-        name = resources_of(group).next_join()
+        name = resources_of(group).next_name("join")
         self.joinables = joinables
         self.announced = 0
         self.followed = 0
         self.loops = 0
         self.detector = FailureDetector(group, timeout_s, name, self._current_step)
         self.store = PrefixStore(name, group.get_group_store()) if group.size() > 1 else None
-        self.responder: SumResponder | None = None
+        self.responder: Responder | None = None
+        self.refusal: JoinError | None = None
+        self.awaits_step = False
         self._group = group
         self._mode = mode
         self._throw = throw
         self._needs_active_ranks = needs_active_ranks
         self._foreign = foreign
         self._memberships: list[Membership] = []
-        self.refusal: JoinError | None = None
-        self._undecided: Callable[[], Membership] | None = None
-        self._plain: Membership | None = None
-        self._current: Membership | None = None
+        self._plain: Callable[[], Membership | None] = lambda: None
+        self._loop: Callable[[], Membership] | None = None
         self._suspended: Membership | None = None
 
     @property
     def membership(self) -> Membership | None:
         """How this rank knows who has data in the loop that runs; ``None`` where it goes over torch's wire."""
-        if self._suspended is not None:
-            return self._suspended
-        return self.plain if self._current is None else self._current
+        return self._suspended or (self._loop or self._plain)()
 
     @property
     def plain(self) -> Membership | None:
         """The same for a loop that ranks leave when they run out of data; waits for their lengths the first time."""
-        if self._undecided is not None:
-            decide, self._undecided = self._undecided, None
-            self._plain = decide()
-        return self._plain
+        return self._plain()
 
     @property
     def all_took_every_step(self) -> bool:
@@ -132,21 +128,18 @@ class JoinSession:
         """Whether :attr:`steps` has those of this rank, which a joinable of torch's announces without it."""
         return not self._foreign
 
-    def start(self) -> None:
-        """Enter; the join around this one must not be used from now on."""
+    def start(self, loader: Any) -> None:
+        """Enter; the join around this one must not be used from now on. Collective.
+
+        Args:
+            loader: that of a loop that ranks leave when they run out of data, if it is known. A join that does not
+                throw waits for the other ranks' lengths in its first step, when they have long arrived.
+        """
         if _entered.sessions:
-            _entered.sessions[-1]._suspended = _Suspended()
+            _entered.sessions[-1]._suspended = _Unusable(_SUSPENDED)
         _entered.sessions.append(self)
         self.detector.start()
-
-    def start_plain_loop(self, loader: Any) -> None:
-        """Enter a loop that ranks leave when they run out of data; ``loader``: its loader, if known. Collective.
-
-        A join that does not throw waits for the other ranks' lengths in its first step, when they have long arrived.
-        """
-        self._undecided = self._membership_of_plain_loop(loader)
-        if self._throw:
-            _ = self.plain
+        self._plain = self._membership_of_plain_loop(loader)
 
     def stop(self) -> None:
         """Leave, whatever has happened; the join around this one goes on."""
@@ -174,7 +167,7 @@ class JoinSession:
             resources.expired.append(functools.partial(delete_keys, store, examples))
 
     def start_loop(self, loader: Any) -> Callable[[], Membership]:
-        """Enter a loop whose body runs on all ranks; returns what tells who has data in it. Collective.
+        """Enter a loop whose body runs on all ranks; returns what says who has data in it. Collective.
 
         A join that does not throw waits for the other ranks' lengths when that is called for the first time.
         """
@@ -184,20 +177,27 @@ class JoinSession:
                 "does so through torch's. Put the model first."
             )
         _ = self.plain  # its lengths were exchanged first
-        decide = self._membership_of_loop(loader)
-
-        @functools.cache
-        def decided() -> Membership:
-            self._current = decide()
-            return self._current
-
-        if self._throw:
-            decided()
-        return decided
+        self._loop = self._membership_of_loop(loader)
+        return self._loop
 
     def end_loop(self) -> None:
         """The loop has ended on all ranks."""
-        self._current = None
+        self._loop = None
+
+    def begin(self, reduces: bool) -> Membership | None:
+        """A step begins on this rank: announce it, except on torch's wire.
+
+        Args:
+            reduces: whether its gradients will be reduced among the ranks.
+
+        Returns:
+            As :attr:`membership`.
+        """
+        self.awaits_step = False
+        membership = self.membership
+        if membership is not None:
+            membership.begin(reduces)
+        return membership
 
     def answer(self) -> None:
         """This rank has no data in the step that has begun: answer other ranks' :meth:`stagereg.Join.mean` by zeros."""
@@ -213,46 +213,45 @@ class JoinSession:
         if self.responder is not None and not (loop is not None and loop.all_took_every_step):
             self.responder.close()
 
-    def _membership_of_plain_loop(self, loader: Any) -> Callable[[], Membership] | None:
+    def _membership_of_plain_loop(self, loader: Any) -> Callable[[], Membership | None]:
         if self._mode == "torch" or (self._mode is None and loader is None):
-            return None
+            return lambda: None
         if self._foreign:
             if self._mode in (None, "auto"):
-                return None
+                return lambda: None
             raise JoinError(
                 f"join.mode={self._mode} needs a first joinable that announces through stagereg's Join, but "
                 f"{self._foreign} does so through torch's. Put a DDP module first, or use join.mode=torch."
             )
         if loader is None and self._mode == "planned":
-            return _NoPlan
+            return functools.cache(lambda: _Unusable(_NO_PLAN))
         return self._membership_of_loop(loader)
 
     def _membership_of_loop(self, loader: Any) -> Callable[[], Membership]:
         """Enter a loop and send its length, if it is used; returns what waits for the lengths of the other ranks."""
         if self.responder is None:
-            self.responder = SumResponder(
+            self.responder = Responder(
                 control_channel(self._group, "mean", self._wait_for_ranks), 2, self.detector.wait
             )
         channel = control_channel(self._group, "membership", self._wait_for_ranks)
         length, number = _length_of(loader), self.loops
-        counts = self._mode == "counted" or (loader is None and self._mode != "planned")
-        lengths = (
-            None
-            if counts
-            else channel.add(
-                [0.0 if rank != channel.rank or length is None else length + 1.0 for rank in range(channel.size)]
-            )
-        )
+        lengths: PendingSum | None = None
+        if self._mode != "counted" and (loader is not None or self._mode == "planned"):
+            ranks = range(channel.size)
+            lengths = channel.add([0.0 if rank != channel.rank or length is None else length + 1.0 for rank in ranks])
         self.loops += 1
 
-        def decide() -> Membership:
+        @functools.cache
+        def decided() -> Membership:
             membership = None if lengths is None else self._planned(channel, lengths, number)
             if membership is None or self._needs_active_ranks:
                 membership = AllReduceMembership(channel, self._throw, self.detector.wait, length)
             self._memberships.append(membership)
             return membership
 
-        return decide
+        if self._throw:
+            decided()
+        return decided
 
     def _planned(self, channel: ControlChannel, pending: PendingSum, number: int) -> Membership | None:
         """Return a membership by the ranks' lengths, which are one more in the sum; ``None`` if some rank has none."""
@@ -300,39 +299,30 @@ def _length_of(loader: Any) -> int | None:
 
 
 class _Unusable(Membership):
-    """A membership of which no step can begin."""
+    """A membership of which no step can begin. It may end: the join may have been used with ``iterate``."""
 
-    message: str
-
-    def __init__(self) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(0, 1, False, lambda ready, what: None)
+        self._reason = reason
 
     def read(self) -> Any:
-        raise JoinError(self.message)
+        raise JoinError(self._reason)
 
     def check(self) -> None:
-        raise JoinError(self.message)
+        raise JoinError(self._reason)
 
     def _begin(self, syncing: bool) -> None:
-        raise JoinError(self.message)
+        raise JoinError(self._reason)
 
     def _wait_for_next_step(self) -> Any:
-        return None  # the join may have been used with iterate
+        return None
 
 
-class _NoPlan(_Unusable):
-    """Of a planned join that has no loader, and is used without ``iterate``."""
-
-    message = (
-        "join.mode=planned has to know how many batches there are: loop over join.iterate(loader), or give the "
-        "loader to the join, as in stagereg.instantiate(cfg.join, [model, optimizer], loader=loader)."
-    )
-
-
-class _Suspended(_Unusable):
-    """Of a join inside which another one has been entered: ranks without data answer only the inner one."""
-
-    message = (
-        "a joinable of an outer join was used inside an inner one, where ranks without data do not answer it. "
-        "Put all that the inner loop uses in the inner join, or in one join alone."
-    )
+_NO_PLAN = (
+    "join.mode=planned has to know how many batches there are: loop over join.iterate(loader), or give the loader to "
+    "the join, as in stagereg.instantiate(cfg.join, [model, optimizer], loader=loader)."
+)
+_SUSPENDED = (
+    "a joinable of an outer join was used inside an inner one, where ranks without data do not answer it. Put all that "
+    "the inner loop uses in the inner join, or in one join alone."
+)

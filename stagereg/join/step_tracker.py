@@ -130,8 +130,7 @@ class TrackedJoinable(BuiltInJoinable):
 
     def awaits_forward(self) -> bool:
         """Whether the loop has given its body a batch of which no step has begun, so that any forward is one."""
-        membership = self.membership
-        return membership is not None and self._join_config.is_first_joinable and membership.expected
+        return self.session is not None and self._join_config.is_first_joinable and self.session.awaits_step
 
     def on_step(self) -> None:
         """A step begins: announce it, before the forward does anything."""

@@ -6,59 +6,35 @@ the step has begun anywhere: if so, it takes part in that step; if not, no rank 
 * :class:`AllReduceMembership` (mode ``counted``): every rank adds its presence into one asynchronous sum per step. A
   rank with data reads it late in its forward pass, and not at all if nothing depends on it. Ranks that know how many
   batches they have add whether it is their last, so a throw is known before it is due, and costs no waiting.
-* :class:`StoreMembership` (mode ``planned``): the lengths are known from the start, so no step has a sum. A rank with
-  data writes a key in the process group's store for each step, which takes microseconds and does not wait; ranks
-  without data look for it. A plan may be wrong: a rank that leaves early, skips batches or goes on for longer is
-  followed all the same, since the keys count and not the plan.
-
-Joinables, loaders and torch's wire (:mod:`stagereg.kernel.shadow`) are left to others.
+* :class:`StoreMembership` (mode ``planned``): no step has a sum. A rank with data writes a key in the store for each
+  step, which takes microseconds; ranks without data look for it. The plan may be wrong, since the keys count.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from stagereg.errors import JoinError, UnevenInputsError
-from stagereg.kernel.channel import ControlChannel, KeyValueStore, PendingSum, Waiting
+from stagereg.kernel.channel import ControlChannel, PendingSum, Waiting, wait_until
 
-__all__ = ["ActiveRanks", "AllReduceMembership", "Membership", "StoreMembership", "wait_until"]
+__all__ = ["ActiveRanks", "AllReduceMembership", "Membership", "StoreMembership"]
 
 
-@dataclass(frozen=True)
-class ActiveRanks:
+class ActiveRanks(NamedTuple):
     """The ranks that take part in a step.
 
     Attributes:
-        active: for each rank, whether it has data; empty where that is not known.
+        ranks: those with data, in order; empty where that is not known.
         syncing: how many of them will reduce their gradients. Where that is not known, 1 if they do and 0 if not.
     """
 
-    active: tuple[bool, ...] = ()
+    ranks: tuple[int, ...] = ()
     syncing: int = 1
-
-    @property
-    def known(self) -> bool:
-        """Whether it is known which ranks are active."""
-        return bool(self.active)
-
-    @property
-    def count(self) -> int:
-        """The number of ranks with data; only where it is known."""
-        return sum(self.active)
-
-    @property
-    def highest(self) -> int:
-        """The last rank with data; only where it is known."""
-        return max(rank for rank, active in enumerate(self.active) if active)
-
-
-def wait_until(ready: Callable[[float], bool], what: str) -> None:
-    """Wait for as long as it takes: a :data:`Waiting` that trusts its peers."""
-    while not ready(60.0):
-        pass
 
 
 class Membership(ABC):
@@ -70,14 +46,12 @@ class Membership(ABC):
         over: whether no rank has data any more.
         even: whether all ranks are known to have as many batches.
         all_took_every_step: once it is over, whether every rank had data in every step; the same on all ranks.
-        expected: whether the loop has given its body a batch of which no step has begun.
         empty: whether the loop's body runs on an empty batch.
-        expects_empty_step: whether the body got an empty batch and has not run its first forward on it.
+        expects_empty_step: whether the body got an empty batch of which no step has begun.
     """
 
     even = False
     all_took_every_step = True
-    expected = False
     empty = False
     expects_empty_step = False
 
@@ -91,12 +65,7 @@ class Membership(ABC):
         self._waiting = waiting
 
     def begin(self, syncing: bool = True) -> None:
-        """Rank with data: a step begins.
-
-        Args:
-            syncing: whether its gradients will be reduced among the ranks.
-        """
-        self.expected = False
+        """Rank with data: a step begins, whose gradients will be reduced among the ranks if it is ``syncing``."""
         if self.expects_empty_step:  # the body of a rank without data runs, in a step that others have begun
             self.expects_empty_step = False
         elif self.empty:  # ... and takes another step on the same empty batch, as the others do on theirs
@@ -107,10 +76,6 @@ class Membership(ABC):
 
     def check(self) -> None:  # noqa: B027 (most have nothing against it)
         """Any joinable but the first, in place of :meth:`begin`. Raises: ``JoinError`` if it must not be used now."""
-
-    def expect_empty_step(self) -> None:
-        """Rank without data: the body will run on an empty batch, so the next :meth:`begin` is not announced."""
-        self.expects_empty_step = self.expected = True
 
     @abstractmethod
     def read(self) -> ActiveRanks:
@@ -142,9 +107,9 @@ class Membership(ABC):
         found = None if self.over else self._wait_for_next_step()
         if found is None:
             self.over = True
-            return None
-        self.steps += 1
-        self.shadowed += 1
+        else:
+            self.steps += 1
+            self.shadowed += 1
         return found
 
     def _ran_out(self) -> UnevenInputsError:
@@ -175,18 +140,14 @@ class AllReduceMembership(Membership):
     """
 
     def __init__(
-        self,
-        channel: ControlChannel,
-        throw: bool = False,
-        waiting: Waiting = wait_until,
-        length: int | None = None,
+        self, channel: ControlChannel, throw: bool = False, waiting: Waiting = wait_until, length: int | None = None
     ) -> None:
         super().__init__(channel.rank, channel.size, throw, waiting)
         self._channel = channel
         self._length = length
         self._pending: PendingSum | None = None
         self._values = [_UNSURE] * channel.size + [float(channel.size)]
-        self._active = ActiveRanks((True,) * channel.size, channel.size)
+        self._active = ActiveRanks(tuple(range(channel.size)), channel.size)
         self._number = 0  # of the step that is summed
         self._sure = False  # whether the step that has begun is one that all ranks had announced they would take
 
@@ -194,7 +155,7 @@ class AllReduceMembership(Membership):
         """See :meth:`Membership.read`."""
         active = self._read()
         if self._throw and not self._sure:
-            self._stop_if_absent(self.steps - 1)
+            self._stop_for(_ABSENT, self.steps - 1)
         return active
 
     def raise_if_exhausted(self) -> None:
@@ -211,12 +172,13 @@ class AllReduceMembership(Membership):
         if values != self._values:
             self._values = values
             *presences, syncing = values
-            self._active = found = ActiveRanks(tuple(presence > 0 for presence in presences), int(syncing))
-            if 0 < found.count < self._size:
+            ranks = tuple(rank for rank, presence in enumerate(presences) if presence != _ABSENT)
+            self._active = ActiveRanks(ranks, int(syncing))
+            if 0 < len(ranks) < self._size:
                 self.all_took_every_step = False
-            if found.syncing not in (0, found.count):
+            if syncing not in (0, len(ranks)):
                 raise JoinError(
-                    f"in step {self._number}, {found.syncing} of {found.count} ranks reduce their gradients and the "
+                    f"in step {self._number}, {syncing:g} of {len(ranks)} ranks reduce their gradients and the "
                     "others do not (no_sync). Decide by the number of the step, which all ranks have alike, and not by "
                     "what is left of a rank's own data."
                 )
@@ -230,12 +192,8 @@ class AllReduceMembership(Membership):
     def _wait_for_next_step(self) -> ActiveRanks | None:
         self._look_back()
         self._add(_ABSENT, False)
-        active = self._read()
-        if not active.count:
-            return None
-        if self._throw and not self._sure:
-            raise self._ran_out()
-        return active
+        active = self.read()
+        return active if active.ranks else None
 
     def _add(self, presence: float, syncing: bool) -> None:
         values = [0.0] * (self._size + 1)
@@ -249,26 +207,21 @@ class AllReduceMembership(Membership):
         self._read()
         if not self._throw:
             return
-        self._stop_if_absent(self.steps)
-        presences = self._values[:-1]
-        last = [rank for rank, presence in enumerate(presences) if presence == _LAST]
-        if last and _MORE in presences:  # a rank that does not know may come to its end in the same step
-            raise self._stop(last, self.steps)
-        self._sure = all(presence == _MORE for presence in presences)
+        self._stop_for(_ABSENT, self.steps)
+        if _MORE in self._values[:-1]:  # else all that know may come to their end in the same step
+            self._stop_for(_LAST, self.steps)
+        self._sure = all(presence == _MORE for presence in self._values[:-1])
 
-    def _stop_if_absent(self, taken: int) -> None:
-        if self._active.count < self._size:
-            raise self._stop([rank for rank, active in enumerate(self._active.active) if not active], taken)
-
-    def _stop(self, gone: Sequence[int], taken: int) -> UnevenInputsError:
+    def _stop_for(self, presence: float, taken: int) -> None:
+        """Raise if some ranks, and not all, have added this presence in the last sum."""
+        gone = [rank for rank, each in enumerate(self._values[:-1]) if each == presence]
+        if len(gone) == self._size:
+            return
         if self._rank in gone:
-            return self._ran_out()
-        ranks = ", ".join(map(str, gone))
-        return UnevenInputsError(f"Rank {ranks} exhausted all inputs, so all ranks stop after step {taken}.")
-
-
-_LEAVE_S, _LOOK_S = 0.02, 0.002
-"""Seconds for which a rank waits for the others to leave before it looks for another step, and between two looks."""
+            raise self._ran_out()
+        if gone:
+            ranks = ", ".join(map(str, gone))
+            raise UnevenInputsError(f"Rank {ranks} exhausted all inputs, so all ranks stop after step {taken}.")
 
 
 class StoreMembership(Membership):
@@ -286,21 +239,14 @@ class StoreMembership(Membership):
     """
 
     def __init__(
-        self,
-        channel: ControlChannel,
-        lengths: Sequence[int],
-        store: KeyValueStore,
-        throw: bool = False,
-        waiting: Waiting = wait_until,
+        self, channel: ControlChannel, lengths: Sequence[int], store: Store, throw: bool, waiting: Waiting
     ) -> None:
         super().__init__(channel.rank, channel.size, throw, waiting)
         self._channel = channel
         self.store = store
         self._taken: PendingSum | None = None
-        self._ended = False  # whether all ranks have left, and none has begun another step
         self._active = ActiveRanks()
-        self._planned = max(lengths)
-        self.even = min(lengths) == self._planned
+        self.even = min(lengths) == max(lengths)
         if throw and not self.even:
             each = ", ".join(f"rank {rank} has {length}" for rank, length in enumerate(lengths))
             raise UnevenInputsError(
@@ -326,7 +272,7 @@ class StoreMembership(Membership):
             taken[self._rank] = self.steps
             self._taken = self._channel.add(taken)
         self._waiting(self._next_is_known, "the next step")
-        if self._ended:
+        if self.over:
             return None
         if self._throw:
             raise self._ran_out()
@@ -337,19 +283,14 @@ class StoreMembership(Membership):
         """Wait until the next step has begun, or all ranks have left and it was the last; so many seconds at most."""
         assert self._taken is not None
         started = time.monotonic()
-        # By the plan all ranks have left, or are about to; otherwise it looks less and less often.
-        pause = _LEAVE_S if seconds and self.steps >= self._planned else 0.0
-        while True:
-            if self._taken.ready(pause):
+        waited = 0.0
+        while not self.store.check([f"begun/{self.steps}"]):
+            if self._taken.ready(min(waited / 8, 0.002)):  # it looks less and less often
                 taken = self._taken.wait()
-                if max(taken) == self.steps:
-                    self._ended = True
-                    self.all_took_every_step = min(taken) == self.steps
-                    return True
-                time.sleep(min(pause, _LOOK_S))
-            if self.store.check([f"begun/{self.steps}"]):
-                return True
+                self.over = max(taken) == self.steps
+                self.all_took_every_step = min(taken) == max(taken)
+                return True  # a rank that has taken more steps had begun the next one before it left
             waited = time.monotonic() - started
             if waited > seconds:
                 return False
-            pause = min(waited / 8, _LOOK_S)
+        return True

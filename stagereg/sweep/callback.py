@@ -102,8 +102,7 @@ class Compare(Callback):
 
         Of several tasks that are one run, the first one writes: it alone has what the run returned.
         """
-        task = SchedulerTask.current()
-        if task is not None and task.index > 0:
+        if SchedulerTask.current().index > 0:
             return
         failed = job_return.status != JobStatus.COMPLETED
         # The public property would raise the job's error.
@@ -165,7 +164,7 @@ class Compare(Callback):
     def _result(self, config: DictConfig, returned: Any, error: Exception | None) -> JobResult:
         hydra = config.hydra
         directory = Path(hydra.runtime.output_dir)
-        given = [str(word) for word in hydra.overrides.task]
+        given = [str(override) for override in hydra.overrides.task]
         overrides, repeat, again = split(given)
         job = {key: None if OmegaConf.is_missing(hydra.job, key) else hydra.job[key] for key in ("num", "id", "name")}
         job["sweeper"] = _sweeper(hydra)
@@ -200,8 +199,8 @@ class Compare(Callback):
 
     def _command(self, hydra: Any, overrides: Iterable[str]) -> str:
         """The shell command that runs this job alone."""
-        own = [word for word in hydra.overrides.hydra if not _is_sweeps_own(_key(word))]
-        job = [word for word in overrides if _key(word) not in KEYS]
+        own = [override for override in hydra.overrides.hydra if not _is_sweeps_own(_key(override))]
+        job = [override for override in overrides if _key(override) not in KEYS]
         return shlex.join([*self._start, *job, *own])
 
 

@@ -56,7 +56,7 @@ _WIDTH = 12.0
 """Inches."""
 _LABEL = 0.055
 """The space that the label of a bar needs, as a part of the axis."""
-_ROOM = 0.01
+_MARGIN = 0.01
 """What is left free before the first thing of a run and after the last one, as a part of the axis."""
 
 
@@ -177,8 +177,8 @@ def _whole(run: Run, lanes: Sequence[_Lane]) -> tuple[float, float]:
             f"{run.directory} has no steps and no checkpoints to draw: it ended before its first step, "
             "or it trained without a stagereg.Checkpointer and logged nothing by stagereg.log."
         )
-    room = _ROOM * (max(ends) - min(starts)) or 1e-3
-    return max(min(starts) - room, 0.0), max(ends) + room
+    margin = _MARGIN * (max(ends) - min(starts)) or 1e-3
+    return max(min(starts) - margin, 0.0), max(ends) + margin
 
 
 def _checked(run: Run, lanes: Sequence[_Lane], window: tuple[float, float]) -> tuple[float, float]:
@@ -305,7 +305,7 @@ def _draw_steps(
     _bars(axes, empty, where, "none", hatch="////", edgecolor=_CHECKPOINT, linewidth=0.3, zorder=2)
     opening = [bar for bar in first if bar.meets(window)]
     _bars(axes, opening, where, "none", edgecolor=_CHECKPOINT, linewidth=0.8, linestyle=(0, (3, 2)), zorder=2)
-    seen = [bar for bar in opening if bar.end - window[0] > 2 * _ROOM * (window[1] - window[0])]
+    seen = [bar for bar in opening if bar.end - window[0] > 2 * _MARGIN * (window[1] - window[0])]
     return {name for name, bars in (("first", seen), ("step", full), ("empty", empty)) if bars}
 
 

@@ -40,15 +40,15 @@ class JoinableContract(Contract):
 
     Example::
 
-        class TestTally(stagereg.testing.JoinableContract):
+        class TestSum(stagereg.testing.JoinableContract):
             def build(self):
-                return Tally()
+                return Sum()
 
-            def step(self, tally, value):
-                tally.add(torch.tensor(value))          # announces, and adds up over the ranks
+            def step(self, sum_joinable, value):
+                sum_joinable.add(torch.tensor(value))          # announces, and adds up over the ranks
 
-            def state(self, tally):
-                return {"total": tally.total}
+            def state(self, sum_joinable):
+                return {"total": sum_joinable.total}
 
             def expected(self, steps, world_size):
                 return {"total": sum(map(sum, steps))}

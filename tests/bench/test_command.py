@@ -1,4 +1,4 @@
-"""``stagereg bench``: every kind runs and reports what it measured; what cannot be had is refused at once."""
+"""``stagereg bench``: every kind runs and reports what it measured; wrong arguments are refused at once."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_machine_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["staging", "--states", "larg"], "Did you mean 'large'"),
         (["staging", "--rows", "pined_cached"], "Did you mean 'pinned_cached'"),
@@ -113,19 +113,19 @@ def test_the_machine_is_reported(tmp_path: Path) -> None:
         (["join", "--rounds", "0"], "--rounds must be at least 1, not 0"),
     ],
 )
-def test_what_cannot_be_had_is_refused_on_one_screen(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_arguments_are_refused_on_one_screen(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", *arguments]) == 2
     seen = capsys.readouterr()
-    assert words in seen.err
+    assert message in seen.err
     assert seen.out == ""
     assert len(seen.err.splitlines()) <= 5
     assert "Traceback" not in seen.err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "staging", "--device", "cuda"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""``stagereg bench endurance``: what checkpoints leave behind is seen, and they leave nothing."""
+"""``stagereg bench endurance``: leaks of checkpoints are found, and the project's checkpoints have none."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def marks(**each_save: float) -> list[Mark]:
         ({"disk": 1000}, "disk"),
     ],
 )
-def test_what_each_save_leaves_behind_is_reported(left: dict[str, float], shown: str | None) -> None:
+def test_leaks_of_each_save_are_reported(left: dict[str, float], shown: str | None) -> None:
     found = grown(marks(**left))
     assert [line.partition(":")[0] for line in found] == ([shown] if shown else [])
 
@@ -123,7 +123,7 @@ def test_a_process_that_fails_is_an_error_with_its_last_output(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--saves", "9"], "--saves must be at least 10"),
         (["--keep", "0"], "--keep must be at least 1"),
@@ -133,12 +133,12 @@ def test_a_process_that_fails_is_an_error_with_its_last_output(tmp_path: Path) -
         (["--json", "/"], "is a directory"),
     ],
 )
-def test_what_cannot_be_had_is_refused_before_anything_is_saved(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_arguments_are_refused_before_anything_is_saved(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "endurance", *arguments]) == 2
     shown = capsys.readouterr()
-    assert words in shown.err
+    assert message in shown.err
     assert shown.out == ""
 
 

@@ -1,4 +1,4 @@
-"""Figures come from turns.
+"""Cases are measured in turns.
 
 A B C ... A B C in one run, shown by median, spread and a ratio to the same run's ceiling.
 """
@@ -61,7 +61,7 @@ def test_the_first_round_only_warms_up() -> None:
     assert series.samples == [1.0, 2.0]
 
 
-def test_what_changes_between_rounds_is_changed_outside_of_what_is_timed() -> None:
+def test_changes_between_rounds_are_not_timed() -> None:
     clock, log = Clock(), []
 
     def change() -> None:
@@ -128,14 +128,14 @@ def test_a_case_that_fails_is_left_out_and_the_others_go_on() -> None:
     assert log == list("ABABBBB")[:7]
 
 
-def test_what_cannot_be_measured_here_is_missing_and_no_failure() -> None:
+def test_a_case_that_cannot_be_measured_here_is_missing_and_no_failure() -> None:
     case = Broken("A", Clock(), ["A", "A"])
     case.error = NotThere("no such stager")
     (series,) = interleave([case], 1, Stopwatch())
     assert (series.missing, series.failure, series.samples) == ("no such stager", "", [])
 
 
-def test_a_case_that_does_not_do_what_it_should_has_no_figures() -> None:
+def test_a_case_that_fails_its_proof_has_no_figures() -> None:
     class Wrong(Worker):
         def prove(self) -> None:
             raise ValueError("not equal")

@@ -65,11 +65,11 @@ class Later(Aliasing):
         return Coming()
 
 
-@pytest.mark.parametrize(("stager", "words"), [(Aliasing, "shares the memory"), (Stale, "differs from the state")])
-def test_a_stager_that_does_not_copy_has_no_figures(stager: type[Aliasing], words: str) -> None:
+@pytest.mark.parametrize(("stager", "message"), [(Aliasing, "shares the memory"), (Stale, "differs from the state")])
+def test_a_stager_that_does_not_copy_has_no_figures(stager: type[Aliasing], message: str) -> None:
     state = states.make("large", 0.0001)
     (series,) = interleave([staging.Warm(("row",), stager, state)], 2, Stopwatch(), state.change)
-    assert words in series.failure
+    assert message in series.failure
     assert series.samples == []
 
 
@@ -123,13 +123,13 @@ def test_cases_and_names_of_rows_agree() -> None:
 
 def test_flush_reaches_every_file_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "below").mkdir()
-    places = [tmp_path, tmp_path / "below", tmp_path / "a", tmp_path / "below" / "b"]
-    for file in places[2:]:
+    paths = [tmp_path, tmp_path / "below", tmp_path / "a", tmp_path / "below" / "b"]
+    for file in paths[2:]:
         file.write_bytes(b"x")
     flushed: list[int] = []
     monkeypatch.setattr(ceiling.os, "fsync", lambda handle: flushed.append(os.fstat(handle).st_ino))
     flush(tmp_path)
-    assert sorted(flushed) == sorted(place.stat().st_ino for place in places)
+    assert sorted(flushed) == sorted(path.stat().st_ino for path in paths)
 
 
 def test_a_write_is_timed_with_its_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,14 +167,14 @@ def test_the_ceiling_of_a_disk_falls_back_to_buffered_writes_and_that_is_reporte
         return real(path, how & ~os.O_DIRECT, *args)
 
     monkeypatch.setattr(ceiling.os, "open", opened)
-    said: list[str] = []
-    case = RawWrite("ceiling", 5000, lambda: tmp_path, said.append)
+    notes: list[str] = []
+    case = RawWrite("ceiling", 5000, lambda: tmp_path, notes.append)
     (series,) = interleave([case], 1, Stopwatch())
     assert series.samples
     assert (tmp_path / "bytes").stat().st_size == 8192  # whole pages
     direct = [bool(how & os.O_DIRECT) for how in flags]
     assert direct == ([True, False, False] if refused else [True, True])
-    assert any("O_DIRECT is refused" in line for line in said) is refused
+    assert any("O_DIRECT is refused" in line for line in notes) is refused
 
 
 def test_the_memory_ceiling_copies_every_byte() -> None:

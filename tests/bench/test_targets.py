@@ -1,4 +1,4 @@
-"""Targets are marked by the figure that is printed, and each of them names rows and groups that there are."""
+"""Targets are marked by the printed figure, and each names existing rows and groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOST = Target("stall", "lost", "1", "mine", "torch", "113", reach=20, aim=Noise(
         (1.31, "missed"),
     ],
 )
-def test_a_ratio_is_marked_by_what_it_reaches(measured: float, mark: str) -> None:
+def test_a_ratio_is_marked_by_the_target_that_it_reaches(measured: float, mark: str) -> None:
     verdict = judge(RATIO, {("large", "mine", "x"): measured, ("large", "torch", "x"): 5.5})
     assert (verdict.mark, verdict.measured, verdict.torchs) == (mark, measured, 5.5)
 
@@ -58,7 +58,7 @@ def test_a_row_of_another_group_or_unit_is_no_measurement() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t.kind}-{t.group}-{t.row}-{t.unit}")
-def test_each_target_names_a_row_and_a_group_that_there_are(target: Target) -> None:
+def test_each_target_names_an_existing_row_and_group(target: Target) -> None:
     rows = {"staging": staging.row_names("cpu"), "write": write.row_names(), "stall": stall.row_names()}
     rows["join"] = join.row_names()
     groups = {"stall": ["1", "2"], "join": [join.group_name(model, ranks) for model in MODELS for ranks in (2, 4)]}

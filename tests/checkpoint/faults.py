@@ -32,11 +32,11 @@ BREAKS = 3
 MENDED = 5
 """The step before whose save it goes away, where it does."""
 LIMIT_S = 60.0
-NOBODY = 65534
+UNPRIVILEGED_USER = 65534
 
 
 def nothing(folder: Path) -> None:
-    """Of what does not happen."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Fault:
     """One run.
 
     Attributes:
-        name: how the table calls it.
+        name: in the table.
         on_error: as the checkpointer's.
-        wreck: what happens to its directory before the save of step 3.
-        mend: what happens before that of step 5.
+        wreck: breaks its directory before the save of step 3.
+        mend: repairs it before the save of step 5.
         storage: arguments of a ``FaultyStorage``; ``release`` is added where the run ends what hangs.
         stager: which copies.
         timeout_s: of a save.
         mount_bytes: size of a file system of its own, 0 for none.
-        user: who runs it.
+        user: the id of the user that runs it.
         released: whether what hangs goes on at step 5.
     """
 
@@ -95,7 +95,7 @@ def fill(folder: Path) -> None:
 
 
 def free(folder: Path) -> None:
-    """Give it back."""
+    """Free the disk again."""
     (folder.parent / "ballast").unlink()
 
 
@@ -110,7 +110,7 @@ FAULTS = {
     "full_warn": Fault("disk full until step 5", "warn", wreck=fill, mend=free, mount_bytes=1 << 20),
     "full_last": Fault("disk full to the end", "warn", wreck=fill, mount_bytes=1 << 20),
     "read_only": Fault("mounted read-only", wreck=make_read_only, mount_bytes=1 << 20),
-    "permission": Fault("permission lost", wreck=lambda folder: folder.chmod(0o500), user=NOBODY),
+    "permission": Fault("permission lost", wreck=lambda folder: folder.chmod(0o500), user=UNPRIVILEGED_USER),
     "deleted": Fault("directory deleted", wreck=shutil.rmtree),
     "eio": Fault("EIO after 1000 bytes", storage={"fault": "EIO", "after_bytes": 1000, "saves": [BREAKS]}),
     "eio_warn": Fault("EIO, once", "warn", storage={"fault": "EIO", "saves": [BREAKS]}),
@@ -245,17 +245,17 @@ def _forked(act: Callable[[], None], home: Path, user: int = 0) -> tuple[int, st
         os.close(reading)
         _become(act, writing, home, user)
     os.close(writing)
-    said = io.BytesIO()
+    captured = io.BytesIO()
     deadline = time.monotonic() + LIMIT_S
     while select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
         if not (part := os.read(reading, 1 << 16)):
             break
-        said.write(part)
+        captured.write(part)
     else:
         os.kill(pid, signal.SIGKILL)
-        said.write(b"\nkilled: it did not end")
+        captured.write(b"\nkilled: it did not end")
     os.close(reading)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said.getvalue().decode()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), captured.getvalue().decode()
 
 
 def _become(act: Callable[[], None], errors: int, home: Path, user: int) -> NoReturn:

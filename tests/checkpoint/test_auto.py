@@ -1,4 +1,4 @@
-"""``every="auto"``: when it saves, that all ranks save at the same steps, and what becomes of a slow or dead writer."""
+"""``every="auto"``: when it saves, that all ranks save at the same steps, and what a slow or dead writer changes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Training:
 
     @property
     def written_s(self) -> float:
-        """After how long a save has been written for the clock, which loses a little in every sum."""
+        """How long a save takes to be written, rounded as the simulated clock rounds."""
         return self.write_s * (1 - 1e-6)
 
     @property
@@ -164,7 +164,7 @@ def test_a_save_by_the_program_itself_begins_a_new_interval() -> None:
     assert rank.steps(26, 25 + plan)[3:] == [25 + plan]
 
 
-def test_checkpoints_that_are_lost_leave_a_plan() -> None:
+def test_a_plan_is_made_without_committed_checkpoints() -> None:
     rank = Training(step_s=0.5, stall_s=0.2, write_s=2.0)
     rank.schedule.began(1)
     rank.schedule.ended(None)
@@ -255,7 +255,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(all_of_it, nproc=3, args=(str(tmp_path_factory.mktemp("ranks")),))
 
 
-def test_all_ranks_save_at_the_same_steps_whatever_each_of_them_measures(seen: list[dict[str, Any]]) -> None:
+def test_all_ranks_save_at_the_same_steps_although_each_measures_other_times(seen: list[dict[str, Any]]) -> None:
     for runs in zip(*(one["runs"] for one in seen), strict=True):
         assert all(run == runs[0] for run in runs)
     assert len({tuple(run) for run in seen[0]["runs"]}) > 5  # that is, they have something to agree upon
@@ -299,7 +299,7 @@ def test_every_is_a_number_from_the_first_step_to_the_last(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"every": "atuo"}, r"every is 'atuo'\. Did you mean 'auto'\?"),
         ({"every": 0}, "every must be a whole number of at least 1, not 0"),
@@ -308,8 +308,8 @@ def test_every_is_a_number_from_the_first_step_to_the_last(tmp_path: Path) -> No
         ({"mtbf": 6}, "mtbf must be a duration above 0"),
     ],
 )
-def test_what_is_of_no_use_is_refused(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_useless_arguments_are_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         Checkpointer(str(tmp_path), **arguments)
 
 

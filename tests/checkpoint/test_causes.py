@@ -1,4 +1,4 @@
-"""No error behind an error is left out, and none comes twice."""
+"""The causes of an error are all listed, each once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stagereg.checkpoint.advice import advice
 from stagereg.checkpoint.causes import causes
 
 
-def test_what_torch_has_wrapped_for_a_rank_is_found_behind_other_errors() -> None:
+def test_an_error_wrapped_by_torch_is_found_behind_other_errors() -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     wrapped = CheckpointException("write", {0: (ValueError("odd"), None), 1: (full, None)})  # type: ignore[dict-item]
     error = RuntimeError("the save failed")

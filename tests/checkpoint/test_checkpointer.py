@@ -1,4 +1,4 @@
-"""What the checkpointer promises to a process alone: when it saves, what stays, what comes back, how it ends."""
+"""What the checkpointer promises in a single process: when it saves, what it keeps, what it restores, how it ends."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def test_resume_chooses_what_restore_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", ["latest", "/nowhere/step-00000001"])
-def test_a_named_checkpoint_that_is_not_there_is_an_error(tmp_path: Path, resume: str) -> None:
+def test_a_missing_named_checkpoint_is_an_error(tmp_path: Path, resume: str) -> None:
     with Checkpointer(str(tmp_path), resume=resume) as checkpointer, pytest.raises(CheckpointError, match="complete"):
         checkpointer.restore({"x": 0})
 
 
-def test_restore_skips_what_is_incomplete_or_damaged_with_a_warning(
+def test_restore_skips_incomplete_and_damaged_checkpoints_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Checkpointer(str(tmp_path), keep=9) as checkpointer:
@@ -216,7 +216,7 @@ def test_a_directory_that_cannot_be_written_is_refused_before_training(tmp_path:
             Checkpointer(str(bad))
 
 
-def test_leftovers_of_a_killed_run_are_swept_and_nothing_else(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_deleted_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / ".step-00000007.0123456789ab.tmp").mkdir()
     (tmp_path / ".step-00000007.0123456789ab.tmp" / "__0_0.distcp").touch()
     (tmp_path / ".mine.tmp").mkdir()
@@ -338,7 +338,7 @@ def test_a_step_that_no_manifest_can_have_is_refused_before_it_is_written(tmp_pa
         assert checkpointer.restore({"x": 0}) == 2**63 - 1
 
 
-def test_a_checkpoint_is_one_of_its_directory_by_whatever_path_it_is_named(
+def test_a_checkpoint_is_found_in_its_directory_by_any_path_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")

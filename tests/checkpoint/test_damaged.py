@@ -1,4 +1,4 @@
-"""Bad bytes: each damage is found and named before anything is loaded, and the newest good checkpoint is taken."""
+"""Damaged files: each is found and named before anything is loaded, and the newest good checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def root(tmp_path: Path, good: Path) -> Path:
 
 @given(data=st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_happens_to_a_file_is_found_and_named_and_the_one_before_is_loaded(
+def test_any_damage_to_a_file_is_named_and_the_checkpoint_before_is_loaded(
     tmp_path: Path, good: Path, caplog: pytest.LogCaptureFixture, data: st.DataObject
 ) -> None:
     root = tmp_path / "run"
@@ -102,15 +102,15 @@ def test_whatever_happens_to_a_file_is_found_and_named_and_the_one_before_is_loa
     assert step == 100
     block, end = seen(caplog)
     assert block.startswith(f"{path_of(root, 200)} is damaged and passed over:\n  {name}: ")
-    words = {"flip": "flipped bits", "cut": "truncated: ", "remove": "missing"}
-    words["other"] = f"of another checkpoint: step-00000100/{name}"
+    expected = {"flip": "flipped bits", "cut": "truncated: ", "remove": "missing"}
+    expected["other"] = f"of another checkpoint: step-00000100/{name}"
     if name == "manifest.json":
-        words |= {"flip": "damaged (", "cut": "damaged (", "other": "of step 100"}
-    assert words[how] in block
+        expected |= {"flip": "damaged (", "cut": "damaged (", "other": "of step 100"}
+    assert expected[how] in block
     assert end == "Resumed from step 100, NOT from step 200, which is damaged: 100 steps are lost."
 
 
-def test_a_fast_look_finds_sizes_and_what_cannot_be_read_is_found_in_reading(
+def test_a_fast_check_finds_wrong_sizes_and_reading_finds_the_rest(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     metadata = path_of(root, 200) / ".metadata"
@@ -120,15 +120,15 @@ def test_a_fast_look_finds_sizes_and_what_cannot_be_read_is_found_in_reading(
     assert ".metadata: flipped bits" in seen(caplog)[0]
 
 
-def test_a_fast_look_does_not_read_the_content(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_check_does_not_read_the_content(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalStore, "contents", lambda *_: pytest.fail("it was read"))
     assert restore(root, verify="fast")[0] == 200
 
 
-def test_what_only_reading_finds_falls_back_before_any_object_was_touched(
+def test_damage_found_while_reading_falls_back_before_any_object_is_changed(
     root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file goes away between the look at it and the reading."""
+    """The file disappears between the check and the read."""
     real = LocalStore.contents
 
     def contents(self: LocalStore, path: str, names: Any) -> Any:
@@ -141,19 +141,19 @@ def test_what_only_reading_finds_falls_back_before_any_object_was_touched(
     assert f"{DATA}: missing" in seen(caplog)[0]
 
 
-def test_a_start_from_scratch_is_not_made_where_there_are_only_damaged_ones(root: Path) -> None:
+def test_a_directory_of_only_damaged_checkpoints_is_an_error(root: Path) -> None:
     flip(path_of(root, 200) / DATA)
     (path_of(root, 100) / "manifest.json").unlink()
     with pytest.raises(CheckpointError) as refused:
         restore(root)
-    for words in ("step-00000200: __0_0.distcp: flipped bits", "step-00000100: manifest.json: missing", "resume=never"):
-        assert words in str(refused.value)
+    for part in ("step-00000200: __0_0.distcp: flipped bits", "step-00000100: manifest.json: missing", "resume=never"):
+        assert part in str(refused.value)
     assert restore(root, resume="never")[0] is None
 
 
 @pytest.mark.parametrize("resume", ["latest", "path", "path of latest"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "manifest"])
-def test_a_damaged_one_that_was_asked_for_is_an_error_that_offers_the_newest_good_one(
+def test_a_damaged_checkpoint_asked_for_is_an_error_that_names_the_newest_good_one(
     root: Path, resume: str, damage: str
 ) -> None:
     save(root, 300)
@@ -167,14 +167,14 @@ def test_a_damaged_one_that_was_asked_for_is_an_error_that_offers_the_newest_goo
     assert str(refused.value).endswith(f"The newest good one is of step 100: checkpoint.resume={path_of(root, 100)}")
 
 
-def test_where_no_other_is_good_none_is_offered(root: Path) -> None:
+def test_without_a_good_checkpoint_the_error_names_none(root: Path) -> None:
     flip(path_of(root, 200) / DATA)
     shutil.rmtree(path_of(root, 100))
     with pytest.raises(CheckpointError, match="There is no good one beside it"):
         restore(root, resume="latest")
 
 
-def test_retention_neither_counts_nor_deletes_a_damaged_one(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_retention_neither_counts_nor_deletes_damaged_ones(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(root, 300)
     (path_of(root, 300) / DATA).write_bytes(b"")
     flip(path_of(root, 200) / DATA)
@@ -196,7 +196,7 @@ def test_retention_neither_counts_nor_deletes_a_damaged_one(root: Path, caplog: 
     assert restore(root)[0] == 300
 
 
-def test_one_that_is_put_back_is_not_newer_than_what_was_saved_meanwhile(root: Path) -> None:
+def test_a_restored_file_does_not_make_its_checkpoint_the_newest(root: Path) -> None:
     content = (path_of(root, 200) / DATA).read_bytes()
     (path_of(root, 200) / DATA).write_bytes(b"")
     save(root, 150)
@@ -204,7 +204,7 @@ def test_one_that_is_put_back_is_not_newer_than_what_was_saved_meanwhile(root: P
     assert restore(root)[0] == 150
 
 
-def test_an_old_damaged_one_is_reported_but_costs_no_steps(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_old_damaged_checkpoint_is_reported_but_costs_no_steps(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(root, 300)
     (path_of(root, 300) / "manifest.json").unlink()
     assert restore(root)[0] == 200
@@ -217,7 +217,7 @@ def test_an_old_damaged_one_is_reported_but_costs_no_steps(root: Path, caplog: p
 
 
 @pytest.mark.parametrize(("number", "step"), [(errno.EIO, 100), (errno.EACCES, None), (errno.ESTALE, None)])
-def test_bytes_that_the_disk_has_lost_are_damage_and_a_server_that_is_away_is_an_error(
+def test_an_input_output_error_is_damage_and_an_unreachable_server_is_an_error(
     root: Path, monkeypatch: pytest.MonkeyPatch, number: int, step: int | None
 ) -> None:
     real = local.mark_file
@@ -237,7 +237,7 @@ def test_bytes_that_the_disk_has_lost_are_damage_and_a_server_that_is_away_is_an
         restore(root)
 
 
-def test_a_directory_that_cannot_be_listed_is_no_start_from_scratch(
+def test_a_directory_that_cannot_be_listed_is_an_error_and_not_an_empty_one(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Checkpointer(str(root)) as checkpointer:
@@ -254,7 +254,7 @@ def test_a_directory_that_cannot_be_listed_is_no_start_from_scratch(
         monkeypatch.undo()
 
 
-def test_an_error_of_the_objects_is_no_damage(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_load_state_dict_is_not_reported_as_damage(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(str(root)) as checkpointer:
         for verify in ("full", "fast"):
             checkpointer.verify = verify
@@ -335,7 +335,7 @@ def restore_on_two_ranks(rank: int, world_size: int, root: str) -> list[tuple[in
     return found
 
 
-def test_ranks_find_damage_together_report_it_once_and_touch_nothing_before_all_have_read(tmp_path: Path) -> None:
+def test_ranks_report_damage_once_and_load_nothing_before_all_have_read(tmp_path: Path) -> None:
     ranks = run_ranks(restore_on_two_ranks, nproc=2, args=(str(tmp_path),))
     for rank, (whole, blind, flipped, unreadable) in enumerate(ranks):
         assert flipped[:3] == (1, [1], 1.0)

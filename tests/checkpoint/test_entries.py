@@ -1,4 +1,4 @@
-"""What was saved gets into the objects, all of it; what does not is named, in a short text."""
+"""Everything that was saved is loaded into the objects; what cannot be loaded is named in a short error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def refused(checkpointer: Checkpointer, state: dict[str, Any]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
-def test_what_has_no_memory_to_be_loaded_into_is_named(tmp_path: Path) -> None:
+def test_a_meta_tensor_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     trained = torch.nn.Linear(2, 2)
     with saved(tmp_path, {"model": trained, "sgd": torch.optim.SGD(trained.parameters()), "x": [torch.ones(2)]}) as c:
         model = torch.nn.Linear(2, 2, device="meta")
@@ -39,7 +39,7 @@ def test_what_has_no_memory_to_be_loaded_into_is_named(tmp_path: Path) -> None:
         assert torch.equal(model.weight, trained.weight)
 
 
-def test_a_model_that_takes_meta_tensors_by_itself_may(tmp_path: Path) -> None:
+def test_a_model_may_replace_its_meta_tensors_in_load_state_dict(tmp_path: Path) -> None:
     class Assigned(torch.nn.Linear):
         def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = True) -> Any:
             return super().load_state_dict(state_dict, strict, assign)
@@ -65,7 +65,7 @@ def test_an_error_that_names_every_tensor_is_reported_on_one_screen(tmp_path: Pa
         assert len(differing.splitlines()) < 12
 
 
-def test_names_that_are_not_there_are_reported_with_those_that_are(tmp_path: Path) -> None:
+def test_a_missing_name_is_reported_with_the_saved_names(tmp_path: Path) -> None:
     with saved(tmp_path / "own", {"loader.rank0": {"at": 3}}) as checkpointer:
         assert "by each rank for itself. Ask for 'loader.rank0'" in refused(checkpointer, {"loader": {}})
         assert "Did you mean 'loader.rank0'?" in refused(checkpointer, {"loader.rank1": {}})

@@ -1,4 +1,4 @@
-"""The named moments are those that the code reaches, each of them, and nothing listens unless it is asked to."""
+"""Every named failpoint is reached by the code, and without an observer none does anything."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from stagereg.checkpoint.checkpointer import Checkpointer
 CALL = re.compile(r"\bfailpoint\(\"(\w+)\"\)")
 
 
-def test_every_moment_that_is_named_is_reached_somewhere_and_no_other() -> None:
+def test_the_named_failpoints_are_exactly_those_in_the_code() -> None:
     sources = Path(stagereg.__file__).parent.rglob("*.py")
     reached = {name for source in sources for name in CALL.findall(source.read_text())}
     assert reached == set(failpoints.POINTS)
 
 
-def test_a_save_reaches_its_moments_in_the_order_they_are_listed_in(tmp_path: Path) -> None:
+def test_a_save_reaches_its_failpoints_in_their_listed_order(tmp_path: Path) -> None:
     seen: list[str] = []
     before = failpoints.watch(seen.append)
     try:
@@ -36,7 +36,7 @@ def test_a_save_reaches_its_moments_in_the_order_they_are_listed_in(tmp_path: Pa
     assert list(dict.fromkeys(seen)) == [name for name in failpoints.POINTS if name not in ("locked", "swept", "aside")]
 
 
-def test_nothing_listens_once_the_observer_is_gone() -> None:
+def test_a_removed_observer_is_not_called() -> None:
     seen: list[str] = []
     before = failpoints.watch(seen.append)
     failpoints.watch(before)

@@ -1,6 +1,6 @@
 """Storage that fails, hangs or goes away.
 
-What the run does, who learns of it, and what the process reports at its end.
+What the run does, which call raises, and what the process reports at its end.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-import stagereg.checkpoint.background as background_room
-import stagereg.checkpoint.process as process_room
+import stagereg.checkpoint.background as background_module
+import stagereg.checkpoint.process as process_module
 import stagereg.shutdown as ending
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.checkpointer import Checkpointer
@@ -88,7 +88,7 @@ class TestBackground:
         assert background.drain() or background.drain(30)
         assert job.backs == [None]
 
-    def test_a_task_behind_one_that_hangs_is_not_late_yet_and_works_when_it_is_back(self) -> None:
+    def test_a_task_queued_behind_one_that_hangs_is_not_late_and_runs_after_it(self) -> None:
         seen: list[CheckpointError] = []
         background, first, second = Background(0.0, seen.append), Job(OSError("gone")), Job()
         background.submit(first)
@@ -103,9 +103,9 @@ class TestBackground:
         assert background.drain(30)
         background.raise_failure()
         assert [str(each) for each in first.backs] == ["gone"]
-        assert [str(each) for each in seen] == ["too late"], "what has been told is not told again"
+        assert [str(each) for each in seen] == ["too late"], "what has been reported is not reported again"
 
-    def test_failures_are_warnings_where_they_are_to_be(self) -> None:
+    def test_failures_are_logged_with_on_error_warn(self) -> None:
         seen: list[CheckpointError] = []
         background, job = Background(math.inf, seen.append), Job(OSError("disk"))
         job.go.set()
@@ -115,7 +115,7 @@ class TestBackground:
         background.raise_failure()
         assert [str(each) for each in seen] == ["A save failed: disk"]
 
-    def test_what_hangs_when_all_is_shut_is_left_and_logged(self) -> None:
+    def test_a_task_that_hangs_at_shutdown_is_left_and_logged(self) -> None:
         background, job = Background(0.0), Job()
         background.submit(job)
         background.drain()
@@ -125,7 +125,7 @@ class TestBackground:
         job.go.set()
         assert job.was_back.wait(30)
 
-    def test_one_that_is_dropped_leaves_no_thread(self) -> None:
+    def test_a_dropped_background_leaves_no_thread(self) -> None:
         background, job = Background(), Job()
         job.go.set()
         background.submit(job)
@@ -153,11 +153,11 @@ class TestBackground:
                 looked.append(background.hanging)
             return time.monotonic()
 
-        monkeypatch.setattr(background_room, "time", SimpleNamespace(monotonic=meanwhile))
+        monkeypatch.setattr(background_module, "time", SimpleNamespace(monotonic=meanwhile))
         assert background.drain(30)
         assert looked == [True, False]
 
-    def test_without_a_thread_a_task_is_refused_and_no_one_waits_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_thread_a_task_is_refused_and_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(thread: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
@@ -183,19 +183,21 @@ class TestEnding:
         ending.finish()
 
     def test_a_failure_that_was_raised_is_not_reported_again(self) -> None:
-        seen, untold = CheckpointError("heard"), CheckpointError("new")
-        ending.report_error(seen)
-        ending.report_error(untold)
-        ending.withdraw_error(seen)
+        raised, unraised = CheckpointError("raised"), CheckpointError("new")
+        ending.report_error(raised)
+        ending.report_error(unraised)
+        ending.withdraw_error(raised)
         with pytest.raises(CheckpointError) as caught:
             ending.finish()
-        assert caught.value is untold
+        assert caught.value is unraised
 
 
 class TestWriterProcess:
-    def test_one_that_does_not_answer_in_time_is_killed_and_replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        start = process_room._START
-        monkeypatch.setattr(process_room, "_START", "import time; time.sleep(600)")
+    def test_a_process_that_does_not_answer_in_time_is_killed_and_replaced(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        start = process_module._START
+        monkeypatch.setattr(process_module, "_START", "import time; time.sleep(600)")
         process = WriterProcess()
         process.start()
         pid = process.pid
@@ -204,13 +206,13 @@ class TestWriterProcess:
         assert process.pid is None
         assert process.restarts == 1
         assert not Path(f"/proc/{pid}").exists()
-        monkeypatch.setattr(process_room, "_START", start)
+        monkeypatch.setattr(process_module, "_START", start)
         process.start()
         assert process.pid not in (None, pid)
         process.close(now=True)
 
     def test_closing_it_now_ends_a_question_that_would_never_be_answered(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(process_room, "_START", "import time; time.sleep(600)")
+        monkeypatch.setattr(process_module, "_START", "import time; time.sleep(600)")
         process, seen = WriterProcess(), []
 
         def ask() -> None:
@@ -264,7 +266,7 @@ def test_a_copy_that_fails_is_a_warning_too(tmp_path: Path, caplog: pytest.LogCa
     ending.finish()
 
 
-def test_what_is_in_the_way_of_the_directory_is_not_called_a_deleted_one(
+def test_a_file_in_the_way_of_the_directory_is_not_reported_as_a_deleted_directory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
@@ -284,7 +286,7 @@ def test_what_is_in_the_way_of_the_directory_is_not_called_a_deleted_one(
     assert (run / "step-00000003").exists()
 
 
-def test_what_a_run_was_resumed_from_is_not_called_in_a_directory_where_it_is_not(tmp_path: Path) -> None:
+def test_a_checkpoint_from_elsewhere_is_not_reported_as_in_this_directory(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path / "old")) as checkpointer:
         checkpointer.save(1, {"x": 1})
     for name, there in (("old", "newest good checkpoint is step 1"), ("new", "This run has no complete checkpoint")):
@@ -323,7 +325,7 @@ def test_while_a_save_hangs_others_take_no_memory_and_nothing_is_restored(tmp_pa
     checkpointer.close()
 
 
-def test_a_save_that_is_given_up_at_close_completes_nothing_later(tmp_path: Path) -> None:
+def test_a_save_that_close_gives_up_commits_nothing_later(tmp_path: Path) -> None:
     release = tmp_path / "release"
     storage = FaultyStorage(fault="hang", release=str(release))
     checkpointer = Checkpointer(str(tmp_path / "run"), storage=storage, timeout=datetime.timedelta(milliseconds=100))
@@ -426,7 +428,7 @@ def test_the_end_of_a_program_reports_of_a_last_save_that_failed_or_hangs() -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_fault_leaves_what_was_complete_and_is_reported_in_the_exit_status() -> None:
+def test_every_fault_leaves_complete_checkpoints_and_is_reported_in_the_exit_status() -> None:
     results = programs()
     assert len(results) > 15
     for name, result in results.items():
@@ -443,7 +445,7 @@ def test_every_fault_leaves_what_was_complete_and_is_reported_in_the_exit_status
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_table_in_the_documentation_is_what_the_programs_do_now() -> None:
+def test_the_table_in_the_documentation_is_that_of_the_programs() -> None:
     command = [sys.executable, str(FOLDER / "faults.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
@@ -480,7 +482,7 @@ CONFIG = "nproc: 2\nfault: EIO\nsaves: [4]\non_error: warn\ntimeout_s: 60.0\ndir
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("options", "status", "says"),
+    ("options", "status", "printed"),
     [
         ([], 1, ": the last save has failed, of step 4, so the exit status is 1. The newest good"),  # of either rank
         (["nproc=1"], 1, "rank 0: the last save has failed, of step 4, so the exit status is 1. The newest good"),
@@ -491,7 +493,7 @@ CONFIG = "nproc: 2\nfault: EIO\nsaves: [4]\non_error: warn\ntimeout_s: 60.0\ndir
     ],
 )
 def test_a_job_of_several_ranks_ends_with_the_status_of_its_last_save(
-    tmp_path: Path, options: list[str], status: int, says: str
+    tmp_path: Path, options: list[str], status: int, printed: str
 ) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "app.yaml").write_text(CONFIG)
@@ -502,7 +504,7 @@ def test_a_job_of_several_ranks_ends_with_the_status_of_its_last_save(
         command, capture_output=True, text=True, timeout=200, check=False, env=environment, cwd=tmp_path
     )
     assert done.returncode == status, done.stderr
-    assert says in done.stdout + done.stderr
+    assert printed in done.stdout + done.stderr
     goes_on = "on_error=raise" not in options
     assert done.stdout.count("the loop is done") == (goes_on and (1 if "nproc=1" in options else 2))
     assert "Traceback" not in done.stderr

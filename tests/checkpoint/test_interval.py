@@ -47,7 +47,7 @@ def least_of(function: Callable[[float], float], low: float, high: float) -> flo
 
 @settings(deadline=None)
 @given(COSTS, MTBFS, st.floats(0, 2), st.floats(0, 1))
-def test_the_interval_taken_loses_least_whatever_restarts_and_writing_take(
+def test_the_chosen_interval_loses_least_for_any_restart_and_write_times(
     cost: float,
     mtbf: float,
     restart: float,
@@ -55,7 +55,7 @@ def test_the_interval_taken_loses_least_whatever_restarts_and_writing_take(
 ) -> None:
     times = (cost * mtbf, mtbf, restart * mtbf, write * mtbf)
     taken = interval.best(times[0], mtbf, times[3])
-    # Searched without the factor that all intervals share: after long restarts it leaves nothing to tell apart.
+    # Searched without the factor that all intervals share: after long restarts it leaves no difference.
     found = least_of(lambda at: interval.lost_fraction(at, cost * mtbf, mtbf, 0.0, times[3]), taken / 20, taken * 20)
     assert taken == pytest.approx(found, rel=0.01)
     assert interval.lost_fraction(taken, *times) <= interval.lost_fraction(found, *times) + 1e-12
@@ -101,7 +101,7 @@ def test_the_lost_fraction_is_that_of_simulated_failures(
     assert interval.lost_fraction(*times) == pytest.approx(found, abs=5 * error)
 
 
-def test_what_writing_takes_adds_to_the_loss_but_moves_the_optimum_only_as_a_bound() -> None:
+def test_the_write_time_adds_to_the_loss_but_moves_the_optimum_only_as_a_bound() -> None:
     cost, mtbf = 2.0, 3600.0
     free = interval.optimum(cost, mtbf)
     assert interval.best(cost, mtbf, write_s=free / 2) == free
@@ -127,7 +127,7 @@ def test_steps_are_the_nearest_whole_number_that_leaves_time_to_write(at: float,
         assert abs(steps - at / step) <= 0.5 + 1e-9
 
 
-def test_a_whole_number_of_steps_is_not_rounded_up_for_what_floats_lose() -> None:
+def test_a_whole_number_of_steps_is_not_rounded_up_by_float_errors() -> None:
     assert interval.in_steps(0.3, 0.1, 0.3) == 3
 
 

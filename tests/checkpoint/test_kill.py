@@ -98,7 +98,7 @@ EVERY_MOMENT = [pytest.param(what, 1, marks=pytest.mark.slow) for what in ("a st
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("what", "stride"), [("a step again", 4), *EVERY_MOMENT])
-def test_killed_at_any_moment_what_is_there_is_complete(tmp_path: Path, what: str, stride: int) -> None:
+def test_a_kill_at_any_moment_leaves_complete_checkpoints(tmp_path: Path, what: str, stride: int) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "run"), what, str(stride)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, env=environment)

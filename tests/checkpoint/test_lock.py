@@ -1,6 +1,6 @@
 """One run at a time writes to a directory.
 
-Who is refused gets the name of its holder, and nobody holds it after its end.
+A refused run's error names the holder, and the lock ends with its process.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Other:
         assert select.select([self.process.stdout], [], [], BOUND_S)[0]
         return self.process.stdout.readline().decode().strip()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
 
@@ -121,11 +121,11 @@ def test_a_second_run_is_refused_by_name_and_touches_nothing_of_the_first(
     assert os.listdir(tmp_path) == []
 
 
-def test_who_comes_while_the_owner_is_just_ending_waits(
+def test_a_run_that_starts_while_the_owner_ends_waits(
     tmp_path: Path, other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end_meanwhile(seconds: float) -> None:
-        other.let_go()
+        other.release()
         other.process.wait(BOUND_S)
 
     waits = SimpleNamespace(Event=lambda: SimpleNamespace(wait=end_meanwhile), DirectoryLock=threading.Lock)
@@ -133,11 +133,11 @@ def test_who_comes_while_the_owner_is_just_ending_waits(
     DirectoryLock(tmp_path).release()
 
 
-def test_a_forked_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_hold_its_parents_lock(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     parent = Other(tmp_path, FORKING, str(gate))
-    parent.let_go()
+    parent.release()
     assert parent.line() == "released"
     DirectoryLock(tmp_path, patience=0).release()  # the child still lives
     gate.open("w").close()
@@ -156,7 +156,7 @@ def test_two_checkpointers_of_one_process_are_refused_until_the_first_is_closed(
     Checkpointer(str(tmp_path / "run")).close()
 
 
-def test_a_checkpointer_that_no_one_has_any_more_holds_nothing(tmp_path: Path) -> None:
+def test_a_garbage_collected_checkpointer_holds_nothing(tmp_path: Path) -> None:
     forgotten = Checkpointer(str(tmp_path))
     forgotten.itself = forgotten  # type: ignore[attr-defined]
     gc.disable()
@@ -209,7 +209,7 @@ def test_a_directory_that_was_deleted_is_held_again_and_reported(
             DirectoryLock(tmp_path)
 
 
-def test_a_save_fails_where_another_run_has_taken_over_and_leaves_that_alone(tmp_path: Path) -> None:
+def test_a_save_fails_after_another_run_has_taken_over_and_does_not_touch_its_files(tmp_path: Path) -> None:
     checkpointer = Checkpointer(str(tmp_path))
     (tmp_path / lock.LOCK).unlink()
     other = Other(tmp_path)
@@ -222,7 +222,7 @@ def test_a_save_fails_where_another_run_has_taken_over_and_leaves_that_alone(tmp
     other.end()
 
 
-def test_who_has_let_go_may_not_commit(tmp_path: Path) -> None:
+def test_a_released_lock_may_not_commit(tmp_path: Path) -> None:
     held = DirectoryLock(tmp_path)
     held.release()
     held.release()
@@ -230,7 +230,7 @@ def test_who_has_let_go_may_not_commit(tmp_path: Path) -> None:
         held.check()
 
 
-def test_any_process_can_ask_who_holds_a_directory(tmp_path: Path, other: Other) -> None:
+def test_any_process_can_look_up_who_holds_a_directory(tmp_path: Path, other: Other) -> None:
     owner = holder(tmp_path)
     assert isinstance(owner, Owner)
     assert (owner.pid, owner.command) == (other.pid, f"-c {tmp_path}")
@@ -256,7 +256,7 @@ def test_an_owner_that_cannot_be_read_is_another_process(tmp_path: Path, content
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_what_lies_where_the_owner_is_written_is_neither_written_through_nor_waited_for(
+def test_a_link_or_pipe_in_the_way_of_the_owner_file_is_neither_followed_nor_waited_for(
     tmp_path: Path, kind: str
 ) -> None:
     root, notes = tmp_path / "run", tmp_path / "notes"
@@ -280,10 +280,10 @@ def test_what_lies_where_the_owner_is_written_is_neither_written_through_nor_wai
     assert notes.read_text() == "mine"
 
 
-def test_what_an_owner_has_written_is_fit_to_be_printed(tmp_path: Path) -> None:
+def test_control_characters_in_the_owner_file_are_not_printed(tmp_path: Path) -> None:
     with DirectoryLock(tmp_path):
-        said = {"pid": 1, "host": "a\x1b[2Jb", "since": 0, "command": "c\nd"}
-        (tmp_path / ".lock.owner").write_text(json.dumps(said))
+        owner = {"pid": 1, "host": "a\x1b[2Jb", "since": 0, "command": "c\nd"}
+        (tmp_path / ".lock.owner").write_text(json.dumps(owner))
         assert str(holder(tmp_path)).isprintable()
 
 
@@ -310,7 +310,7 @@ def test_a_file_system_without_locks_is_warned_of_once_and_used(
     assert str(tmp_path) in seen[0]
 
 
-def test_of_many_that_try_at_once_one_is_inside_at_a_time(tmp_path: Path) -> None:
+def test_only_one_of_many_processes_holds_the_lock_at_a_time(tmp_path: Path) -> None:
     contest = [sys.executable, "-c", CONTEST, str(tmp_path), "30"]
     contestants = [subprocess.Popen(contest, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     try:
@@ -322,7 +322,7 @@ def test_of_many_that_try_at_once_one_is_inside_at_a_time(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_that_its_owner_deletes_while_another_one_locks_it_is_not_what_is_held(
+def test_a_lock_file_deleted_while_it_is_being_locked_is_locked_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = fcntl.lockf

@@ -1,4 +1,4 @@
-"""Plans are kept from one checkpoint to the next, and never beyond what they fit."""
+"""Plans are reused from one checkpoint to the next only while they fit the state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("storage", ["dcp", "direct"])
-def test_each_checkpoint_has_what_was_saved_though_what_is_saved_changes(storage: str, tmp_path: Path) -> None:
+def test_checkpoints_are_right_when_the_state_changes(storage: str, tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), keep=9, storage=stagereg.build("storage", storage)) as checkpointer:
         for step, state in enumerate(STATES):
             checkpointer.save(step, dict(state))
@@ -39,7 +39,7 @@ def test_each_checkpoint_has_what_was_saved_though_what_is_saved_changes(storage
 
 def test_after_a_failed_save_plans_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
-        raise OSError("no room")
+        raise OSError("disk full")
 
     with Checkpointer(str(tmp_path)) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(3)})
@@ -49,7 +49,7 @@ def test_after_a_failed_save_plans_are_made_anew(tmp_path: Path, monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr(DcpStorage, "write_data", fail)
             checkpointer.save(2, {"w": torch.ones(3)})
-            with pytest.raises(CheckpointError, match="no room"):
+            with pytest.raises(CheckpointError, match="disk full"):
                 checkpointer.wait()
         assert key not in SavePlanner._cached_save_plan
         checkpointer.save(3, {"w": torch.ones(3)})

@@ -1,6 +1,6 @@
-"""A run that is asked to leave.
+"""A run that receives SIGTERM or SIGUSR1.
 
-All ranks save the same step and leave, and the next run ends as if nothing had been.
+All ranks save the same step and exit, and the next run ends as an uninterrupted one does.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 import stagereg.checkpoint.preemption_consensus as preemption_consensus
-import stagereg.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import Preempted, Stopped
-from stagereg.preemption import PreemptionHandler
+from stagereg.launch.preemption import PreemptionHandler
 from stagereg.testing import run_ranks
 
 LIMIT_S = 100
@@ -58,7 +57,7 @@ FEW = 4
 
 
 class Training:
-    """A small model on uneven data, the same whenever the steps are; ``told`` is called after each step's numbers."""
+    """A small model on uneven data, which depends on nothing but the steps."""
 
     def __init__(self, rank: int, how: str) -> None:
         torch.manual_seed(0)
@@ -178,28 +177,28 @@ def while_a_save_is_under_way(rank: int, directory: str) -> Any:
 
 @contextmanager
 def warnings_of(logger: logging.Logger) -> Iterator[list[str]]:
-    said: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
-    yield said
+    yield logged
     logger.removeHandler(handler)
 
 
 def uneven_calls(rank: int, directory: str) -> Any:
-    """One rank calls no more, and stays: nobody hangs, and the signals do what they did."""
-    with mock.patch.object(preemption_consensus, "_PATIENCE_S", 0.2), warnings_of(preemption_consensus._log) as said:
+    """One rank makes no more calls: no rank hangs, and the signal handlers are put back."""
+    with mock.patch.object(preemption_consensus, "_PATIENCE_S", 0.2), warnings_of(preemption_consensus._log) as logged:
         checkpointer = Checkpointer(directory, every=1000)
         for step in range(1, 10 if rank == 1 else 30):
             checkpointer.maybe_save(step, {})
         free = signal.getsignal(TERM) is signal.SIG_DFL
         dist.barrier()
         checkpointer.close()
-        return len(said), "could not exchange" in "".join(said), free
+        return len(logged), "could not exchange" in "".join(logged), free
 
 
 def uneven_calls_and_a_plan(rank: int, directory: str) -> Any:
-    """The exchanges of a plan, which all ranks come to, never meet those on leaving, to which they come at odds."""
+    """The exchanges for ``every="auto"`` are never mixed up with those for preemption, which ranks call unevenly."""
     with (
         mock.patch.object(preemption_consensus, "_PATIENCE_S", 1.0),
         Checkpointer(directory, every="auto", stager=stagereg.build("stager", "blocking")) as checkpointer,
@@ -232,19 +231,19 @@ def steps_that_take_long(rank: int, directory: str) -> int | None:
 
 
 def closed_early(rank: int, directory: str) -> Any:
-    """One rank comes to its end before the others: they learn of it, and need not wait."""
-    with warnings_of(preemption_consensus._log) as said:
+    """One rank closes before the others: they are notified, and do not wait."""
+    with warnings_of(preemption_consensus._log) as logged:
         checkpointer = Checkpointer(directory, every=1000)
         for step in range(1, 10 if rank == 1 else 30):
             checkpointer.maybe_save(step, {})
         began = time.monotonic()
         checkpointer.close()
         dist.barrier()
-        return said, time.monotonic() - began < preemption_consensus._PATIENCE_S
+        return logged, time.monotonic() - began < preemption_consensus._PATIENCE_S
 
 
 @pytest.mark.parametrize("names", [list(CASES)[:FEW], pytest.param(list(CASES), marks=pytest.mark.slow)], ids=len)
-def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_been(
+def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_an_uninterrupted_one(
     tmp_path: Path, names: list[str]
 ) -> None:
     first, second = run_ranks(everything, 2, args=(str(tmp_path), names), timeout_s=LIMIT_S)
@@ -271,7 +270,7 @@ def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_if_nothing_had_be
 SCRIPT = """
 import ctypes, datetime, faulthandler, os, signal, sys, threading, time
 import torch
-import stagereg.preemption as preemption
+import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError
@@ -342,18 +341,18 @@ def many_while_it_ends():
             raise
 
 def others_signals():
-    heard = []
-    signal.signal(signal.SIGRTMIN + 3, lambda *_: heard.append(1))
+    received = []
+    signal.signal(signal.SIGRTMIN + 3, lambda *_: received.append(1))
     with Checkpointer(os.path.join(sys.argv[1], "others")) as checkpointer:
         me(signal.SIGRTMIN + 3)
-        assert heard
+        assert received
         me(TERM)
         for step in range(1, 10**6):
             checkpointer.maybe_save(step, {})
 
-def told_by_another_rank():
+def signal_on_another_rank():
     grace = datetime.timedelta(seconds=0.3)
-    checkpointer = Checkpointer(os.path.join(sys.argv[1], "told"), grace=grace)
+    checkpointer = Checkpointer(os.path.join(sys.argv[1], "another rank"), grace=grace)
     checkpointer.preemption.update([1.0, 0.0])
     hang()
 
@@ -398,19 +397,19 @@ def worker():
                 me(USR1)
                 me(TERM)
             os._exit(0)
-        assert os.waitpid(child, 0)[1] == TERM, "a forked child hears SIGTERM alone"
+        assert os.waitpid(child, 0)[1] == TERM, "a forked child receives only SIGTERM"
         assert checkpointer.preemption.signal_flags() == [0.0, 0.0]
         go.set()
         checkpointer.maybe_save(2, {"x": 2})
     assert checkpointer.stats.saves == 2
 
 def kept():
-    heard = []
-    signal.signal(USR1, lambda *_: heard.append(1))
+    received = []
+    signal.signal(USR1, lambda *_: received.append(1))
     with Checkpointer(os.path.join(sys.argv[1], "kept")) as checkpointer:
         me(USR1)
-        assert heard and checkpointer.preemption.signal_flags() == [0.0, 0.0]
-        later = signal.signal(TERM, lambda *_: heard.append(1)) and signal.getsignal(TERM)
+        assert received and checkpointer.preemption.signal_flags() == [0.0, 0.0]
+        later = signal.signal(TERM, lambda *_: received.append(1)) and signal.getsignal(TERM)
     assert signal.getsignal(USR1) is not signal.SIG_DFL
     assert signal.getsignal(TERM) is later
 
@@ -436,33 +435,33 @@ cases["save hangs past its time-out"] = lambda: train("save hangs late", 1000, t
 cases["too late"] = too_late
 cases |= {"twice": twice, "at once": at_once, "closed": closed, "dropped": dropped, "without": without}
 cases |= {"worker": worker, "kept": kept, "dumped": dumped, "two": two}
-cases |= {"many": many_while_it_ends, "others": others_signals, "told": told_by_another_rank}
+cases |= {"many": many_while_it_ends, "others": others_signals, "another rank": signal_on_another_rank}
 children = {}
 for name, case in cases.items():
-    said = os.path.join(sys.argv[1], f"{name}.txt")
-    children[name] = os.fork(), said
+    output = os.path.join(sys.argv[1], f"{name}.txt")
+    children[name] = os.fork(), output
     if children[name][0] == 0:
         signal.alarm(60)
         for descriptor in (1, 2):
-            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
         try:
             case()
             os._exit(0)
         except SystemExit as left:
             if name in ("save fails, warned", "save hangs past its time-out"):
-                raise  # and what comes at the end of a process does
+                raise  # and run what runs at the end of a process
             os._exit(left.code)
         except BaseException:
             import traceback
             traceback.print_exc()
             os._exit(1)
-for name, (child, said) in children.items():
+for name, (child, output) in children.items():
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(f"== {name}", open(said).read(), f"-- code {code}", sep="\\n", flush=True)
+    print(f"== {name}", open(output).read(), f"-- code {code}", sep="\\n", flush=True)
 """
 
 
-def test_a_process_that_is_asked_to_leave_has_left_when_its_time_is_up(tmp_path: Path) -> None:
+def test_a_preempted_process_has_ended_when_its_grace_is_over(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)],
         capture_output=True,
@@ -491,7 +490,7 @@ def test_a_process_that_is_asked_to_leave_has_left_when_its_time_is_up(tmp_path:
         "two": 75,
         "many": 75,
         "others": 75,
-        "told": 143,
+        "another rank": 143,
     }, ended.stdout + ended.stderr
     for name in ("save hangs", "stuck"):
         assert "stopped by SIGTERM: 0.3 s were too few to save and leave (checkpoint.grace); the newest" in seen[name]
@@ -499,17 +498,17 @@ def test_a_process_that_is_asked_to_leave_has_left_when_its_time_is_up(tmp_path:
     for name in ("save fails", "save fails, warned"):
         assert re.search("stopped by SIGTERM: Step 7 was not saved.* no cheese.*newest.* step 5", seen[name])
     assert seen["first save fails"].count("no complete checkpoint") == 1
-    assert "the last save has failed" not in seen["save fails, warned"], "which is told already"
-    told_late = seen["save hangs past its time-out"]
-    assert "stopped by SIGTERM: Step 7 was not saved: it has taken longer than 3 s" in told_late
+    assert "the last save has failed" not in seen["save fails, warned"], "which was reported already"
+    reported_late = seen["save hangs past its time-out"]
+    assert "stopped by SIGTERM: Step 7 was not saved: it has taken longer than 3 s" in reported_late
     assert "stopped by SIGTERM: 0.3 s were too few" in seen["too late"]
-    assert "stopped by SIGTERM: 0.3 s were too few" in seen["told"]
+    assert "stopped by SIGTERM: 0.3 s were too few" in seen["another rank"]
     assert seen["dumped"].count("Current thread") == 2
     assert "stopped by SIGTERM: it came twice, so nothing more is saved" in seen["twice"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_alone_knows_of_the_signal_shows_why_it_ends_and_one_of_those_that_all_know(rank: int) -> None:
+def test_a_rank_that_alone_has_the_signal_reports_why_it_ends_and_otherwise_rank_0_does(rank: int) -> None:
     handler = PreemptionHandler(1.0, str)
     side = preemption_consensus.PreemptionConsensus(mock.Mock(rank=rank, size=2), handler)
     assert handler.reports
@@ -517,19 +516,8 @@ def test_a_rank_that_alone_knows_of_the_signal_shows_why_it_ends_and_one_of_thos
     assert handler.reports == (rank == 0)
 
 
-def test_only_the_main_thread_listens() -> None:
-    heard: list[bool] = []
-    handler = PreemptionHandler(1.0, str)
-    asking = threading.Thread(target=lambda: heard.append(handler.listen()))
-    asking.start()
-    asking.join(LIMIT_S)
-    assert heard == [False]
-    assert signal.getsignal(TERM) is signal.SIG_DFL
-    assert not preemption._listener.handlers
-
-
 @pytest.mark.parametrize("left", [Preempted(7, "runs/x", TERM), Stopped(USR1, "the disk is full")])
-def test_what_a_run_leaves_with_survives_a_pickle(left: SystemExit) -> None:
+def test_the_exceptions_that_end_a_run_survive_a_pickle(left: SystemExit) -> None:
     import pickle
 
     copy = pickle.loads(pickle.dumps(left))

@@ -1,4 +1,4 @@
-"""The process that writes: the same files as without it, whenever it dies, and nothing left behind."""
+"""The writer process: it writes the same files as this process would, whenever it dies, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 import stagereg
-import stagereg.checkpoint.process as process_room
+import stagereg.checkpoint.process as process_module
 import stagereg.stagers.shared_memory as shared_memory
 import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg.checkpoint.checkpointer import Checkpointer
@@ -69,7 +69,7 @@ class Counting(FileSystemWriter):
 
 
 # A process that imports no torch and answers with what it was asked; and one that is never done importing.
-BELONGS = process_room._START.partition("import torch")[0]
+BELONGS = process_module._START.partition("import torch")[0]
 ECHO = BELONGS + "serve(int(sys.argv[1]), bytes)"
 BUSY = BELONGS + "import time; time.sleep(600)"
 
@@ -129,7 +129,7 @@ def content(path: Path) -> dict[str, bytes]:
 
 
 def kill(process: WriterProcess) -> int:
-    """Kill it and return when it is dead; nobody has waited for it yet."""
+    """Kill it and return when it is dead; it has not been reaped yet."""
     pid = process.pid
     assert pid is not None
     alive = os.pidfd_open(pid)
@@ -190,7 +190,7 @@ class TestWriting:
         assert questions[1] - questions[0] < 64
         assert questions[1] < 4096
 
-    def test_what_was_saved_is_loaded(self, tmp_path, process, copy) -> None:
+    def test_a_saved_state_is_loaded(self, tmp_path, process, copy) -> None:
         save(copy, ProcessWriter(FileSystemWriter(tmp_path), process))
         loaded = state(0.0)
         dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
@@ -226,13 +226,13 @@ class TestWriting:
 
     def test_the_memory_is_free_when_the_write_has_returned(self, tmp_path, process) -> None:
         stager = stagereg.build("stager", "shared", max_in_flight=1, wait_s=0.0)
-        places = set()
+        mappings = set()
         for step in range(4):
             copy = stager.stage({"w": torch.full((10_000,), float(step))})
-            places.add(os.readlink(f"/proc/self/map_files/{_mapping_of(copy['w'])}"))
+            mappings.add(os.readlink(f"/proc/self/map_files/{_mapping_of(copy['w'])}"))
             save(copy, ProcessWriter(FileSystemWriter(tmp_path / str(step)), process))
             del copy
-        assert len(places) == 1
+        assert len(mappings) == 1
 
 
 def _mapping_of(x: torch.Tensor) -> str:
@@ -244,7 +244,7 @@ def _mapping_of(x: torch.Tensor) -> str:
 
 
 class TestFailing:
-    def test_what_the_system_shows_is_raised_here(self, tmp_path, process, copy) -> None:
+    def test_an_error_of_the_operating_system_is_raised_here(self, tmp_path, process, copy) -> None:
         (tmp_path / "__0_0.distcp").mkdir()
         with pytest.raises(CheckpointException) as caught:
             save(copy, ProcessWriter(FileSystemWriter(tmp_path), process))
@@ -258,7 +258,7 @@ class TestFailing:
             save(copy, ProcessWriter(writers.Failing(tmp_path), process))
         assert str(caught.value.failures[0][0]) == "Odd: this and that"
 
-    def test_after_a_failure_the_process_goes_on(self, tmp_path, process, copy) -> None:
+    def test_after_a_failure_the_process_stays_usable(self, tmp_path, process, copy) -> None:
         (tmp_path / "bad/__0_0.distcp").mkdir(parents=True)
         with pytest.raises(CheckpointException):
             save(copy, ProcessWriter(FileSystemWriter(tmp_path / "bad"), process))
@@ -268,7 +268,7 @@ class TestFailing:
 
 
 class TestDying:
-    def test_one_that_was_killed_between_saves_is_replaced(self, tmp_path, process, copy, caplog) -> None:
+    def test_a_writer_killed_between_saves_is_replaced(self, tmp_path, process, copy, caplog) -> None:
         save(copy, ProcessWriter(FileSystemWriter(tmp_path / "1"), process))
         restarts, killed = process.restarts, kill(process)
         save(copy, ProcessWriter(FileSystemWriter(tmp_path / "2"), process))
@@ -276,7 +276,7 @@ class TestDying:
         assert process.restarts == restarts + 1
         assert not exists(killed), "no zombie is left"
 
-    def test_one_that_dies_while_it_writes_is_replaced_and_the_checkpoint_is_complete(
+    def test_a_writer_that_dies_while_it_writes_is_replaced_and_the_checkpoint_is_complete(
         self, tmp_path, process, writers, copy, caplog
     ) -> None:
         (tmp_path / "1.deaths").write_text("1")
@@ -296,7 +296,7 @@ class TestDying:
         assert "was ended by SIGKILL, and so did the one before" in str(error)
         save(copy, ProcessWriter(FileSystemWriter(tmp_path / "2"), process))
 
-    def test_death_is_noticed_although_somebody_else_has_the_socket(self, monkeypatch) -> None:
+    def test_death_is_noticed_although_another_process_has_the_socket(self, monkeypatch) -> None:
         elsewhere: list[socket.socket] = []
         pair = socket.socketpair
 
@@ -305,7 +305,7 @@ class TestDying:
             elsewhere.append(there.dup())
             return here, there
 
-        monkeypatch.setattr(process_room.socket, "socketpair", kept)
+        monkeypatch.setattr(process_module.socket, "socketpair", kept)
         process = WriterProcess()
         process.start()
         pid = process.pid
@@ -313,7 +313,7 @@ class TestDying:
         os.kill(pid, signal.SIGSTOP)
         os.kill(pid, signal.SIGKILL)
         unread = b"x" * 2**24  # more than a socket holds
-        monkeypatch.setattr(process_room, "_START", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        monkeypatch.setattr(process_module, "_START", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
         with pytest.raises(CheckpointError, match="so did the one before"):
             process.ask(unread)
         process.close()
@@ -321,13 +321,13 @@ class TestDying:
             end.close()
 
     @pytest.mark.parametrize("start", [ECHO, BUSY], ids=["waiting", "importing"])
-    def test_it_ends_with_a_parent_that_was_killed_and_with_no_one_else(self, start: str) -> None:
+    def test_it_ends_when_its_parent_is_killed_and_not_when_a_sibling_is(self, start: str) -> None:
         program = (
-            f"import os, signal, sys; from stagereg.checkpoint import process as room; room._START = {start!r}\n"
-            "process = room.WriterProcess(); process.start()\n"
+            f"import os, signal, sys; from stagereg.checkpoint import process as module; module._START = {start!r}\n"
+            "process = module.WriterProcess(); process.start()\n"
             f"{start == BUSY} or process.ask(b'until it is there')\n"
             "signal.signal(signal.SIGUSR2, signal.SIG_IGN); os.killpg(0, signal.SIGUSR2)\n"  # as launchers do
-            # A child of the parent that lives on has the parent's end of the socket too.
+            # A child that outlives the parent has the parent's end of the socket too.
             "print(process.pid, flush=True) if os.fork() else None; sys.stdin.read()"
         )
         parent = subprocess.Popen(
@@ -344,8 +344,8 @@ class TestDying:
 
     def test_a_forked_child_that_exits_leaves_it_alone(self) -> None:
         program = (
-            f"import os, sys; from stagereg.checkpoint import process as room; room._START = {ECHO!r}\n"
-            "process = room.WriterProcess(); process.ask(b'no question'); child = os.fork()\n"
+            f"import os, sys; from stagereg.checkpoint import process as module; module._START = {ECHO!r}\n"
+            "process = module.WriterProcess(); process.ask(b'no question'); child = os.fork()\n"
             "if not child: sys.exit()\n"
             "os.waitpid(child, 0); pid = process.pid; process.ask(b'no question')\n"
             "print(pid == process.pid, process.restarts)"
@@ -354,7 +354,7 @@ class TestDying:
         assert seen.stdout.split() == ["True", "0"]
 
     def test_close_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(process_room, "_START", ECHO)
+        monkeypatch.setattr(process_module, "_START", ECHO)
         process = WriterProcess()
         process.close()
         process = WriterProcess()
@@ -371,7 +371,7 @@ class TestDying:
             process.ask(b"")
 
 
-class TestManners:
+class TestSideEffects:
     def test_it_has_a_lower_priority_and_no_accelerator(self, process) -> None:
         process.ask(b"until it is there")
         assert process.pid is not None
@@ -414,7 +414,7 @@ class TestManners:
 
 
 class TestCheckpointer:
-    def test_copies_that_can_be_read_there_are_written_there(self, tmp_path, process) -> None:
+    def test_copies_that_the_process_can_read_are_written_by_it(self, tmp_path, process) -> None:
         stager = stagereg.build("stager", "shared")
         with Checkpointer(str(tmp_path), stager=stager) as checkpointer:
             pid = checkpointer.writer_pid
@@ -438,7 +438,7 @@ class TestCheckpointer:
             assert checkpointer.writer_pid is None
 
     @pytest.mark.slow
-    def test_two_checkpointers_on_two_ranks_write_at_once_and_no_one_listens(self, tmp_path) -> None:
+    def test_two_checkpointers_on_two_ranks_write_at_once_and_open_no_port(self, tmp_path) -> None:
         results = run_ranks(two_at_once, nproc=2, args=(str(tmp_path),))
         pids = [pid for result in results for pid in result[0]]
         assert len(set(pids)) == 4

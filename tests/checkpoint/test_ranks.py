@@ -1,4 +1,4 @@
-"""When one of several ranks fails, all of them raise with the rank and the reason, and none waits in vain."""
+"""When one of several ranks fails, all ranks raise with the rank and the reason, and none hangs."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Locked(Exception):
 
 
 class Raises(DcpStorage):
-    """Raises what it is asked to, where it is asked to."""
+    """Raises the given error in the given method."""
 
     seen: tuple[str, BaseException] | None = None
 
@@ -184,7 +184,7 @@ def raise_what_is_odd(rank: int, world_size: int, root: str) -> list[str]:
     return texts
 
 
-def test_whatever_a_storage_raises_on_one_rank_is_reported_on_all_and_the_next_save_works(tmp_path: Path) -> None:
+def test_any_error_of_a_storage_on_one_rank_is_reported_on_all_and_the_next_save_works(tmp_path: Path) -> None:
     for rank, texts in enumerate(run_ranks(raise_what_is_odd, nproc=2, args=(str(tmp_path),))):
         for i, (text, (culprit, where, error)) in enumerate(zip(texts, ODD, strict=True)):
             assert text.startswith(f"Step {2 * i} was not saved: "), (rank, where)
@@ -208,14 +208,14 @@ def fail_between_the_collectives(rank: int, world_size: int, root: str) -> list[
     return results
 
 
-def test_an_error_of_one_rank_behind_its_write_is_reported_on_all_and_nothing_is_committed(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_after_its_write_is_reported_on_all_and_nothing_is_committed(tmp_path: Path) -> None:
     for results in run_ranks(fail_between_the_collectives, nproc=2, args=(str(tmp_path),)):
         for text, found, then in results:
             assert text.startswith("Step 2 was not saved: rank 1: OSError: [Errno 5]")
             assert (found, then) == (1, 3)
 
 
-def hear_of_a_failure_at_different_calls(rank: int, world_size: int, root: str) -> tuple[str, int | None]:
+def see_a_failure_at_different_calls(rank: int, world_size: int, root: str) -> tuple[str, int | None]:
     with Checkpointer(root, stager=BlockingAsyncStager()) as checkpointer:
         background, publish = checkpointer._background, LocalStore.publish
         LocalStore.publish = lambda *args: 1 // 0  # type: ignore
@@ -223,7 +223,7 @@ def hear_of_a_failure_at_different_calls(rank: int, world_size: int, root: str) 
         background.drain()
         LocalStore.publish = publish  # type: ignore[method-assign]
         if rank == 1:
-            # As if the news had not come through yet when this rank made its second call.
+            # As if the failure had not reached this rank yet at its second call.
             seen, background.raise_failure = background.raise_failure, lambda: None  # type: ignore[method-assign]
         first = message(lambda: checkpointer.save(2, {"x": 2}))
         if rank == 1:
@@ -235,8 +235,8 @@ def hear_of_a_failure_at_different_calls(rank: int, world_size: int, root: str) 
         return first, checkpointer.restore({"x": 0})
 
 
-def test_saves_stay_paired_when_ranks_learn_of_a_failure_at_different_calls(tmp_path: Path) -> None:
-    for text, step in run_ranks(hear_of_a_failure_at_different_calls, nproc=2, args=(str(tmp_path),)):
+def test_saves_stay_paired_when_ranks_see_a_failure_at_different_calls(tmp_path: Path) -> None:
+    for text, step in run_ranks(see_a_failure_at_different_calls, nproc=2, args=(str(tmp_path),)):
         assert "Step 1 was not saved" in text
         assert step == 3
     assert not (tmp_path / "step-00000002").exists()
@@ -271,14 +271,14 @@ def destroy_the_group(rank: int, world_size: int, root: str) -> str:
     return message(checkpointer.close)
 
 
-def test_ranks_whose_group_is_destroyed_meanwhile_do_not_save_as_if_each_were_alone(tmp_path: Path) -> None:
+def test_ranks_whose_group_is_destroyed_do_not_save_as_single_processes(tmp_path: Path) -> None:
     for text in run_ranks(destroy_the_group, nproc=2, args=(str(tmp_path),)):
         assert "Step 1 was not saved" in text
         assert "close() the Checkpointer before destroy_process_group()" in text
     assert visible(str(tmp_path)) == []
 
 
-def test_of_many_ranks_with_an_error_a_few_are_reported() -> None:
+def test_an_error_of_many_ranks_names_only_a_few() -> None:
     text = reasons({rank: OSError(28, "No space left on device") for rank in range(512)}, alone=False)
     assert "rank 3: OSError" in text
     assert text.endswith("; and 508 more ranks")

@@ -1,4 +1,4 @@
-"""What the checkpointer reports of itself while a run is recorded: enough to draw who did what when."""
+"""The events that the checkpointer records: enough to draw when each part of a save ran."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_each_step_save_copy_and_write_is_reported_with_its_bytes(tmp_path: Path
 
 
 class Promises(AsyncStager):
-    """Hands out a promise that somebody else keeps, or has the loop wait in ``synchronize_staging``."""
+    """Returns a future that the test completes, or has the loop wait in ``synchronize_staging``."""
 
     def __init__(self, clock: Clock, synchronizes: bool) -> None:
         self._synchronize_after_execute = synchronizes
@@ -121,7 +121,7 @@ def test_the_copy_of_a_stager_that_synchronizes_ends_when_that_has_returned(tmp_
 
 
 class Blocking(BlockingAsyncStager):
-    """Done when ``stage`` returns, and says that there is nothing to synchronize."""
+    """Done when ``stage`` returns, and has nothing to synchronize."""
 
     _synchronize_after_execute = False
     returned = 0.0
@@ -165,7 +165,7 @@ class Breaks(BlockingAsyncStager):
         raise StagingError(("x",), "is broken here")
 
 
-def test_what_could_not_be_staged_is_lost_and_was_no_copy(tmp_path: Path) -> None:
+def test_a_failed_staging_is_recorded_as_lost_and_not_as_a_copy(tmp_path: Path) -> None:
     with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=Breaks()) as checkpointer:
         with pytest.raises(CheckpointError, match="is broken here"):
             checkpointer.save(4, STATE)

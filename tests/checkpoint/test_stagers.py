@@ -1,4 +1,4 @@
-"""Whatever stager copies and whatever storage writes: what comes back is the state at the call of ``save``."""
+"""With every stager and every storage, a checkpoint has the state at the call of ``save``."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("stager", STAGERS)
-def test_training_goes_on_and_every_checkpoint_is_of_its_own_step(stager: str, storage: str, tmp_path: Path) -> None:
+def test_every_checkpoint_is_of_its_own_step_while_training_goes_on(stager: str, storage: str, tmp_path: Path) -> None:
     if storage == "safetensors":
         pytest.importorskip("safetensors")
     name, options = STAGERS[stager]
@@ -123,7 +123,7 @@ def test_the_checkpointer_promises_to_release_its_copies_and_does(tmp_path: Path
 
 def save_while_one_rank_keeps_what_did_not_fit(rank: int, world_size: int, folder: str) -> None:
     class Keeping(type(stagereg.build("stager", "pinned_cached"))):  # type: ignore[misc]
-        """Keeps the copy, as a stager or a hook of somebody else might."""
+        """Keeps the copy, as a third party's stager or hook might."""
 
         def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
             copy = super().stage(state_dict)

@@ -1,7 +1,7 @@
-"""Checkpoints of somebody else: nothing in them is run, imported or opened, whatever is written in them, and wherever.
+"""Checkpoints from others: nothing in them is run, imported or opened, whatever is written anywhere in them.
 
 Each attack is made in a checkpoint whose manifest is right, as whoever forges one would see to. The interpreter's audit
-events tell what happens while it is read, and every wait has an end.
+events record what happens while it is read, and every wait has an end.
 """
 
 from __future__ import annotations
@@ -61,38 +61,38 @@ from stagereg.errors import CheckpointError
 from stagereg.registry import build
 
 STORAGES = ("dcp", "direct", "safetensors")
-ALARMS = {"exec", "import", "open", "os.system", "os.exec", "os.posix_spawn", "pickle.find_class"}
-ALARMS |= {"socket.connect", "subprocess.Popen"}
+FORBIDDEN_EVENTS = {"exec", "import", "open", "os.system", "os.exec", "os.posix_spawn", "pickle.find_class"}
+FORBIDDEN_EVENTS |= {"socket.connect", "subprocess.Popen"}
 armed: list[list[str]] = []
 
 
 def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if armed and event in ALARMS:
+    if armed and event in FORBIDDEN_EVENTS:
         armed[-1].append(f"{event} {arguments!r:.120}")
 
 
-sys.addaudithook(_note)  # there is no way to take one back, so it only listens while ``armed``
+sys.addaudithook(_note)  # there is no way to take one back, so it only records while ``armed``
 
 
 @contextlib.contextmanager
-def listening(inside: Path) -> Iterator[list[str]]:
-    """What is done in the meantime, but for opening files below ``inside``, and errors that ranks send each other."""
-    heard: list[str] = []
-    armed.append(heard)
+def auditing(inside: Path) -> Iterator[list[str]]:
+    """The audit events of the block, except opening files below ``inside`` and errors that ranks send each other."""
+    audited: list[str] = []
+    armed.append(audited)
     try:
-        yield heard
+        yield audited
     finally:
         armed.pop()
         fine = (str(inside), "'stagereg.errors'", "/dev/null", ".py'", "/proc/")
-        heard[:] = [event for event in heard if not any(word in event for word in fine)]
+        audited[:] = [event for event in audited if not any(part in event for part in fine)]
 
 
 @contextlib.contextmanager
 def within(seconds: int) -> Iterator[None]:
-    def ring(number: int, frame: FrameType | None) -> None:
+    def expire(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"it still waits after {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, expire)
     signal.alarm(seconds)
     try:
         yield
@@ -195,11 +195,11 @@ def refused(path: Path, seen: str = "") -> str:
     """Restore from a forged checkpoint, which is refused in a short message with nothing done; return the message."""
     state = full_state()
     state["model"]["w"].zero_()
-    with within(20), listening(path.parent) as heard, warnings.catch_warnings():
+    with within(20), auditing(path.parent) as audited, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(CheckpointError, match=seen) as caught:
             restore(path, state)
-    assert heard == []
+    assert audited == []
     assert state["model"]["w"].sum() == 0, "refused, and loaded"
     assert len(str(caught.value)) < 1500
     return str(caught.value)
@@ -209,14 +209,14 @@ def refused(path: Path, seen: str = "") -> str:
 
 
 @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
-def test_code_in_place_of_the_metadata_is_refused_before_it_runs(forged: Path, payload: Any) -> None:
+def test_code_instead_of_metadata_is_refused_before_it_runs(forged: Path, payload: Any) -> None:
     put_metadata(forged, payload)
     refused(forged, "names|no metadata")
-    with listening(forged) as heard:
+    with auditing(forged) as audited:
         for protocol in range(6):
             with pytest.raises(CheckpointError):
                 read_metadata(pickle.dumps(payload, protocol))
-    assert heard == []
+    assert audited == []
 
 
 def test_code_anywhere_in_the_metadata_is_refused_before_it_runs(forged: Path) -> None:
@@ -262,7 +262,7 @@ def _put_info(metadata: Metadata, info: _StorageInfo) -> None:
 
 
 @pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
-def test_whatever_metadata_has_it_is_refused_in_a_short_text_also_where_it_is_converted(
+def test_any_bad_metadata_is_refused_in_a_short_text_also_by_convert(
     forged: Path, tmp_path: Path, forge: Callable[[Metadata], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     metadata = metadata_of(forged)
@@ -288,9 +288,9 @@ def test_only_archives_of_torch_are_read(forged: Path, how: str) -> None:
 def test_code_in_random_states_is_refused_before_it_runs(forged: Path, payload: Any) -> None:
     for which in ("python", "numpy"):
         state = {**rng.capture(), which: pickle.dumps(payload)}
-        with listening(forged) as heard, pytest.raises(CheckpointError, match="random number generators"):
+        with auditing(forged) as audited, pytest.raises(CheckpointError, match="random number generators"):
             rng.restore(state)
-        assert heard == []
+        assert audited == []
 
 
 def test_no_instruction_of_a_pickle_reaches_beyond_the_vocabulary() -> None:
@@ -315,15 +315,15 @@ def test_no_instruction_of_a_pickle_reaches_beyond_the_vocabulary() -> None:
         "an end that does not come": b"N",
         "nothing": b"",
     }
-    with listening(Path(__file__)) as heard:
+    with auditing(Path(__file__)) as audited:
         for what, data in attacks.items():
             with pytest.raises(CheckpointError):
                 pytest.fail(f"{what} gave {read_metadata(data)}")
-    assert heard == []
+    assert audited == []
 
 
 def test_no_ranks_are_connected_for_a_mesh_that_a_file_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch takes ``DeviceMesh`` for safe, and begins to wait for ranks as the environment of ``torchrun`` says."""
+    """Torch lists ``DeviceMesh`` as safe, and connects ranks by the environment of ``torchrun`` when it loads one."""
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}.items():
         monkeypatch.setenv(name, str(value))
     mesh = Payload(DeviceMesh, "cpu", (0, 1))
@@ -337,12 +337,12 @@ def test_no_ranks_are_connected_for_a_mesh_that_a_file_asks_for(monkeypatch: pyt
 
 
 def test_random_states_out_of_their_block_are_refused_and_not_drawn_from() -> None:
-    """NumPy reads whatever part of the memory its generator's position says."""
-    words: Any = numpy.random.get_state()
+    """NumPy reads memory at its generator's position without checking it."""
+    state: Any = numpy.random.get_state()
     for position in (-1, 625, 1 << 30, 1.5):
         seen = json.loads(rng.capture()["numpy"])
         seen["state"]["pos"] = position
-        older = pickle.dumps((*words[:2], position, *words[3:]), 4)
+        older = pickle.dumps((*state[:2], position, *state[3:]), 4)
         for forged in (json.dumps(seen).encode(), older):
             with pytest.raises(CheckpointError, match="random number generators"):
                 rng.restore({**rng.capture(), "numpy": forged})
@@ -365,9 +365,9 @@ def test_no_file_is_opened_that_is_not_one_of_the_checkpoint(forged: Path, name:
     refused(forged, "no file of")
     (forged / MANIFEST).unlink()
     if name != "private":
-        with listening(forged) as heard, pytest.raises(CheckpointError, match="no file of its directory"):
+        with auditing(forged) as audited, pytest.raises(CheckpointError, match="no file of its directory"):
             CheckpointReader(forged).read_metadata()
-        assert heard == []
+        assert audited == []
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
@@ -387,7 +387,7 @@ def test_a_file_that_is_no_regular_file_is_refused_and_never_waited_for(forged: 
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_the_reader_of_every_storage_refuses_a_link_in_place_of_its_files(tmp_path: Path, storage: str) -> None:
+def test_the_reader_of_every_storage_refuses_a_link_instead_of_a_file(tmp_path: Path, storage: str) -> None:
     if storage == "safetensors":
         pytest.importorskip("safetensors")
     with Checkpointer(str(tmp_path), storage=build("storage", storage), stager=build("stager", "blocking")) as saving:
@@ -405,7 +405,7 @@ def test_the_reader_of_every_storage_refuses_a_link_in_place_of_its_files(tmp_pa
         (tmp_path / "aside").rename(file)
 
 
-def test_what_lies_outside_of_its_file_is_refused(forged: Path) -> None:
+def test_an_entry_outside_of_its_file_is_refused(forged: Path) -> None:
     whole = metadata_of(forged)
     size = (forged / "__0_0.distcp").stat().st_size
     for offset, length in ((size, 1), (0, size + 1), (-1, 5), (0, -5), (1 << 70, 1), (0, 1 << 70), (True, 1)):
@@ -429,7 +429,7 @@ def little_memory(most: int = 1 << 24) -> Iterator[None]:
         tracemalloc.stop()
 
 
-def test_no_memory_is_taken_for_a_tensor_that_is_larger_than_what_is_stored(
+def test_no_memory_is_allocated_for_a_tensor_larger_than_its_stored_bytes(
     forged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, real = metadata_of(forged), torch.empty
@@ -458,7 +458,7 @@ def test_no_memory_is_taken_for_a_tensor_that_is_larger_than_what_is_stored(
         refused(forged, "larger than|of them stored|than memory has|part of")
 
 
-def test_no_memory_is_taken_for_lengths_that_a_pickle_only_claims() -> None:
+def test_no_memory_is_allocated_for_lengths_that_a_pickle_only_claims() -> None:
     nested = b"\x80\x04" + b"]" * 50_000 + b"a" * 49_999 + b"."
     keys = b"\x80\x04}" + b")" + b"\x85" * 50_000 + b"Ns."
     laughs = (
@@ -487,7 +487,7 @@ def test_mappings_that_python_would_free_recursively_do_not_end_the_process() ->
             structure.load(chain + end)
 
 
-def test_one_list_or_text_that_stands_for_many_is_not_multiplied() -> None:
+def test_a_short_pickle_that_expands_to_a_huge_value_is_refused() -> None:
     """Each of these would take gigabytes, or hours."""
     count = 3_000
     part = ChunkStorageMetadata(torch.Size([0]), torch.Size([0]))
@@ -522,7 +522,7 @@ def test_an_archive_that_would_grow_is_refused_before_it_does(forged: Path) -> N
             for record, data in records.items():
                 bomb.writestr(record, data)
         assert len(stream.getvalue()) < 1 << 14
-        with pytest.raises(CheckpointError, match="compressed"):  # as it comes from a reader of somebody else's
+        with pytest.raises(CheckpointError, match="compressed"):  # as it comes from a third party's reader
             pickled.load(name, io.BytesIO(stream.getvalue()))
         put_blob(forged, name, stream.getvalue())
         refused(forged, "compressed")
@@ -536,7 +536,7 @@ def test_an_archive_that_would_grow_is_refused_before_it_does(forged: Path) -> N
         put_metadata(forged, before)
 
 
-def test_a_manifest_is_refused_in_a_short_text_whatever_is_in_it() -> None:
+def test_any_bad_manifest_is_refused_in_a_short_text() -> None:
     long = "x" * (1 << 20)
     name = '{"format": 1, "step": 1, "world_size": 1, "serial": 1, "files": {"%s": {"bytes": 1, "crc32": 1}}}'
     texts = [f'{{"format": "{long}"}}', name % long, name % f"/{long}", f'{{"format": 1, "storage": "{long}"}}']
@@ -547,7 +547,7 @@ def test_a_manifest_is_refused_in_a_short_text_whatever_is_in_it() -> None:
             Manifest.loads(text)
 
 
-# -- what is not forged is read as ever
+# -- what is not forged is still read
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -614,7 +614,7 @@ def test_plain_data_is_read_as_pickle_reads_it(value: Any, protocol: int) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(plain | st.sets(st.integers()) | st.complex_numbers(allow_nan=False) | st.integers(min_value=1 << 2000))
-def test_what_is_let_through_when_it_is_saved_loads_back(value: Any) -> None:
+def test_every_value_that_save_accepts_loads_back(value: Any) -> None:
     try:
         pickled.expect_loadable("x", value)
     except CheckpointError:
@@ -632,12 +632,12 @@ def test_damaged_metadata_is_refused_or_read_and_never_anything_else(good: Path,
     content = bytearray((good / ".metadata").read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    with listening(good) as heard, contextlib.suppress(CheckpointError):
+    with auditing(good) as audited, contextlib.suppress(CheckpointError):
         assert isinstance(read_metadata(bytes(content)), Metadata)
-    assert heard == []
+    assert audited == []
 
 
-# -- what would not load back is told when it is saved
+# -- what would not load back is refused when it is saved
 
 
 class Colour(enum.Enum):
@@ -663,7 +663,7 @@ class Marked(torch.Tensor):
         ({"a": random.Random(1)}, r"x\.a", "random.Random"),
     ],
 )
-def test_what_would_not_load_back_is_refused_at_the_first_save_with_its_path_and_what_to_do(
+def test_a_value_that_would_not_load_back_is_refused_by_save_with_its_path_and_the_remedy(
     tmp_path: Path, value: Any, name: str, kind: str
 ) -> None:
     with Checkpointer(str(tmp_path), stager=build("stager", "blocking")) as saving:
@@ -681,7 +681,7 @@ def test_what_would_not_load_back_is_refused_at_the_first_save_with_its_path_and
 NUMBERS = [numpy.dtype(name).type(3) for name in "?bBhHiIlLefdFD"]
 
 
-def test_numbers_of_numpy_load_back_as_what_they_were() -> None:
+def test_numbers_of_numpy_load_back() -> None:
     value = {"best": NUMBERS, "pair": (numpy.float64(math.pi), 1)}
     pickled.expect_loadable("x", value)
     stream = io.BytesIO()
@@ -725,7 +725,7 @@ def test_nothing_else_of_numpy_is_made(forged: Any) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*quantize")
-def test_what_is_no_dense_tensor_or_no_key_is_refused_when_it_is_saved(
+def test_other_tensors_than_dense_and_other_keys_are_refused_by_save(
     tmp_path: Path, storage: str, make: Callable[[], Any], seen: str
 ) -> None:
     with Checkpointer(str(tmp_path), storage=build("storage", storage), stager=build("stager", "blocking")) as saving:
@@ -748,7 +748,7 @@ def test_keys_of_tuples_and_sets_load_back(tmp_path: Path) -> None:
     assert found == state
 
 
-def test_what_cannot_even_be_pickled_is_refused_with_its_path(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_pickled_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'x\.f' cannot be saved: it is a function"):
         torchfiles.skeletons({"x": {"f": lambda: 1}})
 
@@ -773,7 +773,7 @@ def test_entries_of_the_project_itself_load_back() -> None:
         structure.dump(value, name)
 
 
-def test_ranks_that_a_manifest_only_claims_are_not_counted_out(tmp_path: Path) -> None:
+def test_a_huge_rank_count_in_a_manifest_takes_no_time(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), stager=build("stager", "blocking")) as saving:
         saving.save(1, {"x": 1})
     path = tmp_path / "step-00000001" / MANIFEST

@@ -1,4 +1,4 @@
-"""What any number of ranks saved, any other number restores, bit for bit, and trains on as if it had been its own."""
+"""A checkpoint of any number of ranks is restored by any other number, bit for bit, and training continues."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Run:
         self.state["seen"][0] = step
 
     def whole(self) -> dict[str, Any]:
-        """All of it, put together by torch's own means; on rank 0 of the group."""
+        """The whole state, gathered by torch's own functions; on rank 0 of the group."""
         model = {name: full(x) for name, x in self.inner.state_dict().items()}
         if self.kind == "zero":
             self.optimizer.consolidate_state_dict(0)
@@ -94,7 +94,7 @@ class Run:
         }
 
     def adopt(self, whole: dict[str, Any]) -> None:
-        """Take all of it by torch's own means, without a checkpointer."""
+        """Load the whole state by torch's own functions, without a checkpointer."""
         live = self.inner.state_dict()
         self.inner.load_state_dict({name: like(x, live[name]) for name, x in whole["model"].items()})
         params = [x for group in self.optimizer.param_groups for x in group["params"]]
@@ -117,7 +117,7 @@ def like(x: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
 
 
 def exact(value: Any) -> Any:
-    """A value with its bits in place of its tensors."""
+    """A value with each tensor replaced by its bits."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).tolist()
     if isinstance(value, Mapping):
@@ -150,7 +150,7 @@ class Groups:
 
 
 def shown(whole: dict[str, Any] | None, rank_of_it: int = 0) -> dict[str, Any]:
-    """What one rank knows, on all of them."""
+    """Return one rank's value on all ranks."""
     box = [whole]
     dist.broadcast_object_list(box, rank_of_it)
     assert box[0] is not None
@@ -191,7 +191,7 @@ def restore(kind: str, size: int, groups: Groups, root: str, saved: dict[str, An
     return [f"{kind} on {size} from {root}: {what}" for what in differing] if dist.get_rank() == 0 else []
 
 
-def go(
+def restore_all(
     rank: int, world_size: int, root: str, cases: Sequence[tuple[str, int, str, int]], storage: str
 ) -> tuple[list[str], dict[tuple[str, int], dict[str, Any]]]:
     """Each case: what is saved, on how many ranks; what is restored, on how many."""
@@ -199,14 +199,14 @@ def go(
     wholes: dict[tuple[str, int], dict[str, Any]] = {}
     differing = []
     for kind, size, new_kind, new_size in cases:
-        place = f"{root}/{kind}-{size}"
+        folder = f"{root}/{kind}-{size}"
         if (kind, size) not in wholes:
-            wholes[kind, size] = save(kind, size, groups, place, storage)
-        differing += restore(new_kind, new_size, groups, place, wholes[kind, size])
+            wholes[kind, size] = save(kind, size, groups, folder, storage)
+        differing += restore(new_kind, new_size, groups, folder, wholes[kind, size])
     return differing, wholes
 
 
-def alone(root: Path | str) -> dict[str, Any]:
+def restore_in_one_process(root: Path | str) -> dict[str, Any]:
     """Restore what any of them saved in this process, which has no process group."""
     model = network(4)
     optimizer = torch.optim.AdamW(grouped(model), lr=0.2)
@@ -217,15 +217,15 @@ def alone(root: Path | str) -> dict[str, Any]:
     return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
 
 
-def test_what_some_ranks_saved_other_ranks_restore_bit_for_bit(tmp_path: Path) -> None:
+def test_any_number_of_ranks_restores_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     cases = [("ddp", 1, kind, 3) for kind in KINDS]
     cases += [(a, 3, b, 2) for a, b in itertools.product(("zero", "fsdp2"), KINDS)]
     cases += [("zero", 2, "zero", 3)]
-    (_, wholes), *_ = results = run_ranks(go, nproc=3, args=(str(tmp_path), cases, "dcp"))
+    (_, wholes), *_ = results = run_ranks(restore_all, nproc=3, args=(str(tmp_path), cases, "dcp"))
     assert [differing for differing, _ in results] == [[]] * 3
     assert len(wholes) == 4
     for (kind, size), saved in wholes.items():
-        assert exact(alone(tmp_path / f"{kind}-{size}")) == exact(saved)
+        assert exact(restore_in_one_process(tmp_path / f"{kind}-{size}")) == exact(saved)
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_every_move_of_every_kind(tmp_path: Path, storage: str) -> None:
     cases = [
         (kind, a, new, b) for kind, new in itertools.product(KINDS, KINDS) for a, b in itertools.product(SIZES, SIZES)
     ]
-    results = run_ranks(go, nproc=4, args=(str(tmp_path), cases, storage), timeout_s=540)
+    results = run_ranks(restore_all, nproc=4, args=(str(tmp_path), cases, storage), timeout_s=540)
     assert [differing for differing, _ in results] == [[]] * 4
     assert len(results[0][1]) == len(KINDS) * len(SIZES)
 
@@ -320,14 +320,16 @@ def deal_otherwise(rank: int, world_size: int, root: str) -> dict[str, Any]:
     return shown
 
 
-def test_shards_are_distinguished_by_what_is_in_them(tmp_path: Path) -> None:
+def test_shards_are_distinguished_by_their_content(tmp_path: Path) -> None:
     results = run_ranks(deal_otherwise, nproc=4, args=(str(tmp_path),))
     first = results[0]
     assert len(first["replica"]["state"]) > 4
     assert exact(first["restored"]["state"]) == exact(first["replica"]["state"])
     assert exact(first["again"]["state"]) == exact(first["replica"]["state"])
-    assert exact(alone(tmp_path / "replicas")["optimizer"]["state"]) == exact(first["replica"]["state"])
-    assert "by an older version" in message(lambda: alone(tmp_path / "first"))
+    assert exact(restore_in_one_process(tmp_path / "replicas")["optimizer"]["state"]) == exact(
+        first["replica"]["state"]
+    )
+    assert "by an older version" in message(lambda: restore_in_one_process(tmp_path / "first"))
     for rank, shown in enumerate(results):
         assert shown["asked"] == [f"optimizer.rank{rank}"]
         assert "groups of 5, 5 parameters, the optimizer here has 2" in shown["fewer"]

@@ -1,4 +1,4 @@
-"""However parameters were dealt to ranks, and however they are now, each state is found once, and as it was."""
+"""However parameters were distributed over ranks, before and now, each state is found once and unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def deals(draw: st.DrawFn) -> tuple[list[int], dict[int, dict[str, int]], dict[s
 
 @settings(max_examples=40)
 @given(deals(), st.data())
-def test_what_a_rank_owns_now_is_put_together_from_any_shards(deal: Any, data: st.DataObject) -> None:
+def test_the_state_of_a_rank_is_put_together_from_any_shards(deal: Any, data: st.DataObject) -> None:
     sizes, state, shards = deal
     wanted = data.draw(st.sets(st.sampled_from(sorted(state)))) if state else set()
     taken, missing = zero_shards.dealt(shards, wanted)
@@ -50,7 +50,7 @@ def test_what_a_rank_owns_now_is_put_together_from_any_shards(deal: Any, data: s
 
 @settings(max_examples=40)
 @given(deals(), st.data())
-def test_what_no_shard_has_is_reported(deal: Any, data: st.DataObject) -> None:
+def test_a_state_in_no_shard_is_reported(deal: Any, data: st.DataObject) -> None:
     _, state, shards = deal
     lost = data.draw(st.sampled_from(sorted(shards)))
     left = {name: shard for name, shard in shards.items() if name != lost}

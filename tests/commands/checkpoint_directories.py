@@ -1,4 +1,4 @@
-"""Directories of small checkpoints for the commands that look at them: what lies there, without training."""
+"""Directories of small checkpoints for the commands that read them, written without training."""
 
 from __future__ import annotations
 

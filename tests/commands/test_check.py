@@ -1,4 +1,4 @@
-"""A check reports which promises are kept and which broken, whatever the plugin does to the process that tries it."""
+"""A check reports which promises are kept and which broken, even if the plugin kills the process that tries it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import stagereg.commands.attempt as attempt
-import stagereg.commands.target as subject
+import stagereg.commands.target as target_module
 from stagereg.cli import main
 from stagereg.errors import ConfigError, RegistryError
 
@@ -49,7 +49,7 @@ class Harmful(Contract):
 
     def test_ends(self):
         '''It ends the process.'''
-        os.write(2, b"last words\\n")
+        os.write(2, b"last output\\n")
         os._exit(4)
 
     def test_crashes(self):
@@ -113,7 +113,7 @@ def check(*arguments: str, capsys: pytest.CaptureFixture[str], code: int) -> dic
 
 
 def rows(result: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Verdict and what was seen by the name of what was tried."""
+    """Verdict and observation, by the name of the promise."""
     return {row["name"]: (row["verdict"], row["seen"]) for section in result["sections"] for row in section["rows"]}
 
 
@@ -142,8 +142,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def line_of(words: str) -> int:
-    return HARMFUL[: HARMFUL.index(words)].count("\n") + 1
+def line_of(text: str) -> int:
+    return HARMFUL[: HARMFUL.index(text)].count("\n") + 1
 
 
 def gone(pid: int) -> bool:
@@ -151,7 +151,7 @@ def gone(pid: int) -> bool:
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_whatever_a_plugin_does_to_its_process_costs_one_row(
+def test_a_plugin_that_harms_its_process_costs_one_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
@@ -166,7 +166,7 @@ def test_whatever_a_plugin_does_to_its_process_costs_one_row(
     assert re.search(rf"ValueError: of its own \(.*harmful.py:{line_of('raise ValueError')}\)", found["test_raises"][1])
     assert found["test_skips"] == ("skipped", "no such machine")
     assert re.search(rf"SystemExit: 3 \(.*harmful.py:{line_of('sys.exit(3)')}\)", found["test_leaves"][1])
-    assert found["test_ends"] == ("broken", "the process ended with exit code 4\n  last words")
+    assert found["test_ends"] == ("broken", "the process ended with exit code 4\n  last output")
     assert re.search(
         rf"died of SIGSEGV, in test_crashes \(.*harmful.py:{line_of('ctypes.string_at')}\)", found["test_crashes"][1]
     )
@@ -179,7 +179,7 @@ def test_whatever_a_plugin_does_to_its_process_costs_one_row(
     assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
 
 
-def test_a_thread_that_holds_up_the_end_is_not_put_down_to_the_last_of_several(
+def test_a_thread_that_delays_the_end_is_not_blamed_on_the_last_contract(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempt, "_END_S", 0.5)
@@ -219,7 +219,7 @@ def test_a_stager_that_its_defaults_do_not_build_is_not_shown_and_the_options_ar
 
 
 @pytest.mark.slow
-def test_a_component_that_ends_every_process_is_left_alone_after_a_few(
+def test_a_component_that_ends_every_process_is_not_tried_further_after_a_few(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempt, "_PATIENCE", 1)
@@ -256,7 +256,7 @@ def test_the_stagers_that_are_built_in_keep_their_promises(name: str, capsys: py
     assert result["counts"]["kept"] > 20
 
 
-def test_a_joinable_without_a_contract_is_not_shown_and_its_author_reported_what_to_write(
+def test_a_joinable_without_a_contract_is_not_tried_and_the_contract_to_write_is_shown(
     site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package(site, "lonely", JOINABLE.format(name="lonely"), "joinable.lonely = lonely:Mine")
@@ -268,7 +268,7 @@ def test_a_joinable_without_a_contract_is_not_shown_and_its_author_reported_what
     assert rows(result)["depends"] == ("kept", "")
 
 
-def test_what_the_metadata_of_a_package_gets_wrong_is_reported(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_in_the_metadata_of_a_package_are_reported(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = STAGER.format(name="other") + "Contract = None\n"
     package(
         site,
@@ -327,7 +327,7 @@ class TestResolve:
         plugins = "stager.one = the_two:One\njoinable.two = the_two:Two"
         package(site, "the_two", bomb, plugins, "joinable.two = the_two:TwoContract")
         package(site, "another", bomb, "stager.third = another:Third", "stager.one = another:NotYours")
-        found = subject.resolve("The-Two")  # as pip takes it
+        found = target_module.resolve("The-Two")  # as pip takes it
         assert found.package == "the_two 1.2"
         assert [(job.kind, job.name, job.contract) for job in found.jobs] == [
             ("joinable", "two", "the_two:TwoContract"),
@@ -336,31 +336,31 @@ class TestResolve:
 
     def test_one_component_is_meant_by_its_kind_and_name_or_by_a_name_that_one_kind_has(self, site: Path) -> None:
         for target in ("stager/pinned_cached", "pinned_cached"):
-            assert [job.title for job in subject.resolve(target).jobs] == ["stager/pinned_cached"]
+            assert [job.title for job in target_module.resolve(target).jobs] == ["stager/pinned_cached"]
         with pytest.raises(ConfigError, match="choose one: join_hook/ddp or joinable/ddp"):
-            subject.resolve("ddp")
+            target_module.resolve("ddp")
 
     def test_two_packages_of_one_name_are_distinguished(self, site: Path) -> None:
         package(site, "a_one", "", "stager.shared_name = a_one:Mine")
         package(site, "b_one", "", "stager.shared_name = b_one:Mine", "stager.shared_name = b_one:Contract")
         with pytest.raises(RegistryError, match="say which"):
-            subject.resolve("stager/shared_name")
-        (job,) = subject.resolve("stager/shared_name@b_one").jobs
+            target_module.resolve("stager/shared_name")
+        (job,) = target_module.resolve("stager/shared_name@b_one").jobs
         assert (job.name, job.contract) == ("shared_name@b-one", "b_one:Contract")
 
     def test_a_folder_is_the_package_that_it_holds(self, site: Path, tmp_path: Path) -> None:
         (tmp_path / "pyproject.toml").write_text('[project]\nname = "the-held"\n')
         with pytest.raises(ConfigError, match="pip install --editable"):
-            subject.resolve(str(tmp_path))
+            target_module.resolve(str(tmp_path))
         package(site, "the_held", "", "stager.held = the_held:Mine")
-        assert [job.name for job in subject.resolve(str(tmp_path)).jobs] == ["held"]
+        assert [job.name for job in target_module.resolve(str(tmp_path)).jobs] == ["held"]
 
     def test_a_module_is_what_packages_announce_in_it_or_what_importing_it_shows(self, site: Path) -> None:
         package(site, "dist_name", "", "stager.inner = module_name.inner:Mine")
         (site / "module_name").mkdir()
         (site / "plain.py").write_text("raise RuntimeError('imported')")
-        assert [job.title for job in subject.resolve("module_name").jobs] == ["stager/inner"]
-        assert subject.resolve("plain").jobs == [subject.CheckJob(module="plain")]
+        assert [job.title for job in target_module.resolve("module_name").jobs] == ["stager/inner"]
+        assert target_module.resolve("plain").jobs == [target_module.CheckJob(module="plain")]
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ class TestResolve:
         (["blocking", "--set", "_target_=os.system"], "key=value"),
     ],
 )
-def test_what_cannot_be_checked_is_one_error_that_shows_what_can(
+def test_a_target_that_cannot_be_checked_is_one_error_with_valid_targets(
     arguments: list[str], result: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", *arguments]) == 2
@@ -397,7 +397,7 @@ def test_a_file_without_a_plugin_and_an_option_that_is_none_are_errors(
 
 
 @pytest.mark.slow
-def test_a_check_that_is_killed_takes_the_plugin_along(tmp_path: Path) -> None:
+def test_a_killed_check_kills_the_process_of_the_plugin(tmp_path: Path) -> None:
     pids = tmp_path / "pid"
     (tmp_path / "hung.py").write_text(
         f"import os, time\nopen({str(pids)!r} + '.tmp', 'w').write(str(os.getpid()))\n"

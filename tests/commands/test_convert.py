@@ -1,4 +1,4 @@
-"""``stagereg convert``: one file, of whatever number of ranks, with the bits that were saved."""
+"""``stagereg convert``: one file, from a checkpoint of any number of ranks, with the bits that were saved."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_sharded_tensors_are_whole_in_the_file(sharded: tuple[Path, dict[str, An
         assert {name: bits(x) for name, x in found.items() if name in expected} == bits(expected)
 
 
-def test_safetensors_has_the_tensors_by_dotted_name_and_what_is_left_out_is_named(
+def test_safetensors_has_the_tensors_by_dotted_name_and_left_out_values_are_named(
     sharded: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, whole = sharded
@@ -155,7 +155,7 @@ def tensors_of_every_kind() -> dict[str, torch.Tensor]:
     return {**made, "tied": tied, "tied too": tied, "transposed": tied.t(), "one": tied[1, 2], "none": tied[:, :0]}
 
 
-def test_tensors_of_every_kind_are_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_reads_tensors_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file
 
@@ -172,24 +172,24 @@ def test_tensors_of_every_kind_are_what_the_library_reads(tmp_path: Path, monkey
         assert file.metadata() == {"format": "pt", "step": "1"}
 
 
-def test_what_safetensors_cannot_hold_is_named_and_nothing_is_written(
+def test_tensors_that_safetensors_cannot_hold_are_named_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = {"x": {"wide": torch.ones(2, dtype=torch.complex128)}, "y": {"__metadata__": torch.ones(2)}, "z": 3}
     root = save(tmp_path / "run", state)
-    for name, words in (
+    for name, message in (
         ("x", "cannot hold 'wide', which is torch.complex128; write a .pt"),
         ("y", "cannot hold a tensor called '__metadata__'; write a .pt"),
     ):
         assert cli.main(["convert", str(root), str(tmp_path / "x.safetensors"), "--only", name]) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert cli.main(["convert", str(root), str(tmp_path / "z.safetensors"), "--only", "z"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["In it: nothing", "Not in it, being no tensors: z"]
     assert cli.main(["convert", str(root), str(tmp_path / "x.pt")]) == 0
 
 
-def test_a_pt_has_what_torch_would_not_load_in_types_that_it_does(tmp_path: Path) -> None:
+def test_a_pt_file_has_only_types_that_torch_loads(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     by_name: Any = collections.defaultdict(list, {"b": [torch.ones(2)], "a": [numpy.float32(0.1)]})
     state = {
@@ -265,7 +265,7 @@ def test_of_a_directory_it_is_the_newest_good_one_and_a_damaged_one_is_never_con
     assert not out.exists()
 
 
-def test_what_a_run_deletes_while_it_is_read_is_no_damage_and_no_traceback(
+def test_a_checkpoint_that_a_run_deletes_while_it_is_read_is_no_damage_and_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, out = save(tmp_path / "run", {"x": torch.zeros(9)}, {"x": torch.ones(9)}), tmp_path / "x.pt"
@@ -304,7 +304,7 @@ def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, capsys: pytest.
     checkpoint = open_store(root).latest()
     assert isinstance(checkpoint, Checkpoint)
     with pytest.raises(CheckpointError, match="there already"):
-        Export(checkpoint).write(out, replace=False)  # as if it had come up meanwhile
+        Export(checkpoint).write(out, replace=False)  # as if the file had been created meanwhile
     assert out.read_text() == "mine"
     assert cli.main(["convert", str(root), str(out), "--force"]) == 0
     assert bits(torch.load(out)["x"]) == bits(torch.ones(3))
@@ -312,7 +312,7 @@ def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["run", "x.bin"], "use one of .pt, .pth, .safetensors"),
         (["run", "nowhere/x.pt"], "There is no directory"),
@@ -321,17 +321,17 @@ def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, capsys: pytest.
         (["none", "x.pt"], "There is no checkpoint in"),
     ],
 )
-def test_what_cannot_be_is_reported_on_one_screen(
+def test_a_wrong_argument_is_reported_on_one_screen(
     tmp_path: Path,
     arguments: list[str],
-    words: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "run", {"model": torch.nn.Linear(2, 2)})
     assert cli.main(["convert", *arguments]) == 2
-    assert words in (shown := capsys.readouterr()).err
+    assert message in (shown := capsys.readouterr()).err
     assert shown.out == ""
     assert len(shown.err.splitlines()) < 5
 

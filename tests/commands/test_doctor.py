@@ -1,4 +1,4 @@
-"""``stagereg doctor``: what is broken is one row with what to do, whatever it does to the one that tries it."""
+"""``stagereg doctor``: every defect is one row with its remedy, even if it kills the process that tries it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_healthy_machine_has_nothing_broken_and_everything_is_looked_at(
     assert list(tmp_path.iterdir()) == [], "it left something behind"
 
 
-def test_a_plugin_that_does_its_worst_is_one_row_and_the_others_are_reported(
+def test_a_harmful_plugin_is_one_row_and_the_others_are_reported(
     install: Install, capsys: pytest.CaptureFixture[str], without_torch: None
 ) -> None:
     install("good_one", GOOD, {"stager.good": "Good"})
@@ -85,11 +85,11 @@ def test_a_plugin_that_does_its_worst_is_one_row_and_the_others_are_reported(
     files = {name: install(name, source, {f"stager.{name}": "X"}) for name, (source, _) in bad.items()}
     found = examined(capsys, 1)
     assert (found["stager/good"]["verdict"], found["stager/good"]["found"]) == ("ok", "good_one 1.2, 1 options")
-    for name, (_, words) in bad.items():
+    for name, (_, message) in bad.items():
         row = found[f"stager/{name}"]
         assert row["verdict"] == "broken"
         assert row["found"].startswith(f"{name} 1.2: ")
-        assert words in row["found"]
+        assert message in row["found"]
         assert name in row["do"]
     assert f"{files['crashes']}:3" in found["stager/crashes"]["found"]
     assert "needs hydra-stagereg>=99" in found["stager/newer"]["found"]
@@ -116,7 +116,7 @@ threading.Event().wait()
         _wait_for_the_end_of(int(pid.read_text()))
 
 
-def test_the_table_shows_what_to_do_and_counts(
+def test_the_table_has_remedies_and_counts(
     install: Install, capsys: pytest.CaptureFixture[str], without_torch: None
 ) -> None:
     install("breaks", "raise ValueError('no licence')", {"stager.breaks": "X"})
@@ -142,7 +142,7 @@ def test_torch_that_cannot_be_imported_is_broken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "what", "verdict", "words"),
+    ("facts", "what", "verdict", "message"),
     [
         (FACTS, "accelerators", "missing", "none"),
         (FACTS, "collectives", "ok", "gloo"),
@@ -155,10 +155,10 @@ def test_torch_that_cannot_be_imported_is_broken() -> None:
         (CUDA | {"not_page_locked": "CUDA error: OS call failed"}, "page-locked memory", "broken", "OS call failed"),
     ],
 )
-def test_what_torch_reports_is_judged(facts: dict[str, Any], what: str, verdict: str, words: str) -> None:
+def test_the_facts_that_torch_reports_are_judged(facts: dict[str, Any], what: str, verdict: str, message: str) -> None:
     found = row(system_checks.torch_findings(facts, ""), what)
     assert found.verdict == verdict
-    assert words in found.found
+    assert message in found.found
     assert bool(found.do) == (verdict in ("warn", "broken"))
 
 
@@ -178,7 +178,7 @@ def test_versions_that_do_not_fit_are_reported(monkeypatch: pytest.MonkeyPatch) 
     assert found["safetensors"].verdict == "missing"
     assert found["safetensors"].do == "pip install 'hydra-stagereg[safetensors]'"
     assert (found["hydra-core"].verdict, found["rich"].verdict) == ("ok", "ok")
-    assert "pytest" not in found, "what its developers need is nobody's concern"
+    assert "pytest" not in found, "the requirements of its developers are not checked"
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(64 * 2**20, "warn"), (2**33, "ok")])
@@ -229,7 +229,7 @@ def test_a_directory_that_cannot_be_written_is_reported(
     assert (found.verdict, found.found) == (verdict, "cannot be written: Read-only file system")
 
 
-def test_what_a_built_in_component_fails_with_is_reported(
+def test_the_error_of_a_built_in_component_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = {
@@ -248,7 +248,7 @@ def test_a_function_in_a_subprocess_returns_or_its_end_is_reported(install: Inst
     with subprocess_runner.SubprocessRunner() as children:
         assert children.ask("asked:twice", ["a"], 60) == subprocess_runner.SubprocessResult(["a", "a"])
         assert "has no attribute 'thrice'" in children.ask("asked:thrice", [], 60).failure
-        assert "No module named 'nobody'" in children.ask("nobody:x", [], 60).failure
+        assert "No module named 'no_module'" in children.ask("no_module:x", [], 60).failure
     assert children.ask("asked:twice", ["a"], 60).failure == "was not asked any more"
 
 
@@ -263,7 +263,7 @@ def test_leaving_ends_the_children_that_are_at_work(install: Install, tmp_path: 
 
 
 def _wait_for_the_end_of(pid: int) -> None:
-    """Signal an orphan until it is gone; whoever adopts it may take a moment to reap it."""
+    """Signal an orphan until it is gone; its new parent may take a moment to reap it."""
     for _ in range(2000):
         if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
             raise ProcessLookupError

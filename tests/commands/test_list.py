@@ -33,7 +33,7 @@ def test_every_component_is_listed_with_its_package(capsys: pytest.CaptureFixtur
         )
 
 
-def test_the_table_has_what_the_document_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_the_content_of_the_json_document(capsys: pytest.CaptureFixture[str]) -> None:
     found = listed(capsys)
     assert cli.main(["list"]) == 0
     _, _, *rows = capsys.readouterr().out.splitlines()
@@ -64,7 +64,7 @@ def test_a_component_of_a_package_is_listed_though_importing_it_would_fail(
     assert "theirs" not in sys.modules
 
 
-def test_two_packages_with_one_name_are_both_listed_as_what_to_write(
+def test_two_packages_with_one_name_are_both_listed_by_their_qualified_names(
     install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for package in ("one", "two"):
@@ -101,7 +101,7 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_reader_who_leaves_is_no_error_and_no_traceback() -> None:
+def test_a_closed_pipe_is_no_error_and_no_traceback() -> None:
     program = """
 import os, sys
 from stagereg import cli

@@ -1,4 +1,4 @@
-"""``stagereg ls``: what lies in a directory of checkpoints, and who writes there."""
+"""``stagereg ls``: the checkpoints of a directory, and the run that writes there."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_person_gets_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFix
     assert seen[6] == ["400", "-", "-", "-", "-", "leftover", "of", "a", "dead", "run"]
 
 
-def test_who_holds_the_directory_is_named_and_what_lies_half_written_is_theirs(
+def test_the_holder_of_the_directory_is_named_and_an_unfinished_save_is_theirs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path, 100)
@@ -96,7 +96,7 @@ def test_nothing_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert seen.err == f"stagereg: There is no checkpoint in {gone}. There is no directory {gone}.\n"
 
 
-def test_what_cannot_be_looked_at_is_not_called_damaged(
+def test_a_checkpoint_that_cannot_be_read_is_not_reported_as_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100, 200)

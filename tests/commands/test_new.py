@@ -1,4 +1,4 @@
-"""A new package: green at once when installed, whole or not there, under any legal name and under no other."""
+"""A new package: its tests pass as installed, it is complete or absent, and its name is any legal one."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_package_of_any_legal_name_is_whole(kind: str, name: str, tmp_path_fac
     assert linted.returncode == 0, linted.stdout
 
 
-def test_nothing_that_is_there_is_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_not_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious.txt").write_text("mine")
     assert main(["new", "stager", "mine", "--dir", str(tmp_path)]) == 2
@@ -181,7 +181,7 @@ def test_a_store_where_no_folder_can_be_made_is_refused(tmp_path: Path, capsys: 
     assert "--dir takes a folder" in capsys.readouterr().err
 
 
-def test_what_to_do_next_is_reported_and_works_where_it_is_reported(
+def test_the_next_commands_are_printed_and_work_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

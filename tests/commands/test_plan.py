@@ -1,4 +1,4 @@
-"""``stagereg plan``: its interval is the best there is, it names where its times are from, and refuses nonsense."""
+"""``stagereg plan``: its interval is the best one, it names the sources of its times, and it refuses nonsense."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_the_text_names_the_setting_the_assumptions_and_the_sources(capsys: pyte
     assert "checkpoint.every=122" in seen
     assert "checkpoint.mtbf=6h" in seen
     assert "of the whole job" in seen
-    for word in ("Young", "Daly", "Vaidya", "Copying is given", "at random", "restart is assumed"):
-        assert word in seen
+    for part in ("Young", "Daly", "Vaidya", "Copying is given", "at random", "restart is assumed"):
+        assert part in seen
     assert cli.main(["plan", "--mtbf", "6h", "--state", "1TiB", *GIVEN, "--restart", "5m"]) == 0
     assert "assumed" not in capsys.readouterr().out
 
@@ -123,7 +123,9 @@ def test_the_times_of_a_run_are_scaled_to_the_bytes_of_a_rank(
     assert "5 times as many bytes" in " ".join(seen["assumptions"])
 
 
-def test_what_a_checkpointer_records_can_be_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_can_be_made_from_the_records_of_a_checkpointer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = {"x": torch.ones(10_000)}
     with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), every=5) as checkpointer:
         for step in range(1, 21):
@@ -139,7 +141,7 @@ def test_what_a_checkpointer_records_can_be_planned_with(tmp_path: Path, capsys:
 # -- measured here
 
 
-def test_what_is_not_given_is_measured_here_and_that_is_reported(
+def test_missing_rates_are_measured_here_and_that_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(costs, "_LEAST_BYTES", 2**20)  # as much as takes some time
@@ -229,7 +231,7 @@ GOOD = {"--mtbf": "6h", "--state": "1GiB", "--stage-gib-s": "2", "--write-gib-s"
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"--mtbf": None}, "How often does the job fail"),
         ({"--mtbf": "0h"}, "--mtbf is a time above 0"),
@@ -256,12 +258,12 @@ GOOD = {"--mtbf": "6h", "--state": "1GiB", "--stage-gib-s": "2", "--write-gib-s"
     ],
 )
 def test_nonsense_is_refused_on_one_screen(
-    changed: dict[str, str | None], words: str, capsys: pytest.CaptureFixture[str]
+    changed: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [part for name, value in (GOOD | changed).items() if value is not None for part in (name, value)]
     assert cli.main(["plan", *arguments]) == 2
     printed = capsys.readouterr()
-    assert words in printed.err
+    assert message in printed.err
     assert printed.out == ""
     assert len(printed.err.splitlines()) < 10
 

@@ -1,4 +1,4 @@
-"""``stagereg report``: what it is given, it finds out by itself; what it makes is what the sweep made."""
+"""``stagereg report``: it recognises a run or a sweep by itself, and makes what the sweep made."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_json_has_the_same_figures_and_writes_no_file_unasked(here: Path, capsys
     assert sorted(here.rglob("*")) == before
 
 
-def test_a_sweep_is_ranked_by_what_it_was_run_with_by_default(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_is_ranked_by_its_own_metric_by_default(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep(here / "sweep")
     for config in here.glob("sweep/*/.hydra/config.yaml"):
         config.write_text("sweep: {metric: samples_per_s, direction: minimize}\n")
@@ -124,7 +124,7 @@ def test_a_job_that_recorded_nothing_has_its_result(here: Path, capsys: pytest.C
     assert "--tensorboard: there is nothing to write. job holds no run" in refused(capsys, "job", "--tensorboard", "t")
 
 
-def test_what_a_run_failed_of_is_reported_in_a_line_and_once(
+def test_the_error_of_a_run_is_reported_once_in_a_line(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
     write_run(here / "job")
@@ -139,7 +139,7 @@ def test_what_a_run_failed_of_is_reported_in_a_line_and_once(
     assert page.count("Traceback") == 1
 
 
-def test_what_is_missing_or_damaged_in_the_records_is_reported(
+def test_missing_and_damaged_records_are_reported(
     here: Path, capsys: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
     write_run(here / "run", Sample(ranks=3))
@@ -157,8 +157,8 @@ def test_that_a_damaged_checkpoint_was_passed_over_is_reported(
     file = rank_file(write_run(here / "run"), 0)
     event = {"event": "fallback", "t": 1750000000.0, "step": 100, "damaged": 200, "lost": 100, "why": "a: missing"}
     file.write_text(file.read_text() + json.dumps(event) + "\n")
-    words = "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps are lost."
-    assert words in report(capsys, "run")
+    line = "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps are lost."
+    assert line in report(capsys, "run")
 
 
 def test_many_checkpoints_are_cut_short_on_the_terminal_alone(
@@ -218,7 +218,7 @@ def test_without_tensorboard_one_line_is_reported_before_anything_is_made(
     write_run(here / "run")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
-    seen = refused(capsys, "run", "--tensorboard", "board")
+    seen = refused(capsys, "run", "--tensorboard", "logdir")
     assert seen == "stagereg: --tensorboard needs the package tensorboard: pip install 'hydra-stagereg[tensorboard]'\n"
     assert "report.html" not in os.listdir("run")
 
@@ -230,8 +230,8 @@ RUN = "outputs/2026-11-21/10-00-00"
 SWEEP = "multirun/2026-11-21/12-00-00"
 
 
-def a_house(root: Path) -> None:
-    """Runs and sweeps as Hydra puts them, and what people take for them."""
+def write_examples(root: Path) -> None:
+    """Write runs and sweeps as Hydra does, and directories that a user might name by mistake."""
     write_hydra(write_run(root / RUN), ["lr=1"])
     write_hydra(write_run(root / "outputs/2026-11-21/11-00-00"), ["lr=2"])
     sweep(root / SWEEP, {"stager=blocking": 30.0}, repeats=1, again=False, failing="", unfinished="")
@@ -270,10 +270,10 @@ LOOKED_FOR = "a run has metrics.jsonl, result.json or .hydra/overrides.yaml in i
         ("outputs/2026-11-22/x", "has: 2026-11-21.\n"),
     ],
 )
-def test_what_is_neither_is_answered_with_what_there_is(
+def test_a_directory_that_is_neither_run_nor_sweep_is_an_error_that_lists_those_nearby(
     given: str, seen: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a_house(here)
+    write_examples(here)
     assert seen in refused(capsys, given)
 
 

@@ -1,4 +1,4 @@
-"""``stagereg show``: what a component takes, what it is for, who wrote it and where, and how to name it."""
+"""``stagereg show``: a component's options, purpose, package, source line, and the command line that names it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Inner:
     '''
 
     rate: float = 0.5
-    room: ByteSize = ByteSize("1MiB")
+    limit: ByteSize = ByteSize("1MiB")
 
 
 class Theirs:
@@ -64,7 +64,7 @@ class Theirs:
 
     def __init__(
         self, must: str, count: int, group: Group, *, codec: Codec = Codec.LZ4, mode: Literal["a", "b"] | None = None,
-        mixed: int | Literal["auto"] = "auto", room: ByteSize = ByteSize("4GiB"), inner: Inner = Inner(),
+        mixed: int | Literal["auto"] = "auto", limit: ByteSize = ByteSize("4GiB"), inner: Inner = Inner(),
         wait: datetime.timedelta = datetime.timedelta(seconds=90), shape: tuple[int, ...] = (1, 2),
         where: pathlib.Path = pathlib.Path("/x"), table: dict[str, float] = {"a": 0.5}, text: str = "yes",
         last: Group | None = None,
@@ -120,9 +120,9 @@ def test_every_type_of_option_is_reported_as_a_config_has_it(
         "codec": ("ZSTD | LZ4", "LZ4", ["ZSTD", "LZ4"]),
         "mode": ("a | b | null", "null", ["a", "b", "null"]),
         "mixed": ("int | auto", "auto", []),
-        "room": ("ByteSize", "4GiB", []),
+        "limit": ("ByteSize", "4GiB", []),
         "inner.rate": ("float", "0.5", []),
-        "inner.room": ("ByteSize", "1MiB", []),
+        "inner.limit": ("ByteSize", "1MiB", []),
         "wait": ("timedelta", "1m30s", []),
         "shape": ("tuple[int, ...]", "[1, 2]", []),
         "where": ("Path", "/x", []),
@@ -145,21 +145,21 @@ def test_every_type_of_option_is_reported_as_a_config_has_it(
 
 
 def test_the_text_for_people_has_the_same(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
-    file = install("theirs_told", STAGER, {"stager.theirs": "Theirs"})
+    file = install("theirs_printed", STAGER, {"stager.theirs": "Theirs"})
     assert cli.main(["show", "stager=theirs"]) == 0
     seen = capsys.readouterr()
-    for words in (
+    for part in (
         "stager/theirs",
         f"{file}:{STAGER.splitlines().index('class Theirs:') + 1}",
-        "theirs_told:Theirs",
-        "theirs_told 1.2",
+        "theirs_printed:Theirs",
+        "theirs_printed 1.2",
         "python train.py stager=theirs stager.must=MUST",
         "must be given",
         "must be passed",
         "what must be.",
         "More of it.",
     ):
-        assert words in seen.out
+        assert part in seen.out
     assert "on stdout while it is imported" in seen.err
 
 
@@ -197,7 +197,7 @@ def test_every_argument_of_a_component_is_an_option_or_passed_by_the_program(kin
         ("shared@nobody", "No stager named 'shared@nobody'."),
     ],
 )
-def test_what_names_no_component_is_refused_with_what_to_write(
+def test_a_name_of_no_component_is_refused_with_the_right_form(
     asked: str, seen: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert seen in refused(capsys, asked)

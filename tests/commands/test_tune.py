@@ -1,4 +1,4 @@
-"""``stagereg tune`` as a user meets it: a script, a command line, and what it prints in the end."""
+"""``stagereg tune`` as a user runs it: a script, a command line, and what it prints in the end."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from stagereg.sweep.study import Study
 PROGRAM = """
 import json, os, sys, threading
 
-words = [word for word in sys.argv[1:] if "=" in word]
-given = dict(word.lstrip("+").split("=", 1) for word in words)
+overrides = [text for text in sys.argv[1:] if "=" in text]
+given = dict(text.lstrip("+").split("=", 1) for text in overrides)
 CONFIG = '''
 hydra:
   runtime:
@@ -57,12 +57,12 @@ lr = float(given.get("lr", 0.5))
 if given.get("data") == "fails":
     print("Traceback: much")
     sys.exit("OutOfCheese: buy some")
-if given.get("data") == "silent":
+if given.get("data") == "nothing":
     sys.exit()
 if given.get("data") == "hangs":
     if os.path.exists("fifo"):
-        with open("fifo", "w") as told:
-            told.write(str(os.getpid()))
+        with open("fifo", "w") as pipe:
+            pipe.write(str(os.getpid()))
     threading.Event().wait()
 runs = len(open("calls").read().splitlines())
 noise = float(os.environ.get("NOISE", 0)) * (-runs % 3)
@@ -88,8 +88,8 @@ def tune(tmp_path, monkeypatch, capfd):
     (tmp_path / "train.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
 
-    def run(*words: str) -> tuple[int, str, str]:
-        code = main(["tune", "train.py", *words])
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["tune", "train.py", *arguments])
         seen = capfd.readouterr()
         return code, seen.out, seen.err
 
@@ -111,7 +111,7 @@ def test_the_answer_is_a_command_line_that_is_best_and_runs(tune):
     assert "Warning" not in err
     line = out.splitlines()[-1]
     assert shlex.split(line) == ["python", "train.py", "text='a b'", "lr=0.25"]
-    ran = [next((word for word in call if word.startswith("lr=")), "") for call in calls()]
+    ran = [next((text for text in call if text.startswith("lr=")), "") for call in calls()]
     assert ran[0] == "", "the defaults come first"
     assert sorted(ran[:3]) == ["", "lr=0.25", "lr=1.0"], "nothing comes twice"
     assert ran[3:] == ["lr=0.25", "", "", "lr=0.25"], "best and defaults take turns"
@@ -137,7 +137,7 @@ def test_without_a_reason_for_the_best_the_command_is_that_of_the_defaults(tune,
     assert out.splitlines()[-1] == "python train.py"
 
 
-def test_what_the_search_found_by_chance_is_taken_back(tune, tmp_path):
+def test_a_best_trial_that_was_chance_is_not_confirmed(tune, tmp_path):
     # Measured once, the trial is better; measured again it never is.
     text = PROGRAM.replace("noise = ", "noise = 9.0 * (runs > 2 and lr != 0.5) - 2.0 * (runs == 2) + ")
     (tmp_path / "train.py").write_text(text)
@@ -147,7 +147,7 @@ def test_what_the_search_found_by_chance_is_taken_back(tune, tmp_path):
     assert out.splitlines()[-1] == "python train.py"
 
 
-def test_overrides_may_stand_behind_options(tune):
+def test_overrides_may_follow_options(tune):
     code, out, _ = tune("--trials", "1", "text=x", "--confirm", "0", *LR, "steps=9")
     assert code == 0
     assert calls()[0][:2] == ["text=x", "steps=9"]
@@ -155,8 +155,8 @@ def test_overrides_may_stand_behind_options(tune):
 
 
 def test_trials_that_fail_hang_or_report_nothing_are_rows_and_the_search_goes_on(tune):
-    words = ("--only", "--over", "data=even,slow,fails,silent,hangs", "--trials", "9", "--trial-timeout", "3")
-    code, out, _ = tune(*words, "--confirm", "0")
+    arguments = ("--only", "--over", "data=even,slow,fails,nothing,hangs", "--trials", "9", "--trial-timeout", "3")
+    code, out, _ = tune(*arguments, "--confirm", "0")
     assert code == 0
     assert "failed: OutOfCheese: buy some  data=fails" in out
     assert "failed: did not end within 3 s  data=hangs" in out
@@ -181,13 +181,13 @@ def test_where_nothing_can_be_measured_the_search_ends_early_and_shows_why(tune)
     assert len(calls()) == 5
 
 
-def test_a_run_without_a_checkpoint_shows_what_to_change(tune):
+def test_the_error_for_a_run_without_a_checkpoint_has_the_remedy(tune):
     code, out, _ = tune("checkpoint.every=1000", "--only", "--over", "lr=1,2", "--trials", "1")
     assert code == 1
     assert "it has no stall_ms (it took no checkpoint: are there more steps than checkpoint.every?)" in out
 
 
-def test_the_same_command_goes_on_and_measures_nothing_twice(tune):
+def test_the_same_command_continues_and_measures_nothing_twice(tune):
     tune(*LR, "--trials", "2", "--confirm", "1")
     before = len(calls())
     code, out, _ = tune(*LR, "--trials", "2", "--confirm", "1")
@@ -200,23 +200,23 @@ def test_the_same_command_goes_on_and_measures_nothing_twice(tune):
     assert "trial 3/3" in out
 
 
-def test_a_search_of_another_kind_is_not_mixed_into_a_study(tune):
+def test_a_search_with_other_settings_is_not_added_to_a_study(tune):
     first = ("--over", "lr=0.25,0.5,1.0")
     tune("--only", *first, "--trials", "1", "--confirm", "0")
     before = len(calls())
-    for words, said in (
+    for arguments, message in (
         ((*first, "--metric", "lost_percent"), "metric: it has stall_ms, this asks for lost_percent"),
         ((*first, "--over", "steps=1,2"), "the values of steps: it has none, this asks for 1,2"),
         ((*first, "text=x"), "program: it has python train.py, this asks for python train.py text=x"),
         ((*first, "--mtbf", "6h"), "mtbf_s: it has none, this asks for 21600.0"),
     ):
-        code, _, err = tune("--only", *words)
-        assert (code, len(calls())) == (2, before), words
-        assert said in err
+        code, _, err = tune("--only", *arguments)
+        assert (code, len(calls())) == (2, before), arguments
+        assert message in err
         assert "name another --output" in err
 
 
-def test_ctrl_c_ends_the_run_under_way_and_the_next_search_goes_on(tune):
+def test_ctrl_c_ends_the_current_run_and_the_next_search_continues(tune):
     os.mkfifo("fifo")
     started: list[int] = []
 
@@ -226,8 +226,8 @@ def test_ctrl_c_ends_the_run_under_way_and_the_next_search_goes_on(tune):
 
     waiting = threading.Thread(target=interrupt, daemon=True)
     waiting.start()
-    words = ("--only", "--over", "data=even,hangs", "--trials", "2", "--confirm", "0", "--trial-timeout", "60")
-    code, out, err = tune(*words)
+    arguments = ("--only", "--over", "data=even,hangs", "--trials", "2", "--confirm", "0", "--trial-timeout", "60")
+    code, out, err = tune(*arguments)
     waiting.join(60)
     assert code == 130
     assert "trial 1/2" in out
@@ -235,7 +235,7 @@ def test_ctrl_c_ends_the_run_under_way_and_the_next_search_goes_on(tune):
     with pytest.raises(ProcessLookupError):
         os.kill(started[0], 0)
     os.unlink("fifo")
-    code, out, _ = tune(*words[:-1], "0.3")
+    code, out, _ = tune(*arguments[:-1], "0.3")
     assert code == 0
     assert "1 of 2 trials were done before" in out
     assert "did not end within 0.3 s" in out
@@ -257,14 +257,14 @@ def test_checkpoints_of_trials_are_gone_and_no_trial_sees_those_of_another(tune,
     (shared / "step-7").mkdir(parents=True)
     code, _, _ = tune(f"checkpoint.dir={shared}", *LR, "--trials", "2", "--confirm", "0")
     assert code == 0
-    used = {word for call in calls() for word in call if word.startswith("checkpoint.dir='")}
+    used = {text for call in calls() for text in call if text.startswith("checkpoint.dir='")}
     assert len(used) == 2
-    assert all(word.startswith(f"checkpoint.dir='{shared}/tune-") for word in used)
+    assert all(text.startswith(f"checkpoint.dir='{shared}/tune-") for text in used)
     assert [path.name for path in shared.iterdir()] == ["step-7"]
     code, _, _ = tune(*LR, "--trials", "1", "--confirm", "0", "--output", "other")
     assert code == 0
     assert not list(Path("other").rglob("checkpoints"))
-    assert not [word for word in calls()[-1] if word.startswith("checkpoint.dir=")]
+    assert not [text for text in calls()[-1] if text.startswith("checkpoint.dir=")]
 
 
 def test_an_interval_is_marked_where_it_was_judged_by_its_stall_alone(tune):
@@ -295,7 +295,7 @@ def test_json_is_one_document_with_the_answer_and_every_trial_and_greater_is_bet
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (("--metric", "stal_ms"), "Did you mean 'stall_ms'?"),
         (("--trials", "0"), "--trials must be at least 1"),
@@ -314,10 +314,10 @@ def test_json_is_one_document_with_the_answer_and_every_trial_and_greater_is_bet
         (("--only",), "There is nothing to vary"),
     ],
 )
-def test_what_cannot_be_had_is_reported_before_anything_runs(tune, words, said):
-    code, _, err = tune(*words)
+def test_wrong_arguments_are_refused_before_anything_runs(tune, arguments, message):
+    code, _, err = tune(*arguments)
     assert code == 2
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) < 12
     assert not Path("calls").exists()
 
@@ -345,8 +345,8 @@ def test_without_optuna_one_line_shows_what_to_install(tune, monkeypatch):
     assert "pip install 'hydra-stagereg[tune]'" in err
 
 
-def test_a_killed_search_leaves_a_study_that_goes_on(tune, monkeypatch):
-    # Told nothing of its last trial, as when the process was killed in the middle of it.
+def test_a_killed_search_leaves_a_study_that_can_be_continued(tune, monkeypatch):
+    # The study has no result of the last trial, as when the process was killed in the middle of it.
     class Killed(BaseException):
         pass
 
@@ -369,7 +369,7 @@ def test_the_example_is_tuned_over_its_stagers(tmp_path):
     examples = Path(__file__).parents[2] / "examples"
     shutil.copytree(examples / "conf", tmp_path / "conf")
     shutil.copy(examples / "train.py", tmp_path)
-    words = [
+    arguments = [
         "data=uneven",
         "train.steps=40",
         "checkpoint.every=10",
@@ -379,7 +379,7 @@ def test_the_example_is_tuned_over_its_stagers(tmp_path):
         "--confirm",
         "1",
     ]
-    command = [sys.executable, "-m", "stagereg", "tune", "train.py", *words, "--json"]
+    command = [sys.executable, "-m", "stagereg", "tune", "train.py", *arguments, "--json"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800)
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout)
@@ -387,7 +387,7 @@ def test_the_example_is_tuned_over_its_stagers(tmp_path):
     assert seen["trials"][0]["overrides"] == []
     assert seen["space"]["stager"]["values"].startswith("pinned_cached,")
     assert "torch_default" not in seen["space"]["stager"]["values"]
-    words = shlex.split(seen["command"])
-    assert words[:3] == ["python", "train.py", "data=uneven"]
-    again = subprocess.run([sys.executable, *words[1:], "train.steps=2"], cwd=tmp_path, capture_output=True, text=True)
+    found = shlex.split(seen["command"])
+    assert found[:3] == ["python", "train.py", "data=uneven"]
+    again = subprocess.run([sys.executable, *found[1:], "train.steps=2"], cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr

@@ -1,4 +1,4 @@
-"""``stagereg verify``: whatever is wrong with a file is found and named, and the exit code shows it."""
+"""``stagereg verify``: any damage of a file is found and named, and the exit code shows it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_any_single_change_to_any_file_is_found_and_named(
     assert {step for step, damages in seen.items() if damages} == damaged
     assert [damage["file"] for damage in seen["step-00000200"]] == [name]
     [damage] = seen["step-00000200"]
-    words = {
+    expected = {
         "flip": "damaged (" if name == "manifest.json" else "flipped bits",
         "cut": "damaged (" if name == "manifest.json" else "truncated: ",
         "remove": "missing",
@@ -113,7 +113,7 @@ def test_any_single_change_to_any_file_is_found_and_named(
         "link": "no regular file",
         "directory": "no regular file",
     }
-    assert damage["what"].startswith(words[how])
+    assert damage["what"].startswith(expected[how])
     same_size = name != "manifest.json" and (how == "flip" or (how == "swap" and len(before) == len(before_other)))
     assert bool(fast["step-00000200"]) != same_size
 
@@ -122,7 +122,7 @@ Change = Callable[[Path, Path], Any]
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda older, newer: (newer / "a").write_bytes(b""), "a: truncated: 0 of "),
         (lambda older, newer: (newer / "a").open("ab").write(b"more"), "a: too long: "),
@@ -134,13 +134,13 @@ Change = Callable[[Path, Path], Any]
         (lambda older, newer: os.mkfifo(newer / "c") if (newer / "c").unlink() is None else None, "c: no regular file"),
     ],
 )
-def test_what_has_happened_to_a_file_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, words: str
+def test_the_damage_of_a_file_is_described(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, message: str
 ) -> None:
     save(tmp_path, 100, 200)
     change(path_of(tmp_path, 100), path_of(tmp_path, 200))
     [seen] = [damages for damages in found(capsys, tmp_path).values() if damages]
-    assert "\n".join(f"{each['file']}: {each['what']}" for each in seen).startswith(words)
+    assert "\n".join(f"{each['file']}: {each['what']}" for each in seen).startswith(message)
 
 
 def test_a_manifest_that_is_older_than_its_files_is_reported_as_such(
@@ -192,7 +192,7 @@ def test_a_url_is_looked_at_as_a_directory_is(capsys: pytest.CaptureFixture[str]
     assert verify(capsys, "memory://nowhere/run/latest")[0] == 2
 
 
-def test_where_there_is_no_checkpoint_it_is_reported_and_where_some_are(
+def test_a_directory_without_checkpoints_is_an_error_that_names_some_nearby(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path / "run" / "checkpoints", 100)
@@ -215,7 +215,7 @@ def test_it_reads_without_importing_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_a_run_deletes_while_it_is_read_is_not_called_damaged(
+def test_a_checkpoint_that_a_run_deletes_while_it_is_read_is_not_reported_as_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100, 200)
@@ -239,7 +239,7 @@ def test_what_a_run_deletes_while_it_is_read_is_not_called_damaged(
     assert "a run replaced all of them by newer ones. Look again, or with --fast." in seen
 
 
-def test_the_latest_that_a_run_replaces_while_it_is_read_is_not_called_damaged(
+def test_a_latest_that_a_run_replaces_while_it_is_read_is_not_reported_as_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100)

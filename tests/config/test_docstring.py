@@ -1,4 +1,4 @@
-"""What a docstring says about a parameter is found, in each of the usual styles."""
+"""The description of a parameter is found in docstrings of each usual style."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def rest(one: int, two: str, three: float) -> None:
 
 @pytest.mark.parametrize("function", [google, numpy, rest], ids=lambda f: f.__name__)
 def test_each_style_is_read(function: Callable[..., None]) -> None:
-    told = parameters(function)
-    told = {name: words for name, words in told.items() if name not in ("args", "kwargs")}
-    assert told == {
+    found = parameters(function)
+    found = {name: text for name, text in found.items() if name not in ("args", "kwargs")}
+    assert found == {
         "one": "the first, with more: of it. And more.",
         "two": "the second.",
         "three": "both of them.",
@@ -86,26 +86,26 @@ class Base:
 
     Args:
         kept: by the base.
-        told: by the base.
+        both: by the base.
     """
 
-    def __init__(self, kept: int, told: int) -> None: ...
+    def __init__(self, kept: int, both: int) -> None: ...
 
 
 class Child(Base):
-    """No words about parameters."""
+    """Describes no parameter."""
 
-    def __init__(self, kept: int, told: int, own: int) -> None:
+    def __init__(self, kept: int, both: int, own: int) -> None:
         """Make it.
 
         Args:
-            told: by the child.
+            both: by the child.
             own: of the child.
         """
 
 
-def test_words_of_a_class_its_init_and_its_bases_are_read_the_nearest_first() -> None:
-    assert parameters(Child) == {"kept": "by the base.", "told": "by the child.", "own": "of the child."}
+def test_a_class_its_init_and_its_bases_are_read_the_nearest_first() -> None:
+    assert parameters(Child) == {"kept": "by the base.", "both": "by the child.", "own": "of the child."}
 
 
 def test_the_attributes_of_a_dataclass_are_its_parameters() -> None:
@@ -122,7 +122,7 @@ def test_the_attributes_of_a_dataclass_are_its_parameters() -> None:
     assert parameters(Net) == {"port": "where it listens."}
 
 
-def test_a_docstring_without_a_word_about_parameters_says_nothing() -> None:
+def test_a_docstring_that_describes_no_parameter_gives_nothing() -> None:
     def plain() -> None:
         """Note: this is prose.
 
@@ -138,8 +138,8 @@ def test_a_docstring_without_a_word_about_parameters_says_nothing() -> None:
 
 
 @given(st.text(alphabet="Args: \n-_x*,():param\tParameters"))
-def test_no_docstring_is_too_odd(text: str) -> None:
+def test_any_docstring_can_be_read(text: str) -> None:
     def odd() -> Any: ...
 
     odd.__doc__ = text
-    assert all(name and words for name, words in parameters(odd).items())
+    assert all(name and text for name, text in parameters(odd).items())

@@ -40,7 +40,7 @@ class Plain:
 @stagereg.register("join", "mine")
 def mine(
     number: int,
-    room: ByteSize = ByteSize("4GiB"),
+    budget: ByteSize = ByteSize("4GiB"),
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     wait: timedelta = timedelta(hours=1.5),
@@ -52,7 +52,7 @@ def mine(
     old: int | None = None,
     either: int | str = "auto",
     pair: tuple[int, torch.dtype] = (1, torch.int8),
-    rooms: list[ByteSize] = [ByteSize("1KB")],
+    budgets: list[ByteSize] = [ByteSize("1KB")],
     net: Net = Net("here"),
     nets: list[Net] = [],
     plain: Plain = Plain(),
@@ -77,22 +77,22 @@ AGAIN = """
 import runpy, sys
 
 given = sys.argv[1:]
-for words in ([], ["join.net.wait=3 dayz", "join.room=1"]):
-    sys.argv = ["train.py", *given, *words]
+for more in ([], ["join.net.wait=3 dayz", "join.budget=1"]):
+    sys.argv = ["train.py", *given, *more]
     runpy.run_path("train.py", run_name="__main__")
 """
 
 OVERRIDES = """
-number=7 room=512MB dtype=bfloat16 device=cuda:1 wait=00:05:00 codec=ZSTD codecs={a:ZSTD} folder=/tmp/y mode=slow
-ratio=1 old=3 either=4 pair=[2,half] rooms=[1KiB,3] net.host=there net.wait=1m nets=[{host:a},{host:b,wait:2}]
+number=7 budget=512MB dtype=bfloat16 device=cuda:1 wait=00:05:00 codec=ZSTD codecs={a:ZSTD} folder=/tmp/y mode=slow
+ratio=1 old=3 either=4 pair=[2,half] budgets=[1KiB,3] net.host=there net.wait=1m nets=[{host:a},{host:b,wait:2}]
 plain.sizes=[4,5] more={host:c} limits={a:1KB}
 """
 
 MADE = (
-    "MADE {'number': 7, 'room': ByteSize('512MB'), 'dtype': torch.bfloat16, 'device': device(type='cuda', index=1), "
+    "MADE {'number': 7, 'budget': ByteSize('512MB'), 'dtype': torch.bfloat16, 'device': device(type='cuda', index=1), "
     "'wait': datetime.timedelta(seconds=300), 'codec': <Codec.ZSTD: 1>, 'codecs': {'a': <Codec.ZSTD: 1>}, "
     "'folder': PosixPath('/tmp/y'), 'mode': 'slow', 'ratio': 1.0, 'old': 3, 'either': 4, 'pair': (2, torch.float16), "
-    "'rooms': [ByteSize('1KiB'), ByteSize('3B')], 'net': Net(host='there', wait=datetime.timedelta(seconds=60)), "
+    "'budgets': [ByteSize('1KiB'), ByteSize('3B')], 'net': Net(host='there', wait=datetime.timedelta(seconds=60)), "
     "'nets': [Net(host='a', wait=datetime.timedelta(seconds=3)), Net(host='b', wait=datetime.timedelta(seconds=2))], "
     "'plain': Plain(sizes=(4, 5)), 'more': Net(host='c', wait=datetime.timedelta(seconds=3)), "
     "'limits': {'a': ByteSize('1KB')}, 'sloppy': None}\n"

@@ -1,4 +1,4 @@
-"""Registered components are options of any Hydra app: listed, completed, typed, and told when misspelt."""
+"""Registered components are options of any Hydra app: listed, completed, typed, and an error when misspelt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Other(Stager):
     def __init__(self, path: str = 'here'): self.path = path
 """
 
-# No torch and no import of stagereg: an app of somebody who installed both packages.
+# No torch and no import of stagereg: an app of a user who installed both packages.
 APP = """
 import sys, hydra
 @hydra.main(config_path="conf", config_name="app", version_base="1.3")
@@ -38,13 +38,13 @@ import contextlib, io, json, os, runpy, sys
 ended = []
 for line in json.load(sys.stdin):
     sys.argv, os.environ["COMP_LINE"] = ["app.py", *line["arguments"]], line["completed"]
-    said, told, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             runpy.run_path("app.py", run_name="__main__")
         except SystemExit as left:
             code = left.code
-    ended.append([sys.argv, code or 0, said.getvalue(), told.getvalue()])
+    ended.append([sys.argv, code or 0, out.getvalue(), err.getvalue()])
 json.dump(ended, sys.stdout)
 """
 
@@ -172,26 +172,26 @@ STAGERS = sorted([*BUILT_IN, "broken", "other", "theirs"])  # the others are of 
 
 def test_help_info_and_cfg_show_the_options(app: App) -> None:
     lines = (("--help",), ("--info", "searchpath"), ("--info", "defaults"), ("--cfg", "job", "--package", "stager"))
-    shown, places, defaults, config = app.prints_each(*lines)
+    shown, sources, defaults, config = app.prints_each(*lines)
     assert f"stager: {', '.join(STAGERS)}" in shown
     assert "slots: 2" in shown
-    assert "stagereg://" in places
+    assert "stagereg://" in sources
     assert "stager/theirs" in defaults
     assert config.endswith("_target_: theirs.Stager\nslots: 2\npin: false\n")
 
 
-def test_a_misspelt_option_tells_the_nearest_and_the_list(app: App) -> None:
-    told = app.refuses("stager=pinned_cahced")
+def test_the_error_for_a_misspelt_option_has_the_nearest_and_the_list(app: App) -> None:
+    message = app.refuses("stager=pinned_cahced")
     listed = f"There is: {', '.join(STAGERS)}"
-    assert f"No stager named 'pinned_cahced'. Did you mean 'pinned_cached'?\n{listed}\n" in told
+    assert f"No stager named 'pinned_cahced'. Did you mean 'pinned_cached'?\n{listed}\n" in message
 
 
 def test_an_option_far_from_any_gets_hydras_list_of_all_sources(app: App) -> None:
     app.write("conf/stager/mine.yaml", "a: 1")
-    told = app.refuses("stager=zzz")
-    assert "Could not find 'stager/zzz'" in told
-    assert "\tmine\n" in told
-    assert "\tpinned_cached\n" in told
+    message = app.refuses("stager=zzz")
+    assert "Could not find 'stager/zzz'" in message
+    assert "\tmine\n" in message
+    assert "\tpinned_cached\n" in message
 
 
 def test_an_option_of_another_source_is_not_hidden_by_a_near_name(app: App) -> None:
@@ -200,7 +200,7 @@ def test_an_option_of_another_source_is_not_hidden_by_a_near_name(app: App) -> N
     assert out.startswith("BUILT {'slots': 7")
 
 
-def test_an_optional_group_may_name_what_is_not_there(app: App) -> None:
+def test_an_optional_group_may_name_a_missing_option(app: App) -> None:
     app.write("conf/app.yaml", CONFIG.replace("_self_", "{optional stager@more: theirz}, _self_"))
     assert app.prints().startswith("BUILT")
 
@@ -212,15 +212,15 @@ def test_a_wrong_type_or_key_is_refused_while_composing(app: App) -> None:
         "stager.slotz=1": "Key 'slotz' not in 'stager/theirs'",
     }
     ended = app.run_each(*((override,) for override in wrong))
-    for done, told in zip(ended, wrong.values(), strict=True):
-        assert told in app.refusal(done)
+    for done, message in zip(ended, wrong.values(), strict=True):
+        assert message in app.refusal(done)
 
 
 def test_a_broken_package_is_named_only_when_chosen(app: App) -> None:
     assert app.prints().startswith("BUILT")
-    told = app.refuses("stager=broken")
-    assert "stager 'broken' cannot be loaded from broken:Stager of theirs 1.2" in told
-    assert "No module named 'no_such_module'" in told
+    message = app.refuses("stager=broken")
+    assert "stager 'broken' cannot be loaded from broken:Stager of theirs 1.2" in message
+    assert "No module named 'no_such_module'" in message
 
 
 def test_one_name_of_two_packages_is_two_options(app: App) -> None:
@@ -230,8 +230,8 @@ def test_one_name_of_two_packages_is_two_options(app: App) -> None:
     assert app.completes("stager=other") == ["stager=other@their-rival", "stager=other@theirs"]
     out = app.prints("-m", "stager=other@theirs,other@their-rival")
     assert out.index("BUILT {'path': 'here'} False") < out.index("BUILT {'path': 'there'} False")
-    told = "2 installed packages provide stager/other; say which: other@their-rival or other@theirs\n"
-    assert app.refuses("stager=other") == app.refuses("-m", "stager=other,theirs") == told + FULL_ERROR
+    message = "2 installed packages provide stager/other; say which: other@their-rival or other@theirs\n"
+    assert app.refuses("stager=other") == app.refuses("-m", "stager=other,theirs") == message + FULL_ERROR
     assert "No stager named 'other@theris'. Did you mean 'other@theirs'?" in app.refuses("stager=other@theris")
     app.write("app.py", PICKLED)
     assert app.prints() == "there\n"

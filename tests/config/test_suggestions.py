@@ -1,4 +1,4 @@
-"""Unknown names are answered with the nearest one there is."""
+"""The error for an unknown name has the nearest known one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def app(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(app: Path, override: str) -> str:
+def message_of(app: Path, override: str) -> str:
     with (
         initialize_config_dir(str(app), version_base="1.3"),
         pytest.raises((HydraException, OmegaConfBaseException, ValueError)) as caught,
@@ -44,29 +44,29 @@ def told(app: Path, override: str) -> str:
 
 
 def test_unknown_key_of_a_component_names_the_nearest_and_all(app: Path) -> None:
-    assert told(app, "stager.pim=true").startswith(
+    assert message_of(app, "stager.pim=true").startswith(
         "stager/pinned_cached takes no 'pim'. Did you mean 'pin'? It takes: "
     )
 
 
 def test_unknown_key_of_the_apps_own_config_names_the_nearest_and_how_to_add_it(app: Path) -> None:
     expected = "train takes no 'stepz'. Did you mean 'steps'? It takes: steps, lr. To add it, write +train.stepz=..."
-    assert told(app, "train.stepz=5") == expected
+    assert message_of(app, "train.stepz=5") == expected
 
 
 def test_unknown_key_at_the_top_names_the_nearest_and_leaves_hydra_out(app: Path) -> None:
-    line = told(app, "stagerr=blocking")
+    line = message_of(app, "stagerr=blocking")
     assert "Did you mean 'stager'?" in line
     assert "hydra" not in line
 
 
 def test_unknown_option_of_the_apps_own_group_names_the_nearest_and_all(app: Path) -> None:
-    assert told(app, "data=unevn") == "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"
+    assert message_of(app, "data=unevn") == "there is no data=unevn. Did you mean 'uneven'? There is: even, uneven"
 
 
 @pytest.mark.parametrize("override", ["stager=null", "data=null", "+stager@other=null", "stager=3"])
-def test_a_group_without_a_name_says_how_it_is_left_out(app: Path, override: str) -> None:
-    line = told(app, override)
+def test_the_error_for_a_group_without_a_name_shows_how_to_leave_it_out(app: Path, override: str) -> None:
+    line = message_of(app, override)
     assert line == "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"
 
 
@@ -81,5 +81,5 @@ def test_a_value_near_a_member_of_an_enum_names_the_member() -> None:
 
 @pytest.mark.parametrize("override", ["stager.max_in_flight=many", "join.throw=maybe", "~nothing"])
 def test_errors_about_something_else_are_left_alone(app: Path, override: str) -> None:
-    assert told(app, override) == ""
+    assert message_of(app, override) == ""
     assert explain(ValueError("x")) == ""

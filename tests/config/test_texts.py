@@ -32,7 +32,7 @@ def test_every_dtype_of_torch_is_read_again() -> None:
 
 
 @pytest.mark.parametrize(("text", "near"), [("flaot16", "float16"), ("bf16", "bfloat16"), ("torch.int46", "int64")])
-def test_what_is_no_dtype_is_refused_with_the_nearest(text: str, near: str) -> None:
+def test_an_invalid_dtype_is_refused_with_the_nearest(text: str, near: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"^'{text}' is not a dtype\. Did you mean '{near}'\? It is one of: bfloat16,"
     ):
@@ -52,7 +52,7 @@ def test_a_device_is_read_again(text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "near"), [("cuad:0", " Did you mean 'cuda'?"), ("cuda:x", ""), ("0", ""), ("", "")])
-def test_what_is_no_device_is_refused(text: str, near: str) -> None:
+def test_an_invalid_device_is_refused(text: str, near: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(torch.device, text)
     assert str(caught.value) == f"{text!r} is not a device.{near} Write it as cpu, cuda or cuda:0."

@@ -55,7 +55,7 @@ class Net:
 @dataclasses.dataclass
 class Route:
     nets: list[Net] = dataclasses.field(default_factory=lambda: [Net("here")])
-    room: ByteSize = ByteSize("1MiB")  # noqa: RUF009
+    budget: ByteSize = ByteSize("1MiB")  # noqa: RUF009
 
 
 @dataclasses.dataclass
@@ -93,7 +93,7 @@ class Trip:
 
 
 def everything(
-    room: ByteSize = ByteSize("4GiB"),  # noqa: B008
+    budget: ByteSize = ByteSize("4GiB"),  # noqa: B008
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device = torch.device("cpu"),  # noqa: B008
     wait: timedelta = timedelta(hours=1.5),
@@ -104,7 +104,7 @@ def everything(
     text: str | timedelta = "later",
     waits: list[timedelta] = [timedelta(1)],  # noqa: B006
     pair: tuple[int, torch.dtype, Codec] = (1, torch.half, Codec.NONE),
-    rooms: Mapping[str, ByteSize | None] = {"a": ByteSize(3)},
+    budgets: Mapping[str, ByteSize | None] = {"a": ByteSize(3)},
     rates: dict[torch.dtype, float] = {torch.float32: 0.5},  # noqa: B006
     deep: dict[str, list[tuple[timedelta, ...]]] = {"a": [(timedelta(1),)]},  # noqa: B006
     mixed: ByteSize | list[ByteSize] = ByteSize(1),  # noqa: B008
@@ -120,7 +120,7 @@ def everything(
     trip: Trip = Trip(),  # noqa: B008
     late: Trip | None = None,
     limits: dict[str, int] | None = None,
-    words: str | list[str] = "x",
+    names_or_one: str | list[str] = "x",
     table: list[list[int]] = [],  # noqa: B006
     sloppy: torch.dtype = None,  # type: ignore[assignment]
     choice: Literal["a", "b"] = None,  # type: ignore[assignment]  # noqa: RUF013
@@ -154,14 +154,14 @@ def alike(one: Any, other: Any) -> bool:
 
 
 SHOWN = {
-    "room": "4GiB",
+    "budget": "4GiB",
     "dtype": "bfloat16",
     "device": "cpu",
     "wait": "1h30m",
     "maybe": None,
     "waits": ["1d"],
     "pair": [1, "float16", Codec.NONE],
-    "rooms": {"a": "3B"},
+    "budgets": {"a": "3B"},
     "rates": {"float32": 0.5},
     "deep": {"a": [["1d"]]},
     "mixed": "1B",
@@ -170,7 +170,7 @@ SHOWN = {
 }
 
 
-def test_a_config_shows_text_for_what_it_cannot_hold() -> None:
+def test_a_config_has_texts_for_values_that_it_cannot_hold() -> None:
     shown = OmegaConf.to_container(config())
     assert {name: shown[name] for name in SHOWN} == SHOWN
 
@@ -181,7 +181,7 @@ def test_everything_is_an_option_and_the_component_gets_its_defaults() -> None:
 
 
 GIVEN = {
-    "room": ("512MB", ByteSize(512 * 10**6)),
+    "budget": ("512MB", ByteSize(512 * 10**6)),
     "dtype": ("torch.float8_e4m3fn", torch.float8_e4m3fn),
     "device": ("cuda:1", torch.device("cuda:1")),
     "wait": (30, timedelta(seconds=30)),
@@ -192,7 +192,7 @@ GIVEN = {
     "text": ("2 days", timedelta(2)),
     "waits": (["1s", 2], [timedelta(seconds=1), timedelta(seconds=2)]),
     "pair": (["7", "int8", "ZSTD"], (7, torch.int8, Codec.ZSTD)),
-    "rooms": ({"b": "1KiB", "c": None}, {"a": ByteSize(3), "b": ByteSize(1024), "c": None}),
+    "budgets": ({"b": "1KiB", "c": None}, {"a": ByteSize(3), "b": ByteSize(1024), "c": None}),
     "rates": ({"half": 1}, {torch.float32: 0.5, torch.float16: 1.0}),
     "deep": ({"a": [["1s"], []]}, {"a": [(timedelta(seconds=1),), ()]}),
     "mixed": (["1KB", 2], [ByteSize(1000), ByteSize(2)]),
@@ -207,7 +207,7 @@ GIVEN = {
     "trip": ({"stop": {"name": "x"}, "stops": [{}]}, Trip(Stop("x"), stops=[Stop()])),
     "late": ({"stop": {"tags": {"b": "2"}}, "wait": "1s"}, Trip(Stop(tags={"b": 2}), wait=timedelta(seconds=1))),
     "limits": ({"a": "1"}, {"a": 1}),
-    "words": (3, "3"),
+    "names_or_one": (3, "3"),
     "table": ([["1"], []], [[1], []]),
     "sloppy": ("half", torch.float16),
     "choice": ("b", "b"),
@@ -226,17 +226,17 @@ def test_the_component_gets_the_object_from_a_composed_and_from_a_replayed_confi
 
 
 def test_a_key_taken_out_of_a_default_stays_out() -> None:
-    composed = config(rooms={"b": "1KB"})
-    del composed.rooms["a"]
-    assert stagereg.instantiate(composed)["rooms"] == {"b": 1000}
+    composed = config(budgets={"b": "1KB"})
+    del composed.budgets["a"]
+    assert stagereg.instantiate(composed)["budgets"] == {"b": 1000}
 
 
 def test_a_mapping_takes_new_keys_in_a_config_that_is_closed_to_others() -> None:
     composed = OmegaConf.create({"join": config()}, flags={"struct": True})
-    composed.join.rooms.b = "1KB"
+    composed.join.budgets.b = "1KB"
     composed.join.trip.waits.b = "1s"
     assert stagereg.instantiate(composed.join)["trip"].waits == {"b": timedelta(seconds=1)}
-    assert stagereg.instantiate(composed.join)["rooms"] == {"a": 3, "b": 1000}
+    assert stagereg.instantiate(composed.join)["budgets"] == {"a": 3, "b": 1000}
     with pytest.raises(ConfigAttributeError):
         composed.join.other = 1
 
@@ -254,16 +254,16 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("key", OVERRIDES)
-def test_what_is_none_or_empty_by_default_can_be_set_by_an_override(key: str) -> None:
+def test_an_option_that_is_none_or_empty_can_be_set_by_an_override(key: str) -> None:
     value, expected = OVERRIDES[key]
     composed = OmegaConf.create({"join": config()}, flags={"struct": True})
     OmegaConf.update(composed, f"join.{key}", value, merge=True, force_add=True)  # as Hydra does for a + before it
     assert alike(stagereg.instantiate(composed.join)[key.partition(".")[0]], expected)
 
 
-def test_a_component_in_place_of_a_value_is_built() -> None:
-    inner = {"_target_": f"{__name__}.everything", "room": "1KB"}
-    assert stagereg.instantiate(config(either=inner))["either"]["room"] == ByteSize(1000)
+def test_a_component_instead_of_a_value_is_built() -> None:
+    inner = {"_target_": f"{__name__}.everything", "budget": "1KB"}
+    assert stagereg.instantiate(config(either=inner))["either"]["budget"] == ByteSize(1000)
 
 
 def test_texts_with_dollars_are_taken_as_they_are() -> None:
@@ -275,7 +275,7 @@ def test_texts_with_dollars_are_taken_as_they_are() -> None:
 
 
 OBJECTS = {
-    "room": ByteSize("1KB"),
+    "budget": ByteSize("1KB"),
     "dtype": torch.int8,
     "device": torch.device("meta"),
     "wait": timedelta(days=-1, microseconds=1),
@@ -296,23 +296,23 @@ def test_objects_given_by_the_program_arrive(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
-        ({"room": "4GiBB"}, r"^room: '4GiBB' has no unit of bytes\. Did you mean 'GiB'\? Write a size as 4GiB"),
-        ({"room": True}, "^room: 'True' is not a size"),
+        ({"budget": "4GiBB"}, r"^budget: '4GiBB' has no unit of bytes\. Did you mean 'GiB'\? Write a size as 4GiB"),
+        ({"budget": True}, "^budget: True is not the text of a ByteSize"),
         ({"dtype": "flaot16"}, r"^dtype: 'flaot16' is not a dtype\. Did you mean 'float16'\? It is one of: bfloat16"),
         ({"device": "cuad"}, r"^device: 'cuad' is not a device\. Did you mean 'cuda'\?"),
         ({"wait": "3 dayz"}, r"^wait: '3 dayz' has no unit of time after 3\. Did you mean 'day"),
         (
             {"auto": "atuo"},
-            r"^auto is 'atuo'\. Did you mean 'auto'\? It is one of: 'auto'\nOr as text: 'atuo' is not a",
+            r"^auto is 'atuo'\. Did you mean 'auto'\? It is one of: 'auto'\nOr: auto: 'atuo' is not a",
         ),
         ({"seconds": "soon"}, r"^seconds: 'soon' is not a duration"),
         ({"waits": ["1s", "soon"]}, r"^waits\[1\]: 'soon' is not a duration"),
         ({"pair": [1, "int8"]}, r"^pair has 2 items, where 3 are needed"),
         ({"pair": ["x", "int8", "ZSTD"]}, r"^pair\[0\]: 'x' is not a whole number"),
         ({"pair": [1, "int8", "ZSDT"]}, r"^pair\[2\]: .*ZSTD"),
-        ({"rooms": {"b": "x"}}, r"^rooms\.b: 'x' is not a size"),
+        ({"budgets": {"b": "x"}}, r"^budgets\.b: 'x' is not a size"),
         ({"rates": {"flaot16": 1}}, r"^rates: 'flaot16' is not a dtype\. Did you mean 'float16'"),
         ({"deep": {"a": [["soon"]]}}, r"^deep\.a\[0\]\[0\]: 'soon'"),
         ({"mixed": ["1X"]}, r"^mixed.*'1X'"),
@@ -329,13 +329,13 @@ def test_objects_given_by_the_program_arrive(name: str) -> None:
         ({"limits": {"a": "x"}}, r"^limits\.a: 'x' is not a whole number"),
         ({"table": [1]}, r"^table\[0\] is 1, where a list is needed\.$"),
         ({"late": {"stpo": {}}}, r"^late\.stpo: Trip takes no 'stpo'\. Did you mean 'stop'\?"),
-        ({"late": 3}, r"^late is 3, where the fields of a Trip are needed"),
+        ({"late": 3}, r"^late is 3, where a mapping of the fields of Trip is needed"),
         ({"choice": "c"}, r"^choice is 'c'\. It is one of: 'a', 'b'"),
         ({"either": {}}, r"^either\.host needs a value: add either\.host=\.\.\."),
     ],
 )
-def test_a_wrong_text_is_refused_with_its_key_and_what_would_be_right(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_wrong_text_is_refused_with_its_key_and_the_right_form(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         stagereg.instantiate(config(**given))
 
 
@@ -345,9 +345,9 @@ def test_a_wrong_key_of_a_dataclass_names_the_nearest() -> None:
         stagereg.instantiate(cfg)
 
 
-def test_hydra_builds_the_same_config_with_the_texts_as_they_stand() -> None:
+def test_hydra_builds_the_same_config_and_passes_the_texts() -> None:
     built = hydra.utils.instantiate(config())
-    assert (built["room"], built["dtype"], built["waits"]) == ("4GiB", "bfloat16", ["1d"])
+    assert (built["budget"], built["dtype"], built["waits"]) == ("4GiB", "bfloat16", ["1d"])
     assert (built["net"]["wait"], built["plain"]) == ("3s", {"sizes": [1], "port": 1})
 
 
@@ -397,21 +397,21 @@ def test_a_choice_is_accepted(value: Any, hint: Any) -> None:
         ({"a": ["fsat"]}, dict[str, list[Literal["fast"]]], r"x\.a\[0\]"),
     ],
 )
-def test_another_choice_is_refused_with_its_place_and_the_nearest(value: Any, hint: Any, where: str) -> None:
+def test_another_choice_is_refused_with_its_key_and_the_nearest(value: Any, hint: Any, where: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{where} is 'fsat'\. Did you mean 'fast'\? It is one of: 'fast'"):
         read(value, hint)
 
 
 @pytest.mark.parametrize(
-    ("hint", "words"),
+    ("hint", "other"),
     [
-        (int | Literal["auto"], "'auto', or a whole number$"),
-        (Literal["auto"] | float, "'auto', or a number$"),
-        (Literal["auto"] | bool, "'auto', true or false$"),
+        (int | Literal["auto"], "a whole number"),
+        (Literal["auto"] | float, "a number"),
+        (Literal["auto"] | bool, "true or false"),
     ],
 )
-def test_what_may_stand_in_place_of_a_choice_is_said_too(hint: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"It is one of: {words}"):
+def test_the_error_lists_what_else_a_choice_may_be(hint: Any, other: str) -> None:
+    with pytest.raises(ConfigError, match=rf"It is one of: 'auto'\nOr: x: 'atuo' is not {other}\.$"):
         read("atuo", hint)
 
 

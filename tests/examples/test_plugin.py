@@ -37,15 +37,15 @@ CONFIG = (
 
 
 class User:
-    """Somebody with both packages installed, in a folder of their own; where the sources are is not known there."""
+    """A user with both packages installed, in a folder without access to the sources."""
 
     def __init__(self, python: Path, folder: Path) -> None:
         self.python = python
         self.folder = folder
 
-    def run(self, *words: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [str(self.python), *words],
+            [str(self.python), *arguments],
             cwd=self.folder,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", **env},
             capture_output=True,
@@ -56,8 +56,8 @@ class User:
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
-    def prints(self, *words: str, **env: str) -> str:
-        return self.run(*words, **env).stdout
+    def prints(self, *arguments: str, **env: str) -> str:
+        return self.run(*arguments, **env).stdout
 
 
 @pytest.fixture(scope="module")
@@ -140,16 +140,16 @@ def test_an_app_that_never_imports_stagereg_sweeps_over_it_also_under_joblib(use
 
 
 def test_its_options_are_typed_and_a_misspelt_one_gets_the_nearest(user: User) -> None:
-    told = user.run("bare.py", "stager=bf16", "stager.max_in_flight=many", code=1).stderr
-    assert "'many'" in told
-    assert "stager.max_in_flight" in told
+    printed = user.run("bare.py", "stager=bf16", "stager.max_in_flight=many", code=1).stderr
+    assert "'many'" in printed
+    assert "stager.max_in_flight" in printed
     assert "Did you mean 'bf16'" in user.run("bare.py", "stager=bf61", code=1).stderr
 
 
 @pytest.mark.slow
 def test_full_checkpoints_and_exports_of_averaged_weights_agree_and_plain_torch_reads_both(user: User) -> None:
-    told = user.prints("finetune.py", *SMALL, "hydra.run.dir=run")
-    assert "step 6 " in told
+    printed = user.prints("finetune.py", *SMALL, "hydra.run.dir=run")
+    assert "step 6 " in printed
     full, export = user.folder / "run/checkpoints/latest", user.folder / "run/export/latest"
     assert full.resolve().name == export.resolve().name == "step-00000006"
     averaged = weights(full, "ema", "weights", dtype=torch.float32)
@@ -171,7 +171,7 @@ def test_a_sweep_over_the_stager_of_the_export_halves_its_weights(user: User) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_run_goes_on_from_its_checkpoint_to_the_same_average(user: User) -> None:
+def test_a_run_resumes_from_its_checkpoint_to_the_same_average(user: User) -> None:
     ends = []
     for steps, folder in ((["6"], "whole"), (["3", "6"], "parts")):
         for number in steps:
@@ -197,8 +197,8 @@ def test_the_command_finds_every_promise_kept(user: User) -> None:
 @pytest.mark.timeout(240)
 def test_its_own_tests_pass_where_it_is_installed(user: User) -> None:
     shutil.copytree(EXAMPLE / "tests", user.folder / "tests")
-    told = user.prints("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
-    assert " passed" in told
+    printed = user.prints("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
+    assert " passed" in printed
 
 
 @pytest.mark.slow

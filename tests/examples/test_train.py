@@ -1,4 +1,4 @@
-"""The example, as a user runs it: from its folder and elsewhere, even and uneven, resumed, read by torch alone."""
+"""The example, as a user runs it: from its folder and elsewhere, even and uneven, resumed, read by plain torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*overrides: str, cwd: Path, script: Path = SCRIPT) -> subprocess.Complet
 
 
 def saved(checkpoint: Path, tmp_path: Path) -> dict:
-    """What torch by itself makes of a checkpoint."""
+    """Load a checkpoint with plain torch."""
     file = tmp_path / f"{checkpoint.parent.name}-{checkpoint.name}.pt"
     dcp_to_torch_save(checkpoint, file)
     return torch.load(file, weights_only=False)
@@ -125,9 +125,9 @@ def test_throw_stops_all_ranks_at_one_step_saves_it_and_names_the_exhausted_rank
     overrides = ["data=uneven", "join.throw=true", "data.files=8", "train.steps=60", "checkpoint.every=1000"]
     done = run(*overrides, "join.mode=counted", f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
     assert done.returncode == 1
-    told = re.findall(r".*exhausted all inputs.*", done.stderr + done.stdout)
-    assert len(told) == 1, done.stderr
-    assert re.match(r"rank \d: Rank 1 exhausted all inputs", told[0])
+    messages = re.findall(r".*exhausted all inputs.*", done.stderr + done.stdout)
+    assert len(messages) == 1, done.stderr
+    assert re.match(r"rank \d: Rank 1 exhausted all inputs", messages[0])
     assert "Traceback" not in done.stderr
     latest = (tmp_path / "run/checkpoints/latest").resolve()
     step = int(latest.name.removeprefix("step-"))

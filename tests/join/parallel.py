@@ -154,7 +154,7 @@ def named_state(model: nn.Module, state: dict[int, dict[str, Any]]) -> dict[tupl
     return {(name, key): torch.as_tensor(value) for name, key, value in entries if value is not None}
 
 
-def place(params: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+def write_values(params: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
     """Write values into parameters, each of them as a rank has it."""
     with torch.no_grad():
         for param, value in zip(params, values, strict=True):

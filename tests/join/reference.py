@@ -1,4 +1,4 @@
-"""One training case, run twice: on ranks inside a join, and in a single process that knows what a join is to compute.
+"""One training case, run twice: on ranks inside a join, and in a single process that computes the expected numbers.
 
 The single process has no DDP, no join and no collectives. At each step it adds up the gradients of the ranks that still
 have a batch, divides by the world size or by the number of those ranks, and steps one optimizer.
@@ -35,7 +35,7 @@ class Case:
     sharded: bool = False
     zero: str = "none"  # gradients are set to "none" or to "zeros", or "never" zeroed
     when: str = "start"  # ... at the "start" of the step, "between" forward and backward, or at the "end"
-    last: str = "optimizer"  # what the join is told of besides the model: "optimizer", "scheduler" or "function"
+    last: str = "optimizer"  # what the join is given besides the model: "optimizer", "scheduler" or "function"
     divide: bool = True
     accumulate: int = 1
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Case:
 
 
 class Branches(nn.Module):
-    """A net whose second branch is used in every second step only; the batch tells the step."""
+    """A net whose second branch is used in every second step only; the batch determines the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Training:
             self.optimizer.zero_grad(set_to_none=self.case.zero == "none")
 
     def finish(self) -> None:
-        """All that follows the last backward of a step; what joined ranks run if the join is told of a function."""
+        """All that follows the last backward of a step; what joined ranks run if the join is given a function."""
         if self.case.last == "function":
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), 0.7)
         self.optimizer.step()
@@ -191,7 +191,7 @@ def named(joinables: list[Any]) -> list[Any]:
 
 
 def length(case: Case, rank: int, epoch: int) -> int:
-    """Batches of a rank; in every second epoch the ranks change places."""
+    """Batches of a rank; in every second epoch the lengths are reversed."""
     return case.lengths[rank] if epoch % 2 == 0 else case.lengths[::-1][rank]
 
 

@@ -32,7 +32,7 @@ import stagereg
 from stagereg.errors import UnevenInputsError
 from stagereg.testing import RankFailure, run_ranks
 
-from .parallel import COLUMNS, Ddp, place
+from .parallel import COLUMNS, Ddp, write_values
 from .reference import EXACT, difference
 
 HOOKED = ("ddp", "zero", "fsdp2")
@@ -49,11 +49,11 @@ class Case:
 
     Attributes:
         lengths: batches of each rank, epoch by epoch.
-        announced: what ``len`` of each rank's loader says, if it is wrong.
+        announced: ``len`` of each rank's loader, if it is wrong.
         loader: "list" has a length, "stream" has none, "torch" is a ``DataLoader`` whose last batch is smaller.
         one_join: whether one context is around all epochs.
         net: names of :data:`NETS`, applied one after the other; each has an optimizer of its own.
-        listed_backwards: whether the join is told of the nets in the other order.
+        listed_backwards: whether the join is given the nets in the other order.
         sizes: the batches of a rank have 3 samples, or ("mixed") from 1 to 5.
         batch: what a batch is: a "tensor", "nested" dicts and lists, or something "opaque" that cannot be emptied.
         example: whether the join is given an empty batch to use.
@@ -61,7 +61,7 @@ class Case:
         divide: the joinables' ``divide_by_initial_world_size``.
         enable: of the join.
         accumulate: steps whose gradients are reduced together.
-        sync_last: whether a rank also reduces at what its own loader says is the last batch.
+        sync_last: whether a rank also reduces at the last batch of its own loader.
         forwards: in each step, before the backward.
         separate: each net has the batch, a loss and a backward of its own.
         means: the body takes the mean of a batch's losses, which of an empty one is NaN.
@@ -127,8 +127,8 @@ CASES = {
     "a rank without batches": Case(lengths=((0, 3, 5),)),
     "the last rank without batches": Case(lengths=((3, 5, 0),)),
     "one rank alone has batches": Case(lengths=((0, 0, 4),)),
-    "nobody has batches": Case(lengths=((0, 0, 0),)),
-    "two epochs, places changed": Case(lengths=((2, 4, 6), (6, 4, 2))),
+    "no rank has batches": Case(lengths=((0, 0, 0),)),
+    "two epochs, lengths reversed": Case(lengths=((2, 4, 6), (6, 4, 2))),
     "two epochs, a rank without batches": Case(lengths=((0, 3, 5), (4, 0, 2)), one_join=True),
     "two epochs in one join": Case(lengths=((2, 4, 6), (6, 4, 2)), one_join=True),
     "batches of different sizes": Case(sizes="mixed"),
@@ -298,7 +298,7 @@ class Batches:
 
 
 class Stream(IterableDataset[Any]):
-    """Samples of which nobody knows how many there are."""
+    """Samples of an unknown number."""
 
     def __init__(self, batches: Sequence[torch.Tensor]) -> None:
         self.batches = batches
@@ -414,7 +414,7 @@ class Training:
             result[f"buffers {i}"] = self.column.buffers(model)
             result[f"state {i}"] = self.column.state(model, optimizer)
         if "average" in self.case.extras:
-            place(self.parameters, self.averages)  # only a model's parameters can be put together from all ranks
+            write_values(self.parameters, self.averages)  # only a model's parameters can be put together from all ranks
             result["averages"] = [self.column.params(model) for model in self.models]
         return result
 
@@ -435,7 +435,7 @@ def through(models: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
 
 
 class NoJoin:
-    """Stands for a join where there is none: for the columns' own sake, on even inputs."""
+    """Stands in for a join on even inputs, to check a column without one."""
 
     def __enter__(self) -> NoJoin:
         return self
@@ -451,19 +451,19 @@ class NoJoin:
 
 
 def train(rank: int, world_size: int, case: Case, column: Ddp, mode: str, library: str = "ours") -> dict[str, Any]:
-    """Run a case on ranks; a rank's place in ``case.lengths`` is that of its data."""
-    place_of_data = rank // (world_size // case.world)
+    """Run a case on ranks; ``data_index`` is the index in ``case.lengths`` of a rank's data."""
+    data_index = rank // (world_size // case.world)
     training = Training(case, column, [column.wrap(net, **case.wrap) for net in nets(case)])
     outcome: dict[str, Any] = {"raised": torch.tensor(0.0)}
     try:
         if case.one_join:
-            with joined(training, mode, library, loader(case, place_of_data, 0)) as join:
+            with joined(training, mode, library, loader(case, data_index, 0)) as join:
                 for epoch in range(len(case.lengths)):
-                    run_epoch(training, join, place_of_data, epoch)
+                    run_epoch(training, join, data_index, epoch)
         else:
             for epoch in range(len(case.lengths)):
-                with joined(training, mode, library, loader(case, place_of_data, epoch)) as join:
-                    run_epoch(training, join, place_of_data, epoch)
+                with joined(training, mode, library, loader(case, data_index, epoch)) as join:
+                    run_epoch(training, join, data_index, epoch)
     except UnevenInputsError:
         outcome["raised"] = torch.tensor(1.0)
     if case.after:
@@ -623,7 +623,7 @@ def _buffers(training: Training) -> list[torch.Tensor]:
 
 
 def _load(training: Training, values: list[torch.Tensor]) -> None:
-    place([buffer for model in training.models for buffer in model.buffers()], values)
+    write_values([buffer for model in training.models for buffer in model.buffers()], values)
 
 
 def in_column(column: str) -> list[str]:
@@ -674,7 +674,7 @@ def run_cases(
     ways = COLUMNS[column]()
     outcomes = {}
     for number, (name, case) in enumerate(cases.items()):
-        print(f"case {number} of this column: {name}")  # the last words of a rank that dies
+        print(f"case {number} of this column: {name}")  # the last output of a rank that dies
         try:
             outcomes[name] = train(rank, world_size, case, ways, chosen(case, mode), library)
         except Exception as error:
@@ -701,7 +701,7 @@ def fail(rank: int, world_size: int, column: str, case: Case, mode: str) -> tupl
 
 
 class _InTorchsJoin:
-    """torch's ``Join`` around the same loop: it takes what is a joinable of its own, and knows no samples."""
+    """torch's ``Join`` around the same loop: it takes torch's joinables, and knows no samples."""
 
     def __init__(self, joinables: Sequence[Any], throw: bool) -> None:
         listed = [thing for thing in joinables if hasattr(thing, "join_hook") or isinstance(thing, nn.Module)]
@@ -726,7 +726,7 @@ def measured(column: str, cases: Mapping[str, Case], mode: str, library: str = "
     found: dict[str, float | str] = {}
     if library == "ours":
         failing = [name for name, case in cases.items() if case.fails]
-        found |= {name: in_words(run_failing(column, name, mode), cases[name].fails) for name in failing}
+        found |= {name: describe(run_failing(column, name, mode), cases[name].fails) for name in failing}
         cases = {name: case for name, case in cases.items() if name not in failing}
     while cases and library != "torch":
         try:
@@ -747,16 +747,16 @@ def measured(column: str, cases: Mapping[str, Case], mode: str, library: str = "
 
 
 def in_short(failure: RankFailure) -> str:
-    """The first rank's last words."""
+    """The last line of the first rank's error."""
     if failure.hung:
         return "hangs"
-    told = next(iter(failure.failed.values()))
-    if any("PeerFailedError" not in told for told in failure.failed.values()):
-        told = next(told for told in failure.failed.values() if "PeerFailedError" not in told)
+    text = next(iter(failure.failed.values()))
+    if any("PeerFailedError" not in text for text in failure.failed.values()):
+        text = next(text for text in failure.failed.values() if "PeerFailedError" not in text)
     if died := re.search(r"died of (\w+)", "\n".join(failure.failed.values())):
         return died.group(1)
-    lines = [line for line in told.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return lines[-1][:160] if lines else told[:160]
+    lines = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return lines[-1][:160] if lines else text[:160]
 
 
 def holds(value: float | str) -> bool:
@@ -764,8 +764,8 @@ def holds(value: float | str) -> bool:
     return isinstance(value, float) and value < EXACT
 
 
-def in_words(errors: list[tuple[str, float]], pattern: str) -> str:
-    """What every rank raised, where it is what it should be, and after how long at the most."""
+def describe(errors: list[tuple[str, float]], pattern: str) -> str:
+    """The errors of all ranks and the longest time to them, or the first wrong error."""
     kinds = sorted({error.split(":")[0] for error, _ in errors})
     wrong = [error for error, _ in errors if not re.search(pattern, error)]
     return (
@@ -776,7 +776,7 @@ def in_words(errors: list[tuple[str, float]], pattern: str) -> str:
 
 
 def shown(value: float | str | None) -> str:
-    """A figure as the table has it."""
+    """A figure as the table shows it."""
     if value == float("inf"):
         return "NaN, or parts missing"
     return f"{value:.1e}" if isinstance(value, float) else value or ""

@@ -1,4 +1,4 @@
-"""A batch without samples is like the batch in all else, shares nothing with it, and gets to ranks that had none."""
+"""An empty batch equals the batch except for its samples, shares no memory with it, and reaches ranks without one."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def is_empty_form(empty: Any, batch: Any) -> bool:
-    """Whether ``empty`` is as the rules say for ``batch``, said once more in another way."""
+    """Whether ``empty`` follows the rules for ``batch``, computed in another way."""
     if type(empty) is not type(batch):
         return False
     if isinstance(batch, (torch.Tensor, np.ndarray)):
@@ -237,7 +237,7 @@ def test_an_empty_batch_comes_through_a_store_as_it_is(batch: Any) -> None:
     ],
     ids=lambda sample: type(sample).__name__,
 )
-def test_what_torch_collates_is_emptied_like_a_batch_of_another_size(sample: Any) -> None:
+def test_a_batch_collated_by_torch_is_emptied_like_one_of_another_size(sample: Any) -> None:
     def shape(thing: Any) -> Any:
         if isinstance(thing, torch.Tensor):
             return (thing.dtype, tuple(thing.shape[1:]))
@@ -273,19 +273,19 @@ def test_a_mapping_keeps_its_type_and_loses_what_is_derived_from_its_samples() -
     assert "not there" not in lists
 
 
-def test_what_slices_itself_is_asked_to() -> None:
+def test_a_class_with_its_own_slicing_is_sliced_by_it() -> None:
     empty = emptied([Table(torch.ones(3, 2)), torch.ones(3)])
     assert empty[0].rows.shape == (0, 2)
 
 
-def test_samples_in_a_list_are_dropped_whatever_they_are() -> None:
-    empty = emptied({"x": torch.ones(2), "things": [Opaque(2), Opaque(3)], "words": [["a"], ["b", "c"]]})
+def test_samples_of_any_type_in_a_list_are_dropped() -> None:
+    empty = emptied({"x": torch.ones(2), "things": [Opaque(2), Opaque(3)], "texts": [["a"], ["b", "c"]]})
     assert empty["things"] == []
-    assert empty["words"] == []
+    assert empty["texts"] == []
 
 
 @pytest.mark.parametrize(
-    ("batch", "says"),
+    ("batch", "message"),
     [
         (pack_sequence([torch.ones(2)]), r"a batch that is a PackedSequence cannot.*packed"),
         ({"x": torch.ones(2), "y": [torch.ones(2).to_sparse()]}, r"batch\['y'\]\[0\], a Tensor, .*sparse_coo"),
@@ -295,17 +295,17 @@ def test_samples_in_a_list_are_dropped_whatever_they_are() -> None:
         (object(), r"a batch that is a object cannot.*own type for \[:0\]"),
         ({"x": torch.tensor(1.0)}, r"a dict cannot.*no tensor or array"),
         (["a", "b"], r"a list cannot.*no tensor or array"),
-        ({"words": ["a"], "notes": []}, r"a dict cannot.*no tensor or array"),
+        ({"texts": ["a"], "notes": []}, r"a dict cannot.*no tensor or array"),
         ([], None),
         (3, r"a int cannot.*no tensor or array"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
-def test_what_cannot_be_emptied_is_named_with_its_place_and_a_way_out(batch: Any, says: str | None) -> None:
-    if says is None:
+def test_what_cannot_be_emptied_is_named_with_its_path_and_a_remedy(batch: Any, message: str | None) -> None:
+    if message is None:
         assert emptied(batch) == batch
         return
-    with pytest.raises(JoinError, match=says) as caught:
+    with pytest.raises(JoinError, match=message) as caught:
         emptied(batch)
     assert "join.iterate(loader, example=...)" in str(caught.value)
     assert "already empty one" in str(caught.value)
@@ -321,13 +321,13 @@ def test_nested_tensors_are_refused() -> None:
     "example",
     [
         ([], []),
-        {"x": torch.ones(0, 3), "size": (224, 224), "words": []},
+        {"x": torch.ones(0, 3), "size": (224, 224), "texts": []},
         Opaque(0),
         {"x": torch.ones(0, 2), "graph": Opaque(0)},
     ],
     ids=["empty lists", "a constant in a tuple", "opaque", "opaque part"],
 )
-def test_an_already_empty_example_is_taken_at_its_word(example: Any) -> None:
+def test_an_already_empty_example_is_used_as_it_is(example: Any) -> None:
     empty = emptied(example)
     assert type(empty) is type(example)
     if isinstance(example, dict):
@@ -337,7 +337,7 @@ def test_an_already_empty_example_is_taken_at_its_word(example: Any) -> None:
         assert "more" not in example
 
 
-def test_the_rank_that_cannot_publish_tells_those_that_wait() -> None:
+def test_the_rank_that_cannot_publish_reports_it_to_those_that_wait() -> None:
     store = HashStore()
     with pytest.raises(JoinError, match="Opaque"):
         publish(store, "example", Opaque(2))
@@ -346,7 +346,7 @@ def test_the_rank_that_cannot_publish_tells_those_that_wait() -> None:
         fetch(store, "example")
 
 
-def test_what_cannot_be_pickled_or_is_too_large_says_so() -> None:
+def test_an_example_that_cannot_be_pickled_or_is_too_large_is_an_error() -> None:
     class Local(dict[str, Any]):
         pass
 
@@ -362,7 +362,7 @@ def test_what_cannot_be_pickled_or_is_too_large_says_so() -> None:
 
 
 @pytest.mark.gpu
-def test_tensors_of_an_accelerator_arrive_on_the_device_of_the_one_who_asks() -> None:
+def test_tensors_of_an_accelerator_arrive_on_the_device_of_the_receiver() -> None:
     store = HashStore()
     publish(store, "example", {"there": torch.ones(3, 2, device="cuda"), "here": torch.ones(3)})
     for device, expected in ((None, "cpu"), (torch.device("cuda"), "cuda")):

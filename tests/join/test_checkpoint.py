@@ -1,4 +1,4 @@
-"""A save that any rank of a join asks for is of the current state, taken part in by all, also by those without data."""
+"""A save that any rank of a join asks for has the current state, and all ranks take part, also those without data."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def resumed(rank: int, world_size: int, root: str, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_another_number_of_ranks_goes_on_from_it(tmp_path: Path, kind: str) -> None:
+def test_another_number_of_ranks_resumes_from_it(tmp_path: Path, kind: str) -> None:
     run_ranks(many, 3, args=(str(tmp_path), [(kind, None, False)]), timeout_s=60)
     for step, taken, outcome in run_ranks(resumed, 2, args=(str(tmp_path / "0"), kind), timeout_s=60):
         assert (step, taken) == (5, 5)
@@ -150,7 +150,7 @@ def test_another_number_of_ranks_goes_on_from_it(tmp_path: Path, kind: str) -> N
 
 
 class Counts:
-    """Stands for a checkpointer, and remembers what it was told to save."""
+    """Stands in for a checkpointer, and remembers what it was asked to save."""
 
     every = 2
 
@@ -162,7 +162,7 @@ class Counts:
 
 
 class Plans(Counts):
-    """As a checkpointer that chooses its steps by itself."""
+    """Like a checkpointer with ``every="auto"``."""
 
     def due(self, step: int) -> bool:
         return step in (3, 5)
@@ -291,7 +291,7 @@ def misplaced(rank: int, world_size: int) -> list[str]:
     return [*texts, str(caught.value)]
 
 
-def test_what_it_needs_is_asked_for_before_any_step() -> None:
+def test_wrong_use_is_an_error_before_any_step() -> None:
     for nameless, misordered, negative in run_ranks(misplaced, 2, timeout_s=30):
         assert "module=model" in nameless
         assert "comes first" in misordered

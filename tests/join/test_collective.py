@@ -83,7 +83,7 @@ def test_reduce_reaches_its_root() -> None:
     assert [each.item() for each in outcomes(op="reduce", rank=1)[1]] == [9, 7, 3]
 
 
-def test_broadcast_goes_on_with_what_a_joined_root_sent_last() -> None:
+def test_broadcast_repeats_the_last_value_of_a_joined_root() -> None:
     assert [each.item() for each in outcomes(op="broadcast", rank=0, dtype="int64")[1]] == [2, 2, 2]
 
 
@@ -135,38 +135,38 @@ def test_a_list_of_collectives_runs_beside_a_model_and_in_a_group() -> None:
 
 def first_then_model(rank: int, world_size: int, divide: bool) -> Any:
     """Gradients of a DDP module that is not the first joinable."""
-    tally = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
+    total_over_ranks = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
     ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
     seen = []
-    with stagereg.Join([tally, ddp], divide_by_initial_world_size=divide):
+    with stagereg.Join([total_over_ranks, ddp], divide_by_initial_world_size=divide):
         for _ in range(1 + rank):
             ddp.zero_grad()
-            tally(torch.ones(()))
+            total_over_ranks(torch.ones(()))
             ddp(torch.ones(1, 1)).sum().backward()
             seen.append(round(next(ddp.parameters()).grad.item(), 4))
     return seen
 
 
 @pytest.mark.parametrize(("divide", "expected"), [(True, [1.0, 0.6667, 0.3333]), (False, [1.0, 1.0, 1.0])])
-def test_a_model_after_it_divides_as_told(divide: bool, expected: list[float]) -> None:
+def test_a_model_after_it_divides_as_the_option_sets(divide: bool, expected: list[float]) -> None:
     assert run_ranks(first_then_model, 3, args=(divide,), timeout_s=30)[2] == expected
 
 
 def undeclared(rank: int, world_size: int) -> list[str]:
     collective = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "shape": [2]}])
-    said = []
+    answers = []
     with stagereg.Join([collective]):
         for wrong in ((torch.ones(3),), (torch.ones(2, dtype=torch.float64),), (torch.ones(2), torch.ones(2))):
             if rank == 0:  # were anything sent, the other rank would answer it and the counts would differ
                 with pytest.raises(JoinError) as error:
                     collective(*wrong)
-                said.append(str(error.value))
+                answers.append(str(error.value))
         (total,) = collective(torch.ones(2))
-        said.append(str(total.tolist()))
-    return said
+        answers.append(str(total.tolist()))
+    return answers
 
 
-def test_what_was_not_declared_is_refused_before_anything_is_sent() -> None:
+def test_an_undeclared_collective_is_refused_before_anything_is_sent() -> None:
     (shape, dtype, number, total), other = run_ranks(undeclared, 2, timeout_s=30)
     assert "declared for torch.float32 of shape (2,) but got torch.float32 of shape (3,)" in shape
     assert "got torch.float64 of shape (2,)" in dtype
@@ -180,13 +180,13 @@ def all_iterating(rank: int, world_size: int) -> list[list[float]]:
 
 def iterating(rank: int, mode: str | None) -> list[float]:
     """A join whose only joinable is no model: its call is the step, on an empty batch too."""
-    tally = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "shape": [1]}])
-    join = stagereg.Join([tally], mode=mode)
+    total_over_ranks = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "shape": [1]}])
+    join = stagereg.Join([total_over_ranks], mode=mode)
     with join:
-        sums = [tally(x.sum().reshape(1))[0].item() for x in join.iterate([torch.ones(2)] * (1 + rank))]
+        sums = [total_over_ranks(x.sum().reshape(1))[0].item() for x in join.iterate([torch.ones(2)] * (1 + rank))]
     with join:
         for _ in range(1 + rank):
-            tally(torch.ones(1))
+            total_over_ranks(torch.ones(1))
     return sums
 
 

@@ -1,4 +1,4 @@
-"""Joinables and their hooks are chosen in a config; what cannot be right is an error of a few lines that says why."""
+"""Joinables and their hooks are chosen in a config; a wrong config is an error of a few lines with the reason."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CountingHook(DdpHook):
 
 @stagereg.register("joinable", "own_step")
 class OwnStep(StepJoinable):
-    """A joinable of somebody else's."""
+    """A third party's joinable."""
 
 
 def composed(folder: Any, overrides: list[str], app: str = APP) -> Any:
@@ -89,7 +89,7 @@ def test_a_configured_joinable_is_bound_to_its_object_and_reached_by_name(tmp_pa
     assert first[3] == {"model": "DdpJoinable", "optimizer": "StepJoinable", "metrics": "MetricsJoinable"}
 
 
-def test_another_hook_takes_the_place_of_the_joinables_own(tmp_path: Any) -> None:
+def test_a_configured_hook_replaces_the_joinables_own(tmp_path: Any) -> None:
     chosen = "join_hook@join.joinables.model.hook=counting_ddp"
     results = [
         run_ranks(trained, 2, args=(composed(tmp_path, overrides).join,), timeout_s=40)
@@ -100,7 +100,7 @@ def test_another_hook_takes_the_place_of_the_joinables_own(tmp_path: Any) -> Non
     assert (own[1], other[1], active[1]) == (0, 6, 0)
 
 
-def test_a_joinable_of_another_package_takes_the_place_of_a_built_in_one(tmp_path: Any) -> None:
+def test_a_joinable_of_another_package_replaces_a_built_in_one(tmp_path: Any) -> None:
     cfg = composed(tmp_path, ["+joinable@join.joinables.optimizer=own_step"]).join
     ranks = run_ranks(trained, 2, args=(cfg,), timeout_s=40)
     assert [rank[3]["optimizer"] for rank in ranks] == ["OwnStep"] * 2
@@ -110,12 +110,12 @@ def test_a_joinable_of_another_package_takes_the_place_of_a_built_in_one(tmp_pat
 def refusals(rank: int, world_size: int, cases: dict[str, Any]) -> dict[str, str]:
     model, optimizer = model_and_optimizer()
     objects = {"model": model, "optimizer": optimizer, "optimizr": optimizer, "modle": model, "number": 3}
-    said = {}
+    errors = {}
     for name, (cfg, names) in cases.items():
         with pytest.raises((JoinError, ConfigError)) as error:
             stagereg.instantiate(cfg, **{each: objects[each] for each in names})
-        said[name] = str(error.value)
-    return said
+        errors[name] = str(error.value)
+    return errors
 
 
 WRONG: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
@@ -146,12 +146,12 @@ WRONG: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
 }
 
 
-def test_what_cannot_be_bound_is_refused_in_a_few_lines_that_name_it(tmp_path: Any) -> None:
+def test_a_joinable_that_cannot_be_bound_is_refused_in_a_few_lines_that_name_it(tmp_path: Any) -> None:
     cases = {name: (composed(tmp_path, overrides).join, names) for name, (overrides, names, _) in WRONG.items()}
-    (said,) = run_ranks(refusals, 1, args=(cases,), timeout_s=40)
-    for name, (_, _, words) in WRONG.items():
-        assert all(each in said[name] for each in words), said[name]
-        assert len(said[name]) < 400
+    (errors,) = run_ranks(refusals, 1, args=(cases,), timeout_s=40)
+    for name, (_, _, parts) in WRONG.items():
+        assert all(each in errors[name] for each in parts), errors[name]
+        assert len(errors[name]) < 400
 
 
 def test_two_joinables_of_one_name_are_refused_by_hydra(tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""The page about joins: what its snippets do is what it says, on ranks with different numbers of batches."""
+"""The page about joins: its snippets do what it describes, on ranks with different numbers of batches."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_config_is_that_of_the_example_and_takes_the_command_lines(tmp_path:
     assert set(config.splitlines()) <= set(example)
     seen = []
     for line in re.findall(r"^python train.py (.*)$", page, re.M):
-        chosen = [word for word in shlex.split(line, comments=True) if "@" in word]
+        chosen = [override for override in shlex.split(line, comments=True) if "@" in override]
         for choice in chosen[0].partition("=")[2].split(","):
             joinables = composed(tmp_path, [f"{chosen[0].partition('=')[0]}={choice}"]).join.joinables
             seen += [joinables.get("metrics", joinables.model), joinables.model.get("hook")]
@@ -105,7 +105,7 @@ def test_the_drawing_is_the_one_that_the_page_shows() -> None:
     assert ElementTree.parse(DOCS / drawing).getroot().tag.endswith("svg")
 
 
-def test_what_the_page_links_to_is_there() -> None:
+def test_the_links_of_the_page_have_targets() -> None:
     for page, anchor in re.findall(r"\]\(([\w-]+\.md)#?([\w-]*)\)", (DOCS / "join.md").read_text()):
         headings = re.findall(r"^#+ (.*)$", (DOCS / page).read_text(), re.M)
         there = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank, every other rank ends within the join's timeout, and says which rank and why."""
+"""When one rank fails in any way, every other rank ends within the join's timeout, with the rank and the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .reference import EXACT, batch, difference, mlp
 
 TIMEOUT_S = 3.0
 SLACK_S = 10.0
-"""What a rank may take beyond the timeout to say so, on a machine with more ranks than cores."""
+"""Seconds that a rank may take beyond the timeout to raise, on a machine with more ranks than cores."""
 WAYS = ["torch's wire", "counted", "planned", "iterate"]
 
 
@@ -37,7 +37,7 @@ def slow_but(*quick: str) -> list[object]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the harness wait for ranks that outlive another for as long as they may take to tell of it."""
+    """Let the harness wait for ranks that outlive another as long as they may take to raise."""
     monkeypatch.setattr(ranks, "_LINGER_S", TIMEOUT_S + SLACK_S)
 
 
@@ -89,7 +89,7 @@ def raising(rank: int, world_size: int, way: str) -> tuple[str, str, float]:
 
 # iterate plans where all lengths are known.
 @pytest.mark.parametrize("way", slow_but("torch's wire", "counted", "iterate"))
-def test_an_exception_on_one_rank_is_told_on_all(way: str) -> None:
+def test_an_exception_on_one_rank_is_reported_on_all(way: str) -> None:
     joined, failed, active = run_ranks(raising, 3, args=(way,), timeout_s=60)
     assert failed[:2] == ("ValueError", "loss is not finite")
     for kind, text, seconds in (joined, active):
@@ -99,8 +99,8 @@ def test_an_exception_on_one_rank_is_told_on_all(way: str) -> None:
         assert seconds < SLACK_S
 
 
-def telling_nothing(rank: int, world_size: int) -> tuple[str, str, float]:
-    """A rank fails in the step in which another waits to hear from it what the loop does with its gradients."""
+def failing_before_its_answer(rank: int, world_size: int) -> tuple[str, str, float]:
+    """A rank fails in the step in which another waits for its answer about the loop's gradients."""
 
     def trouble(step: int) -> None:
         if rank == 1 and step == 1:
@@ -109,8 +109,8 @@ def telling_nothing(rank: int, world_size: int) -> tuple[str, str, float]:
     return outcome(lambda: trains(rank, "counted", (1, 3)[rank], trouble, timeout_s=60))
 
 
-def test_an_exception_is_told_to_a_rank_that_waits_outside_any_collective() -> None:
-    (kind, text, seconds), _ = run_ranks(telling_nothing, 2, timeout_s=90)
+def test_an_exception_reaches_a_rank_that_waits_outside_any_collective() -> None:
+    (kind, text, seconds), _ = run_ranks(failing_before_its_answer, 2, timeout_s=90)
     assert kind == "PeerFailedError"
     assert "rank 1 failed: ValueError: loss is not finite" in text
     assert seconds < SLACK_S
@@ -162,8 +162,8 @@ def dying(rank: int, world_size: int, way: str, number: int, folder: str) -> Non
 
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
-    told = outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
-    Path(folder, f"{rank}.part").write_text("\n".join(map(str, [told[0], told[2], told[1]])))
+    seen = outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
+    Path(folder, f"{rank}.part").write_text("\n".join(map(str, [seen[0], seen[2], seen[1]])))
     Path(folder, f"{rank}.part").rename(Path(folder, str(rank)))
     if len(list(Path(folder).glob("[0-9]"))) == 2:
         with contextlib.suppress(ProcessLookupError):
@@ -185,21 +185,23 @@ def test_a_rank_that_is_killed_or_frozen_is_named_by_all_others(way: str, number
 
 
 def stuck(rank: int, world_size: int, way: str) -> tuple[str, str, float]:
-    """Rank 1 does not come until the others have told."""
+    """Rank 1 takes no part until the others have raised."""
     store = dist.distributed_c10d._get_default_store()
 
     def trouble(step: int) -> None:
         deadline = time.monotonic() + TIMEOUT_S + SLACK_S
-        while rank == 1 and step == 3 and time.monotonic() < deadline and not store.check(["told by 0", "told by 2"]):
+        while (
+            rank == 1 and step == 3 and time.monotonic() < deadline and not store.check(["raised on 0", "raised on 2"])
+        ):
             threading.Event().wait(0.05)  # a wait in the store would keep this rank's own thread from it
 
-    told = outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
-    store.set(f"told by {rank}", "")
-    return told
+    seen = outcome(lambda: trains(rank, way, LENGTHS[rank], trouble))
+    store.set(f"raised on {rank}", "")
+    return seen
 
 
 @pytest.mark.parametrize("way", slow_but("iterate"))
-def test_a_rank_that_is_alive_but_does_not_come_is_named_after_the_timeout(way: str) -> None:
+def test_a_rank_that_is_alive_but_takes_no_part_is_named_after_the_timeout(way: str) -> None:
     joined, _, active = run_ranks(stuck, 3, args=(way,), timeout_s=60)
     for kind, text, seconds in (joined, active):
         assert kind == "PeerFailedError"
@@ -208,8 +210,8 @@ def test_a_rank_that_is_alive_but_does_not_come_is_named_after_the_timeout(way: 
         assert TIMEOUT_S * 0.5 < seconds < TIMEOUT_S + SLACK_S
 
 
-class Silent(stagereg.Joinable):
-    """Reduces something each step, and tells nobody."""
+class NeverNotifies(stagereg.Joinable):
+    """Reduces something each step, and does not announce it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,11 +228,11 @@ class Silent(stagereg.Joinable):
 
 def never_notifying(rank: int, world_size: int, way: str) -> tuple[str, str, float]:
     def act() -> None:
-        silent = Silent()
+        joinable = NeverNotifies()
         data = list(range(2 + 2 * rank))
-        with join([silent], way, data):
+        with join([joinable], way, data):
             for _ in data:
-                silent()
+                joinable()
 
     return outcome(act)
 
@@ -245,13 +247,13 @@ def test_a_joinable_that_never_notifies_is_an_error_on_all_ranks(way: str) -> No
 
 def misused(rank: int, world_size: int, what: list[str]) -> list[tuple[str, str, float]]:
     """Each misuse in a process group of its own."""
-    told = []
+    outcomes = []
     for number, each in enumerate(what):
         print(f"now comes {each}")
         if number:
             new_group()
-        told.append(misuse(rank, each))
-    return told
+        outcomes.append(misuse(rank, each))
+    return outcomes
 
 
 def misuse(rank: int, what: str) -> tuple[str, str, float]:
@@ -313,7 +315,7 @@ def misuse(rank: int, what: str) -> tuple[str, str, float]:
     return outcome(act)
 
 
-WORDS = {
+MESSAGES = {
     "a loop inside a loop": "only one runs at a time",
     "two loops in turns": "only one runs at a time",
     "nested, both used inside": "used inside an inner one",
@@ -328,11 +330,11 @@ WORDS = {
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_cannot_be_joined_is_an_error_on_all_ranks(size: int) -> None:
-    what = [each for each in WORDS if ("module left" in each) == (size == 3)]
-    for told in run_ranks(misused, size, args=(what,), timeout_s=100):
-        for each, (kind, text, seconds) in zip(what, told, strict=True):
-            assert kind in ("JoinError", "PeerFailedError"), (each, told)
-            assert WORDS[each] in text
+    what = [each for each in MESSAGES if ("module left" in each) == (size == 3)]
+    for outcomes in run_ranks(misused, size, args=(what,), timeout_s=100):
+        for each, (kind, text, seconds) in zip(what, outcomes, strict=True):
+            assert kind in ("JoinError", "PeerFailedError"), (each, outcomes)
+            assert MESSAGES[each] in text
             assert seconds < TIMEOUT_S + SLACK_S, each
 
 

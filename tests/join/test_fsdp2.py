@@ -30,7 +30,7 @@ def sharded(case: Case, reshard: bool = True) -> Any:
 
 
 def whole(value: Any) -> Any:
-    """The same outcome with whole tensors in place of sharded ones; all ranks do it together."""
+    """The same outcome with whole tensors instead of sharded ones. Collective."""
     if isinstance(value, DTensor):
         return value.full_tensor().detach()
     if isinstance(value, dict):
@@ -47,7 +47,7 @@ def listed(case: Case, module: Any, training: Training) -> list[Any]:
 
 
 def join_of(library: str | None) -> tuple[Any, dict[str, Any]]:
-    """Whose ``Join``, and how it is told to know who has data."""
+    """The ``Join`` of a library, and the options of its mode."""
     return (TorchJoin, {}) if library == "torch" else (stagereg.Join, {"mode": library})
 
 
@@ -242,7 +242,7 @@ def test_all_ranks_throw_at_the_same_step_in_torchs_join() -> None:
 
 
 class Opaque:
-    """A batch that nobody but its module can look into."""
+    """A batch that only its module can look into."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
@@ -352,6 +352,6 @@ def test_replicated_shards_are_joined_too() -> None:
         assert difference(bias, torch.full((4,), 0.5 - 0.1 * (1 + 0.5 + 0.25), dtype=torch.float64)) < EXACT
 
 
-def test_what_is_no_fsdp2_module_is_refused() -> None:
+def test_a_module_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(JoinError, match="fully_shard"):
         stagereg.build("joinable", "fsdp2", module=nn.Linear(1, 1))

@@ -1,4 +1,4 @@
-"""What cannot be joined is refused when the join is made, in words that say what to do."""
+"""What cannot be joined is refused when the join is made, with the remedy."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ ALONE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_what_cannot_be_joined_is_refused(name: str) -> None:
-    make, words = ALONE[name]
-    with pytest.raises(JoinError, match=words) as error:
+    make, message = ALONE[name]
+    with pytest.raises(JoinError, match=message) as error:
         stagereg.Join(make())
     assert isinstance(error.value, (ValueError, stagereg.StageregError))
     assert len(str(error.value)) < 400
@@ -55,7 +55,7 @@ def test_an_optimizer_that_a_schedule_has_wrapped_is_not_refused_for_its_self() 
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero"])
-def test_a_joinable_or_hook_of_the_wrong_object_says_what_it_needs(name: str) -> None:
+def test_the_error_of_a_joinable_or_hook_of_the_wrong_object_names_what_it_needs(name: str) -> None:
     key = {"ddp": "module", "zero": "optimizer"}[name]
     needs = {"ddp": "needs a DistributedDataParallel module", "zero": "needs a ZeroRedundancyOptimizer"}[name]
     with pytest.raises(JoinError, match=needs):
@@ -78,8 +78,8 @@ DECLARATIONS: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", DECLARATIONS)
 def test_a_wrong_declaration_of_a_collective_is_refused(name: str) -> None:
-    collectives, kind, words = DECLARATIONS[name]
-    with pytest.raises(kind, match=words):
+    collectives, kind, message = DECLARATIONS[name]
+    with pytest.raises(kind, match=message):
         stagereg.build("joinable", "collective", collectives=collectives)
 
 
@@ -87,14 +87,14 @@ def refused(rank: int, world_size: int) -> list[str]:
     ddp = DistributedDataParallel(nn.Linear(1, 1))
     table = DistributedDataParallel(nn.Embedding(2, 1, sparse=True))
     overlapped = ZeroRedundancyOptimizer(ddp.parameters(), SGD, overlap_with_ddp=True, lr=0.1)
-    said = []
+    messages = []
     for joinables in ([ddp, overlapped], [table]):
         with pytest.raises(JoinError) as error, stagereg.Join(joinables):
             pass
-        said.append(str(error.value))
+        messages.append(str(error.value))
     with stagereg.Join([table], enable=False):
         table(torch.tensor([0])).sum().backward()
-    return [*said, str(ddp._join_config.enable or table._join_config.enable)]
+    return [*messages, str(ddp._join_config.enable or table._join_config.enable)]
 
 
 def test_what_cannot_be_shadowed_is_refused_on_every_rank() -> None:

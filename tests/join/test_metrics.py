@@ -1,4 +1,4 @@
-"""Metrics in and after a join are sums over all ranks, whoever has left the loop."""
+"""Metrics in and after a join are sums over all ranks, also those that have left the loop."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def abandoned(rank: int, world_size: int) -> dict[str, float]:
     return result
 
 
-def test_a_rank_that_still_answers_in_a_failed_join_disturbs_nobody() -> None:
+def test_a_rank_that_still_answers_in_a_failed_join_disturbs_no_other() -> None:
     assert run_ranks(abandoned, 2, timeout_s=20) == [{"loss": 0.5}] * 2
 
 
@@ -155,7 +155,7 @@ def refused(rank: int, world_size: int) -> str:
     return text
 
 
-def test_a_rank_without_data_is_told_not_to_ask() -> None:
+def test_compute_on_a_rank_without_data_is_an_error() -> None:
     text, other = run_ranks(refused, 2, timeout_s=30)
     assert "in the loop or after the join" in text
     assert not other
@@ -168,7 +168,7 @@ def test_a_process_alone_has_its_own_metrics() -> None:
 
 
 @pytest.mark.parametrize("given", [1.0, (1.0,), (torch.zeros(2), 2), ("a", 1), (1.0, 2, 3)])
-def test_what_is_no_sum_and_count_is_refused(given: Any) -> None:
+def test_a_value_that_is_no_sum_and_count_is_refused(given: Any) -> None:
     metrics = stagereg.build("joinable", "metrics")
     with pytest.raises(JoinError, match="takes a sum and a count"):
         metrics.add(loss=given)

@@ -173,7 +173,7 @@ def test_zero_with_parameters_as_bucket_views() -> None:
 
 
 def zero_alone(rank: int, world_size: int) -> Any:
-    """ZeRO over parameters whose gradients nobody reduces: each rank's shard follows its owner, to the end."""
+    """ZeRO over parameters whose gradients are not reduced: each rank's shard follows its owner, to the end."""
     module = seeded()
     zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.05)
     with stagereg.Join([zero]):
@@ -226,7 +226,7 @@ def by_hand(rank: int, world_size: int) -> Any:
     return values(ddp)
 
 
-def test_the_ddp_hook_serves_a_joinable_of_somebody_elses() -> None:
+def test_the_ddp_hook_serves_a_third_partys_joinable() -> None:
     one, other = run_ranks(by_hand, 2, timeout_s=30)
     assert difference(one, other) == 0.0
 

@@ -1,4 +1,4 @@
-"""Planned and counted joins give the numbers that torch's wire gives, and send what they say and no more."""
+"""Planned and counted joins give the numbers that torch's wire gives, and send only the collectives documented."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ PLANS = {
     "one goes on for longer": ((2, 3, 3), (5, 3, 3)),
     "all go on for longer": ((1, 1, 1), (2, 4, 3)),
     "one never begins": ((3, 3, 3), (3, 0, 2)),
-    "nobody begins": ((3, 3, 3), (0, 0, 0)),
+    "no rank begins": ((3, 3, 3), (0, 0, 0)),
 }
 
 
@@ -99,7 +99,7 @@ def all_plans(rank: int, world_size: int) -> dict[Any, Any]:
     }
 
 
-def test_what_ranks_do_counts_and_not_what_they_announced() -> None:
+def test_the_steps_that_ranks_take_count_and_not_their_announced_lengths() -> None:
     for outcome in run_ranks(all_plans, 3, timeout_s=100):
         assert len(outcome) == 2 * 2 * len(PLANS)
         for (mode, name, divide), found in outcome.items():
@@ -221,7 +221,7 @@ def test_two_steps_on_one_batch_count_ranks_without_data_in_neither() -> None:
 
 
 class Sealed:
-    """A batch that nobody can cut, and that does not tell how long it is."""
+    """A batch that cannot be cut and has no length."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
@@ -241,6 +241,22 @@ def sealed(rank: int, world_size: int) -> list[int]:
 
 def test_an_empty_example_of_any_kind_is_taken_as_it_is() -> None:
     assert run_ranks(sealed, 2, timeout_s=30) == [[0, 0], [3, 3]]
+
+
+def popping(rank: int, world_size: int) -> int:
+    ddp = DistributedDataParallel(net(Case()))
+    join, steps = stagereg.Join([ddp]), 0
+    with join:
+        for b in join.iterate([{"x": batch(rank, 0, step), "labels": torch.zeros(3)} for step in range(3 * rank)]):
+            labels = b.pop("labels")
+            assert len(labels) in (0, 3)
+            ddp(b["x"]).sum().backward()
+            steps += 1
+    return steps
+
+
+def test_a_body_may_take_items_out_of_each_empty_batch() -> None:
+    assert run_ranks(popping, 2, timeout_s=30) == [3, 3]
 
 
 def among_torchs(rank: int, world_size: int) -> list[torch.Tensor]:
@@ -287,11 +303,11 @@ def without_a_length(rank: int, mode: str, way: str) -> str:
 
 
 def test_a_plan_needs_every_ranks_length_and_auto_counts_without() -> None:
-    for said in run_ranks(lengthless, 3, timeout_s=30):
+    for errors in run_ranks(lengthless, 3, timeout_s=30):
         for way in WAYS:
-            assert "that of rank 1 has none" in said["planned", way]
-            assert "join.mode=counted" in said["planned", way]
-            assert said["auto", way] == "Join"
+            assert "that of rank 1 has none" in errors["planned", way]
+            assert "join.mode=counted" in errors["planned", way]
+            assert errors["auto", way] == "Join"
 
 
 def unplanned(rank: int, world_size: int) -> str:
@@ -304,30 +320,30 @@ def unplanned(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_a_planned_join_that_knows_no_loader_says_how_to_give_it_one() -> None:
-    for said in run_ranks(unplanned, 2, timeout_s=30):
-        assert "join.iterate(loader)" in said
-        assert "loader=loader" in said
+def test_the_error_of_a_planned_join_without_a_loader_shows_how_to_pass_it() -> None:
+    for message in run_ranks(unplanned, 2, timeout_s=30):
+        assert "join.iterate(loader)" in message
+        assert "loader=loader" in message
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"mode": "plannd"}, "Did you mean 'planned'"),
         ({"average": "sample"}, "Did you mean 'samples'"),
         ({"timeout": 0}, "join.timeout must be a number of seconds above 0"),
     ],
 )
-def test_a_wrong_option_is_refused_with_the_nearest_name(options: dict[str, Any], words: str) -> None:
-    tally = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
-    with pytest.raises(JoinError, match=words):
-        stagereg.Join([tally], **options)
+def test_a_wrong_option_is_refused_with_the_nearest_name(options: dict[str, Any], message: str) -> None:
+    joinable = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
+    with pytest.raises(JoinError, match=message):
+        stagereg.Join([joinable], **options)
 
 
 def thrown(
     rank: int, world_size: int, mode: str, sized: bool, way: str, lengths: tuple[int, ...], announced: int
 ) -> Any:
-    """How many steps this rank has trained when it is thrown out, with which parameters, and what it is told."""
+    """The steps that this rank has trained when the join throws, its parameters, and the error."""
     ddp = DistributedDataParallel(net(Case()))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     data = [batch(rank, 0, step) for step in range(lengths[rank])]

@@ -28,7 +28,7 @@ CASES = {
     "a rank without batches, zero": Case(lengths=(0, 4, 1), sharded=True),
     "one rank goes on alone": Case(lengths=(1, 1, 5)),
     "even": Case(lengths=(3, 3, 3)),
-    "nobody has data": Case(lengths=(0, 0, 0)),
+    "no rank has data": Case(lengths=(0, 0, 0)),
     "gradients never zeroed": Case(zero="never"),
     "gradients never zeroed, zero": Case(zero="never", sharded=True),
     "zeroed between forward and backward": Case(when="between"),
@@ -118,7 +118,7 @@ def hold(case: Case, library: str = "ours") -> None:
         assert difference(outcome, reference) < EXACT, f"rank {rank}"
 
 
-def test_the_reference_does_not_divide_by_the_active_ranks_unless_told() -> None:
+def test_the_reference_divides_by_the_active_ranks_only_on_request() -> None:
     assert difference(expected(Case()), expected(Case(divide=False))) > 1e-3
 
 
@@ -133,11 +133,11 @@ def cases(draw: st.DrawFn) -> Case:
         ddp["find_unused_parameters"] = True
     zero = draw(st.sampled_from(["none", "zeros", "never"]))
     accumulate = 1 if unused else draw(st.integers(1, 3))
-    # Nothing tells a rank that has no batch in an epoch whether what an accumulation left over was zeroed at its start.
+    # A rank that has no batch in an epoch cannot know whether what an accumulation left over was zeroed at its start.
     leftovers = accumulate > 1 and 0 in lengths
     # Of a share that was added to gradients carried along, only the sum is known.
     mixed_up = accumulate > 1 and zero == "never"
-    # One step tells nobody whether the next would have begun with its gradients.
+    # One step does not show whether the next would have begun with its gradients.
     untold = zero == "never" and max(lengths) < 2 * accumulate
     return Case(
         lengths=lengths,

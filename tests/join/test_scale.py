@@ -1,4 +1,4 @@
-"""Joins of many ranks: the real one, over lines and a store within one process, and over process groups."""
+"""Joins of many ranks: over simulated channels and a store in one process, and over real process groups."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Group:
         return self.simulation.store
 
 
-def line_of(group: Group, purpose: str) -> SimulatedChannel:
+def channel_of(group: Group, purpose: str) -> SimulatedChannel:
     return group.simulation.channel(group.rank(), purpose)
 
 
 class FailureDetector:
-    """By which an error of one rank is one of all."""
+    """Makes an error of one rank one of all."""
 
     def __init__(self, group: Group, timeout_s: float, name: str, step: Any = None) -> None:
         self._group = group
@@ -77,9 +77,8 @@ def in_threads() -> Iterator[None]:
     """What a join takes of its process is per rank while this is on."""
     each = {
         "stagereg.join.session.FailureDetector": FailureDetector,
-        "stagereg.join.session.control_channel": lambda group, purpose, waiting: line_of(group, purpose),
+        "stagereg.join.session.control_channel": lambda group, purpose, waiting: channel_of(group, purpose),
         "stagereg.join.context.discard_channels": lambda group: None,
-        "stagereg.join.context.was_aborted": lambda group: False,
     }
     with contextlib.ExitStack() as all_of_them:
         for where, what in each.items():
@@ -95,7 +94,7 @@ class Script:
     quits: bool = False  # it has one batch more, and breaks when it gets it
     stays: int = 99  # for so many empty batches, and then it breaks
     passes: bool = False  # over every empty batch
-    announced: int | None = 0  # how many batches more, or fewer, than that its loader says it has; or it does not know
+    announced: int | None = 0  # how many batches more, or fewer, than its loader's length; None: it has no length
 
     @property
     def steps(self) -> int:
@@ -126,7 +125,7 @@ class Scenario:
 
     @property
     def can_be_followed(self) -> bool:
-        """Whether no rank has to be told what a batch looks like although all had announced as many batches."""
+        """Whether no rank needs an example batch from another although all had announced as many batches."""
         return all(
             len({script.length for script in scripts}) > 1 or all(script.batches or script.quits for script in scripts)
             for scripts in self.loops
@@ -182,7 +181,7 @@ class Gradients(stagereg.Joinable):
         self.totals: list[float | None] = []
         self.was_last: bool | None = None
         self._group, self._scenario = group, scenario
-        self._channel = line_of(group, "gradients")
+        self._channel = channel_of(group, "gradients")
         self._loop: Any = None
         self._loops = 0
 
@@ -345,7 +344,7 @@ def test_every_rank_has_the_gradients_of_every_step_whichever_way_it_takes_part(
 @example(scenario=crowd([[steps(3), steps(2)]], 64, throw=True, way="plain", mode="counted"))
 @example(scenario=crowd([[steps(2), steps(3, announced=-1)]], 64, throw=True, mode="planned"))
 def test_a_throw_lets_no_rank_pass_that_has_not_taken_every_step(scenario: Scenario) -> None:
-    """Of ranks whose plans were wrong, one may hear first and tell the others by its detector."""
+    """Of ranks whose plans were wrong, one may raise first, and its detector stops the others."""
     lengths = [[script.steps for script in scripts] for scripts in scenario.loops]
     honest = all(
         script.announced == 0 and not script.quits and all(script.batches)
@@ -370,7 +369,7 @@ def test_a_throw_lets_no_rank_pass_that_has_not_taken_every_step(scenario: Scena
 @SEVERAL
 @given(scenario=scenarios(throw=True, mode="counted"))
 @example(scenario=crowd([[Script((True, True, True, False)), steps(5)]], 64, throw=True, mode="counted"))
-def test_after_a_throw_that_all_ranks_caught_they_go_on_as_if_nothing_had_been(scenario: Scenario) -> None:
+def test_after_a_throw_that_all_ranks_caught_they_can_join_again(scenario: Scenario) -> None:
     calm = replace(scenario, throw=False, averages=True)
     thrown, results = play(scenario, calm)
     assert len({len(totals) for totals, _ in thrown}) == 1

@@ -11,7 +11,7 @@ import pytest
 
 from .parallel import COLUMNS
 from .reference import difference
-from .table import CASES, MODES, PATIENCE_S, expected, has, holds, in_column, in_words, measured, run_failing
+from .table import CASES, MODES, PATIENCE_S, describe, expected, has, holds, in_column, measured, run_failing
 
 QUICK = {("ddp", "planned"), ("tp", "planned")}
 QUICK_ERRORS = {
@@ -52,11 +52,11 @@ def test_every_rank_has_the_numbers_of_a_single_process_in_every_case(column: st
 @pytest.mark.parametrize(("column", "mode", "name"), ERRORS)
 def test_what_cannot_be_joined_is_an_error_on_every_rank_in_time(column: str, mode: str, name: str) -> None:
     errors = run_failing(column, name, mode)
-    assert "not as it should be" not in in_words(errors, CASES[name].fails), errors
+    assert "not as it should be" not in describe(errors, CASES[name].fails), errors
     assert max(seconds for _, seconds in errors) < PATIENCE_S + MUCH_S
 
 
-def test_the_reference_tells_the_cases_apart() -> None:
+def test_the_reference_distinguishes_the_cases() -> None:
     uneven, mixed = CASES["uneven"], CASES["batches of different sizes"]
     apart = [
         (uneven, replace(uneven, lengths=((2, 4, 5),))),

@@ -1,4 +1,4 @@
-"""A join told to throw stops all ranks at the same step, with one error class that says who ran out."""
+"""With throw, a join stops all ranks at the same step, with one error class that names the exhausted rank."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .reference import Case, batch, net
 def throwing(rank: int, world_size: int, lengths: tuple[int, ...], first: str, library: str) -> Any:
     ddp = DistributedDataParallel(net(Case()))
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.1)
-    tally = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
+    joinable = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
     torchs = library == "mixed" and rank == 0
-    joinables = {"ddp": [ddp, zero], "collective": [tally, ddp, zero]}[first]
+    joinables = {"ddp": [ddp, zero], "collective": [joinable, ddp, zero]}[first]
     steps = 0
     error = None
     try:
         with (TorchJoin if torchs else stagereg.Join)(joinables, throw_on_early_termination=True):
             for step in range(lengths[rank]):
                 if first == "collective":
-                    tally(torch.zeros(()))
+                    joinable(torch.zeros(()))
                 ddp(batch(rank, 0, step)).sum().backward()
                 zero.step()
                 steps += 1
@@ -88,7 +88,7 @@ def other_error(rank: int, world_size: int) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_an_error_of_the_loops_own_stays_what_it_is() -> None:
+def test_an_error_of_the_loop_is_not_changed() -> None:
     assert run_ranks(other_error, 2, timeout_s=30) == ["RuntimeError: of the loop's own"] * 2
 
 

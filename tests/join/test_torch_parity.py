@@ -48,7 +48,7 @@ def test_a_joinable_must_define_what_torchs_must() -> None:
 
 
 def test_no_joinables_is_torchs_error_and_ours() -> None:
-    with pytest.raises(ValueError) as theirs:  # noqa: PT011 (its words are compared below)
+    with pytest.raises(ValueError) as theirs:  # noqa: PT011 (its message is compared below)
         torch_join.Join([])
     with pytest.raises(ValueError) as ours:  # noqa: PT011
         stagereg.Join([])
@@ -76,7 +76,7 @@ def test_a_joinable_whose_constructor_forgot_is_torchs_error_and_ours() -> None:
     assert isinstance(ours.value, stagereg.StageregError)
 
 
-class Tally:
+class Sum:
     """A third-party joinable: adds up one number a step over the ranks that have one. Derives from nothing."""
 
     def __init__(self, join: Any, group: Any = None) -> None:
@@ -103,31 +103,31 @@ class Tally:
     join_process_group = property(lambda self: self.group)
 
 
-class TorchTally(Tally, torch_join.Joinable):
+class TorchSum(Sum, torch_join.Joinable):
     def __init__(self, join: Any, group: Any = None) -> None:
         torch_join.Joinable.__init__(self)
-        Tally.__init__(self, join, group)
+        Sum.__init__(self, join, group)
 
 
-class OurTally(Tally, stagereg.Joinable):
+class OurSum(Sum, stagereg.Joinable):
     def __init__(self, join: Any, group: Any = None) -> None:
         self.announces_itself = join is torch_join.Join
         stagereg.Joinable.__init__(self)
-        Tally.__init__(self, join, group)
+        Sum.__init__(self, join, group)
 
 
-TALLIES = {"of its own": Tally, "of torch's": TorchTally, "of ours": OurTally}
+SUMS = {"of its own": Sum, "of torch's": TorchSum, "of ours": OurSum}
 JOINS = {"ours": stagereg.Join, "torch's": torch_join.Join}
-TOLD = [("ours", "ours"), ("ours", "torch's"), ("torch's", "ours")]
-"""Whose join it is, and whose is told of each step."""
+WHERES = [("ours", "ours"), ("ours", "torch's"), ("torch's", "ours")]
+"""Whose join is entered, and whose ``notify_join_context`` is called."""
 
 
-def all_tallies(rank: int, world_size: int) -> dict[tuple[str, str, str], Any]:
-    return {(base, *wheres): tallies(rank, base, *wheres) for base in TALLIES for wheres in TOLD}
+def all_sums(rank: int, world_size: int) -> dict[tuple[str, str, str], Any]:
+    return {(base, *wheres): sums(rank, base, *wheres) for base in SUMS for wheres in WHERES}
 
 
-def tallies(rank: int, base: str, context: str, notifies: str) -> Any:
-    first, second = TALLIES[base](JOINS[notifies]), TALLIES[base](JOINS[notifies])
+def sums(rank: int, base: str, context: str, notifies: str) -> Any:
+    first, second = SUMS[base](JOINS[notifies]), SUMS[base](JOINS[notifies])
     totals = []
     with JOINS[context]([first, second], colour="red", divide_by_initial_world_size=False):
         for _ in range((1, 3, 2)[rank]):
@@ -138,8 +138,8 @@ def tallies(rank: int, base: str, context: str, notifies: str) -> Any:
 
 
 def test_a_third_partys_joinables_are_joined() -> None:
-    ranks = run_ranks(all_tallies, 3, timeout_s=60)
-    assert len(ranks[0]) == len(TALLIES) * len(TOLD)
+    ranks = run_ranks(all_sums, 3, timeout_s=60)
+    assert len(ranks[0]) == len(SUMS) * len(WHERES)
     for which in ranks[0]:
         outcomes = [outcome[which] for outcome in ranks]
         totals = [totals for totals, _, _ in outcomes]
@@ -148,21 +148,21 @@ def test_a_third_partys_joinables_are_joined() -> None:
 
 
 def keywords(rank: int, world_size: int) -> Any:
-    joinables = [TALLIES[base](stagereg.Join) for base in TALLIES]
-    stagereg.Join(joinables, colour="red", size=2)
-    return [joinable.seen for joinable in joinables]
+    joinables = [SUMS[base](stagereg.Join) for base in SUMS]
+    with stagereg.Join(joinables, colour="red", size=2):
+        return [joinable.seen for joinable in joinables]
 
 
-def test_keyword_arguments_reach_every_hook_as_soon_as_there_is_a_join() -> None:
+def test_keyword_arguments_reach_every_hook_when_the_join_is_entered() -> None:
     assert run_ranks(keywords, 1, timeout_s=30) == [[[{"colour": "red", "size": 2}]] * 3]
 
 
-class Elsewhere(Tally):
+class Elsewhere(Sum):
     join_device = property(lambda self: torch.device("meta"))
 
 
 def first_device(rank: int, world_size: int) -> list[str]:
-    here, elsewhere = Tally(stagereg.Join), Elsewhere(stagereg.Join)
+    here, elsewhere = Sum(stagereg.Join), Elsewhere(stagereg.Join)
     return [str(stagereg.Join(order)._wire.device) for order in ([here, elsewhere], [elsewhere, here])]
 
 
@@ -172,17 +172,17 @@ def test_the_first_joinables_device_is_used() -> None:
 
 def groups(rank: int, world_size: int) -> list[str]:
     other = dist.new_group([0, 1])
-    said = []
+    messages = []
     for kind in (torch_join.Join, stagereg.Join):
         with pytest.raises(ValueError) as error:  # noqa: PT011
-            kind([TorchTally(kind, dist.group.WORLD), TorchTally(kind, other)])
-        said.append(str(error.value))
+            kind([TorchSum(kind, dist.group.WORLD), TorchSum(kind, other)])
+        messages.append(str(error.value))
     assert isinstance(error.value, stagereg.StageregError)
-    with stagereg.Join([Tally(stagereg.Join, None), Tally(stagereg.Join, dist.group.WORLD)]):
+    with stagereg.Join([Sum(stagereg.Join, None), Sum(stagereg.Join, dist.group.WORLD)]):
         pass  # None is the default group
     model = DistributedDataParallel(net(Case()), process_group=other)
     stagereg.Join([model, torch.optim.SGD(model.parameters(), lr=1.0)])  # an optimizer has no group
-    return said
+    return messages
 
 
 def test_different_process_groups_are_torchs_error_and_ours() -> None:
@@ -260,7 +260,7 @@ def in_doubt(rank: int, world_size: int, case: Case) -> list[torch.Tensor]:
     return [p.detach().clone() for p in ddp.parameters()]
 
 
-def test_ranks_that_do_not_know_the_loop_wait_for_nobody_who_will_not_tell() -> None:
+def test_ranks_that_do_not_know_the_loop_do_not_wait_for_an_answer_from_torchs_join() -> None:
     case = Case(lengths=(0, 4, 1), optimizer="sgd")
     for params in run_ranks(in_doubt, 3, args=(case,), timeout_s=15):
         assert difference(params, expected(case)["params"]) < EXACT

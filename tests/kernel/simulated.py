@@ -1,10 +1,10 @@
-"""Many ranks in one process: threads that take turns, over lines and a store that are lists and dicts.
+"""Many ranks in one process: threads that take turns, over channels and a store that are lists and dicts.
 
-One thread runs at a time, and who is next is drawn from a seed, so a failing run fails again. Nothing waits for time to
-pass: when nobody can go on, that is a deadlock at once, and the error says where each rank is. The calls of the ranks
+One thread runs at a time, and the next one is drawn from a seed, so a failing run fails again. No thread waits for time
+to pass: when none can go on, that is a deadlock at once, and the error shows where each rank is. The calls of the ranks
 on a channel are matched by their order, and any two that do not match end the run.
 
-Only what is drawn is left to the tests: what the ranks do, and what is to come of it.
+The tests draw what the ranks do, and state the outcome.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TURNS = 50_000
 
 
 class Stuck(AssertionError):
-    """The ranks did not match, or nobody could go on."""
+    """The calls of the ranks did not match, or no rank could go on."""
 
 
 class _Actor:
@@ -46,7 +46,7 @@ class Simulation:
 
     Args:
         size: how many ranks.
-        seed: decides whose turn it is.
+        seed: decides which thread runs next.
 
     Attributes:
         store: one for all ranks; ``torch.distributed.PrefixStore`` may be put before it.
@@ -62,7 +62,7 @@ class Simulation:
         self._stuck: Stuck | None = None
         self._turns = 0
         self._finished = threading.Event()
-        self._rooms: dict[str, _Room] = {}
+        self._channels: dict[str, _ChannelState] = {}
 
     def run(self, act: Callable[[int], Any]) -> list[Any]:
         """Run ``act(rank)`` on all ranks; return what each returned or, as an object, raised.
@@ -87,14 +87,14 @@ class Simulation:
         if self._stuck is not None:
             raise self._stuck
         if self._failure is None and not any(isinstance(result, Exception) for result in results):
-            for room in self._rooms.values():
-                room.must_be_empty()
+            for state in self._channels.values():
+                state.must_be_empty()
         return results
 
     def channel(self, rank: int, purpose: str) -> SimulatedChannel:
         """Return the end of a rank of a channel; the first one for this purpose makes the channel."""
-        room = self._rooms.setdefault(purpose, _Room(self, purpose))
-        return SimulatedChannel(room, rank)
+        state = self._channels.setdefault(purpose, _ChannelState(self, purpose))
+        return SimulatedChannel(state, rank)
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Give the turn to others until ``ready``, which any thread may ask and which does not wait."""
@@ -128,7 +128,7 @@ class Simulation:
         return stuck
 
     def enlist(self, name: str, target: Callable[[], None]) -> Callable[[], bool]:
-        """Start a thread that takes turns with the others; return what tells whether it is still alive."""
+        """Start a thread that takes turns with the others; return a function that returns whether it is alive."""
         actor = _Actor(self, name)
 
         def live() -> None:
@@ -162,7 +162,7 @@ class Simulation:
             if self._failure is not None or actor.ready():
                 actor.turn.release()
                 return
-        self.stick("nobody can go on")
+        self.stick("no thread can go on")
         actors[0].turn.release()
 
     def _stacks(self) -> str:
@@ -191,8 +191,8 @@ class _Round:
         return list(self._sums)
 
 
-class _Room:
-    """What the ends of a channel share."""
+class _ChannelState:
+    """The calls of one channel, shared by its ends."""
 
     def __init__(self, simulation: Simulation, purpose: str) -> None:
         self.simulation, self.purpose = simulation, purpose
@@ -222,33 +222,33 @@ class _Room:
 class SimulatedChannel:
     """A ``stagereg.kernel.channel.ControlChannel``."""
 
-    def __init__(self, room: _Room, rank: int) -> None:
-        self.rank, self.size = rank, room.simulation.size
-        self._room = room
+    def __init__(self, state: _ChannelState, rank: int) -> None:
+        self.rank, self.size = rank, state.simulation.size
+        self._state = state
 
     def add(self, values: Sequence[float]) -> SimulatedSum:
-        return SimulatedSum(self._room, self._room.enter(self.rank, ("sum", len(values)), list(values)))
+        return SimulatedSum(self._state, self._state.enter(self.rank, ("sum", len(values)), list(values)))
 
     def gather(self, thing: Any) -> list[Any]:
-        call = self._room.enter(self.rank, ("gather",), thing)
-        self._room.simulation.wait(lambda: call.full, f"a gather for {self._room.purpose}")
+        call = self._state.enter(self.rank, ("gather",), thing)
+        self._state.simulation.wait(lambda: call.full, f"a gather for {self._state.purpose}")
         return [call.things[rank] for rank in range(self.size)]
 
     def submit(self, job: Callable[[], None]) -> None:
         rank: _Actor = _here.actor
-        self._room.simulation.enlist(f"the thread for {self._room.purpose} of {rank.name}", job)
+        self._state.simulation.enlist(f"the thread for {self._state.purpose} of {rank.name}", job)
 
     def meet(self, label: object, value: float) -> float:
-        """Sum one number that goes by a label: a collective of the training step, which the label tells."""
-        call = self._room.enter(self.rank, ("sum", label), [value])
-        return SimulatedSum(self._room, call).wait()[0]
+        """Sum one number under a label that must be equal on all ranks: a collective of the training step."""
+        call = self._state.enter(self.rank, ("sum", label), [value])
+        return SimulatedSum(self._state, call).wait()[0]
 
 
 class SimulatedSum:
     """A ``stagereg.kernel.channel.PendingSum``."""
 
-    def __init__(self, room: _Room, call: _Round) -> None:
-        self._room, self._call = room, call
+    def __init__(self, state: _ChannelState, call: _Round) -> None:
+        self._state, self._call = state, call
 
     def ready(self, seconds: float) -> bool:
         if seconds and not self._call.full:
@@ -261,30 +261,30 @@ class SimulatedSum:
         return self._call.sums()
 
     def _wait(self) -> None:
-        self._room.simulation.wait(lambda: self._call.full, f"{self._call.kind} for {self._room.purpose}")
+        self._state.simulation.wait(lambda: self._call.full, f"{self._call.kind} for {self._state.purpose}")
 
 
 class _Store(dist.Store):
     def __init__(self, simulation: Simulation) -> None:
         super().__init__()
         self._simulation = simulation
-        self._words: dict[str, bytes] = {}
+        self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
         self._simulation.pause()
-        self._words[key] = value if isinstance(value, bytes) else value.encode()
+        self._values[key] = value if isinstance(value, bytes) else value.encode()
 
     def get(self, key: str) -> bytes:
-        return self._words[key]
+        return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
-        return all(key in self._words for key in keys)
+        return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int) -> int:
         self._simulation.pause()
-        total = int(self._words.get(key, b"0")) + amount
-        self._words[key] = str(total).encode()
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
         return total
 
     def delete_key(self, key: str) -> bool:
-        return self._words.pop(key, None) is not None
+        return self._values.pop(key, None) is not None

@@ -1,4 +1,4 @@
-"""Control channels: beside the collectives of training, kept for as long as their group, waited for in bounds."""
+"""Control channels: separate from training's collectives, kept as long as their group, with bounded waits."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def world() -> dist.ProcessGroup:
 
 
 def use(rank: int, world_size: int) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
     channel, other = control_channel(world(), "one"), control_channel(world(), "other")
-    told["kept"] = control_channel(world(), "one") is channel
-    told["apart"] = other is not channel
-    told["place"] = (channel.rank, channel.size)
+    seen["kept"] = control_channel(world(), "one") is channel
+    seen["apart"] = other is not channel
+    seen["rank and size"] = (channel.rank, channel.size)
 
     sums = channel.add([1.0, float(rank), 0.5])
-    told["sum"] = sums.wait()
-    told["waited twice"] = (sums.ready(0.0), sums.wait())
-    told["gathered"] = channel.gather({"rank": rank})
+    seen["sum"] = sums.wait()
+    seen["waited twice"] = (sums.ready(0.0), sums.wait())
+    seen["gathered"] = channel.gather({"rank": rank})
 
     # The ranks use training's group, and the two channels, in different orders.
     mine = torch.tensor([float(rank)])
@@ -37,76 +37,76 @@ def use(rank: int, world_size: int) -> dict[str, Any]:
     else:
         dist.all_reduce(mine)
         two, one = other.add([10.0]), channel.add([1.0])
-    told["orders"] = (mine.item(), one.wait(), two.wait())
+    seen["orders"] = (mine.item(), one.wait(), two.wait())
 
-    # Rank 0 has asked and has not been waited for; all it hears until the others come is that they have not.
-    word = world().get_group_store()
+    # Rank 0 has requested and the others have not: until they do, its request is not ready.
+    store = world().get_group_store()
     if rank == 0:
         late = channel.add([1.0])
-        told["not yet"] = late.ready(0.05), late.ready(0.0)
-        word.set("come", "now")
+        seen["not yet"] = late.ready(0.05), late.ready(0.0)
+        store.set("come", "now")
     else:
-        word.wait(["come"])
+        store.wait(["come"])
         late = channel.add([1.0])
     while not late.ready(5.0):
         pass
-    told["late"] = late.wait()
-    told["after it"] = channel.add([float(rank)]).wait()
-    return told
+    seen["late"] = late.wait()
+    seen["after it"] = channel.add([float(rank)]).wait()
+    return seen
 
 
 def test_a_channel_sums_and_gathers_beside_training_and_can_be_waited_for_a_while() -> None:
-    for rank, told in enumerate(run_ranks(use, 3, timeout_s=40)):
-        assert told["kept"]
-        assert told["apart"]
-        assert told["place"] == (rank, 3)
-        assert told["sum"] == [3.0, 3.0, 1.5]
-        assert told["waited twice"] == (True, [3.0, 3.0, 1.5])
-        assert told["gathered"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-        assert told["orders"] == (3.0, [3.0], [30.0])
-        assert told.get("not yet") == ((False, False) if rank == 0 else None)
-        assert told["late"] == [3.0]
-        assert told["after it"] == [3.0]
+    for rank, seen in enumerate(run_ranks(use, 3, timeout_s=40)):
+        assert seen["kept"]
+        assert seen["apart"]
+        assert seen["rank and size"] == (rank, 3)
+        assert seen["sum"] == [3.0, 3.0, 1.5]
+        assert seen["waited twice"] == (True, [3.0, 3.0, 1.5])
+        assert seen["gathered"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert seen["orders"] == (3.0, [3.0], [30.0])
+        assert seen.get("not yet") == ((False, False) if rank == 0 else None)
+        assert seen["late"] == [3.0]
+        assert seen["after it"] == [3.0]
 
 
 def parts(rank: int, world_size: int) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[rank // 2]
     channel = control_channel(pair, "of a pair")  # made by its ranks alone
-    told["place"] = (channel.rank, channel.size)
-    told["sum"] = channel.add([float(rank)]).wait()
+    seen["rank and size"] = (channel.rank, channel.size)
+    seen["sum"] = channel.add([float(rank)]).wait()
 
     alone = [dist.new_group([each]) for each in range(world_size)][rank]
     single = control_channel(alone, "alone")
-    told["alone"] = (single.rank, single.size, single.add([1.0, 2.0]).wait(), single.gather("me"))
-    return told
+    seen["alone"] = (single.rank, single.size, single.add([1.0, 2.0]).wait(), single.gather("me"))
+    return seen
 
 
 def again(rank: int, world_size: int) -> list[Any]:
     """Destroy the process group and make one of the same name over other ranks of the same job."""
     before = control_channel(world(), "one")
-    told: list[Any] = [world().group_name, before.add([1.0]).wait()]
+    seen: list[Any] = [world().group_name, before.add([1.0]).wait()]
     store = dist.PrefixStore("second", world().get_group_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=world_size - 1 - rank, world_size=world_size)
     after = control_channel(world(), "one")
-    told += [world().group_name, after is before, after.rank, after.add([1.0]).wait()]
-    told.append(control_channel(world(), "one") is after)
-    return told
+    seen += [world().group_name, after is before, after.rank, after.add([1.0]).wait()]
+    seen.append(control_channel(world(), "one") is after)
+    return seen
 
 
 def test_a_channel_belongs_to_the_ranks_of_its_group() -> None:
-    for rank, told in enumerate(run_ranks(parts, 4, timeout_s=40)):
-        assert told["place"] == (rank % 2, 2)
-        assert told["sum"] == [1.0 if rank < 2 else 5.0]
-        assert told["alone"] == (0, 1, [1.0, 2.0], ["me"])
+    for rank, seen in enumerate(run_ranks(parts, 4, timeout_s=40)):
+        assert seen["rank and size"] == (rank % 2, 2)
+        assert seen["sum"] == [1.0 if rank < 2 else 5.0]
+        assert seen["alone"] == (0, 1, [1.0, 2.0], ["me"])
 
 
 def test_a_group_made_again_under_the_same_name_has_channels_of_its_own() -> None:
-    for rank, (name, first, name_again, same, place, second, kept) in enumerate(run_ranks(again, 2, timeout_s=40)):
+    for rank, (name, first, name_again, same, new_rank, second, kept) in enumerate(run_ranks(again, 2, timeout_s=40)):
         assert name == name_again
         assert first == second == [2.0]
         assert not same
-        assert place == 1 - rank
+        assert new_rank == 1 - rank
         assert kept

@@ -1,4 +1,4 @@
-"""The copy itself: right bytes for any split among threads, plans kept and dropped, memory borrowed and given back."""
+"""The copy itself: right bytes for any split among threads, plans kept and dropped, memory leased and returned."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_callers_grad_mode_is_left_as_it_was_and_no_graph_is_made() -> None:
     assert copy["conj"].grad_fn is None
 
 
-def test_after_close_it_says_so() -> None:
+def test_use_after_close_is_an_error() -> None:
     copier = HostCopier(Pool())
     copier.close()
     for state in ({}, {"w": torch.ones(1)}, {"not": threading.Lock()}):

@@ -1,4 +1,4 @@
-"""The plan: what is moved, where it comes to lie, and when a plan no longer fits."""
+"""The plan: what is copied, to which offset, and when a plan no longer fits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_tied_tensors_are_moved_once() -> None:
     assert [region.nbytes for region in layout.regions] == [4000, 4000]
 
 
-def test_neighbours_in_one_storage_are_one_move_and_strangers_are_not() -> None:
+def test_neighbours_in_one_storage_are_one_copy_and_others_are_not() -> None:
     flat = torch.ones(1000)
     assert len(plan(*flat.split(10)).regions) == 1
     assert len(plan(flat[:10], flat[500:]).regions) == 2
@@ -58,7 +58,7 @@ def test_views_of_other_dtypes_start_where_they_should() -> None:
     assert [start - starts[0] for start in starts] == [0, 4, 5]
 
 
-def test_empty_tensors_lie_nowhere() -> None:
+def test_empty_tensors_have_no_block() -> None:
     layout = plan(torch.empty(0), torch.empty(0, 3), torch.empty(3, 0))
     assert (layout.nbytes, layout.regions, layout.packed) == (0, [], [])
 

@@ -1,4 +1,4 @@
-"""Whatever ranks do with their data, all of them take part in the same steps, know what they may, and end together."""
+"""Whatever ranks do with their data, all take part in the same steps, agree on who is active, and end together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Script:
 
     batches: tuple[bool, ...] = ()
     bodies: tuple[bool, ...] = ()  # ... runs its body without data, where it may skip too, and then leaves the loop
-    announced: int | None = 0  # how many batches more (or fewer) than that it said it had; or it did not know
+    announced: int | None = 0  # how many batches more (or fewer) than it announced; None: it did not know
     reads: bool = True
 
     @property
@@ -40,7 +40,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Scenario:
-    """All ranks' scripts, and what they have alike."""
+    """All ranks' scripts, and what the ranks have in common."""
 
     scripts: tuple[Script, ...]
     mode: str = "counted"
@@ -63,10 +63,11 @@ class Scenario:
             return None
         return float(sum(gradient(rank, step) for rank, active in enumerate(self.active(step)) if active))
 
-    def roll(self, step: int) -> ActiveRanks:
+    def active_ranks(self, step: int) -> ActiveRanks:
         if self.mode == "planned":
             return ActiveRanks((), int(self.syncs(step)))
-        return ActiveRanks(self.active(step), sum(self.active(step)) if self.syncs(step) else 0)
+        ranks = tuple(rank for rank, active in enumerate(self.active(step)) if active)
+        return ActiveRanks(ranks, len(ranks) if self.syncs(step) else 0)
 
 
 def gradient(rank: int, step: int) -> int:
@@ -75,13 +76,13 @@ def gradient(rank: int, step: int) -> int:
 
 @dataclass
 class Rank:
-    """A rank that follows its script, and notes each step's gradients and what it was told of who takes part."""
+    """A rank that follows its script, and notes each step's gradients and active ranks."""
 
     scenario: Scenario
     simulation: Simulation
     rank: int
     totals: list[float | None] = field(default_factory=list)
-    rolls: list[ActiveRanks] = field(default_factory=list)
+    active_ranks: list[ActiveRanks] = field(default_factory=list)
     membership: Membership = field(init=False)
     raised: Exception | None = None
 
@@ -110,31 +111,31 @@ class Rank:
             if takes:
                 self.step(self.membership.steps, gradient(self.rank, self.membership.steps))
         for takes in script.bodies:
-            roll = self.membership.wait_for_next_step()
-            if roll is None:
+            active = self.membership.wait_for_next_step()
+            if active is None:
                 break
-            self.membership.expect_empty_step()
+            self.membership.expects_empty_step = True
             if takes:
                 self.step(self.membership.steps - 1, 0.0)
             else:
-                self.shadow(roll)
-        while (roll := self.membership.wait_for_next_step()) is not None:
-            self.shadow(roll)
+                self.shadow(active)
+        while (active := self.membership.wait_for_next_step()) is not None:
+            self.shadow(active)
 
     def step(self, number: int, mine: float) -> None:
         self.membership.begin(self.syncs(number))
         if self.scenario.throw:
             self.membership.raise_if_exhausted()
         if self.scenario.scripts[self.rank].reads:
-            self.rolls.append(self.membership.read())
+            self.active_ranks.append(self.membership.read())
         else:
-            self.rolls.append(self.scenario.roll(number))
+            self.active_ranks.append(self.scenario.active_ranks(number))
         self.totals.append(self.gradients.meet(number, mine) if self.syncs(number) else None)
 
-    def shadow(self, roll: ActiveRanks) -> None:
-        self.rolls.append(roll)
+    def shadow(self, active: ActiveRanks) -> None:
+        self.active_ranks.append(active)
         number = self.membership.steps - 1
-        self.totals.append(self.gradients.meet(number, 0.0) if roll.syncing else None)
+        self.totals.append(self.gradients.meet(number, 0.0) if active.syncing else None)
 
     def syncs(self, number: int) -> bool:
         return self.scenario.syncs(number)
@@ -193,7 +194,7 @@ def test_all_ranks_take_part_in_every_step_that_any_has_data_for_and_in_no_more(
     for script, rank in zip(scenario.scripts, play(scenario), strict=True):
         assert rank.raised is None
         assert rank.totals == [scenario.total(step) for step in range(scenario.steps)]
-        assert rank.rolls == [scenario.roll(step) for step in range(scenario.steps)]
+        assert rank.active_ranks == [scenario.active_ranks(step) for step in range(scenario.steps)]
         assert rank.membership.over
         assert rank.membership.wait_for_next_step() is None
         assert rank.membership.steps == scenario.steps
@@ -204,15 +205,15 @@ def test_all_ranks_take_part_in_every_step_that_any_has_data_for_and_in_no_more(
 def thrown(scenario: Scenario) -> tuple[int, list[int], int] | None:
     """After how many steps a counted join throws, which ranks are the reason, and how many steps others have begun."""
     size = len(scenario.scripts)
-    said = ["unsure"] * size
+    announced = ["unsure"] * size
     for step in range(scenario.steps + 1):
-        absent = [rank for rank in range(size) if said[rank] == "absent"]
-        last = [rank for rank in range(size) if said[rank] == "last"]
-        if absent or (last and "more" in said):
+        absent = [rank for rank in range(size) if announced[rank] == "absent"]
+        last = [rank for rank in range(size) if announced[rank] == "last"]
+        if absent or (last and "more" in announced):
             return step, absent or last, step
-        all_had_more = set(said) == {"more"}
-        said = [presence(script, step) for script in scenario.scripts]
-        absent = [rank for rank in range(size) if said[rank] == "absent"]
+        all_had_more = set(announced) == {"more"}
+        announced = [presence(script, step) for script in scenario.scripts]
+        absent = [rank for rank in range(size) if announced[rank] == "absent"]
         if 0 < len(absent) < size and not all_had_more:
             return step, absent, step + 1
     return None
@@ -233,17 +234,17 @@ def presence(script: Script, step: int) -> str:
 @example(scenario=crowd([steps(6), steps(4, announced=2)], 64, throw=True))
 @example(scenario=crowd([steps(4)], 64, throw=True))
 def test_a_counted_throw_reaches_all_ranks_in_the_same_step(scenario: Scenario) -> None:
-    told = thrown(scenario)
+    expected = thrown(scenario)
     shortest = min(script.steps for script in scenario.scripts)
     if all(script.announced is None or script.length == script.steps for script in scenario.scripts):
-        assert told is None if shortest == scenario.steps else told is not None and told[0] == shortest
+        assert expected is None if shortest == scenario.steps else expected is not None and expected[0] == shortest
     elif shortest < scenario.steps:
-        assert told is not None
-        assert told[0] <= shortest + 1
+        assert expected is not None
+        assert expected[0] <= shortest + 1
     for number, rank in enumerate(play(scenario)):
-        taken, gone, begun = told or (scenario.steps, [], scenario.steps)
+        taken, gone, begun = expected or (scenario.steps, [], scenario.steps)
         assert rank.totals == [scenario.total(step) for step in range(taken)]
-        if told is None:
+        if expected is None:
             assert rank.raised is None
             continue
         assert isinstance(rank.raised, UnevenInputsError)
@@ -279,10 +280,10 @@ def test_a_planned_throw_comes_before_the_first_step_and_names_all_lengths(scena
 @SEVERAL
 @given(kinds=st.lists(st.integers(0, 6), min_size=2, max_size=9), seed=st.integers(0, 999))
 @example(kinds=[6, 5, 6, 6] * 16, seed=0)
-def test_who_leaves_early_although_even_lengths_were_planned_hears_that_others_have_more(
+def test_a_rank_that_leaves_early_although_even_lengths_were_planned_raises_that_others_have_more(
     kinds: list[int], seed: int
 ) -> None:
-    """In a join, that rank's error reaches the others by its detector."""
+    """In a join, the failure detector brings that rank's error to the others."""
     scripts = tuple(steps(count, announced=6 - count) for count in kinds)
     scenario = Scenario(scripts, "planned", cycle=1, throw=True, seed=seed)
     ranks = play(scenario, Reporting)
@@ -313,18 +314,18 @@ class Odd(Rank):
         return self.scenario.syncs(number - self.rank % 2)
 
 
-class Silent(Odd):
-    """... and whatever they would do with gradients, nobody reads who takes part before the next step begins."""
+class ReadsLate(Odd):
+    """... and none reads who is active before the next step begins."""
 
     def step(self, number: int, mine: float) -> None:
         self.membership.begin(self.syncs(number))
         self.totals.append(None)
 
-    def shadow(self, roll: ActiveRanks) -> None:
+    def shadow(self, active: ActiveRanks) -> None:
         self.totals.append(None)
 
 
-@pytest.mark.parametrize("kind", [Odd, Silent])
+@pytest.mark.parametrize("kind", [Odd, ReadsLate])
 @SEVERAL
 @given(scenario=scenarios())
 @example(scenario=crowd([steps(5)], 64, cycle=2))
@@ -342,7 +343,7 @@ def test_schedules_that_differ_are_an_error_on_every_rank_in_the_step_where_they
         assert isinstance(rank.raised, JoinError)
         assert f"in step {differ[0] + 1}, " in str(rank.raised)
         assert "Decide by the number of the step" in str(rank.raised)
-        assert len(rank.totals) == differ[0] + (kind is Silent and script.steps > differ[0])
+        assert len(rank.totals) == differ[0] + (kind is ReadsLate and script.steps > differ[0])
 
 
 def differs(scenario: Scenario, step: int) -> bool:
@@ -355,14 +356,14 @@ def test_a_body_without_data_does_not_begin_a_step_of_its_own() -> None:
         membership = AllReduceMembership(simulation.channel(rank, "membership"), waiting=simulation.waiting)
         if rank == 0:
             membership.begin()
-            assert membership.read().count == 1
+            assert membership.read().ranks == (0,)
         else:
-            assert membership.wait_for_next_step() == ActiveRanks((True, False), 1)
-            membership.expect_empty_step()
+            assert membership.wait_for_next_step() == ActiveRanks((0,), 1)
+            membership.expects_empty_step = True
             assert membership.expects_empty_step
             membership.begin()
             assert not membership.expects_empty_step
-        assert membership.read() == ActiveRanks((True, False), 1)
+        assert membership.read() == ActiveRanks((0,), 1)
         assert membership.wait_for_next_step() is None
         return [membership.steps, membership.shadowed]
 
@@ -370,21 +371,15 @@ def test_a_body_without_data_does_not_begin_a_step_of_its_own() -> None:
     assert simulation.run(act) == [[1, 0], [1, 1]]
 
 
-def test_a_roll_knows_how_many_are_active_and_who_comes_last() -> None:
-    roll = ActiveRanks((True, False, True, False), 2)
-    assert (roll.known, roll.count, roll.highest) == (True, 2, 2)
-    assert not ActiveRanks().known
-
-
-def test_a_rank_that_is_alone_ends_by_itself() -> None:
+def test_a_single_rank_ends_by_itself() -> None:
     for mode in ("planned", "counted"):
         (rank,) = play(Scenario((steps(3),), mode))
         assert rank.membership.over
         assert rank.totals == [1.0, 1001.0, 2001.0]
 
 
-def test_the_simulation_says_who_waits_for_what() -> None:
-    """What makes the tests above fail: a rank that does not come, another call in its place, and one too many."""
+def test_the_simulation_reports_which_rank_waits_for_what() -> None:
+    """What makes the tests above fail: a missing call of a rank, a different call, and one call too many."""
 
     def absent(rank: int) -> None:
         if rank == 0:
@@ -398,7 +393,7 @@ def test_the_simulation_says_who_waits_for_what() -> None:
             simulation.channel(rank, "gradients").add([1.0])
 
     simulation = Simulation(2)
-    with pytest.raises(Stuck, match=r"nobody can go on\nrank 0 waits for \('sum', 0\) for gradients"):
+    with pytest.raises(Stuck, match=r"no thread can go on\nrank 0 waits for \('sum', 0\) for gradients"):
         simulation.run(absent)
     simulation = Simulation(2)
     with pytest.raises(Stuck, match=r"call 0 on the channel for gradients is .* on rank"):

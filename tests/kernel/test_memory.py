@@ -1,4 +1,4 @@
-"""Host memory: lent, never lent twice, back when the last reader is gone."""
+"""Host memory: leased, never leased twice at once, returned when the last reader is gone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Borrowed(NamedTuple):
-    """A block for one copy; in use while this or a tensor over it lives."""
+    """A block for one copy; in use while this or a tensor over it exists."""
 
     view: memoryview
     address: int
@@ -85,13 +85,13 @@ class TestLeases:
         reader.join()
         assert pool.in_flight == 0
 
-    def test_memory_lent_is_never_lent_again(self) -> None:
+    def test_leased_memory_is_never_leased_again(self) -> None:
         pool = Pool(max_in_flight=2)
         first, second = borrow(pool, 64), borrow(pool, 64)
-        third = borrow(pool, 64)  # beyond the bound: nobody is there to let go
+        third = borrow(pool, 64)  # beyond the bound: there is no reader to wait for
         assert len({first.address, second.address, third.address}) == 3
 
-    def test_memory_that_came_back_is_used_again(self) -> None:
+    def test_returned_memory_is_used_again(self) -> None:
         pool = Pool()
         address = borrow(pool, 64).address
         assert borrow(pool, 64).address == address
@@ -127,7 +127,7 @@ class TestLeases:
         assert blocks_alive() == block - 1
         assert pool.held_bytes == 0
 
-    def test_close_frees_what_came_back_unseen_and_what_comes_back_later(self) -> None:
+    def test_close_frees_memory_returned_before_and_after_it(self) -> None:
         before = blocks_alive()
         pool = Pool()
         early, late = tensor_over(borrow(pool, 64)), tensor_over(borrow(pool, 64))
@@ -185,7 +185,7 @@ class TestSharedBlocks:
         assert (pool.in_flight, pool.held_bytes) == (0, 2 * 4096)
         assert address in {ref.block.address for ref in [pool.take(64), pool.take(64)]}
 
-    def test_a_block_that_is_kept_for_later_copies_is_lent_to_nobody_else(self) -> None:
+    def test_a_block_that_is_kept_for_later_copies_is_not_leased_again(self) -> None:
         pool = Pool()
         ref = pool.take(64)
         torch.frombuffer(pool.lease().view(ref), dtype=torch.uint8).fill_(7)
@@ -228,7 +228,7 @@ class TestWaiting:
         assert warnings(caplog) == 1
 
     @pytest.mark.parametrize(("wait_s", "promised"), [(1000.0, False), (0.1, True), (0.1, False)])
-    def test_nobody_is_waited_for_longer_than_the_limit(self, wait_s: float, promised: bool, caplog) -> None:
+    def test_no_reader_is_waited_for_longer_than_the_limit(self, wait_s: float, promised: bool, caplog) -> None:
         pool = Pool(max_in_flight=1, wait_s=wait_s)
         if promised:
             pool.expect_release()
@@ -286,7 +286,7 @@ class TestWaiting:
         assert pool.in_flight == 0
         assert pool.take(64).block.address == address
 
-    def test_released_memory_that_somebody_holds_is_not_used_again(self) -> None:
+    def test_released_memory_that_a_reader_holds_is_not_used_again(self) -> None:
         pool = Pool(max_in_flight=1)
         lease, ref = pool.lease(), pool.take(64)
         copy = lease.hand_out({"w": torch.frombuffer(lease.view(ref), dtype=torch.float32).fill_(3)})
@@ -299,7 +299,7 @@ class TestWaiting:
         later = borrow(pool, 64)
         assert not later.address <= held.data_ptr() < later.address + later.nbytes
 
-    def test_release_of_what_is_no_copy_or_of_one_twice_does_nothing(self) -> None:
+    def test_releasing_anything_else_or_a_copy_twice_does_nothing(self) -> None:
         pool = Pool(max_in_flight=2)
         kept = borrow(pool, 64)
         lease, ref = pool.lease(), pool.take(64)
@@ -315,7 +315,7 @@ def blocks_alive() -> int:
     return sum(type(x) is Block for x in gc.get_objects())
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator there is nothing to say")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator memory is page-locked")
 @pytest.mark.parametrize(("local_rank", "lines"), [(None, 1), ("0", 1), ("1", 0)])
 def test_pageable_memory_is_logged_once_a_machine(
     local_rank: str | None, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -336,7 +336,7 @@ class TestBlock:
         view[0] = view[-1] = 7
         assert (view[0], view[-1]) == (7, 7)
 
-    def test_more_memory_than_there_is_says_how_much_was_wanted(self) -> None:
+    def test_the_error_for_too_much_memory_has_the_size(self) -> None:
         with pytest.raises(StagingError, match=r"no 4294967296\.00 GiB of host memory"):
             Block(2**72 // 2**10, pin=False)
 
@@ -362,7 +362,7 @@ def resident(block: Block) -> float:
     return sum(flag & 1 for flag in flags) / pages
 
 
-def test_memory_that_was_reserved_is_lent_first_and_no_more_is_made() -> None:
+def test_reserved_memory_is_leased_first_and_no_more_is_allocated() -> None:
     made: list[int] = []
 
     def make(nbytes: int, pin: bool, threads: int) -> Block:

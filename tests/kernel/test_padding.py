@@ -1,4 +1,4 @@
-"""Padding around staged tensors: whose it is, and how it is found again."""
+"""Padding around staged tensors: which tensor it belongs to, and how it is looked up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state dict that is recognised is copied as one that is taken apart, and only what is as it was is recognised."""
+"""A recognised state dict is copied like one that is taken apart, and only an unchanged one is recognised."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def _shift(x: Any) -> None:
 
 @settings(deadline=None)
 @given(first=STATES, second=STATES)
-def test_another_state_is_copied_right_whatever_was_remembered(first: dict[Any, Any], second: dict[Any, Any]) -> None:
+def test_another_state_is_copied_right_whatever_was_copied_before(
+    first: dict[Any, Any], second: dict[Any, Any]
+) -> None:
     copier = remembered(first)
     for state in (second, first, second):
         assert same(copier.copy(state), state)
@@ -149,7 +151,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_does_not_fit_goes_the_long_way(change: str) -> None:
+def test_a_state_that_differs_is_taken_apart_anew(change: str) -> None:
     state = base()
     copier = remembered(state)
     assert is_recognized(copier, state)
@@ -167,7 +169,7 @@ def test_what_does_not_fit_goes_the_long_way(change: str) -> None:
 @pytest.mark.parametrize(
     "odd", [torch.nn.Parameter(torch.ones(3)), {1, 2}, (torch.ones(2),), torch.ones(2).to_sparse()]
 )
-def test_what_is_not_plain_is_never_remembered(odd: Any) -> None:
+def test_a_state_that_is_not_plain_is_never_recognised(odd: Any) -> None:
     state = {"w": torch.ones(3), "odd": odd}
     assert not is_recognized(remembered(state), state)
 
@@ -181,7 +183,7 @@ def test_the_copy_of_a_tuple_that_was_constant_once_is_no_alias() -> None:
     assert made["t"] == (1, [2])
 
 
-def test_what_becomes_one_object_is_one_object_in_the_copy() -> None:
+def test_objects_that_become_one_are_one_in_the_copy() -> None:
     w, first = torch.ones(3), {"x": 1}
     many = {str(i): torch.ones(1) for i in range(1000)}
     copier = remembered({"w": w, **many, "v": w.detach()})

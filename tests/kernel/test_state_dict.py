@@ -33,7 +33,7 @@ def test_a_bare_tensor_is_a_state_too() -> None:
     assert flatten(torch.ones(1)).unflatten([staged]) is staged
 
 
-def test_nothing_of_the_source_is_held_after_the_skeleton_is_gone() -> None:
+def test_nothing_of_the_source_is_held_after_the_tree_spec_is_gone() -> None:
     source = {"w": torch.ones(3), "l": [torch.ones(2)]}
     copy = flatten(source).unflatten([torch.zeros(3), torch.zeros(2)])
     gc.collect()

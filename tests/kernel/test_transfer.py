@@ -1,4 +1,4 @@
-"""Many pieces by one call are the pieces, and where the call is refused they are copied one by one."""
+"""Many small tensors are copied by one system call, and one by one where the call is refused."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def test_every_piece_arrives_and_nothing_else_is_touched(sizes: list[int]) -> No
     starts = [0]
     for nbytes in sizes:
         starts.append(starts[-1] + nbytes + 1)
-    places = [source.data_ptr() + at for at in starts[:-1]]
+    addresses = [source.data_ptr() + at for at in starts[:-1]]
     targets = [to.data_ptr() + at for at in starts[:-1]]
-    assert read_many(iovecs(targets, sizes), iovecs(places, sizes), sum(sizes))
+    assert read_many(iovecs(targets, sizes), iovecs(addresses, sizes), sum(sizes))
     gaps = torch.tensor([at + nbytes for at, nbytes in zip(starts, sizes, strict=False)] + [total], dtype=torch.int64)
     expected = source.clone()
     expected[gaps] = 0

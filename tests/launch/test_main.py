@@ -1,4 +1,4 @@
-"""``stagereg.main`` as a user meets it: scripts in a folder, started from a shell."""
+"""``stagereg.main`` as a user runs it: scripts in a folder, started from a shell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -20,14 +19,15 @@ from torch.distributed import HashStore
 from stagereg import record
 from stagereg.errors import LaunchError
 from stagereg.launch.command_line import CommandLine
-from stagereg.launch.launch import _message
+from stagereg.launch.launch import LocalRanks, RanksFailedError, _raise
 from stagereg.launch.main import _follow
 from stagereg.launch.rank import Rank
+from stagereg.launch.run_store import RunStore
 from stagereg.machine import tunables
 
 LIMIT_S = 100
 PROMPTLY_S = 20
-"""Seconds of a machine that is busy with other things; elastic by itself would wait for 30."""
+"""Seconds on a busy machine; elastic's own default would be 30."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 SCRIPT = """
@@ -63,7 +63,7 @@ def train(cfg):
     if cfg.what == "exit_badly_on_last" and rank == size - 1:
         sys.exit(3)
     if cfg.what == "fail_everywhere":
-        raise stagereg.StageregError("no room for cheese")
+        raise stagereg.StageregError("no shelf for cheese")
     if cfg.what == "die_on_last" and rank == size - 1:
         os.kill(os.getpid(), 9)
     if cfg.what == "uneven":
@@ -99,7 +99,7 @@ CALLBACK = """
 from hydra.experimental.callback import Callback
 
 
-class Tell(Callback):
+class WriteReturnValue(Callback):
     def __init__(self, file):
         self.file = file
 
@@ -118,13 +118,13 @@ with open("lines.json") as file:
 ended = {}
 for name, line in lines.items():
     sys.argv = ["train.py", *line]
-    said, told, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             runpy.run_path("train.py", run_name="__main__")
         except SystemExit as left:
             code = left.code
-    ended[name] = {"returncode": code, "stdout": said.getvalue(), "stderr": told.getvalue(), "pid": os.getpid()}
+    ended[name] = {"returncode": code, "stdout": out.getvalue(), "stderr": err.getvalue(), "pid": os.getpid()}
 
 from omegaconf import OmegaConf
 from train import train
@@ -139,7 +139,7 @@ with open("ended.json", "w") as file:
 
 
 class App:
-    """A user's folder with a script, its config and a place where each rank says what it saw."""
+    """A user's folder with a script, its config and a folder in which each rank writes its answers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -148,7 +148,7 @@ class App:
         (folder / "conf").mkdir()
         (folder / "conf" / "app.yaml").write_text(CONFIG)
         (folder / "train.py").write_text(SCRIPT)
-        (folder / "tell.py").write_text(CALLBACK)
+        (folder / "write.py").write_text(CALLBACK)
 
     def command(self, *arguments: str, start: list[str] | None = None) -> list[str]:
         return [*(start or [sys.executable]), "train.py", *arguments, f"answers={self.answers}"]
@@ -190,7 +190,7 @@ LINES = {
 
 @pytest.fixture(scope="module")
 def called(tmp_path_factory):
-    """How each of these command lines ended, all in one process: exit code, what it said, what its rank answered."""
+    """How each of these command lines ended, all in one process: exit code, output, and the answers of its rank."""
     app = App(tmp_path_factory.mktemp("called"))
     answers = {name: app.answers / str(number) for number, name in enumerate(LINES)}
     for folder in answers.values():
@@ -200,11 +200,11 @@ def called(tmp_path_factory):
     (app.folder / "calls.py").write_text(CALLS)
     ended = run([sys.executable, "calls.py"], app.folder)
     assert ended.returncode == 0, ended.stderr
-    told = json.loads((app.folder / "ended.json").read_text())
+    results = json.loads((app.folder / "ended.json").read_text())
     for name, folder in answers.items():
-        told[name]["answers"] = {file.stem: json.loads(file.read_text()) for file in folder.iterdir()}
-        told[name]["run folders"] = len(list((app.folder / "runs" / folder.name).rglob(".hydra")))
-    return told
+        results[name]["answers"] = {file.stem: json.loads(file.read_text()) for file in folder.iterdir()}
+        results[name]["run folders"] = len(list((app.folder / "runs" / folder.name).rglob(".hydra")))
+    return results
 
 
 def test_plain_python_starts_ranks_that_share_one_folder_one_log_and_one_clock(app):
@@ -225,17 +225,16 @@ def test_plain_python_starts_ranks_that_share_one_folder_one_log_and_one_clock(a
     assert ended.stderr == ""
 
 
-def test_what_belongs_to_the_parent_alone_does_not_reach_the_ranks():
+def test_options_of_the_parent_do_not_reach_the_ranks():
     theirs = ["hydra/job_logging=none", "hydra.verbose=true", "+hydra.runner=1"]
     own = ["hydra.sweep.dir=x", "hydra/launcher=joblib", "hydra/sweeper/sampler=grid", "+hydra.sweeper.params.a=1"]
     job = {
         "overrides": {"hydra": own + theirs, "task": ["lr=1"]},
-        "runtime": {"output_dir": "out"},
         "job": {"num": 3, "id": "3"},
     }
-    words = CommandLine(("python", "a.py"), ()).for_ranks(OmegaConf.create(job | {"callbacks": None}))
-    assert words[:3] == ["python", "a.py", "lr=1"]
-    assert [word for word in words if word in own + theirs] == theirs
+    command = CommandLine(("python", "a.py"), ()).for_ranks(OmegaConf.create(job))
+    assert command[:3] == ["python", "a.py", "lr=1"]
+    assert [override for override in command if override in own + theirs] == theirs
 
 
 def test_one_rank_runs_in_the_process_itself(called):
@@ -266,22 +265,22 @@ def test_torchrun_shows_the_config_once_and_ends(app):
 
 
 def test_jobs_of_a_sweep_get_fresh_ranks_and_return_values_come_back_once(app):
-    tell = ["+hydra.callbacks.tell._target_=tell.Tell", "+hydra.callbacks.tell.file=told.txt"]
-    ended = app.run("-m", "nproc=2,1", "lr=2", *tell)
+    callback = ["+hydra.callbacks.write._target_=write.WriteReturnValue", "+hydra.callbacks.write.file=values.txt"]
+    ended = app.run("-m", "nproc=2,1", "lr=2", *callback)
     assert ended.returncode == 0, ended.stderr
     first, second, alone = app.answer(0, 0), app.answer(1), app.answer(0, 1)
     assert [each["sum"] for each in (first, second, alone)] == [3, 3, 1]
     assert len({each["pid"] for each in (first, second, alone)}) == 3
     assert first["parent"] == second["parent"] == alone["parent"], "also a single rank is started by the program"
-    assert (app.folder / "told.txt").read_text() == "{'score': 6.0}\n{'score': 2.0}\n"
+    assert (app.folder / "values.txt").read_text() == "{'score': 6.0}\n{'score': 2.0}\n"
     assert len(app.run_folders()) == len(list(app.folder.rglob("train.log"))) == 2
     # Each rank has recorded its job to the end, in the job's directory.
     files = [f"0/{record.file_name(0)}", f"0/{record.file_name(1)}", f"1/{record.file_name(0)}"]
     found = [[json.loads(line) for line in file.read_text().splitlines()] for file in app.recordings()]
     assert ["/".join(file.parts[-2:]) for file in app.recordings()] == files
     assert [[line["event"] for line in lines] for lines in found] == [["start", "log", "end"]] * 3
-    places = [(lines[0]["pid"], lines[0]["rank"], lines[0]["world_size"]) for lines in found]
-    assert places == [(first["pid"], 0, 2), (second["pid"], 1, 2), (alone["pid"], 0, 1)]
+    ranks = [(lines[0]["pid"], lines[0]["rank"], lines[0]["world_size"]) for lines in found]
+    assert ranks == [(first["pid"], 0, 2), (second["pid"], 1, 2), (alone["pid"], 0, 1)]
     assert [lines[1]["values"]["rank"] for lines in found] == [0, 1, 0]
     assert [lines[2]["status"] for lines in found] == ["completed"] * 3
 
@@ -298,16 +297,16 @@ def test_a_sweep_is_refused_on_every_rank_of_torchrun(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "lr=1,2"])
     for rank in range(2):
         with pytest.raises(LaunchError, match=r"`python train\.py -m nproc=2 \.\.\.`"):
-            _follow(Rank(rank, 2, rank, 2, None, HashStore()))
+            _follow(Rank(rank, 2, rank, 2, False, RunStore(HashStore(), rank, 2)))
 
 
 @pytest.mark.slow
 def test_torchrun_with_a_sweep_is_refused_with_one_line(app):
     ended = app.run("-m", "lr=1,2", start=TORCHRUN)
     assert ended.returncode == 1
-    said = [line for line in ended.stderr.splitlines() if "sweep" in line]
-    assert len(said) == 1
-    assert "python train.py -m nproc=2" in said[0]
+    lines = [line for line in ended.stderr.splitlines() if "sweep" in line]
+    assert len(lines) == 1
+    assert "python train.py -m nproc=2" in lines[0]
     assert list(app.answers.iterdir()) == []
 
 
@@ -338,23 +337,27 @@ def test_the_cause_is_one_line(app, what, line):
 
 
 @pytest.mark.parametrize(
-    ("codes", "line"),
+    ("ends", "line"),
     [
-        ({0: -15, 1: -9}, "rank 1: died of SIGKILL"),
-        ({0: -15, 1: 3, 2: -15}, "rank 1: ended with exit code 3"),
-        ({0: -15}, "rank 0: died of SIGTERM"),
+        ({0: "sleep 100", 1: "kill -KILL $$", 2: "exit 0"}, "rank 1: died of SIGKILL"),
+        ({0: "sleep 100", 1: "exit 3"}, "rank 1: ended with exit code 3"),
+        ({4: "kill -TERM $$", 5: "sleep 100"}, "rank 4: died of SIGTERM"),
     ],
 )
-def test_of_ranks_that_report_nothing_those_that_were_not_terminated_are_named(codes, line):
-    failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
-    assert _message({}, failures) == line
+def test_of_ranks_without_an_error_those_that_were_not_terminated_are_named(tmp_path, ends, line):
+    with LocalRanks() as ranks:
+        for rank, how in ends.items():
+            ranks.start(rank, ["sh", "-c", how], str(tmp_path), {**os.environ})
+        codes = ranks.wait()
+    with pytest.raises(RanksFailedError, match=f"^{line}$"):
+        _raise({}, codes, None)
 
 
 @pytest.mark.slow
 def test_the_same_error_on_all_ranks_is_one_line(app):
     ended = app.run("what=fail_everywhere")
     assert ended.returncode == 1
-    assert re.fullmatch(r"rank [01]: no room for cheese\n", ended.stderr)
+    assert re.fullmatch(r"rank [01]: no shelf for cheese\n", ended.stderr)
 
 
 @pytest.mark.slow
@@ -374,8 +377,8 @@ def test_errors_of_a_single_rank_look_the_same(called):
 def test_a_failed_job_ends_the_sweep_with_one_and_the_same_error_on_all_its_ranks_is_one_line(app):
     ended = app.run("-m", "lr=1", "what=fail_everywhere")
     assert ended.returncode == 1
-    assert len(re.findall(r"^rank [01]: no room for cheese$", ended.stderr, re.MULTILINE)) == 1
-    assert ended.stderr.count("no room for cheese") == 1
+    assert len(re.findall(r"^rank [01]: no shelf for cheese$", ended.stderr, re.MULTILINE)) == 1
+    assert ended.stderr.count("no shelf for cheese") == 1
     assert "Traceback" not in ended.stderr
 
 
@@ -456,12 +459,12 @@ def test_a_signal_ends_all_ranks_promptly(app, name, to_group, sweep, code):
     assert len((app.answers / "0.json").read_text().splitlines()) == 1
 
 
-# Starts a rank that waits for the others to be there, at a port where nobody is.
+# Starts a rank that waits for the others at a port where nothing listens.
 STARTER = """
-import json, os, subprocess, sys
+import os, subprocess, sys
 
 if sys.argv[1] == "stagereg":
-    os.environ["STAGEREG_LAUNCHER"] = json.dumps({"pid": os.getpid(), "folder": ".", "started_at": 0.0})
+    os.environ["STAGEREG_LAUNCHER"] = str(os.getpid())
 else:
     os.environ["TORCHELASTIC_RUN_ID"] = "run"
 subprocess.run([sys.executable, "rank.py"])
@@ -471,24 +474,24 @@ import os
 import stagereg.launch.rank as rank
 
 
-def told(parent, end_with=rank._end_with):
+def end_with_parent_and_print(parent, end_with=rank._end_with):
     end_with(parent)
     print(os.getpid(), flush=True)
 
 
-rank._end_with = told
+rank._end_with = end_with_parent_and_print
 rank.Rank.current()
 """
 
 
 @pytest.mark.parametrize("starter", ["stagereg", "torchrun"])
-def test_a_rank_ends_with_who_started_it_also_while_it_waits_for_the_others(tmp_path, starter):
+def test_a_rank_ends_with_its_parent_also_while_it_waits_for_the_others(tmp_path, starter):
     (tmp_path / "rank.py").write_text(WAITING)
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        port = str(nobody.getsockname()[1])
-        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command, env = [sys.executable, "-c", STARTER, starter], {**os.environ, **place}
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = str(unused.getsockname()[1])
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command, env = [sys.executable, "-c", STARTER, starter], {**os.environ, **variables}
         with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, start_new_session=True) as parent:
             try:
                 assert parent.stdout is not None
@@ -513,7 +516,7 @@ def test_an_interrupt_ends_a_single_rank(app):
 
 
 def await_job(parent: subprocess.Popen[str], ranks: int = 2) -> None:
-    """Wait until all ranks have said that they are in the job; the pipe ends when they die before."""
+    """Wait until all ranks have printed that they are in the job; the pipe ends when they die before."""
     assert parent.stdout is not None
     seen = 0
     for line in parent.stdout:
@@ -524,7 +527,7 @@ def await_job(parent: subprocess.Popen[str], ranks: int = 2) -> None:
 
 
 def await_gone(pids: list[int], limit_s: float = PROMPTLY_S) -> list[int]:
-    """The processes that still run after a while; one that only waits to be collected has ended."""
+    """The processes that still run after a while; one that only waits to be reaped has ended."""
     deadline = time.monotonic() + limit_s
     while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)

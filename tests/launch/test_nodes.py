@@ -102,7 +102,7 @@ class Agents:
         self.running: list[subprocess.Popen[str]] = []
 
     def start(self, *arguments: str, options: tuple[str, ...] = (), script: str | Path = "../train.py") -> None:
-        """Start the first agent, and the second when the first one's meeting point is there."""
+        """Start the first agent, and the second when the first one's rendezvous is open."""
         port = free_port()
         meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={self.folder.name}")
         nodes = ("--nnodes=2", "--nproc-per-node=1", *meeting, *options)
@@ -130,19 +130,19 @@ class Agents:
     def end(self) -> list[tuple[int, str, str]]:
         """Wait for both agents."""
         with ThreadPoolExecutor() as pool:
-            told = list(pool.map(lambda agent: agent.communicate(timeout=LIMIT_S), self.running))
-        ended = [(agent.returncode, *both) for agent, both in zip(self.running, told, strict=True)]
+            outputs = list(pool.map(lambda agent: agent.communicate(timeout=LIMIT_S), self.running))
+        ended = [(agent.returncode, *both) for agent, both in zip(self.running, outputs, strict=True)]
         self.running.clear()
         return ended
 
     def await_job(self) -> None:
-        """Wait until the ranks of both agents have said that they are in their job."""
+        """Wait until the ranks of both agents have written that they are in their job."""
         for agent in self.running:
             assert agent.stdout is not None
             assert any("IN THE JOB" in line for line in agent.stdout), "it ended before its job"
 
     def answers_of(self, rank: int) -> list[dict[str, object]]:
-        """What a rank said of itself, at each start."""
+        """What a rank wrote at each start."""
         return [json.loads(line) for line in (self.answers / f"{rank}.json").read_text().splitlines()]
 
     def answer(self, rank: int) -> dict[str, object]:
@@ -169,12 +169,12 @@ def free_port() -> int:
 
 
 def await_port(port: int) -> None:
-    """Wait until somebody listens at a port, without a word to them."""
+    """Wait until a process listens at a port, without connecting to it."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         tables = [Path(f"/proc/net/{table}") for table in ("tcp", "tcp6")]
         sockets = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
-        if any(int(words[1].rpartition(":")[2], 16) == port and words[3] == "0A" for words in sockets):
+        if any(int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A" for fields in sockets):
             return
         time.sleep(0.05)
     raise AssertionError("the first agent does not answer")
@@ -192,7 +192,7 @@ def await_gone(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_agents_that_start_apart_in_different_folders_are_one_run(agents: Agents) -> None:
+def test_agents_that_start_in_different_folders_are_one_run(agents: Agents) -> None:
     for code, _, stderr in agents.run():
         assert code == 0, stderr
     first, second = agents.answer(0), agents.answer(1)
@@ -212,15 +212,15 @@ def test_agents_that_start_apart_in_different_folders_are_one_run(agents: Agents
 def test_an_error_below_the_second_agent_is_printed_once_with_its_rank_and_ends_both(agents: Agents) -> None:
     ended = agents.run("what=fail")
     assert all(code != 0 for code, _, _ in ended)
-    told = "".join(stderr for _, _, stderr in ended)
-    assert told.count("KeyError: 'no cheese'") == 1
-    assert re.findall(r"^rank \d+: .*", told, re.MULTILINE) == ["rank 1: Traceback (most recent call last):"]
-    assert "peer" not in told
+    stderr = "".join(stderr for _, _, stderr in ended)
+    assert stderr.count("KeyError: 'no cheese'") == 1
+    assert re.findall(r"^rank \d+: .*", stderr, re.MULTILINE) == ["rank 1: Traceback (most recent call last):"]
+    assert "peer" not in stderr
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_restarted_run_goes_on_from_its_newest_checkpoint_in_the_same_folder(agents: Agents) -> None:
+def test_a_restarted_run_resumes_from_its_newest_checkpoint_in_the_same_folder(agents: Agents) -> None:
     for code, _, stderr in agents.run("what=fail", options=("--max-restarts=2",)):
         assert code == 0, stderr
     attempts = list(zip(agents.answers_of(0), agents.answers_of(1), strict=True))
@@ -232,7 +232,7 @@ def test_a_restarted_run_goes_on_from_its_newest_checkpoint_in_the_same_folder(a
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_that_is_preempted_goes_on_when_it_is_started_again(agents: Agents) -> None:
+def test_a_preempted_run_resumes_when_it_is_started_again(agents: Agents) -> None:
     kept = f"checkpoint.dir={agents.folder / 'kept'}"
     agents.start("what=go_on", kept, f"answers={agents.answers}")
     agents.await_job()
@@ -256,9 +256,9 @@ def test_when_an_agent_is_killed_its_ranks_go_too_and_the_other_one_ends_and_nam
     about = agents.answer(lost)
     agent = agents.folders.index(Path(str(about["agent"])))
     agents.running[agent].kill()
-    told = agents.end()
+    ended = agents.end()
     assert await_gone(int(str(about["pid"])))
-    code, _, stderr = told[1 - agent]
+    code, _, stderr = ended[1 - agent]
     assert code != 0
     if lost:
         assert re.search(rf"^rank 0: lost rank 1 \(process {about['pid']} on .*\)", stderr, re.MULTILINE), stderr
@@ -271,27 +271,29 @@ def test_when_an_agent_is_killed_its_ranks_go_too_and_the_other_one_ends_and_nam
 def test_a_sweep_below_two_agents_is_refused_with_one_line(agents: Agents) -> None:
     ended = agents.run("-m", "steps=1,2")
     assert all(code != 0 for code, _, _ in ended)
-    said = [line for _, _, stderr in ended for line in stderr.splitlines() if "sweep" in line]
-    assert len(said) == 1
-    assert "over 2 machines" in said[0]
+    lines = [line for _, _, stderr in ended for line in stderr.splitlines() if "sweep" in line]
+    assert len(lines) == 1
+    assert "over 2 machines" in lines[0]
     assert list(agents.answers.iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_example_shadows_and_saves_over_two_agents_and_goes_on(agents: Agents) -> None:
+def test_the_example_shadows_saves_and_resumes_over_two_agents(agents: Agents) -> None:
     small = ["data=uneven", "data.files=6", "train.eval_every=20", "model.width=32", "model.layers=1", "nproc=7"]
     kept = [*small, f"checkpoint.dir={agents.folder / 'kept'}", "checkpoint.every=10"]
-    said = []
+    outputs = []
     for steps in (10, 100):
         agents.start(*kept, f"train.steps={steps}", script=ROOT / "examples" / "train.py")
         ended = agents.end()
         assert [code for code, _, _ in ended] == [0, 0], ended
-        said.append("".join(stdout for _, stdout, _ in ended))
+        outputs.append("".join(stdout for _, stdout, _ in ended))
     last = int((agents.folder / "kept" / "latest").resolve().name.removeprefix("step-"))
-    assert [int(re.search(r"^ +steps +(\d+) in", each, re.MULTILINE)[1]) for each in said] == [10, last - 10], said
-    first, second = (int(rank) for rank in re.search(r"shadowed steps per rank +(\d+), (\d+)", said[1]).groups())
-    assert (first == 0) != (second == 0), said
+    assert [int(re.search(r"^ +steps +(\d+) in", each, re.MULTILINE)[1]) for each in outputs] == [10, last - 10], (
+        outputs
+    )
+    first, second = (int(rank) for rank in re.search(r"shadowed steps per rank +(\d+), (\d+)", outputs[1]).groups())
+    assert (first == 0) != (second == 0), outputs
     assert len(agents.run_folders()) == 2
 
 
@@ -320,7 +322,7 @@ def test_the_tasks_of_a_schedulers_job_are_one_run(agents: Agents) -> None:
 @settings(max_examples=25, deadline=None)
 @given(world=st.integers(1, 4), dead=st.lists(st.integers(0, 5), min_size=1, max_size=4))
 def test_the_ranks_of_an_attempt_agree_on_a_name_that_no_earlier_attempt_had(world: int, dead: list[int]) -> None:
-    """Before each attempt some processes came that far and died: they drew a number, and heard nothing."""
+    """Before each attempt some processes came that far and died: they drew a number, and got no answer."""
     store, names = HashStore(), []
     with ThreadPoolExecutor(world) as pool:
         for number in dead:
@@ -372,21 +374,21 @@ def test_ranks_of_two_machines_report_a_cause_once_and_end_with_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shutdown, "exit_now", sys.exit)
-    monkeypatch.setattr(rank, "_LINGER_S", LIMIT_S)  # nobody waits that long: the other one comes
+    monkeypatch.setattr(rank, "_LINGER_S", LIMIT_S)  # no rank waits that long: the other one comes
     store = HashStore()
 
     def ends(number: int, error: Exception) -> object:
         with pytest.raises(SystemExit) as left:
-            Rank(number, 2, 0, 1, None, RunStore(store, number, 2, multi_node=True)).fail(error)
+            Rank(number, 2, 0, 1, False, RunStore(store, number, 2, multi_node=True)).fail(error)
         return left.value.code
 
     with ThreadPoolExecutor(1) as pool:
         follows = pool.submit(ends, 0, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
         assert ends(1, KeyError("no cheese")) == follows.result(timeout=LIMIT_S) == 1
-    told = capsys.readouterr().err
-    assert told.splitlines()[0].startswith("rank 1: ")
-    assert told.count("KeyError: 'no cheese'") == len(re.findall(r"^rank \d+: ", told, re.MULTILINE)) == 1
-    assert "peer" not in told
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[0].startswith("rank 1: ")
+    assert printed.count("KeyError: 'no cheese'") == len(re.findall(r"^rank \d+: ", printed, re.MULTILINE)) == 1
+    assert "peer" not in printed
 
 
 def test_a_rank_that_waits_for_the_others_to_end_finds_those_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,6 +413,6 @@ def test_a_sweep_below_torchrun_is_refused_with_the_command_that_does_it(
     monkeypatch: pytest.MonkeyPatch, world: int, local: int, command: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "-m"])
-    said = _how_to_sweep(Rank(0, world, 0, local, None, RunStore(HashStore(), 0, world)))
-    assert f"`{command}`" in said
-    assert "\n" not in said
+    message = _how_to_sweep(Rank(0, world, 0, local, False, RunStore(HashStore(), 0, world)))
+    assert f"`{command}`" in message
+    assert "\n" not in message

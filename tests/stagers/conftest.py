@@ -70,7 +70,7 @@ def quick_collection() -> None:
 
 @pytest.fixture(scope="session")
 def makers() -> dict[str, Callable[..., AsyncStager]]:
-    """All of them by name, for tests of many examples, which a new fixture each would slow down."""
+    """The makers of all stagers by name, for tests of many examples, which a fixture per example would slow down."""
     return MAKERS
 
 

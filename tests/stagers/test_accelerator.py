@@ -209,8 +209,8 @@ def overlapped() -> Iterator[OverlappedStager]:
 
 
 def copied_late(stager: OverlappedStager) -> int:
-    assert stager._parting is not None
-    return sum(region.nbytes for region in stager._parting.remote)
+    assert stager._split is not None
+    return sum(region.nbytes for region in stager._split.deferred_remote)
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
@@ -246,7 +246,7 @@ def test_overlapped_has_the_state_at_the_call_though_a_step_on_another_stream_fo
     assert_equal(promise.result(60), expected)
 
 
-def test_what_forward_writes_right_after_the_call_does_not_show(overlapped: OverlappedStager) -> None:
+def test_a_write_of_forward_right_after_the_call_does_not_show(overlapped: OverlappedStager) -> None:
     run = Run()
     run.train()
     for _ in range(3):
@@ -299,7 +299,7 @@ def test_neither_the_call_nor_the_step_after_it_waits_for_the_device(overlapped:
     assert_equal(promise.result(60), expected)
 
 
-def test_a_write_on_the_device_that_nobody_announces_is_told(overlapped: OverlappedStager) -> None:
+def test_an_unannounced_write_on_the_device_is_reported(overlapped: OverlappedStager) -> None:
     run = Run()
     run.train()
     keep_busy()
@@ -317,7 +317,7 @@ def test_a_write_on_the_device_that_nobody_announces_is_told(overlapped: Overlap
 # -- incremental
 
 
-def test_incremental_shares_what_did_not_change_on_the_device() -> None:
+def test_incremental_shares_unchanged_tensors_of_the_device() -> None:
     stager = stagereg.build("stager", "incremental", detect="content")
     state = {"w": torch.zeros(2**22, device=device()), "base": torch.randn(2**22, device=device())}
     first = stager.stage(state)
@@ -332,7 +332,7 @@ def test_incremental_shares_what_did_not_change_on_the_device() -> None:
     stager.close()
 
 
-def test_incremental_copies_what_is_declared_once_and_verifies_it_on_the_device() -> None:
+def test_incremental_copies_frozen_tensors_once_and_verifies_them_on_the_device() -> None:
     stager = stagereg.build("stager", "incremental", frozen=["base.*"], verify=True)
     state = {"base": {"w": torch.randn(2**20, device=device())}, "head": torch.zeros(2**20, device=device())}
     first = stager.stage(state)
@@ -360,7 +360,7 @@ def restored(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("storage", ["dcp", "direct"])
-def test_a_process_without_accelerator_writes_what_shared_has_brought_from_one(storage: str, tmp_path: Path) -> None:
+def test_a_writer_process_without_an_accelerator_writes_a_copy_of_shared(storage: str, tmp_path: Path) -> None:
     state = {"w": torch.zeros(2**22, device=device()), "b": torch.zeros(5, device=device()).bfloat16()}
     stager, written = stagereg.build("stager", "shared"), stagereg.build("storage", storage)
     with Checkpointer(str(tmp_path), stager=stager, storage=written) as checkpointer:

@@ -68,7 +68,7 @@ def test_a_state_that_fits_is_copied_whole(make: Callable[..., Any]) -> None:
     source = state_of(4)
     copy = stager.stage(source)
     assert not outside(copy, source)
-    stager.synchronize_staging()  # waits for nobody
+    stager.synchronize_staging()  # does not wait
     assert copy["step"] == 3
     stager.close()
 
@@ -137,7 +137,7 @@ def test_staging_is_over_when_the_writer_has_read_what_did_not_fit(make: Callabl
 
 
 class _Asked:
-    """A queue that lets the writer begin when somebody waits for it."""
+    """A queue that starts the writer when it is waited for."""
 
     def __init__(self, queue: Any, asked: threading.Event) -> None:
         self._queue, self._asked = queue, asked
@@ -175,7 +175,7 @@ def test_a_reader_that_does_not_release_gets_memory_beyond_the_bound(caplog: pyt
     expected = {name: x.clone() for name, x in source.items() if isinstance(x, torch.Tensor)}
     for _ in range(2):
         copy = stager.stage(source)
-        stager.synchronize_staging()  # waits for nobody
+        stager.synchronize_staging()  # does not wait
         assert not outside(copy, source)
     for name in expected:
         source[name].fill_(-1)
@@ -191,7 +191,7 @@ def test_a_bound_must_be_more_than_nothing(make: Callable[..., Any]) -> None:
         make(0)
 
 
-def test_without_a_bound_nothing_is_lent() -> None:
+def test_without_a_bound_nothing_is_read_from_the_source() -> None:
     stager = stagereg.build("stager", "pinned_cached")
     assert type(stager._copier) is HostCopier
     assert not stager.should_synchronize_after_execute

@@ -95,7 +95,9 @@ class TestChange:
         x.resize_(2)
         assert stager.stage({"x": x})["x"].tolist() == [3.0] * 2
 
-    def test_storage_that_shrank_under_its_tensor_is_an_error_and_the_stager_goes_on(self, stager: AsyncStager) -> None:
+    def test_a_storage_smaller_than_its_tensor_is_an_error_and_the_stager_stays_usable(
+        self, stager: AsyncStager
+    ) -> None:
         x = torch.ones(100_000)
         state = {"model": {"w": x}}
         stager.stage(state)
@@ -120,7 +122,7 @@ class TestChange:
 
 
 class TestEnd:
-    def test_use_after_close_says_so(self, stager: AsyncStager) -> None:
+    def test_use_after_close_is_an_error(self, stager: AsyncStager) -> None:
         stager.stage({"w": torch.ones(3)})
         stager.close()
         stager.close()
@@ -154,7 +156,7 @@ class TestEnd:
         assert resident_mib() - before < 50
 
     @pytest.mark.parametrize("plain", [lambda: stagereg.build("stager", "blocking"), BlockingAsyncStager])
-    def test_what_keeps_no_memory_frees_a_copy_when_it_is_dropped(self, plain) -> None:
+    def test_a_stager_without_a_pool_frees_a_copy_when_it_is_dropped(self, plain) -> None:
         stager = plain()
         source = {"w": torch.ones(2**26)}
         before = resident_mib()
@@ -179,7 +181,7 @@ class TestBadInput:
             make(**wrong)
 
     @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is there")
-    def test_without_an_accelerator_pinned_cached_works_and_says_so_once(self, caplog) -> None:
+    def test_without_an_accelerator_pinned_cached_works_and_logs_it_once(self, caplog) -> None:
         with caplog.at_level(logging.INFO, logger="stagereg"):
             stager = stagereg.build("stager", "pinned_cached")
             for _ in range(3):

@@ -32,7 +32,7 @@ class OnlyStage(AsyncStager):
 
 
 class GatedWriter(dcp.FileSystemWriter):
-    """A slow disk: writes when it is told to."""
+    """A slow disk: writes when an event is set."""
 
     def __init__(self, path: Path, gate: threading.Event) -> None:
         super().__init__(path)
@@ -80,7 +80,7 @@ class TestNames:
         stager = BlockingAsyncStager(True, True)
         assert (stager.cache_staged_state_dict, stager.type_check) == (True, True)
 
-    def test_a_stager_without_stage_says_what_is_missing(self) -> None:
+    def test_a_stager_without_stage_is_an_error_that_names_it(self) -> None:
         class Nothing(AsyncStager):
             pass
 
@@ -94,7 +94,7 @@ class TestNames:
 
 
 class TestAsyncSaveOnThreads:
-    def test_training_goes_on_and_the_checkpoint_stays(self, stager: AsyncStager, tmp_path: Path) -> None:
+    def test_training_on_does_not_change_the_checkpoint(self, stager: AsyncStager, tmp_path: Path) -> None:
         w, tied = torch.ones(1000), torch.arange(12.0).view(3, 4)
         gate = threading.Event()
         state = {"w": w, "t": tied.t(), "n": torch.tensor(3)}

@@ -1,4 +1,4 @@
-"""Fidelity: the copy is the source in everything but its memory."""
+"""Fidelity: the copy equals the source in everything except its memory."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ class TestStructure:
         for key in ("int", "text", "bytes", "none", "complex", "dtype", "size", "function", "device"):
             assert copy[key] == state[key]
 
-    def test_one_object_in_two_places_is_one_object_in_the_copy(self, stager: AsyncStager) -> None:
+    def test_an_object_that_is_there_twice_is_one_object_in_the_copy(self, stager: AsyncStager) -> None:
         shared, w, array = [torch.ones(2)], torch.ones(3), np.ones(2)
         pair = (w, shared)
         copy = stager.stage({"a": shared, "b": shared, "c": [w, w], "d": pair, "e": {"f": pair}, "g": [array, array]})

@@ -104,7 +104,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("after", "before"), CHANGES.values(), ids=CHANGES)
-def test_b_torchs_cached_stager_casts_and_broadcasts_in_silence(after: torch.Tensor, before: torch.Tensor) -> None:
+def test_b_torchs_cached_stager_casts_and_broadcasts_without_an_error(
+    after: torch.Tensor, before: torch.Tensor
+) -> None:
     """Its cache needs an accelerator to be made; here it is made without page-locking and put in by hand."""
     stager = TorchBlockingStager(cache_staged_state_dict=True)
     stager.state_dict_cache = _create_cpu_state_dict({"w": before})
@@ -115,7 +117,7 @@ def test_b_torchs_cached_stager_casts_and_broadcasts_in_silence(after: torch.Ten
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize(("after", "before"), CHANGES.values(), ids=CHANGES)
-def test_b_ours_stages_what_is_there_now(name: str, after: torch.Tensor, before: torch.Tensor) -> None:
+def test_b_ours_stages_the_current_state(name: str, after: torch.Tensor, before: torch.Tensor) -> None:
     stager = build(name)
     settled(stager.stage({"w": before}))
     staged = settled(stager.stage({"w": after}))["w"]
@@ -172,7 +174,7 @@ class FailsToStage(AsyncStager):
         return failed
 
 
-def test_d_torchs_save_says_that_a_failed_staging_is_complete(tmp_path: Path) -> None:
+def test_d_torchs_save_reports_a_failed_staging_as_complete(tmp_path: Path) -> None:
     response = dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "x", async_stager=FailsToStage())
     assert response.staging_completion.result(timeout=60) is None
     with pytest.raises(RuntimeError):
@@ -188,7 +190,7 @@ def test_d_ours_raises_where_training_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_d_what_cannot_be_staged_is_named_with_its_path(name: str) -> None:
+def test_d_a_value_that_cannot_be_staged_is_named_with_its_path(name: str) -> None:
     stager = build(name)
     with pytest.raises(StagingError, match=r"model\.0\.bad"):
         settled(stager.stage({"model": [{"bad": (i for i in ())}]}))
@@ -220,7 +222,7 @@ if kind == "torch":
         dcp.load(found, checkpoint_id=folder)
     except BaseException:  # torch's CheckpointException is no Exception
         print("old checkpoint lost")
-    # Nobody asks the future, as in a training loop that saves every now and then.
+    # The future is not read, as in a training loop that saves every now and then.
 else:
     with stagereg.Checkpointer(folder) as checkpointer:
         checkpointer.save(1, old)
@@ -238,15 +240,15 @@ else:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a full disk is played by a limit of POSIX systems")
 @pytest.mark.parametrize(
-    ("kind", "says", "fails"),
+    ("kind", "state", "fails"),
     [pytest.param("torch", "lost", False, marks=pytest.mark.slow), ("ours", "whole", True)],
 )
-def test_e_a_full_disk_while_a_step_is_saved_again(kind: str, says: str, fails: bool, tmp_path: Path) -> None:
-    """torch destroys the old checkpoint, and a program that does not ask ends well; ours keeps it and ends with 1."""
+def test_e_a_full_disk_while_a_step_is_saved_again(kind: str, state: str, fails: bool, tmp_path: Path) -> None:
+    """torch destroys the old checkpoint and exits with 0 if the future is not read; ours keeps it and exits with 1."""
     command = [sys.executable, "-W", "ignore", "-c", DISK_FULL, str(tmp_path / "run"), kind]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
-    assert f"old checkpoint {says}" in done.stdout, done.stderr[-3000:]
+    assert f"old checkpoint {state}" in done.stdout, done.stderr[-3000:]
     assert (done.returncode != 0) is fails, done.stderr[-3000:]
     assert ("CheckpointError" in done.stderr) is fails
 
@@ -263,7 +265,7 @@ def flip_one_byte(folder: Path, value: float) -> None:
     file.write_bytes(content)
 
 
-def test_f_torch_loads_a_damaged_file_without_a_word(tmp_path: Path) -> None:
+def test_f_torch_loads_a_damaged_file_without_an_error(tmp_path: Path) -> None:
     dcp.save({"w": torch.full((100,), 7.0)}, checkpoint_id=tmp_path)
     flip_one_byte(tmp_path, 7.0)
     found = {"w": torch.zeros(100)}
@@ -293,7 +295,7 @@ def test_g_torch_mixes_two_saves_that_both_succeed(tmp_path: Path) -> None:
     one.open.set()
     written(first)
     for state in ({"a": torch.zeros(9000)}, {"b": torch.zeros(5)}):
-        with pytest.raises((Exception, CheckpointException)):  # whatever the reader stumbles over
+        with pytest.raises((Exception, CheckpointException)):  # whichever error the reader meets first
             dcp.load(state, checkpoint_id=tmp_path)
 
 

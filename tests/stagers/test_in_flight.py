@@ -1,4 +1,4 @@
-"""In flight: memory handed out stays as it is until its reader lets go, and nobody is waited for longer than agreed."""
+"""In flight: leased memory is not written until its reader drops it, and no reader is waited for beyond the limit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "staged copies are still held" in r.getMessage()]
 
 
-def test_the_second_stage_never_overwrites_what_is_held(stager: AsyncStager) -> None:
+def test_the_second_stage_never_overwrites_a_copy_that_is_held(stager: AsyncStager) -> None:
     source = state(0)
     held = []
     for step in range(6):
@@ -85,7 +85,7 @@ def hold_in_a_list(copy: dict[str, torch.Tensor], hold: Hold) -> None:
 
 
 @pytest.mark.parametrize("holder", [hold_directly, hold_one_tensor, hold_in_a_list])
-def test_at_the_bound_stage_waits_for_the_reader_to_let_go(make, waits, caplog, holder) -> None:
+def test_at_the_bound_stage_waits_for_the_reader_to_drop_its_copy(make, waits, caplog, holder) -> None:
     stager = make(max_in_flight=1)
     box = [stager.stage(state(1))]
     first_at = start_of(box[0])

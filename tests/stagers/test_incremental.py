@@ -39,7 +39,7 @@ def adapted() -> dict[str, Any]:
 
 
 class TestDeclared:
-    def test_what_is_frozen_is_copied_once_and_shared(self) -> None:
+    def test_frozen_tensors_are_copied_once_and_shared(self) -> None:
         state, stager = adapted(), build("model.base.*")
         copies = []
         for step in range(4):
@@ -76,7 +76,7 @@ class TestDeclared:
         ],
         ids=["address", "shape", "stride", "dtype", "both", "start"],
     )
-    def test_another_tensor_in_its_place_is_copied_and_the_other_frozen_ones_stay(self, other: Any) -> None:
+    def test_a_replaced_tensor_is_copied_and_the_other_frozen_ones_are_shared(self, other: Any) -> None:
         state, stager = adapted(), build("model.base.*")
         base = state["model"]["base"]
         before = stager.stage(state)["model"]["base"]
@@ -100,7 +100,7 @@ class TestDeclared:
         }
         assert after["model"]["adapter"]["new"].eq(1).all()
 
-    def test_names_that_change_places_are_noticed(self) -> None:
+    def test_names_that_are_swapped_are_noticed(self) -> None:
         x, y = torch.zeros(4), torch.zeros(4)
         stager = build("a")
         stager.stage({"a": x, "b": y})
@@ -133,11 +133,11 @@ class TestDeclared:
         assert torch.equal(stager.stage(state)["model"]["base"]["w"], state["model"]["base"]["w"])
 
     @pytest.mark.parametrize(
-        ("wrong", "says"),
+        ("wrong", "message"),
         [({"frozen": "model.*"}, r"list of patterns.*\['model\.\*'\]"), ({"detect": "hash"}, "detect")],
     )
-    def test_wrong_options_are_refused(self, wrong: dict[str, Any], says: str) -> None:
-        with pytest.raises(StagingError, match=says):
+    def test_wrong_options_are_refused(self, wrong: dict[str, Any], message: str) -> None:
+        with pytest.raises(StagingError, match=message):
             IncrementalStager(**wrong)
 
     def test_a_declaration_holds_until_forget(self) -> None:
@@ -239,7 +239,7 @@ class TestVerify:
         memory = torch.zeros(1000)
         stager = build("w", verify=True)
         stager.stage({"w": memory.view(10, 100)})
-        memory.copy_(torch.ones(1000))  # freed, and allocated by somebody else, as far as the stager can see
+        memory.copy_(torch.ones(1000))  # freed, and allocated elsewhere, as far as the stager can see
         with pytest.raises(StagingError, match="w"):
             stager.stage({"w": memory.view(10, 100)})
 
@@ -249,7 +249,7 @@ class TestVerify:
         with pytest.raises(StagingError, match="a reader wrote into its copy"):
             stager.stage(state)
 
-    def test_the_stager_goes_on_after_the_error_which_counts_as_no_copy(self, caplog: Any) -> None:
+    def test_the_stager_stays_usable_after_the_error(self, caplog: Any) -> None:
         state, stager = {"w": torch.zeros(10), "x": torch.zeros(3)}, build("w", verify=True, max_in_flight=1)
         first = at(stager.stage(state)["w"])
         state["w"].fill_(1)
@@ -301,7 +301,7 @@ class TestContent:
         assert torch.equal(stager.stage({"x": x})["x"], x)
         assert before["x"].eq(0).all()
 
-    def test_what_is_equal_is_shared_and_what_differs_is_copied(self) -> None:
+    def test_equal_tensors_are_shared_and_different_ones_copied(self) -> None:
         large = {name: torch.randn(2**20) for name in "abc"}
         stager = build(detect="content")
         one = stager.stage(large)
@@ -326,14 +326,14 @@ class TestContent:
         x[0] = -0.0
         assert stager.stage({"x": x})["x"].signbit()[0]
 
-    def test_a_reader_that_scribbles_into_its_copy_harms_no_later_one(self) -> None:
+    def test_a_reader_that_writes_into_its_copy_harms_no_later_one(self) -> None:
         for n in (10, 2**21):
             x = torch.zeros(n)
             stager = build(detect="content")
             stager.stage({"x": x})["x"][n // 2] = 7
             assert stager.stage({"x": x})["x"].eq(0).all()
 
-    def test_memory_nobody_holds_is_used_again_when_the_content_changed(self) -> None:
+    def test_memory_without_a_reader_is_used_again_when_the_content_changed(self) -> None:
         x = torch.zeros(2**21)
         stager = build(detect="content")
         first = at(stager.stage({"x": x})["x"])
@@ -357,7 +357,7 @@ class TestNames:
         state = {"a": x, "b": [y, {"c": x}], 3: (z,)}
         assert names_of(state, flatten(state).tensors) == [["a", "b.1.c"], ["b.0"], ["3.0"]]
 
-    def test_a_dtensor_gives_its_name_to_what_is_inside(self) -> None:
+    def test_the_tensors_inside_a_dtensor_have_its_name(self) -> None:
         run_ranks(freeze_a_dtensor, 1, timeout_s=60)
 
     def test_cycles_and_values_made_on_the_fly_end(self) -> None:
@@ -419,7 +419,7 @@ def write_by_zero(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("check", [write_by_collectives, write_by_zero])
-def test_what_collectives_write_is_copied(check: Callable[[int, int], None]) -> None:
+def test_writes_of_collectives_are_copied(check: Callable[[int, int], None]) -> None:
     run_ranks(check, 2, timeout_s=60)
 
 
@@ -448,9 +448,7 @@ def views(draw: st.DrawFn, flats: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("detect", ["declared", "content"])
 @settings(max_examples=40, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_whatever_is_frozen_and_whatever_is_written_elsewhere_every_copy_is_right(
-    detect: str, data: st.DataObject
-) -> None:
+def test_every_copy_is_right_for_any_frozen_part_and_any_writes_elsewhere(detect: str, data: st.DataObject) -> None:
     """Declared truthfully, over any overlaps, ``verify`` never complains and no byte of any copy is wrong."""
     still, moving = ([torch.randint(0, 100, (n,), dtype=torch.float32) for n in (40, 300, 1200)] for _ in range(2))
     state: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Training, staging, reading and letting go in any order: every byte of every copy is what the state was at ``stage``.
+"""Training, staging, reading and dropping in any order: every byte of every copy is what the state was at ``stage``.
 
 The programs are generated. The state is that of a small training run: parameters and optimizer state (large enough that
 ``overlapped`` copies them late), buffers that forward writes, averages of the weights, scalars of a schedule.
@@ -98,7 +98,7 @@ def assert_whole(staged: Any, expected: list[Piece]) -> None:
 
 @dataclass
 class Held:
-    """A copy that somebody holds.
+    """A copy that a reader holds.
 
     Attributes:
         staged: the copy, or its future.
@@ -211,7 +211,7 @@ class Training(RuleBasedStateMachine):
         for _ in range(5):
             try:
                 staged = self.stager.stage(state)
-            except StagingError:  # of an earlier copy; told once
+            except StagingError:  # of an earlier copy; raised once
                 self.assert_may_fail(self.disturbed)
             else:
                 self.held.append(Held(staged, expected))

@@ -1,4 +1,4 @@
-"""Host memory: no more than the copies that are out need, and the same after two hundred saves as after twenty.
+"""Host memory: no more than the copies in flight need, and the same after two hundred saves as after twenty.
 
 Each program runs in a process that has imported torch and done nothing else: one that does just that forks them all.
 """
@@ -135,7 +135,7 @@ print(nbytes, status("VmRSS") - before)
 
 @functools.cache
 def reports() -> dict[str, list[list[int]]]:
-    """What the programs of all kinds told, a list a line; run once for the tests that look at the outcome."""
+    """What the programs of all stagers printed, a list for each line; run once for the tests of the outcome."""
     cases = [(kind, options, PEAK + GROWTH) for kind, options in STAGERS.items()]
     cases.append(("incremental_content", STAGERS["incremental_content"], RAGGED))
     command = [sys.executable, "-W", "ignore", "-c", COMMON]
@@ -144,8 +144,10 @@ def reports() -> dict[str, list[list[int]]]:
         command, input=json.dumps(cases), capture_output=True, text=True, timeout=250, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = [[[int(word) for word in line.split()] for line in part.splitlines()] for part in done.stdout.split("--\n")]
-    return dict(zip([*STAGERS, "bit by bit"], told[1:], strict=True))
+    printed = [
+        [[int(number) for number in line.split()] for line in part.splitlines()] for part in done.stdout.split("--\n")
+    ]
+    return dict(zip([*STAGERS, "bit by bit"], printed[1:], strict=True))
 
 
 @pytest.mark.parametrize("kind", STAGERS)
@@ -165,6 +167,6 @@ def test_two_hundred_saves_take_no_more_than_twenty(kind: str) -> None:
     assert descriptors_after < 20
 
 
-def test_what_settles_bit_by_bit_leaves_no_half_used_memory_behind() -> None:
+def test_tensors_that_settle_one_by_one_leave_no_half_used_memory() -> None:
     ((nbytes, grown),) = reports()["bit by bit"]
     assert grown < 0.2 * nbytes

@@ -1,4 +1,4 @@
-"""``overlapped``: what it copies is the state at the call, whoever writes next; or else it says so.
+"""``overlapped``: what it copies is the state at the call, whatever writes next; otherwise it raises.
 
 In most tests the background thread is held back, so that nothing is copied in time and the writer must see to it.
 """
@@ -124,14 +124,14 @@ def test_the_call_copies_nothing_that_only_a_known_optimizer_writes(gate: Gate, 
     train_step(net, optimizer)
     future = stager.stage(state_of(net, optimizer))
     assert not future.done()
-    with torch.no_grad():  # nobody has copied it yet, so this shows, and is found
+    with torch.no_grad():  # it is not copied yet, so this write is in the copy, and is found
         net.inner.weight.add_(1)
     gate.open()
     with pytest.raises(StagingError, match=r"net\.inner\.weight.*written while it was being copied"):
         future.result(WAIT_S)
 
 
-def test_what_no_known_optimizer_writes_is_copied_in_the_call(
+def test_tensors_of_no_known_optimizer_are_copied_in_the_call(
     gate: Gate, stager: OverlappedStager, assert_same: Callable[[Any, Any], None]
 ) -> None:
     net, average = Net(), AveragedModel(Net(), multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -171,7 +171,7 @@ def test_parameters_that_need_no_gradient_are_copied_in_the_call(gate: Gate, sta
     assert future.result(WAIT_S)["codebook"].eq(0).all()
 
 
-def test_what_no_optimizer_owns_any_more_is_copied_in_the_call(gate: Gate, stager: OverlappedStager) -> None:
+def test_tensors_that_no_optimizer_owns_any_more_are_copied_in_the_call(gate: Gate, stager: OverlappedStager) -> None:
     weight = torch.nn.Parameter(torch.zeros(100_000))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     stager.watch(optimizer)
@@ -402,7 +402,7 @@ class TestReportingOfAFailure:
         assert failed.exception() is not None
 
 
-def test_closing_completes_what_is_under_way(gate: Gate, assert_same: Callable[[Any, Any], None]) -> None:
+def test_close_completes_copies_in_flight(gate: Gate, assert_same: Callable[[Any, Any], None]) -> None:
     stager = OverlappedStager()
     weight = torch.nn.Parameter(torch.randn(100_000))
     optimizer = torch.optim.SGD([weight], lr=0.1)

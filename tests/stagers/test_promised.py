@@ -1,4 +1,4 @@
-"""A promised copy and an accelerator's queue; a stand-in for it copies only when somebody waits."""
+"""A promised copy and an accelerator's queue; a stand-in for it copies only when it is waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the state dict, whatever happens to it between calls: the copy is what the source was."""
+"""For any state dict and any changes between calls, the copy is what the source was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared memory: one descriptor, nothing copied, and never written while anybody reads, whoever has died meanwhile."""
+"""Shared memory: one descriptor, nothing copied, and never written while a process reads it, whichever process dies."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def locally_described() -> Callable[[Any], Any]:
 class TestFidelity:
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(state=states())
-    def test_what_arrives_equals_what_was_staged(self, stager, reader, state: dict[str, Any]) -> None:
+    def test_the_received_copy_equals_the_staged_one(self, stager, reader, state: dict[str, Any]) -> None:
         copy = stager.stage(state)
         message = sent(copy)
         described = locally_described()
@@ -289,13 +289,13 @@ class TestLease:
         reader.do("state = None")
         assert block.idle
 
-    def test_what_is_on_its_way_is_not_overwritten(self, stager, reader) -> None:
+    def test_a_copy_in_transit_is_not_overwritten(self, stager, reader) -> None:
         message = sent(stager.stage(state(1)))
         for step in range(2, 5):
             stager.stage(state(step))
         assert reader.do(RECEIVE, message) == {"w": [1.0], "v": [1.0]}
 
-    def test_what_is_on_its_way_survives_the_stager(self, stager, reader) -> None:
+    def test_a_copy_in_transit_outlives_the_stager(self, stager, reader) -> None:
         message = sent(stager.stage(state(1)))
         stager.close()
         assert reader.do(RECEIVE, message) == {"w": [1.0], "v": [1.0]}
@@ -364,7 +364,7 @@ class TestLease:
         reader.do("os.close(here); os.close(away); os.waitpid(child, 0)")
         assert block.idle
 
-    def test_a_message_that_nobody_takes_is_revoked_and_never_shows_other_bytes(self, monkeypatch, reader) -> None:
+    def test_a_message_that_is_not_read_is_revoked_and_never_has_other_bytes(self, monkeypatch, reader) -> None:
         block = shared_block()
         pool = pool_lending(block)
         view = pool.lease().view(pool.take(4096))
@@ -415,7 +415,7 @@ class TestLease:
 
 
 class TestMemory:
-    def test_what_is_dropped_is_freed_although_a_reader_keeps_its_mapping(self, reader) -> None:
+    def test_a_dropped_copy_is_freed_although_a_reader_keeps_its_mapping(self, reader) -> None:
         def shared_kib() -> list[int]:
             statuses = [Path(f"/proc/{pid}/status").read_text() for pid in ("self", reader.process.pid)]
             return [int(status.split("RssShmem:")[1].split()[0]) for status in statuses]
@@ -476,7 +476,7 @@ class TestAccelerator:
         stager.close()
 
 
-def test_the_stager_says_that_others_can_read_its_copies(stager: AsyncStager) -> None:
+def test_the_stager_declares_that_other_processes_can_read_its_copies(stager: AsyncStager) -> None:
     assert stager.shares_memory is True
 
 
@@ -505,5 +505,5 @@ def saved_by_torchs_process(rank: int, world_size: int, root: str) -> list[bool]
 
 
 @pytest.mark.slow
-def test_torchs_own_checkpoint_process_writes_what_was_staged(tmp_path: Path) -> None:
+def test_torchs_own_checkpoint_process_writes_the_staged_copy(tmp_path: Path) -> None:
     assert run_ranks(saved_by_torchs_process, nproc=1, args=(str(tmp_path),), timeout_s=100) == [[True] * 3]

@@ -1,4 +1,4 @@
-"""torch's stager behind our names: built by name, runs anywhere, and fails at the same places as the others."""
+"""torch's stager by name: it runs on any machine, and raises in the same calls as the other stagers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def build(**options: Any) -> Any:
     return stagereg.build("stager", "torch_default", **options)
 
 
-def test_its_defaults_run_on_this_machine_and_use_what_is_there() -> None:
+def test_its_defaults_run_with_and_without_an_accelerator() -> None:
     stager = build()
     staged = stager.stage({"w": torch.arange(9.0), "n": [1]})
     staged = staged.result(timeout=60) if isinstance(staged, Future) else staged
@@ -52,7 +52,7 @@ def test_asynchronous_staging_returns_a_future_and_synchronizes() -> None:
     stager.close()
 
 
-def test_a_failure_of_asynchronous_staging_surfaces_when_synchronized() -> None:
+def test_a_failure_of_asynchronous_staging_is_raised_by_synchronize_staging() -> None:
     stager = build(use_async_staging=True)
     stager.stage({"bad": (i for i in ())})
     with pytest.raises(TypeError, match="generator"):
@@ -61,12 +61,12 @@ def test_a_failure_of_asynchronous_staging_surfaces_when_synchronized() -> None:
 
 
 @pytest.mark.skipif(HERE, reason="an accelerator is there")
-def test_what_torch_refuses_on_this_machine_is_an_error_with_torchs_reason() -> None:
+def test_options_that_torch_refuses_on_this_machine_are_an_error_with_torchs_reason() -> None:
     with pytest.raises(StagingError, match=r"use_non_blocking_copy=True.*accelerator is available"):
         build(use_non_blocking_copy=True)
 
 
-def test_use_after_close_says_so() -> None:
+def test_use_after_close_is_an_error() -> None:
     stager = build(use_async_staging=True)
     stager.close()
     stager.close()

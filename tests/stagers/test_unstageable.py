@@ -1,4 +1,4 @@
-"""What cannot be staged is an error with its path in the dict, never a crash and never a silent omission."""
+"""What cannot be staged is an error with its path in the dict, never a crash and never left out."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_bad_value_inside_a_tuple_is_named(stager: AsyncStager) -> None:
         lambda: stagereg.build("stager", "pinned_cached", type_check=True),
     ],
 )
-def test_type_check_refuses_what_torch_refuses(checking) -> None:
+def test_type_check_refuses_the_same_as_torch(checking) -> None:
     import io
 
     stager = checking()

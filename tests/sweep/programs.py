@@ -65,7 +65,7 @@ class App:
     """A folder with a program.
 
     Attributes:
-        folder: where it stands, and where it leaves its sweeps.
+        folder: of the program and its sweeps.
     """
 
     def __init__(self, folder: Path, script: str, config: str) -> None:
@@ -74,17 +74,17 @@ class App:
         (folder / "app.yaml").write_text(config)
 
     def run(
-        self, *words: str, python: Path | str = sys.executable, limit_s: float = 100
+        self, *arguments: str, python: Path | str = sys.executable, limit_s: float = 100
     ) -> subprocess.CompletedProcess[str]:
         """Run it, with warnings of Hydra's coming releases off."""
-        command = [str(python), "-W", "ignore", "app.py", *words]
+        command = [str(python), "-W", "ignore", "app.py", *arguments]
         return subprocess.run(
             command, cwd=self.folder, env=environment(), capture_output=True, text=True, timeout=limit_s, check=False
         )
 
-    def sweep(self, *words: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    def sweep(self, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
         """Run a sweep into ``out``."""
-        return self.run("-m", "hydra.sweep.dir=out", *words, **how)
+        return self.run("-m", "hydra.sweep.dir=out", *arguments, **how)
 
     def results(self) -> list[dict[str, Any]]:
         """What the jobs of the sweep have left, in their order."""

@@ -1,6 +1,6 @@
-"""Runs and sweeps as programs leave them, made by hand: every time and size in them is chosen, so figures are known.
+"""Runs and sweeps as programs leave them, written by tests: every time and size is chosen, so the figures are known.
 
-The run of :class:`Sample` as it stands, on each rank: 40 steps of 10 ms, of which the 10th, 20th, 30th and 40th are
+The default run of :class:`Sample`, on each rank: 40 steps of 10 ms, of which the 10th, 20th, 30th and 40th are
 saved. A save holds the loop for 2 ms, staging goes on for 5 ms from its start, writing for 20 ms after that, and
 each step that staging or writing overlaps takes 1 ms longer.
 """
@@ -23,7 +23,7 @@ ENVIRONMENT = {**VERSIONS, "cpu": "a processor", "cores": 2, "load": [0.1, 0.1, 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a run went through, in seconds and bytes; see :func:`write_run`."""
+    """The times and sizes of a run, in seconds and bytes; see :func:`write_run`."""
 
     ranks: int = 2
     steps: int = 40
@@ -47,8 +47,8 @@ class Sample:
     def events(self, rank: int) -> Iterator[dict[str, Any]]:
         """What the rank records, in order of time; each rank stalls for 0.1 ms longer than the one before."""
         t = self.began
-        place = {"rank": rank, "world_size": self.ranks, "pid": 100 + rank, "host": self.host}
-        yield {"event": "start", "t": t, "format": 1, "time": "2026-11-21T10:00:00+0000", **place, **self.versions}
+        process = {"rank": rank, "world_size": self.ranks, "pid": 100 + rank, "host": self.host}
+        yield {"event": "start", "t": t, "format": 1, "time": "2026-11-21T10:00:00+0000", **process, **self.versions}
         stall = self.stall_s + 1e-4 * rank
         busy_until = t
         late: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""``hydra/callbacks=compare``: what jobs leave, what stops a sweep, and what does not."""
+"""``hydra/callbacks=compare``: the files that jobs leave, and which errors stop a sweep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-import stagereg.sweep.result as result_room
+import stagereg.sweep.result as result_module
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.sweep.callback import Compare
 from stagereg.sweep.result import JobResult
@@ -43,7 +43,7 @@ def app(tmp_path: Path) -> App:
     return App(tmp_path, programs.PLAIN, programs.PLAIN_CONFIG)
 
 
-def test_jobs_that_fail_have_a_result_and_the_others_run(mixed: Any) -> None:
+def test_jobs_that_fail_have_a_result_and_do_not_stop_the_others(mixed: Any) -> None:
     app, ended = mixed
     jobs = app.results()
     assert [job["overrides"][0] for job in jobs] == [f"a={a}" for a in ("raise", "exit", "fine", "other") for _ in "12"]
@@ -76,7 +76,7 @@ def test_a_job_without_the_metric_completes_and_that_is_reported(mixed: Any) -> 
     assert ended.stdout.count("returned.score is not known of this job") == 2
 
 
-def test_a_result_has_what_ran_where_and_how_to_run_it_alone(mixed: Any) -> None:
+def test_a_result_has_the_job_its_machine_and_the_command_that_runs_it_alone(mixed: Any) -> None:
     app, _ = mixed
     job = app.results()[4]
     assert job["overrides"] == ["a=fine", "b=2"]
@@ -123,7 +123,7 @@ def test_a_sweep_ends_in_its_table_on_hydra_1_4(app: App) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_sweep_shows_how_to_see_what_is_done(tmp_path: Path) -> None:
+def test_an_interrupted_sweep_shows_the_command_that_reports_finished_jobs(tmp_path: Path) -> None:
     app = App(tmp_path, programs.RANKS, programs.RANKS_CONFIG)
     command = [sys.executable, "app.py", "-m", "hydra.sweep.dir=out", "nproc=1", "a=fine,hang,raise"]
     with subprocess.Popen(
@@ -140,7 +140,7 @@ def test_an_interrupted_sweep_shows_how_to_see_what_is_done(tmp_path: Path) -> N
     seen = f"The sweep has not come to its end: `stagereg report {tmp_path / 'out'}` shows what is done, 1 job."
     assert stderr.splitlines()[-2:] == ["stopped by SIGINT", seen]
     assert [job["status"] for job in app.results()] == ["completed"]
-    assert result_room.JobResult.of_directory(tmp_path / "out" / "1").status == "unfinished"
+    assert result_module.JobResult.of_directory(tmp_path / "out" / "1").status == "unfinished"
 
 
 @pytest.mark.slow
@@ -169,13 +169,13 @@ def test_below_torchrun_a_run_leaves_a_result_with_the_command_of_torchrun(tmp_p
     assert ended.returncode == 0, ended.stderr
     job = JobResult.read(tmp_path / "run")
     assert job.returned == {"loss": 1 / 3, "score": 3}
-    words = shlex.split(job.command)
-    assert words[:2] == ["torchrun", "--nproc-per-node=2"]
-    assert Path(words[2]).name == "app.py"
-    assert words[3:] == ["b=3"]
+    arguments = shlex.split(job.command)
+    assert arguments[:2] == ["torchrun", "--nproc-per-node=2"]
+    assert Path(arguments[2]).name == "app.py"
+    assert arguments[3:] == ["b=3"]
 
 
-# -- what the callback does by itself, without a program around it
+# -- the callback alone, without a program
 
 
 def config(directory: Path, sweeper: dict[str, Any] | None = None, mode: str = "MULTIRUN", **sweep: Any) -> DictConfig:
@@ -201,7 +201,7 @@ def ended(value: Any, status: JobStatus = JobStatus.COMPLETED) -> JobReturn:
 
 
 def handed(directory: Path, returned: JobReturn, metric: str | None, sweeper: dict[str, Any] | None = None) -> Any:
-    """What a sweeper gets for a job that has returned that."""
+    """The value that a sweeper gets for a job with that return value."""
     callback = Compare(metric)
     callback.on_job_end(config(directory, sweeper), returned)
     assert returned.status == JobStatus.COMPLETED
@@ -243,19 +243,17 @@ def test_a_single_job_that_fails_stays_failed_and_leaves_its_result(tmp_path: Pa
     assert JobResult.read(tmp_path / "0").error == "KeyError: 'x'"
 
 
-def test_of_several_tasks_that_are_one_run_the_first_alone_shows_how_it_ended(
+def test_of_several_tasks_of_one_run_only_the_first_shows_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for index, value in ((0, 0.25), (1, None)):
-        monkeypatch.setattr(
-            SchedulerTask, "current", lambda index=index: SchedulerTask(index, 2, 1, "7", "127.0.0.1:1")
-        )
+        monkeypatch.setattr(SchedulerTask, "current", lambda index=index: SchedulerTask(index, 2, port=1))
         Compare().on_job_end(config(tmp_path), ended(value))
     assert JobResult.read(tmp_path / "0").returned == 0.25
 
 
 @pytest.mark.parametrize("broken", ["write", "figures", "describe", "read"])
-def test_what_goes_wrong_here_costs_no_job_its_number_and_no_sweep_its_end(
+def test_an_error_of_the_callback_costs_no_job_its_value_and_no_sweep_its_table(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
@@ -292,7 +290,7 @@ def test_what_goes_wrong_here_costs_no_job_its_number_and_no_sweep_its_end(
         ("samples_per_s", None, {"direction": "minimize"}, {}, "samples_per_s is to maximize, but"),
     ],
 )
-def test_what_would_make_the_sweep_worthless_is_refused_before_it(
+def test_settings_that_make_a_sweep_useless_are_refused_before_it(
     metric: str,
     direction: str | None,
     sweeper: dict[str, Any],
@@ -320,7 +318,7 @@ def test_what_would_make_the_sweep_worthless_is_refused_before_it(
         ("loss", None, {"repeats": 3}),
     ],
 )
-def test_what_makes_sense_is_not_refused(
+def test_useful_settings_are_not_refused(
     metric: str | None, direction: str | None, sweeper: dict[str, Any], tmp_path: Path
 ) -> None:
     callback = Compare(metric, direction)
@@ -340,11 +338,11 @@ def test_a_sweep_that_cannot_be_compared_shows_how_to_try_again(
     assert f"`stagereg report {tmp_path}` tries again" in seen
 
 
-def test_the_command_of_a_job_has_what_is_its_own_and_nothing_of_the_sweep(tmp_path: Path) -> None:
+def test_the_command_of_a_job_has_its_overrides_and_none_of_the_sweep(tmp_path: Path) -> None:
     made = config(tmp_path)
     made.hydra.overrides.task = ["a='x y'", "sweep.repeats=3", "++sweep.repeat=1", "+sweep.mine=2"]
     Compare().on_job_end(made, ended(1.0))
-    words = shlex.split(JobResult.read(tmp_path / "0").command)
-    assert words[-3:] == ["a='x y'", "+sweep.mine=2", "hydra.job.chdir=true"]
-    assert words[0] == sys.orig_argv[0]
-    assert os.sep not in words[0] or Path(words[0]).exists()
+    arguments = shlex.split(JobResult.read(tmp_path / "0").command)
+    assert arguments[-3:] == ["a='x y'", "+sweep.mine=2", "hydra.job.chdir=true"]
+    assert arguments[0] == sys.orig_argv[0]
+    assert os.sep not in arguments[0] or Path(arguments[0]).exists()

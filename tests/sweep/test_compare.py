@@ -64,7 +64,7 @@ class TestRows:
         assert [len(row.jobs) for row in shown.rows] == [3]
         assert shown.parameters == ()
 
-    def test_what_only_some_jobs_override_is_swept(self) -> None:
+    def test_an_override_of_only_some_jobs_counts_as_swept(self) -> None:
         given = [("a=1",), ("a=1", "b=2"), ("a=1", "~c")]
         shown = compare([result(Path(str(at)), at, overrides=each) for at, each in enumerate(given)])
         assert shown.parameters == ("b", "~c")
@@ -77,7 +77,7 @@ class TestRows:
         assert shown.parameters == ("stager",)
         assert shown.constant == ("train.steps=40", "nproc=2")
 
-    def test_what_goes_for_the_sweep_is_neither_swept_nor_something_that_jobs_share(self) -> None:
+    def test_settings_of_the_sweep_are_neither_swept_nor_shared_overrides(self) -> None:
         given = [("a=1", "sweep.repeats=2", "++sweep.metric=loss", "n=1"), ("a=2", "sweep.repeats=3", "n=1")]
         shown = compare([result(Path(str(at)), at, overrides=each) for at, each in enumerate(given)])
         assert (shown.parameters, shown.constant) == (("a",), ("n=1",))
@@ -90,7 +90,7 @@ class TestRows:
         ]
         assert [one.name for one in compare(shown).metrics] == ["stall_ms", "loss", "returned.a", "returned.b"]
 
-    def test_what_tasks_return_has_a_best_only_where_it_ranks(self) -> None:
+    def test_a_returned_value_has_a_best_only_where_it_ranks(self) -> None:
         shown = jobs({"a=1": [{"returned.acc": 0.5, "loss": 1.0}], "a=2": [{"returned.acc": 0.75, "loss": 2.0}]})
         assert verdicts(compare(shown, "loss"), "returned.acc") == ["", ""]
         assert verdicts(compare(shown, "returned.acc"), "returned.acc") == ["best", ""]
@@ -485,7 +485,7 @@ def test_a_row_with_the_same_values_is_never_beaten(
 @settings(deadline=None, max_examples=60)
 @given(shown=SWEEPS, again=AGAIN)
 @example(shown={"a": [1.0, 2.0, 3.0], "b": [2.0]}, again=[])
-def test_the_best_has_the_best_median_and_whoever_is_within_the_noise_of_it_ties(
+def test_the_best_has_the_best_median_and_rows_within_its_noise_tie(
     shown: dict[str, list[float]], again: list[float]
 ) -> None:
     comparison = compare(of(shown, again))

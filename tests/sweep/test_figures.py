@@ -1,4 +1,4 @@
-"""Figures are what the lines of a run say, as far as it is known, and mean what their metric says."""
+"""Figures are computed from the lines of a run, as far as these go, and fit the description of their metric."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_whole_run_has_all_figures(tmp_path: Path) -> None:
     assert {one.name for one in METRICS} <= found.keys()
 
 
-def test_a_killed_run_has_what_is_known(tmp_path: Path) -> None:
+def test_a_killed_run_has_the_figures_up_to_its_end(tmp_path: Path) -> None:
     found = figures(Run.read(write_run(tmp_path, Sample(killed=True, steps=41))))
     assert found["checkpoints"] == 3  # the fourth was being written
     assert found["stall_ms"] == pytest.approx(2.1)
@@ -92,7 +92,7 @@ def test_a_step_that_is_saved_twice_is_two_checkpoints() -> None:
     assert (found["stall_ms"], found["stall_s"], found["checkpoints"]) == (2000, 4, 2)
 
 
-def test_what_took_no_time_or_moved_nothing_has_no_rate() -> None:
+def test_a_copy_of_no_time_or_no_bytes_has_no_rate() -> None:
     found = figures(run_of(RankRecord(0, stages=(Span(1, 0, 0.0, GIB),), writes=(Span(1, 0, 1.0),))))
     assert not found.keys() & {"staged_gib_per_s", "write_gib_per_s"}
 
@@ -159,7 +159,7 @@ class TestLostTime:
         stalls=st.lists(st.tuples(st.integers(-2, 40), st.integers(0, 4)), min_size=1, max_size=4),
         writes=st.lists(st.tuples(st.integers(-2, 40), st.integers(0, 6)), max_size=4),
     )
-    def test_it_is_what_counting_every_second_gives(
+    def test_it_equals_a_count_of_every_second(
         self, durations: list[int], stalls: list[tuple[int, int]], writes: list[tuple[int, int]]
     ) -> None:
         record = RankRecord(
@@ -222,7 +222,9 @@ class TestLoss:
             ({"loss": math.inf}, None),
         ],
     )
-    def test_it_is_what_the_task_returned_or_what_rank_0_logged_last(self, returned: Any, loss: float | None) -> None:
+    def test_it_is_the_returned_loss_or_the_last_one_that_rank_0_logged(
+        self, returned: Any, loss: float | None
+    ) -> None:
         run = run_of(RankRecord(0, logs=self.LOGS), RankRecord(1, logs=((9, 9.0, {"loss": 9.0}),)))
         assert figures(run, returned).get("loss") == loss
 
@@ -249,7 +251,7 @@ class Scalar:
         return self.elements[0]
 
 
-def test_what_can_be_made_a_number_is_one() -> None:
+def test_values_that_convert_to_a_number_are_numbers() -> None:
     assert figures(None, {"loss": Scalar(1.5), "many": Scalar(1, 2)}) == {"loss": 1.5}
     assert figures(None, Scalar(math.nan)) == {}
 
@@ -282,7 +284,7 @@ RANKS = st.lists(
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(ranks=RANKS)
-def test_whatever_was_recorded_figures_are_finite_and_nothing_lost_is_negative(ranks: list[RankRecord]) -> None:
+def test_figures_of_any_records_are_finite_and_losses_not_negative(ranks: list[RankRecord]) -> None:
     found = figures(run_of(*(replace(record, rank=rank) for rank, record in enumerate(ranks))))
     assert all(math.isfinite(value) for value in found.values())
     assert found.get("lost_s", 0) >= 0

@@ -1,4 +1,4 @@
-"""Sweeps with the launchers and sweepers of the ecosystem: the same table, whoever runs the jobs and chooses them."""
+"""Sweeps with other launchers and sweepers: the table is the same as with Hydra's own."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_a_launcher_runs_the_jobs_elsewhere_and_the_sweep_ends_as_always(launche
 @pytest.mark.slow
 def test_optuna_searches_by_the_metric_and_a_job_that_fails_does_not_end_its_study(app: App) -> None:
     needs("hydra_plugins.hydra_optuna_sweeper")
-    words = ("hydra/sweeper/sampler=grid", "a=choice(fine,raise)", "b=choice(2,1)", "hydra.sweeper.n_trials=4")
-    ended = app.sweep(*OPTUNA, *words)
+    overrides = ("hydra/sweeper/sampler=grid", "a=choice(fine,raise)", "b=choice(2,1)", "hydra.sweeper.n_trials=4")
+    ended = app.sweep(*OPTUNA, *overrides)
     assert ended.returncode == 1
     assert "hydra/sweeper=interleaved sweep.repeats=3 would show." in ended.stdout
     assert sorted(job["status"] for job in app.results()) == ["completed", "completed", "failed", "failed"]
@@ -83,8 +83,8 @@ def test_ranks_start_below_a_launchers_worker(launcher: tuple[str, ...], ranks: 
 @pytest.mark.timeout(240)
 def test_optuna_minimises_the_stall_of_ranks(ranks: App) -> None:
     needs("hydra_plugins.hydra_optuna_sweeper")
-    words = ("stager=blocking,overlapped", "hydra.sweeper.n_trials=3")
-    ended = ranks.sweep(*OPTUNA, *words, limit_s=220)
+    overrides = ("stager=blocking,overlapped", "hydra.sweeper.n_trials=3")
+    ended = ranks.sweep(*OPTUNA, *overrides, limit_s=220)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     stalls = [job["figures"]["stall_ms"] for job in ranks.results()]
     assert len(stalls) == 3

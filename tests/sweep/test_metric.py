@@ -1,4 +1,4 @@
-"""Metrics are found by name, and whoever asks for one that is not there gets the names there are."""
+"""Metrics are found by name, and the error for an unknown name lists all names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagereg.errors import ConfigError
 from stagereg.sweep.metric import METRICS, directed, in_order, labelled, metric, quantity, shown, usual
 
 
-def test_each_metric_is_found_by_its_name_and_shows_what_it_is() -> None:
+def test_each_metric_is_found_by_its_name_and_has_a_description() -> None:
     names = [one.name for one in METRICS]
     assert names == [
         "stall_ms",
@@ -30,14 +30,14 @@ def test_each_metric_is_found_by_its_name_and_shows_what_it_is() -> None:
         assert one.better in ("lower", "higher", "")
 
 
-def test_an_unknown_metric_is_reported_with_the_nearest_and_all_there_are() -> None:
+def test_an_unknown_metric_is_reported_with_the_nearest_and_the_list() -> None:
     with pytest.raises(ConfigError, match=r"no metric 'stal_ms'\. Did you mean 'stall_ms'\? .*shadowed_steps; and ret"):
         metric("stal_ms")
     with pytest.raises(ConfigError, match=r"'returned\.'.*returned\.KEY"):
         metric("returned.")
 
 
-def test_what_a_task_returns_is_a_metric_and_lower_is_better_by_default() -> None:
+def test_a_returned_value_is_a_metric_and_lower_is_better_by_default() -> None:
     assert metric("returned.valid.error").head == "valid.error"
     assert directed("returned.accuracy").better == "lower"
     assert directed("returned.accuracy", "maximize").better == "higher"
@@ -81,5 +81,5 @@ def test_a_list_of_figures_begins_with_metrics_and_has_units_people_read() -> No
     assert [quantity(1.5, "%"), quantity(1.5, "ms"), quantity(1.5, "")] == ["1.5%", "1.5 ms", "1.5"]
 
 
-def test_what_no_one_ranks_is_ranked_by_its_stall_or_else_by_its_loss() -> None:
+def test_the_default_ranking_is_by_stall_and_otherwise_by_loss() -> None:
     assert [usual(known) for known in ((), ("loss",), ("loss", "stall_ms"))] == ["stall_ms", "loss", "stall_ms"]

@@ -1,4 +1,4 @@
-"""A job leaves a result that is there completely or not at all, and is found again whatever state it was left in."""
+"""The result of a job is complete or absent, and a job is found in any state it was left in."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_result_is_strict_json_of_this_format(tmp_path: Path) -> None:
     assert JobResult.read(written).figures == {"stall_ms": 1.0}
 
 
-def test_what_a_task_returns_may_contain_itself(tmp_path: Path) -> None:
+def test_a_returned_value_may_contain_itself(tmp_path: Path) -> None:
     returned: list[Any] = []
     returned.append(returned)
     assert JobResult.read(result(tmp_path, returned=returned).write()).status == "completed"
@@ -67,7 +67,7 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one_and_nothing_else(
     assert JobResult.read(tmp_path).returned == 1
 
 
-def test_a_result_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+def test_a_result_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         assert result(tmp_path).write().stat().st_mode & 0o777 == 0o640
@@ -76,7 +76,7 @@ def test_a_result_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"format": 1, "status": "comp', "is damaged"),
         ("", "is damaged"),
@@ -88,22 +88,22 @@ def test_a_result_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
         ('{"format": 1, "status": ["failed"]}', "its status is"),
     ],
 )
-def test_what_is_no_result_is_reported_and_its_job_is_unfinished(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_result_is_reported_and_its_job_is_unfinished(tmp_path: Path, text: str, message: str) -> None:
     write_hydra(tmp_path, ["lr=1"], 4)
     (tmp_path / RESULT).write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=f"{RESULT} {said}|{said}"):
+    with pytest.raises(ConfigError, match=f"{RESULT} {message}|{message}"):
         JobResult.read(tmp_path)
     job = JobResult.of_directory(tmp_path)
     assert (job.status, job.overrides, job.job["num"]) == ("unfinished", ("lr=1",), 4)
-    assert said in (job.error or "")
+    assert message in (job.error or "")
     write_run(tmp_path)
     job = JobResult.of_directory(tmp_path)
     assert job.status == "unfinished"
-    assert said in (job.error or "")
+    assert message in (job.error or "")
     assert job.figures["loss"] == 2.5
 
 
-def test_fields_of_a_wrong_type_are_as_if_they_were_not_there(tmp_path: Path) -> None:
+def test_fields_of_a_wrong_type_are_ignored(tmp_path: Path) -> None:
     figures = {"stall_ms": "fast", "loss": None, "steps": 4, "lost_percent": True}
     seen = {"format": 1, "status": "completed", "figures": figures, "overrides": "a=1", "seconds": "long", "job": []}
     (tmp_path / RESULT).write_text(json.dumps(seen).replace("4}", '4, "write_s": NaN}'))
@@ -111,7 +111,7 @@ def test_fields_of_a_wrong_type_are_as_if_they_were_not_there(tmp_path: Path) ->
     assert (job.figures, job.overrides, job.seconds, job.job) == ({"steps": 4.0}, (), 0.0, {})
 
 
-def test_a_newer_result_stops_whoever_reads_it(tmp_path: Path) -> None:
+def test_a_newer_result_is_an_error_for_its_reader(tmp_path: Path) -> None:
     result(tmp_path / "0").write()
     newer = result(tmp_path / "1").write()
     newer.write_text(newer.read_text().replace('"format": 1', '"format": 2'))
@@ -123,7 +123,7 @@ def test_a_newer_result_stops_whoever_reads_it(tmp_path: Path) -> None:
 
 
 class TestWithoutResult:
-    def test_a_job_that_was_killed_is_unfinished_and_reports_what_is_known(self, tmp_path: Path) -> None:
+    def test_a_killed_job_is_unfinished_and_has_its_recorded_figures(self, tmp_path: Path) -> None:
         write_hydra(tmp_path, ["stager=blocking", "++sweep.repeat=2", "++sweep.again=true"], 7)
         write_run(tmp_path, Sample(killed=True, versions={**VERSIONS, "device": "H200"}))
         job = JobResult.of_directory(tmp_path)
@@ -153,20 +153,20 @@ class TestWithoutResult:
             job = JobResult.of_directory(tmp_path / name)
             assert (job.status, job.error) == (status, f"rank 1: {error}")
 
-    def test_torn_files_of_hydra_are_as_if_they_were_not_there(self, tmp_path: Path) -> None:
+    def test_torn_files_of_hydra_are_ignored(self, tmp_path: Path) -> None:
         write_hydra(tmp_path, ["a=1"], 0)
         (tmp_path / ".hydra" / "overrides.yaml").write_text("- 'a=")
         (tmp_path / ".hydra" / "hydra.yaml").write_text("hydra: {job: ")
         job = JobResult.of_directory(tmp_path)
         assert (job.overrides, job.job) == ((), {})
 
-    def test_a_newer_recording_stops_whoever_reads_it(self, tmp_path: Path) -> None:
+    def test_a_newer_recording_is_an_error_for_its_reader(self, tmp_path: Path) -> None:
         write_hydra(tmp_path / "0", ["a=1"], 0)
         write_events(tmp_path / "0" / "metrics.jsonl", [{"event": "start", "t": 1, "format": 2}])
         with pytest.raises(ConfigError, match="newer stagereg"):
             results(tmp_path)
 
-    def test_a_folder_that_is_no_job_shows_what_was_looked_for(self, tmp_path: Path) -> None:
+    def test_the_error_for_a_folder_that_is_no_job_names_the_expected_files(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*overrides\.yaml.*metrics\.jsonl"):
             JobResult.of_directory(tmp_path)
 
@@ -182,7 +182,7 @@ class TestResults:
             result(tmp_path / name, job={}).write()
         assert [str(job.directory.relative_to(tmp_path / "trials")) for job in results(tmp_path)] == ["9", "10", "b/1"]
 
-    def test_what_lies_below_a_job_or_is_hidden_is_no_job(self, tmp_path: Path) -> None:
+    def test_folders_below_a_job_and_hidden_ones_are_no_jobs(self, tmp_path: Path) -> None:
         result(tmp_path / "0").write()
         write_run(tmp_path / "0" / "logs")
         write_run(tmp_path / ".submitit" / "0")
@@ -198,7 +198,7 @@ class TestResults:
         with pytest.raises(ConfigError, match=r"holds 2 sweeps: .*The newest is .*11-00-00\."):
             results(tmp_path)
 
-    def test_where_there_is_nothing_the_error_has_what_was_looked_for(self, tmp_path: Path) -> None:
+    def test_the_error_for_an_empty_folder_names_the_expected_files(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*hydra\.sweep\.dir"):
             results(tmp_path)
         (tmp_path / "multirun.yaml").write_text("")

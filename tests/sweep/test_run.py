@@ -1,4 +1,4 @@
-"""A run is read back as it was recorded, however it ended and whatever has happened to its files."""
+"""A run is read back as it was recorded, however it ended and also from damaged files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lines(directory: Path, *events: object, rank: int = 0) -> Run:
     return Run.read(directory)
 
 
-def test_what_record_writes_is_read_back(tmp_path: Path) -> None:
+def test_recorded_events_are_read_back(tmp_path: Path) -> None:
     with record.recording(tmp_path, 0, 1):
         before = record.now()
         record.emit("step", step=3)
@@ -135,7 +135,7 @@ def test_events_of_later_versions_are_passed_over(tmp_path: Path) -> None:
     assert run.finished
 
 
-def test_what_follows_the_last_start_counts(tmp_path: Path) -> None:
+def test_only_events_after_the_last_start_count(tmp_path: Path) -> None:
     run = lines(
         tmp_path,
         START,
@@ -192,7 +192,7 @@ def test_a_newer_format_is_reported(tmp_path: Path) -> None:
         lines(tmp_path, {**START, "format": 2, "stagereg": "0.9"})
 
 
-def test_a_directory_without_a_run_shows_what_is_missing(tmp_path: Path) -> None:
+def test_the_error_for_a_directory_without_a_run_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
         Run.read(tmp_path)
     with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
@@ -212,7 +212,7 @@ def test_a_record_made_by_hand_needs_no_more_than_its_rank() -> None:
     assert (run.world_size, run.began, run.seconds, run.status) == (1, 1.0, 2.0, "unfinished")
 
 
-def test_writing_below_a_growing_file_goes_on(tmp_path: Path) -> None:
+def test_a_half_written_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
     write_events(rank_file(tmp_path, 0), [START], torn='{"event": "st')
     assert len(Run.read(tmp_path).ranks[0].steps) == 0
     with rank_file(tmp_path, 0).open("a") as file:

@@ -42,10 +42,10 @@ def app(tmp_path: Path) -> Path:
 
 
 def sweep(
-    app: Path, *words: str, python: Path | str = sys.executable
+    app: Path, *arguments: str, python: Path | str = sys.executable
 ) -> tuple[list[dict[str, object]], subprocess.CompletedProcess[str]]:
     """The configs of the jobs, and how the program ended."""
-    command = [str(python), "-W", "ignore", "app.py", "-m", *words]
+    command = [str(python), "-W", "ignore", "app.py", "-m", *arguments]
     ended = subprocess.run(command, cwd=app, capture_output=True, text=True, timeout=60, check=False)
     return [json.loads(line[4:]) for line in ended.stdout.splitlines() if line.startswith("JOB ")], ended
 
@@ -55,7 +55,7 @@ def combination(job: list[str]) -> str:
 
 
 def mark(job: list[str], key: str) -> str | None:
-    return next((word.partition("=")[2] for word in job if word.startswith(f"++sweep.{key}=")), None)
+    return next((override.partition("=")[2] for override in job if override.startswith(f"++sweep.{key}=")), None)
 
 
 @given(st.integers(1, 8), st.integers(2, 9))
@@ -90,7 +90,7 @@ def test_one_repeat_adds_nothing(number: int) -> None:
 
 
 @pytest.mark.parametrize("repeats", [0, -1, 1.5, True, None, "many", "3"])
-def test_what_is_no_number_of_repeats_is_refused_before_anything_else(repeats: object) -> None:
+def test_a_wrong_number_of_repeats_is_refused_before_anything_else(repeats: object) -> None:
     # Not set up, it would fail in another way as soon as it went on.
     with pytest.raises(RepeatsError, match=rf"^sweep.repeats={repeats} is no number of repeats: use 1 or more"):
         InterleavedSweeper(repeats=repeats).sweep([])
@@ -98,10 +98,10 @@ def test_what_is_no_number_of_repeats_is_refused_before_anything_else(repeats: o
 
 
 @pytest.mark.parametrize(
-    "word", ["sweep.repeats=1,2", "++sweep.metric=loss,stall_ms", "sweep.again=choice(true,false)"]
+    "override", ["sweep.repeats=1,2", "++sweep.metric=loss,stall_ms", "sweep.again=choice(true,false)"]
 )
-def test_what_goes_for_the_whole_sweep_is_not_swept_over(word: str) -> None:
-    overrides = OverridesParser.create().parse_overrides(["a=1,2", word])
+def test_settings_of_the_whole_sweep_cannot_be_swept_over(override: str) -> None:
+    overrides = OverridesParser.create().parse_overrides(["a=1,2", override])
     with pytest.raises(RepeatsError, match="goes for the whole sweep and takes one value"):
         InterleavedSweeper(repeats=1).split_arguments(overrides, None)
 

@@ -1,4 +1,4 @@
-"""What TensorBoard is given of runs and sweeps, read back with TensorBoard's own reader."""
+"""The files of runs and sweeps for TensorBoard, read back with TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_a_run_has_its_steps_checkpoints_and_logs_as_scalars(tmp_path: Path) -> None:
     run = Run.read(write_run(tmp_path / "run", Sample(ranks=2)))
-    tensorboard.write_run(run, tmp_path / "board")
-    seen = scalars(tmp_path / "board")
+    tensorboard.write_run(run, tmp_path / "logdir")
+    seen = scalars(tmp_path / "logdir")
     assert seen["checkpoint/stall_ms"] == [(step, pytest.approx(2.1, abs=0.01)) for step in (10, 20, 30, 40)]
     assert seen["checkpoint/write_ms"][0] == (10, pytest.approx(20, abs=0.01))
     assert seen["checkpoint/stage_ms"][0] == (10, pytest.approx(5, abs=0.01))
@@ -44,7 +44,7 @@ def test_a_run_has_its_steps_checkpoints_and_logs_as_scalars(tmp_path: Path) -> 
     assert dict(seen["train/step_ms"])[11] == pytest.approx(11, abs=0.01), "a stall is no part of a step"
     assert seen["train/loss"][-1] == (40, 2.5)
     assert len(seen["log/samples"]) == len(seen["log/loss/rank1"]) == 40
-    written = read(tmp_path / "board").Scalars("train/loss")[0]
+    written = read(tmp_path / "logdir").Scalars("train/loss")[0]
     assert written.wall_time == pytest.approx(run.ranks[0].logs[0][1]), "the time is the run's, not the report's"
 
 
@@ -56,15 +56,15 @@ def test_numbers_that_are_none_stay_none(tmp_path: Path) -> None:
     assert second == 0.5
 
 
-def test_writing_once_more_replaces_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+def test_writing_again_replaces_only_its_own_files(tmp_path: Path) -> None:
     run = Run.read(write_run(tmp_path / "run", Sample(ranks=1)))
-    board = tmp_path / "board"
-    board.mkdir()
-    (board / "events.out.tfevents.1.theirs").write_bytes(b"")
+    logdir = tmp_path / "logdir"
+    logdir.mkdir()
+    (logdir / "events.out.tfevents.1.theirs").write_bytes(b"")
     for _ in range(2):
-        tensorboard.write_run(run, board)
-    assert len(scalars(board)["train/loss"]) == 40
-    assert (board / "events.out.tfevents.1.theirs").exists()
+        tensorboard.write_run(run, logdir)
+    assert len(scalars(logdir)["train/loss"]) == 40
+    assert (logdir / "events.out.tfevents.1.theirs").exists()
 
 
 def hparams(directory: Path) -> tuple[dict[str, Any], list[str], bool]:
@@ -80,17 +80,17 @@ def hparams(directory: Path) -> tuple[dict[str, Any], list[str], bool]:
 def test_a_sweep_has_its_parameters_and_figures_as_hparams(tmp_path: Path) -> None:
     stalls = {"stager=blocking lr=0.1": 30.0, "stager=pinned_cached lr=1e-3": 2.0}
     comparison = compare(results(sweep(tmp_path / "sweep", stalls, repeats=2, runs=True, unfinished="")))
-    boards = tensorboard.write_sweep(comparison, tmp_path / "board")
-    assert sorted(board.name for board in boards) == [str(num) for num in range(7)]
-    first, names, ended = hparams(tmp_path / "board" / "0")
+    logdirs = tensorboard.write_sweep(comparison, tmp_path / "logdir")
+    assert sorted(logdir.name for logdir in logdirs) == [str(num) for num in range(7)]
+    first, names, ended = hparams(tmp_path / "logdir" / "0")
     assert first["stager"] == "blocking"
     assert (first["repeat"], first["A/A"], ended) == (0, "no", True)
-    assert hparams(tmp_path / "board" / "4")[0]["A/A"] == "yes"
-    failed, same_names, ended = hparams(tmp_path / "board" / "5")
+    assert hparams(tmp_path / "logdir" / "4")[0]["A/A"] == "yes"
+    failed, same_names, ended = hparams(tmp_path / "logdir" / "5")
     assert not ended, "a job that failed has not ended well"
     assert set(failed) == set(first)
     assert same_names == names, "TensorBoard takes the columns of whichever job it reads first"
-    seen = scalars(tmp_path / "board" / "1")
+    seen = scalars(tmp_path / "logdir" / "1")
     assert seen["figures/stall_ms"] == [(0, pytest.approx(1.95))]
     assert len(seen["train/loss"]) == 40
     assert set(names) >= {"figures/stall_ms", "figures/loss"}
@@ -109,8 +109,8 @@ def test_without_the_package_or_a_directory_one_line_is_the_reason(
     run = Run.read(write_run(tmp_path / "run", Sample(ranks=1)))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--tensorboard: cannot write in"):
-        tensorboard.write_run(run, tmp_path / "file" / "board")
+        tensorboard.write_run(run, tmp_path / "file" / "logdir")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'hydra-stagereg\[tensorboard\]'"):
-        tensorboard.write_run(replace(run), tmp_path / "board")
-    assert not (tmp_path / "board").exists()
+        tensorboard.write_run(replace(run), tmp_path / "logdir")
+    assert not (tmp_path / "logdir").exists()

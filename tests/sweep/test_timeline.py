@@ -1,4 +1,4 @@
-"""The timeline of a run: what is drawn lies where the ranks recorded it, and long runs show a stretch of themselves."""
+"""The timeline of a run: bars lie where the ranks recorded them, and of a long run a part is shown."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def test_steps_fill_the_time_between_stalls(read: Read) -> None:
     lane = sorted([*bars(figure, STEP), *bars(figure, STALL)])
     for (_, end, _), (start, _, _) in itertools.pairwise(lane):
         assert start == pytest.approx(end, abs=1e-6)
-    assert len(bars(figure, STEP)) == 29, "when the first one began, nobody knows"
+    assert len(bars(figure, STEP)) == 29, "the begin of the first step is unknown"
 
 
-def test_checkpoints_have_their_step_and_what_did_not_become_complete_is_reported(read: Read) -> None:
+def test_checkpoints_show_their_step_and_incomplete_ones_are_marked(read: Read) -> None:
     complete, killed = texts(timeline_figure(read())), texts(timeline_figure(read(killed=True)))
     assert [step for step in ("10", "20", "30", "40") if step in complete] == ["10", "20", "30", "40"]
     assert "40 not complete" in killed
@@ -240,7 +240,7 @@ def test_steps_and_stalls_never_overlap_and_leave_no_gap(run: Run) -> None:
             )
 
 
-def test_how_many_steps_had_data_is_what_the_join_reported() -> None:
+def test_the_number_of_steps_with_data_is_that_of_the_join() -> None:
     rank = RankRecord(0, steps=tuple((step, float(step)) for step in range(10)))
     assert with_data(rank) == 10
     assert with_data(replace(rank, join={"steps": 7, "shadowed": 3})) == 7
@@ -273,7 +273,7 @@ def test_lost_checkpoints_have_their_error_and_a_step_saved_twice_is_two() -> No
     assert Saved(30, 0.0, 0.0, None, None, None, 0, "lost", "no copy") in found
 
 
-def test_what_was_logged_is_drawn_but_for_the_counts_of_samples(read: Read) -> None:
+def test_logged_values_are_drawn_except_sample_counts(read: Read) -> None:
     run = read(ranks=2)
     assert list(logged(run)) == ["loss"]
     figure = curves_figure(run)

@@ -1,4 +1,4 @@
-"""What a search varies, what it is after, and how it keeps what it has tried."""
+"""The search space of a tuning search, its objective, and the study that keeps its trials."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from stagereg.sweep.search_space import Choices, Floats, Ints, search_space, tex
 from stagereg.sweep.study import Study
 from stagereg.sweep.tune_space import Parameter, Space
 
-PINNED = "stagereg.stagers.pinned_cached.PinnedCachedStager"
-
 
 def composed(stager: str = "pinned_cached", every: object = 100) -> Composed:
     target = registry.find("stager", stager).path
@@ -35,7 +33,7 @@ def by_name(found: Space) -> dict[str, Parameter]:
 # -- the space
 
 
-def test_by_itself_a_search_varies_the_stagers_their_options_and_the_interval():
+def test_by_default_a_search_varies_the_stagers_their_options_and_the_interval():
     found = by_name(space(composed(), [], []))
     assert found["stager"].values.texts()[0] == "pinned_cached"
     assert {"blocking", "overlapped", "shared", "incremental"} < {*found["stager"].values.texts()}
@@ -58,7 +56,7 @@ def test_a_stager_that_breaks_promises_is_tried_only_where_it_is_named():
     assert "torch_default" in by_name(space(composed("torch_default"), [], []))["stager"].values.texts()
 
 
-def test_what_an_override_sets_is_not_varied():
+def test_a_parameter_set_by_an_override_is_not_varied():
     found = by_name(space(composed(), ["stager=pinned_cached", "stager.threads=2", "checkpoint.every=100"], []))
     assert {*found} == {"stager.max_in_flight"}
     # A stager that does not take what is set for all cannot be run.
@@ -81,13 +79,13 @@ def test_options_are_asked_for_only_where_the_chosen_stager_has_them():
         assert found.choose(lambda p, chosen=chosen: chosen[p.key]) == chosen
 
 
-def test_only_leaves_nothing_but_what_is_given():
+def test_with_only_just_the_given_parameters_are_varied():
     assert {*by_name(space(composed(), [], ["lr=1,2"], only=True))} == {"lr"}
     assert {*by_name(space(composed(), [], ["storage=glob(d*)"], only=True))} == {"storage"}
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("stager.thread=1,2", "takes 'thread' ("),
         ("stager=blokcing,shared", "Did you mean 'blocking'?"),
@@ -101,11 +99,11 @@ def test_only_leaves_nothing_but_what_is_given():
         ("nope=1,2", "+nope"),
     ],
 )
-def test_what_cannot_be_varied_is_reported_with_what_would_be_right(given, said):
+def test_a_parameter_that_cannot_be_varied_is_reported_with_the_remedy(given, message):
     with pytest.raises(StageregError) as caught:
         space(composed(), [], [given])
     assert given in str(caught.value)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_hydras_grammar_is_taken_as_hydra_means_it():
@@ -133,13 +131,13 @@ def test_a_value_is_written_so_that_hydra_reads_the_same(value):
     assert OverridesParser.create().parse_override(f"x={text(value)}").value() == value
 
 
-def test_overrides_name_what_differs_from_the_program_and_all_of_another_component():
+def test_overrides_are_the_differences_from_the_program_and_all_options_of_another_component():
     found = space(composed(), [], [])
     assert found.overrides(found.defaults()) == ()
     same = found.defaults() | {"stager.threads": "1"}
     assert found.overrides(same) == ("stager.threads=1",)
     other = {"stager": "blocking", "stager.threads": "2", "stager.max_in_flight": "2", "checkpoint.every": "50"}
-    # The program may set options for the stager it has: nothing tells what another one has without them.
+    # The program may set options for the stager it has: the defaults of another stager are unknown here.
     assert {*found.overrides(other)} == {f"{key}={value}" for key, value in other.items()}
 
 
@@ -157,7 +155,7 @@ def test_options_that_mean_different_things_are_different_parameters(registry_as
     assert len({p.name for p in found}) == 2
 
 
-# -- the goal
+# -- the objective
 
 
 def test_expected_lost_time_is_least_at_a_shorter_interval_where_failures_are_more_often():
@@ -172,7 +170,7 @@ def test_expected_lost_time_is_least_at_a_shorter_interval_where_failures_are_mo
     assert best(1000.0) == pytest.approx(100 * (2 * 0.1 * 1000) ** 0.5, rel=0.05)
 
 
-def test_an_objective_that_a_run_does_not_record_names_what_is_missing():
+def test_the_error_for_an_objective_that_a_run_does_not_record_names_it():
     stall = Objective.of(composed(), None, None, None)
     with pytest.raises(ConfigError, match="it took no checkpoint"):
         stall.value({"loss": 1.0}, {})
@@ -185,7 +183,7 @@ def test_an_objective_that_a_run_does_not_record_names_what_is_missing():
         Objective.of(composed(every="${every}"), None, None, 3600.0).value({}, {})
 
 
-def test_an_automatic_interval_is_judged_as_the_one_that_a_long_run_comes_to():
+def test_an_automatic_interval_is_judged_as_the_interval_of_a_long_run():
     figures = {"checkpoints": 3.0, "lost_s": 0.3, "step_s": 0.01, "write_s": 0.05}
     fixed, auto = (Objective.of(composed(every=every), None, None, 1000.0) for every in (100, "auto"))
     least = min(fixed.value(figures, {"checkpoint.every": str(every)}) for every in range(1000, 2000))
@@ -214,7 +212,7 @@ def search(study: Study, number: int) -> list[str]:
     return tried
 
 
-def test_every_combination_is_tried_once_the_defaults_first_and_then_there_is_none_left(tmp_path):
+def test_every_combination_is_tried_once_beginning_with_the_defaults(tmp_path):
     study = Study(str(tmp_path / "study.db"), LR, {}, False, 0)
     tried = search(study, 9)
     assert tried[0] == "1"
@@ -228,7 +226,7 @@ def test_every_combination_is_tried_once_the_defaults_first_and_then_there_is_no
     assert len(again.tried()) == 3
 
 
-def test_defaults_outside_of_what_is_varied_are_tried_all_the_same(tmp_path):
+def test_defaults_outside_of_the_space_are_tried_too(tmp_path):
     other = Space((Parameter("lr", "lr", Choices(("7", "8"))), Parameter("+x", "+x", Ints(1, 2))), composed())
     study = Study(str(tmp_path / "study.db"), other, {}, True, 0)
     first = study.ask()
@@ -245,5 +243,5 @@ def test_a_search_with_the_same_seed_chooses_the_same(tmp_path):
     wide = Space((Parameter("lr", "lr", Floats(0.5, 9.0)),), composed())
     first, second = (search(Study(str(tmp_path / f"{name}.db"), wide, {}, False, 1), 3) for name in "ab")
     assert first == second
-    # And one that goes on does not draw the same values again.
+    # A search that is continued does not draw the same values again.
     assert not {*first[1:]} & {*search(Study(str(tmp_path / "a.db"), wide, {}, False, 1), 2)}

@@ -1,4 +1,4 @@
-"""One joinable that keeps every promise, and for each promise some that break it, in ways that authors really take."""
+"""One joinable that keeps every promise, and for each promise some that break it by a likely mistake."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import stagereg
 from stagereg.testing.join import JoinableContract, JoinHookContract
 
 
-class Tally(stagereg.Joinable):
-    """Adds up one number a step over the ranks, on all of them. A module stands for what a joinable may watch."""
+class Sum(stagereg.Joinable):
+    """Adds up one number a step over the ranks, on all of them. The module is one that a joinable may observe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Tally(stagereg.Joinable):
         self.steps += 1
 
     def join_hook(self, **kwargs: Any) -> Any:
-        return TallyHook(self)
+        return SumHook(self)
 
     @property
     def join_device(self) -> Any:
@@ -48,35 +48,35 @@ class Tally(stagereg.Joinable):
         return dist.group.WORLD
 
 
-class TallyHook(stagereg.JoinHook):
+class SumHook(stagereg.JoinHook):
     """Takes part with zero."""
 
-    def __init__(self, tally: Tally) -> None:
-        self.tally = tally
+    def __init__(self, joinable: Sum) -> None:
+        self.joinable = joinable
 
     def main_hook(self) -> None:
-        self.tally.take(torch.zeros((), dtype=torch.float64))
+        self.joinable.take(torch.zeros((), dtype=torch.float64))
 
 
-class TallyContract(JoinableContract):
+class SumContract(JoinableContract):
     """Of the joinable that keeps them all, and base of those that do not."""
 
-    kind: type[Tally] = Tally
+    kind: type[Sum] = Sum
 
-    def build(self) -> Tally:
+    def build(self) -> Sum:
         return self.kind()
 
-    def step(self, subject: Tally, value: float) -> None:
+    def step(self, subject: Sum, value: float) -> None:
         subject.add(value)
 
-    def state(self, subject: Tally) -> Mapping[str, Any]:
+    def state(self, subject: Sum) -> Mapping[str, Any]:
         return {"total": subject.total}
 
     def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
         return {"total": sum(map(sum, steps))}
 
 
-class Broken(TallyContract):
+class Broken(SumContract):
     """Of a mutant: tries what one promise needs, and does not wait for long."""
 
     together = False
@@ -86,9 +86,9 @@ class Broken(TallyContract):
 # -- same numbers
 
 
-class LastCounts(Tally):
+class LastCounts(Sum):
     def join_hook(self, **kwargs: Any) -> Any:
-        hook = TallyHook(self)
+        hook = SumHook(self)
         hook.post_hook = lambda is_last_joiner: self.total.mul_(1.0 + is_last_joiner)
         return hook
 
@@ -99,9 +99,9 @@ class LastCountsContract(Broken):
     kind = LastCounts
 
 
-class Stale(Tally):
+class Stale(Sum):
     def join_hook(self, **kwargs: Any) -> Any:
-        hook = TallyHook(self)
+        hook = SumHook(self)
         hook.main_hook = lambda: dist.all_reduce(torch.zeros((), dtype=torch.float64))
         return hook
 
@@ -112,7 +112,7 @@ class StaleContract(Broken):
     kind = Stale
 
 
-class Lazy(Tally):
+class Lazy(Sum):
     def take(self, mine: torch.Tensor) -> None:
         dist.all_reduce(mine)
         self.total += mine if self.steps or self.active else 0.0
@@ -144,7 +144,7 @@ class HighestWinsContract(Broken):
     kind = HighestWins
 
 
-class OnlyOnce(Tally):
+class OnlyOnce(Sum):
     joins = 0
 
     def join_hook(self, **kwargs: Any) -> Any:
@@ -152,8 +152,8 @@ class OnlyOnce(Tally):
         return super().join_hook() if self.joins == 1 else stagereg_hook(self)
 
 
-def stagereg_hook(tally: Tally) -> Any:
-    hook = TallyHook(tally)
+def stagereg_hook(joinable: Sum) -> Any:
+    hook = SumHook(joinable)
     hook.main_hook = lambda: dist.all_reduce(torch.zeros((), dtype=torch.float64))
     return hook
 
@@ -164,7 +164,7 @@ class OnlyOnceContract(Broken):
     kind = OnlyOnce
 
 
-class Drifting(Tally):
+class Drifting(Sum):
     def take(self, mine: torch.Tensor) -> None:
         super().take(mine)
         self.total += 1e-12 * dist.get_rank()
@@ -179,7 +179,7 @@ class DriftingContract(Broken):
 # -- ways to know who has data
 
 
-class DividesByWork(Tally):
+class DividesByWork(Sum):
     """Knows the number of active ranks from the work of its announcement, as torch's DDP does."""
 
     def add(self, value: float) -> None:
@@ -200,7 +200,7 @@ class DividesByWorkContract(Broken):
         return {"total": sum(sum(values) / len(values) for values in steps)}
 
 
-class Greedy(Tally):
+class Greedy(Sum):
     def take(self, mine: torch.Tensor) -> None:
         if self._join_config.enable:
             dist.all_reduce(torch.zeros(1))
@@ -216,9 +216,9 @@ class GreedyContract(Broken):
 # -- both ways
 
 
-class OursOnly(Tally):
+class OursOnly(Sum):
     def join_hook(self, **kwargs: Any) -> Any:
-        hook = TallyHook(self)
+        hook = SumHook(self)
         hook.main_hook, hook.before_step = lambda: None, hook.main_hook
         return hook
 
@@ -230,25 +230,25 @@ class OursOnlyContract(Broken):
     timeout_s = 3.0
 
 
-class Dialect(Tally):
+class SendsMore(Sum):
     def take(self, mine: torch.Tensor) -> None:
         if self.session is not None:
             dist.all_reduce(mine.clone())
         super().take(mine)
 
 
-class DialectContract(Broken):
+class SendsMoreContract(Broken):
     """Sends more where its own rank runs stagereg's join."""
 
-    kind = Dialect
+    kind = SendsMore
     timeout_s = 3.0
 
 
-class Picky(Tally):
+class Picky(Sum):
     def join_hook(self, divide_by_initial_world_size: bool = True, **kwargs: Any) -> Any:
         if kwargs:
             raise TypeError(f"unexpected keyword arguments {sorted(kwargs)}")
-        return TallyHook(self)
+        return SumHook(self)
 
 
 class PickyContract(Broken):
@@ -260,7 +260,7 @@ class PickyContract(Broken):
 # -- hooks
 
 
-class TwiceHook(TallyHook):
+class TwiceHook(SumHook):
     done = False
 
     def before_step(self) -> None:
@@ -272,7 +272,7 @@ class TwiceHook(TallyHook):
             super().main_hook()
 
 
-class Twice(Tally):
+class Twice(Sum):
     def join_hook(self, **kwargs: Any) -> Any:
         return TwiceHook(self)
 
@@ -283,13 +283,13 @@ class TwiceContract(Broken):
     kind = Twice
 
 
-class HastyHook(TallyHook):
+class HastyHook(SumHook):
     def main_hook(self) -> None:
         super().main_hook()
         self.post_hook(False)
 
 
-class Hasty(Tally):
+class Hasty(Sum):
     def join_hook(self, **kwargs: Any) -> Any:
         return HastyHook(self)
 
@@ -300,17 +300,17 @@ class HastyContract(Broken):
     kind = Hasty
 
 
-class Text(Tally):
+class Text(Sum):
     join_device = property(lambda self: "cpu")
 
 
 class TextContract(Broken):
-    """Tells a device's name."""
+    """Returns a device's name for the device."""
 
     kind = Text
 
 
-class Apart(Tally):
+class Apart(Sum):
     def __init__(self) -> None:
         super().__init__()
         self.own, _ = dist.new_subgroups(1)
@@ -319,7 +319,7 @@ class Apart(Tally):
 
 
 class ApartContract(Broken):
-    """Tells a group in which each rank is alone."""
+    """Returns a group in which each rank is alone."""
 
     kind = Apart
 
@@ -327,7 +327,7 @@ class ApartContract(Broken):
 # -- no hang
 
 
-class Stubborn(Tally):
+class Stubborn(Sum):
     def take(self, mine: torch.Tensor) -> None:
         while True:
             try:
@@ -343,7 +343,7 @@ class StubbornContract(Broken):
     timeout_s = 4.0
 
 
-class Silencer(Tally):
+class OwnCollectiveError(Sum):
     def take(self, mine: torch.Tensor) -> None:
         try:
             super().take(mine)
@@ -351,16 +351,16 @@ class Silencer(Tally):
             raise ValueError("the sum did not work") from None
 
 
-class SilencerContract(Broken):
-    """Has an error of its own for whatever a collective fails with."""
+class OwnCollectiveErrorContract(Broken):
+    """Replaces the error of a failed collective by one of its own."""
 
-    kind = Silencer
+    kind = OwnCollectiveError
 
 
 # -- throw
 
 
-class Deaf(Tally):
+class OwnThrowError(Sum):
     def announce(self) -> None:
         try:
             super().announce()
@@ -368,13 +368,13 @@ class Deaf(Tally):
             raise StopIteration("no more data") from None
 
 
-class DeafContract(Broken):
-    """Has an error of its own for a throw."""
+class OwnThrowErrorContract(Broken):
+    """Replaces the error of a throw by one of its own."""
 
-    kind = Deaf
+    kind = OwnThrowError
 
 
-class Late(Tally):
+class Late(Sum):
     def add(self, value: float) -> None:
         self.total += 0.5
         super().add(value)
@@ -387,10 +387,10 @@ class LateContract(Broken):
     kind = Late
 
 
-class Eager(Tally):
+class Eager(Sum):
     def join_hook(self, **kwargs: Any) -> Any:
         self.total += 1.0
-        hook = TallyHook(self)
+        hook = SumHook(self)
         hook.post_hook = lambda is_last_joiner: self.total.sub_(1.0)
         return hook
 
@@ -401,7 +401,7 @@ class EagerContract(Broken):
     kind = Eager
 
 
-class Thrower(Tally):
+class Thrower(Sum):
     def take(self, mine: torch.Tensor) -> None:
         super().take(mine)
         if self._join_config.throw_on_early_termination and self.steps == 3:
@@ -417,7 +417,7 @@ class ThrowerContract(Broken):
 # -- leaves no trace
 
 
-class Bound(Tally):
+class Bound(Sum):
     def take(self, mine: torch.Tensor) -> None:
         if self._join_config.enable:
             super().take(mine)
@@ -429,12 +429,12 @@ class BoundContract(Broken):
     kind = Bound
 
 
-class Expectant(Tally):
+class Expectant(Sum):
     inside = False
 
     def join_hook(self, **kwargs: Any) -> Any:
         self.inside = True
-        hook = TallyHook(self)
+        hook = SumHook(self)
         hook.post_hook = lambda is_last_joiner: setattr(self, "inside", False)
         return hook
 
@@ -450,14 +450,14 @@ class ExpectantContract(Broken):
     kind = Expectant
 
 
-class Flagged(Tally):
+class Flagged(Sum):
     def __init__(self) -> None:
         super().__init__()
         self.joined = False
 
     def join_hook(self, **kwargs: Any) -> Any:
         self.joined = True
-        return TallyHook(self)
+        return SumHook(self)
 
 
 class FlaggedContract(Broken):
@@ -466,9 +466,9 @@ class FlaggedContract(Broken):
     kind = Flagged
 
 
-class Watching(Tally):
+class Watching(Sum):
     def join_hook(self, **kwargs: Any) -> Any:
-        hook = TallyHook(self)
+        hook = SumHook(self)
         handle = self.module.register_forward_hook(lambda *_: None)
         hook.post_hook = lambda is_last_joiner: handle.remove()
         return hook
@@ -480,22 +480,22 @@ class WatchingContract(Broken):
     kind = Watching
 
 
-class Shouting(Tally):
+class SetsWarnings(Sum):
     def join_hook(self, **kwargs: Any) -> Any:
         warnings.simplefilter("once", UserWarning)
-        return TallyHook(self)
+        return SumHook(self)
 
 
-class ShoutingContract(Broken):
+class SetsWarningsContract(Broken):
     """Sets the warning filters, as torch's Join does."""
 
-    kind = Shouting
+    kind = SetsWarnings
 
 
-class Patching(Tally):
+class Patching(Sum):
     def join_hook(self, **kwargs: Any) -> Any:
         self.module.extra_repr = lambda: "joined"
-        return TallyHook(self)
+        return SumHook(self)
 
 
 class PatchingContract(Broken):
@@ -504,12 +504,12 @@ class PatchingContract(Broken):
     kind = Patching
 
 
-class AftermathContract(TallyContract):
+class AftermathContract(SumContract):
     """Takes the process with it when the next process group is made, or the run ends."""
 
-    def build(self) -> Tally:
+    def build(self) -> Sum:
         dist.destroy_process_group = lambda: os._exit(3)
-        return Tally()
+        return Sum()
 
 
 CAUGHT_BY: dict[str, dict[type[Broken], str]] = {
@@ -524,13 +524,13 @@ CAUGHT_BY: dict[str, dict[type[Broken], str]] = {
     "test_iterate": {DividesByWorkContract: "join.iterate"},
     "test_planned_sends_nothing_more": {GreedyContract: "had 2 collectives; without a join it has 1"},
     "test_torchs_join": {OursOnlyContract: "torch's Join"},
-    "test_ranks_with_torchs_join": {DialectContract: "mode=torch"},
+    "test_ranks_with_torchs_join": {SendsMoreContract: "mode=torch"},
     "test_unknown_keywords": {PickyContract: "unexpected keyword arguments ['colour']"},
     "test_main_hook": {TwiceContract: "ran 4 times on rank 0, which missed 2"},
     "test_post_hook": {HastyContract: "the post hook of Hasty"},
     "test_device_and_group": {TextContract: "no torch.device", ApartContract: "1 of the 2 ranks"},
-    "test_failing_rank": {StubbornContract: "hung in", SilencerContract: "the sum did not work"},
-    "test_throw": {DeafContract: "not UnevenInputsError", LateContract: "in a single process"},
+    "test_failing_rank": {StubbornContract: "hung in", OwnCollectiveErrorContract: "the sum did not work"},
+    "test_throw": {OwnThrowErrorContract: "not UnevenInputsError", LateContract: "in a single process"},
     "test_planned_throw": {EagerContract: "mode=planned"},
     "test_even_inputs_do_not_throw": {ThrowerContract: "that was the last one"},
     "test_training_after_the_join": {BoundContract: "in a single process"},
@@ -538,41 +538,41 @@ CAUGHT_BY: dict[str, dict[type[Broken], str]] = {
     "test_leaves_no_trace": {
         FlaggedContract: "Flagged.joined: was False, is True",
         WatchingContract: "forward hooks",
-        ShoutingContract: "Python's warning filters: changed",
+        SetsWarningsContract: "Python's warning filters: changed",
         PatchingContract: "now also extra_repr",
     },
 }
-"""By the promise: who breaks it, and what is said of it."""
+"""By promise: the mutants that break it, and a part of each one's report."""
 
 
 # -- hooks
 
 
-class Mismatched(TallyHook):
+class Mismatched(SumHook):
     def main_hook(self) -> None:
         dist.all_reduce(torch.zeros((), dtype=torch.float32))
 
 
-class MissingOne(TallyHook):
+class MissingOne(SumHook):
     def main_hook(self) -> None:
-        self.tally.steps += 1
+        self.joinable.steps += 1
 
 
 class HookContract(JoinHookContract):
     """Of the hook that keeps them all."""
 
-    kind: type[TallyHook] = TallyHook
+    kind: type[SumHook] = SumHook
 
-    def build(self) -> Tally:
-        return Tally()
+    def build(self) -> Sum:
+        return Sum()
 
-    def hook(self, subject: Tally) -> Any:
+    def hook(self, subject: Sum) -> Any:
         return self.kind(subject)
 
-    def step(self, subject: Tally, value: float) -> None:
+    def step(self, subject: Sum, value: float) -> None:
         subject.take(torch.tensor(value, dtype=torch.float64))
 
-    def state(self, subject: Tally) -> Mapping[str, Any]:
+    def state(self, subject: Sum) -> Mapping[str, Any]:
         return {"total": subject.total}
 
     def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:

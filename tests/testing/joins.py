@@ -163,15 +163,15 @@ class Totals:
     """Adds up one number a step over the ranks, and keeps what came out."""
 
     def __init__(self) -> None:
-        self.tally = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "dtype": "float64"}])
+        self.sum = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "dtype": "float64"}])
         self.seen: list[float] = []
 
 
 def everything(seen: list[float]) -> dict[str, float]:
     """How many sums the ranks have been given, and what they add up to."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, seen)
-    return {"sums": sum(map(len, told)), "of sums": sum(map(sum, told))}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, seen)
+    return {"sums": sum(map(len, gathered)), "of sums": sum(map(sum, gathered))}
 
 
 class CollectiveContract(JoinableContract):
@@ -183,10 +183,10 @@ class CollectiveContract(JoinableContract):
         return Totals()
 
     def joinables(self, subject: Totals) -> Sequence[Any]:
-        return [subject.tally]
+        return [subject.sum]
 
     def step(self, subject: Totals, value: float) -> None:
-        (total,) = subject.tally(torch.tensor(value, dtype=torch.float64))
+        (total,) = subject.sum(torch.tensor(value, dtype=torch.float64))
         subject.seen.append(float(total))
 
     def state(self, subject: Totals) -> Mapping[str, Any]:
@@ -202,7 +202,7 @@ class Metered(Training):
     def __init__(self) -> None:
         super().__init__(DistributedDataParallel(net()))
         self.metrics = stagereg.build("joinable", "metrics")
-        self.told: dict[str, float] = {}
+        self.computed: dict[str, float] = {}
 
 
 class MetricsContract(DdpContract):
@@ -220,7 +220,7 @@ class MetricsContract(DdpContract):
         loss.backward()
         subject.advance()
         subject.metrics.add(loss=(loss.detach(), 2), value=(value, 1))
-        subject.told = subject.metrics.compute()  # those who have left answer
+        subject.computed = subject.metrics.compute()  # those who have left answer
 
     def state(self, subject: Any) -> Mapping[str, Any]:
         return {**subject.state(), **subject.metrics.compute()}
@@ -401,7 +401,7 @@ class ActiveContract(DdpContract):
 
 
 class Verbatim:
-    """A joinable of torch's as it is: stagereg's ``Join`` would take its own one in place of a bare module."""
+    """A joinable of torch's as it is: stagereg's ``Join`` would replace a bare module by its own joinable."""
 
     def __init__(self, joinable: Any) -> None:
         self.joinable = joinable

@@ -26,7 +26,7 @@ LEAKED: list[Any] = []
 
 
 def paired(source: Any, copied: Any, change: Callable[[Tensor, Tensor], Any]) -> Any:
-    """The copy with ``change(source tensor, copied tensor)`` in place of each tensor of it that is not distributed."""
+    """The copy with ``change(source tensor, copied tensor)`` instead of each tensor that is not distributed."""
     if isinstance(copied, (DTensor, ShardedTensor)):
         return copied
     if isinstance(copied, Tensor):
@@ -160,7 +160,7 @@ class OneBlockForAll(Plain):
 
 
 class LooksOnlyAtTensors(Plain):
-    """Uses memory again when the tensor it handed out is gone, whatever has been made of it."""
+    """Uses memory again when the tensor it handed out is gone, although views of it may exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,12 +185,12 @@ class LooksOnlyAtTensors(Plain):
 class WaitsForThreeToBeDropped(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.room = threading.Semaphore(3)
+        self.slots = threading.Semaphore(3)
 
     def change(self, source: State, copied: State) -> State:
         if (w := single(copied)) is not None:
-            self.room.acquire()
-            weakref.finalize(w, self.room.release).atexit = False
+            self.slots.acquire()
+            weakref.finalize(w, self.slots.release).atexit = False
         return copied
 
 
@@ -388,8 +388,8 @@ class TiesOfTheFirst(Plain):
     def change(self, source: State, copied: State) -> State:
         plain = {k: x for k, x in copied.items() if is_plain(x) and x.numel()}
         if self.ties is None:
-            places = {k: (x.data_ptr(), x.shape) for k, x in plain.items()}
-            self.ties = [(a, b) for a in plain for b in plain if a < b and places[a] == places[b]]
+            found = {k: (x.data_ptr(), x.shape) for k, x in plain.items()}
+            self.ties = [(a, b) for a in plain for b in plain if a < b and found[a] == found[b]]
         for a, b in self.ties:
             copied[b] = copied[a]
         return copied
@@ -428,7 +428,7 @@ class DrawsRandomNumbers(Plain):
 class LeavesGradOff(Plain):
     def stage(self, state_dict: State) -> State:
         copied = super().stage(state_dict)
-        torch.set_grad_enabled("optimizer" in state_dict)  # whoever trains on at once would notice anyway
+        torch.set_grad_enabled("optimizer" in state_dict)  # training that continues at once would fail anyway
         return copied
 
 
@@ -457,7 +457,7 @@ class ZerosForWhatIsGone(Plain):
 
 
 class InTheBackground(Plain):
-    """Right in all but one thing: it tells nobody of an error who does not ask."""
+    """Right in all but one thing: an error that is not asked for is lost."""
 
     closed = False
 
@@ -600,4 +600,4 @@ MUTANTS: dict[str, tuple[type[Any], ...]] = {
     "test_close_gives_the_memory_back": (KeepsTheLast,),
     "test_torchs_async_save_writes_what_was_staged": (CopiesWhenSynchronized,),
 }
-"""By the promise that each of them breaks, and no other one."""
+"""By the promise that each of them breaks; it keeps all others."""

@@ -109,7 +109,7 @@ class TestWithin:
         with pytest.raises(SystemExit):
             Small().within(sys.exit)
 
-    def test_what_does_not_come_back_is_a_broken_promise_that_shows_where(self) -> None:
+    def test_a_call_that_does_not_return_is_a_broken_promise_with_its_stack(self) -> None:
         never = threading.Event()
 
         def wait_for_ever() -> None:
@@ -131,7 +131,7 @@ def test_a_table_has_a_line_for_each_promise_and_a_column_for_each_contract() ->
     assert lines[-1] == "| One more | - | yes |"
 
 
-class TestLikeness:
+class TestSnapshot:
     @pytest.mark.parametrize(
         ("copied", "source", "shown"),
         [
@@ -156,12 +156,12 @@ class TestLikeness:
         assert seen is not None
         assert shown in seen
 
-    def test_what_is_like_its_source_differs_in_nothing(self) -> None:
+    def test_a_faithful_copy_has_no_difference(self) -> None:
         odd = {"nan": torch.tensor([float("nan"), -0.0]), "empty": torch.empty(0, 3), "one": torch.tensor(1)}
         state = {**odd, "t": torch.ones(2, 3).t(), "l": [odd, (1, None)], "p": torch.nn.Parameter(torch.ones(2))}
         assert difference(state, note(state, lambda x: x)) is None
 
-    def test_later_writes_to_the_source_do_not_show_in_what_was_noted(self) -> None:
+    def test_later_writes_to_the_source_do_not_change_the_snapshot(self) -> None:
         state = {"w": torch.ones(3), "l": [1]}
         noted = note(state, lambda x: x)
         state["w"].zero_()
@@ -169,7 +169,7 @@ class TestLikeness:
         assert "3 of 3 elements" in str(difference(state, noted))
         assert difference({"w": torch.ones(3), "l": [1]}, noted) is None
 
-    def test_what_is_expected_of_a_copy_may_be_another_tensor(self) -> None:
+    def test_the_expected_tensor_of_a_copy_may_be_another_one(self) -> None:
         noted = note({"w": torch.ones(2, 3).t()}, lambda x: x.to(torch.bfloat16))
         assert difference({"w": torch.ones(2, 3, dtype=torch.bfloat16).t()}, noted) is None
         assert "strides" in str(difference({"w": torch.ones(3, 2, dtype=torch.bfloat16)}, noted))

@@ -1,4 +1,4 @@
-"""The storage that fails on purpose: where it was asked to, as a disk would, and only there."""
+"""The storage that fails on purpose: at the requested points, as a disk would, and only there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stagereg.testing.faults import FaultyStorage
 
 
 @pytest.fixture(autouse=True)
-def nobody_listens() -> Iterator[None]:
+def no_observer_left() -> Iterator[None]:
     yield
     failpoints.watch(None)
 
@@ -75,7 +75,7 @@ def test_the_bytes_of_every_file_of_a_rank_count(tmp_path: Path, storage: str) -
             made.wait()
 
 
-def test_what_there_is_not_is_refused() -> None:
+def test_an_unknown_fault_is_refused() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'ENOSPC'"):
         FaultyStorage(fault="ENOSPACE")
     with pytest.raises(ConfigError, match="Did you mean 'renamed'"):

@@ -1,4 +1,4 @@
-"""The contracts of joins are kept by all that the project has, and tell each way to break one.
+"""The contracts of joins: every joinable of the project keeps them, and each mutant is caught.
 
 ``joins`` has the contracts of the project's joinables and hooks, ``join_mutants`` those of joinables that are wrong on
 purpose.
@@ -27,11 +27,11 @@ from . import joins
 PAGE = Path(__file__).parents[2] / "docs" / "contracts.md"
 
 
-class TestTally(mutants.TallyContract):
+class TestSum(mutants.SumContract):
     world_size = 3
 
 
-class TestHookOfTally(mutants.HookContract):
+class TestHookOfSum(mutants.HookContract):
     pass
 
 
@@ -121,34 +121,34 @@ def test_every_promise_has_a_joinable_that_breaks_it() -> None:
     assert set(mutants.CAUGHT_BY) == set(JoinableContract.promises()) == set(JoinHookContract.promises())
 
 
-BREAKS = [(promise, breaks, said) for promise, several in mutants.CAUGHT_BY.items() for breaks, said in several.items()]
+BREAKS = [(promise, breaks, seen) for promise, several in mutants.CAUGHT_BY.items() for breaks, seen in several.items()]
 
 
 @pytest.mark.parametrize(
-    ("promise", "breaks", "said"), BREAKS, ids=[f"{promise}-{breaks.__name__}" for promise, breaks, _ in BREAKS]
+    ("promise", "breaks", "seen"), BREAKS, ids=[f"{promise}-{breaks.__name__}" for promise, breaks, _ in BREAKS]
 )
-def test_the_test_of_a_promise_tells_who_breaks_it(promise: str, breaks: type[JoinableContract], said: str) -> None:
+def test_the_test_of_a_promise_catches_who_breaks_it(promise: str, breaks: type[JoinableContract], seen: str) -> None:
     outcome = breaks.outcome(promise)
     assert outcome.kept is False
-    assert said in outcome.seen
+    assert seen in outcome.seen
 
 
 @pytest.mark.parametrize(
-    ("breaks", "said"),
+    ("breaks", "seen"),
     [
         (mutants.MismatchedContract, "Is there a distributed collective mismatch"),
         (mutants.MissingOneContract, "rank 0: died of SIGABRT"),
     ],
 )
-def test_a_hook_with_other_collectives_than_the_step_is_told_within_the_limit(
-    breaks: type[JoinHookContract], said: str
+def test_a_hook_with_other_collectives_than_the_step_is_reported_within_the_limit(
+    breaks: type[JoinHookContract], seen: str
 ) -> None:
     outcome = breaks.outcome("test_uneven_inputs")
     assert outcome.kept is False
-    assert said in outcome.seen
+    assert seen in outcome.seen
 
 
-def test_a_death_between_two_loops_is_not_put_down_to_the_second() -> None:
+def test_a_death_between_two_loops_is_not_blamed_on_the_second() -> None:
     first, second = Scenario(((2, 2),)), Scenario(((1, 2),))
     for each in (first, second):
         result = played(mutants.AftermathContract, each, [first, second])
@@ -211,7 +211,7 @@ def author(tmp_path: Path) -> Path:
     return file
 
 
-# What announces through torch's way alone cannot be planned or counted, which skips these.
+# A joinable that announces in torch's way only cannot be planned or counted, which skips these.
 SKIPPED = {"test_planned", "test_counted", "test_iterate", "test_planned_sends_nothing_more", "test_planned_throw"}
 
 
@@ -238,7 +238,7 @@ def test_the_pages_example_keeps_the_contract_imported_from_a_file_by_path(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13")
-def test_torchs_joinables_break_what_the_page_says_and_nothing_else() -> None:
+def test_torchs_joinables_break_exactly_the_promises_that_the_page_lists() -> None:
     recorded = re.search(r"<!-- torch's joinables -->\n(.*?)\n<!-- -->", PAGE.read_text(), re.S)
     assert recorded
     assert table(joins.TORCHS) == recorded[1]

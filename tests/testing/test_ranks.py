@@ -1,4 +1,4 @@
-"""The harness comes back in every case, names which rank did what, and leaves nobody behind."""
+"""The harness returns in every case, names which rank did what, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from stagereg.testing.worker import await_all, limited, new_group
 
 
 @dataclass
-class Parcel:
-    """A class of a test module that nobody can import by name."""
+class Number:
+    """A class of a test module that cannot be imported by name."""
 
-    number: int
+    value: int
 
 
 def add_up(rank, world_size, start, *, step=0):
@@ -37,12 +37,12 @@ def add_up(rank, world_size, start, *, step=0):
     return rank, world_size, total
 
 
-def give_parcel_on(rank, world_size, parcel):
-    return Parcel(parcel.number + rank)
+def add_rank(rank, world_size, number):
+    return Number(number.value + rank)
 
 
 def make_one(rank, world_size, kind):
-    return kind().tell(rank)
+    return kind().text(rank)
 
 
 def sum_in_new_groups(rank, world_size, spoils):
@@ -104,7 +104,7 @@ def wait_for_ever_on(rank, world_size, sleepers, folder):
 
 def die_on(rank, world_size, culprit, signal_number):
     if rank == culprit:
-        print("these are my last words", flush=True)
+        print("these are the last lines", flush=True)
         os.kill(os.getpid(), signal_number)
     dist.barrier()
 
@@ -114,8 +114,8 @@ def leave_without_return(rank, world_size):
 
 
 def chatter(rank, world_size):
-    print("said in Python")
-    os.system("echo said below Python")
+    print("from Python")
+    os.system("echo from below Python")
 
 
 def watch_rank_0(rank, world_size):
@@ -138,7 +138,7 @@ def return_a_generator(rank, world_size):
 
 
 def is_gone(pid: int) -> bool:
-    """Whether the process has ended; one that nobody has collected yet has."""
+    """Whether the process has ended; one that is not reaped yet has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -162,24 +162,24 @@ def test_a_single_rank_has_a_process_group_too():
 
 
 def test_classes_of_a_test_module_travel_both_ways():
-    assert run_ranks(give_parcel_on, args=(Parcel(7),)) == [Parcel(7), Parcel(8)]
+    assert run_ranks(add_rank, args=(Number(7),)) == [Number(7), Number(8)]
 
 
 def test_a_class_travels_from_another_module_than_the_functions(tmp_path):
     """One that was imported from a file, under a name that is on no path, and imports its neighbour by that name."""
     (tmp_path / "__init__.py").touch()
-    (tmp_path / "words.py").write_text("def said(rank):\n    return f'from rank {rank}'\n")
+    (tmp_path / "texts.py").write_text("def of_rank(rank):\n    return f'from rank {rank}'\n")
     (tmp_path / "kinds.py").write_text(
-        "class Kind:\n    def tell(self, rank):\n        from .words import said\n        return said(rank)\n"
+        "class Kind:\n    def text(self, rank):\n        from .texts import of_rank\n        return of_rank(rank)\n"
     )
     try:
-        for name, file in (("by_path", "__init__.py"), ("by_path.words", "words.py"), ("by_path.kinds", "kinds.py")):
+        for name, file in (("by_path", "__init__.py"), ("by_path.texts", "texts.py"), ("by_path.kinds", "kinds.py")):
             spec = importlib.util.spec_from_file_location(name, tmp_path / file)
             sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[name])
         assert run_ranks(make_one, args=(sys.modules["by_path.kinds"].Kind,)) == ["from rank 0", "from rank 1"]
     finally:
-        for name in ("by_path", "by_path.words", "by_path.kinds"):
+        for name in ("by_path", "by_path.texts", "by_path.kinds"):
             sys.modules.pop(name, None)
 
 
@@ -200,7 +200,7 @@ def test_waiting_for_the_others_returns_whether_they_came():
     assert run_ranks(count_who_comes) == [(None, True), (False, True)]
 
 
-def test_the_means_of_a_rank_report_that_there_is_none():
+def test_the_functions_for_ranks_are_an_error_outside_of_one():
     for means in (new_group, lambda: limited(1.0).__enter__(), lambda: await_all("here")):
         with pytest.raises(StageregError, match=r"on the ranks of stagereg\.testing\.run_ranks only"):
             means()
@@ -242,7 +242,7 @@ def test_a_rank_that_dies_is_reported_with_its_signal_and_last_output(name):
     with pytest.raises(RankFailure) as caught:
         run_ranks(die_on, args=(1, int(getattr(signal, name))))
     assert name in caught.value.failed[1]
-    assert "these are my last words" in caught.value.failed[1]
+    assert "these are the last lines" in caught.value.failed[1]
 
 
 def test_leaving_without_a_result_is_a_failure():
@@ -257,7 +257,7 @@ def started() -> None:
 
 
 @pytest.mark.usefixtures("started")
-def test_a_hung_rank_is_named_with_its_stack_and_no_one_is_left(tmp_path):
+def test_a_hung_rank_is_named_with_its_stack_and_no_process_is_left(tmp_path):
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 hung: still running after 4 s; ended in time: rank 0") as caught:
         run_ranks(wait_for_ever_on, args=([1], str(tmp_path)), timeout_s=4)
@@ -276,12 +276,12 @@ def test_all_hung_ranks_are_named(tmp_path):
     assert all("wait_for_ever_on" in stack for stack in caught.value.hung.values())
 
 
-def test_what_ranks_print_is_shown_with_the_rank(capsys):
+def test_the_output_of_ranks_is_shown_with_the_rank(capsys):
     run_ranks(chatter)
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for rank in range(2):
-        assert f"[rank {rank}] said in Python\n" in said
-        assert f"[rank {rank}] said below Python\n" in said
+        assert f"[rank {rank}] from Python\n" in printed
+        assert f"[rank {rank}] from below Python\n" in printed
 
 
 def test_ranks_have_the_callers_surroundings_and_one_thread(tmp_path, monkeypatch):

@@ -106,8 +106,8 @@ class Halving(BlockingAsyncStager):
         return super().stage(halved(state_dict))
 
 
-class Foretold(BlockingAsyncStager):
-    """Stages at once and returns a future; the next call raises its error again, since nobody may have looked."""
+class RaisesTwice(BlockingAsyncStager):
+    """Stages at once and returns a future; the next call raises its error again, as the future may be unread."""
 
     failed: BaseException | None = None
 
@@ -166,7 +166,7 @@ def test_the_projects_stagers_are_all_held_to_it() -> None:
     assert held == set(stagereg.names("stager")) - {"torch_default"}
 
 
-def test_a_stager_that_casts_shows_what_it_makes_and_keeps_the_rest() -> None:
+def test_a_stager_that_casts_declares_it_and_keeps_all_other_promises() -> None:
     casting = {"test_dtypes_may_change", "test_strides_are_kept", "test_tied_tensors_stay_tied", "test_keys_may_change"}
     casting |= {"test_later_writes_do_not_show", "test_structure_is_kept", "test_every_dtype_keeps_its_bits"}
     casting |= {"test_torchs_async_save_writes_what_was_staged", "test_a_view_costs_its_own_bytes"}
@@ -177,7 +177,7 @@ def test_a_stager_that_casts_shows_what_it_makes_and_keeps_the_rest() -> None:
 
 def test_a_stager_may_raise_an_error_again_whose_future_may_not_have_been_read() -> None:
     names = ("test_an_error_leaves_the_stager_usable", "test_errors_that_nobody_looked_at_surface")
-    assert [held_to(Foretold).outcome(name).seen for name in names] == ["", ""]
+    assert [held_to(RaisesTwice).outcome(name).seen for name in names] == ["", ""]
 
 
 class TestMutants:
@@ -197,7 +197,7 @@ class TestMutants:
     def test_none_is_caught_by_the_costly_tests_of_other_promises(self, promise: str, mutant: type[Any]) -> None:
         assert set(broken := broken_of(mutant, COSTLY)) == {promise} & COSTLY, broken
 
-    def test_what_they_are_made_of_is_right(self, broken_on_a_rank: dict[str, dict[str, str]]) -> None:
+    def test_their_base_class_keeps_every_promise(self, broken_on_a_rank: dict[str, dict[str, str]]) -> None:
         assert broken_of(Plain, set(MUTANTS) - ON_A_RANK) | broken_on_a_rank["Plain"] == {}
 
 
@@ -248,7 +248,7 @@ def broken_on_a_rank() -> dict[str, dict[str, str]]:
 class TestTorchsStagers:
     @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13")
     @pytest.mark.slow
-    def test_break_what_the_page_shows_and_nothing_else(self) -> None:
+    def test_they_break_exactly_the_promises_that_the_page_lists(self) -> None:
         recorded = re.search(r"<!-- torch's stagers -->\n(.*?)\n<!-- -->", PAGE.read_text(), re.S)
         assert recorded
         assert table(TORCHS) == recorded[1], "print it with: python -m stagereg.testing.torchs"
@@ -309,7 +309,7 @@ class TestMine(StagerContract):
 """
 
 
-def test_under_pytest_it_is_what_an_author_writes_and_no_more(pytester: pytest.Pytester) -> None:
+def test_under_pytest_an_author_needs_only_the_subclass(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_mine=AUTHORS)
     run = pytester.runpytest_inprocess("-W", "error", "-k", "later_writes or shape_of")
     run.assert_outcomes(passed=1, failed=1)

@@ -37,7 +37,7 @@ class _Run:
     members: dict[int, tuple[tuple[int, ...], tuple[int, ...], int]]
 
     @property
-    def room(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of host memory that its copy takes."""
         return -(-self.source.numel() * torch.bfloat16.itemsize // ALIGNMENT) * ALIGNMENT
 
@@ -65,12 +65,12 @@ class CastingCopier:
         runs = [run for dtype in WIDE for run in _runs({i: x for i, x in enumerate(tensors) if x.dtype == dtype})]
         made = {i: _empty(x) for i, x in enumerate(tensors) if not x.numel()}
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        view, offset = self._pool.lease().view(self._pool.take(sum(run.room for run in runs))), 0
+        view, offset = self._pool.lease().view(self._pool.take(sum(run.nbytes for run in runs))), 0
         for run in runs:
             flat = torch.frombuffer(view, dtype=torch.bfloat16, count=run.source.numel(), offset=offset)
-            offset += run.room
+            offset += run.nbytes
             pairs.append((flat.as_strided(run.source.shape, run.stride), run.source))
-            made.update((i, flat.as_strided(*place)) for i, place in run.members.items())
+            made.update((i, flat.as_strided(*geometry)) for i, geometry in run.members.items())
         for _, event in self._engine.fetch(pairs):
             event.synchronize()
         return [made[i] for i in range(len(tensors))]

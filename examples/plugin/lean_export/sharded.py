@@ -1,4 +1,4 @@
-"""``ShardedTensor``, in which a sharded state dict of FSDP1 comes: one that says of itself that it is bfloat16.
+"""``ShardedTensor``, the tensors of FSDP1's sharded state dicts: one whose metadata says that it is bfloat16.
 
 Its metadata names a dtype, which its shards must have. So they are cast first, each rank its own, and then copied.
 """
@@ -23,7 +23,7 @@ def with_narrow_shards(x: Any, wants: Callable[[str, torch.Tensor], bool]) -> An
 
     Args:
         x: nested dicts and lists.
-        wants: is told the dotted name of a ShardedTensor, and itself.
+        wants: called with the dotted name of a ShardedTensor and the tensor; True casts it.
     """
     return _visit(x, "", wants, {})
 

@@ -26,7 +26,7 @@ def test_it_is_the_running_average_with_early_weights_forgotten_sooner() -> None
     assert average.updates == 4
 
 
-def test_buffers_are_copied_or_averaged_as_told() -> None:
+def test_buffers_are_copied_or_averaged_as_configured() -> None:
     choices: tuple[Literal["copy", "average"], ...] = ("copy", "average")
     for buffers in choices:
         norm = nn.BatchNorm1d(1)
@@ -56,7 +56,7 @@ def test_half_precision_weights_are_averaged_in_float32() -> None:
     assert average.weights()["weight"].dtype == torch.float32
 
 
-def test_it_goes_on_from_its_state_and_loads_into_a_model() -> None:
+def test_it_resumes_from_its_state_and_loads_into_a_model() -> None:
     layer = nn.Linear(2, 2)
     first, second = WeightAverage(layer, decay=0.5), WeightAverage(nn.Linear(2, 2), decay=0.5)
     for _ in range(3):

@@ -44,7 +44,7 @@ def test_patterns_choose_by_dotted_names() -> None:
 
 
 @pytest.mark.parametrize("option", ["include", "exclude"])
-def test_a_pattern_that_matches_nothing_is_told_with_the_nearest_name(option: str) -> None:
+def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_name(option: str) -> None:
     patterns: dict[str, Any] = {option: ["model.body.wieght"]}
     with pytest.raises(StageregError, match=rf"'model.body.wieght' of '{option}' .* mean 'model.body.weight'"):
         Bf16Stager(**patterns).stage(state())
@@ -97,7 +97,7 @@ def test_a_copy_is_left_alone_until_it_is_dropped_and_its_memory_is_used_again()
     assert len(addresses) == 1
 
 
-def test_what_cannot_be_staged_is_named_by_its_path() -> None:
+def test_a_value_that_cannot_be_staged_is_named_by_its_path() -> None:
     freed = torch.randn(8, dtype=torch.float64)
     freed.untyped_storage().resize_(0)
     for bad in (freed, torch.empty(3, device="meta")):
@@ -125,7 +125,7 @@ def stage_sharded(rank: int, world: int, folder: str) -> tuple[torch.dtype, torc
     return weight.dtype, weight.to_local().dtype, equal and weight.placements == (Shard(0),)
 
 
-def test_a_sharded_tensor_is_cast_where_it_lies_and_plain_torch_reads_it(tmp_path: Path) -> None:
+def test_a_sharded_tensor_is_cast_and_plain_torch_reads_it(tmp_path: Path) -> None:
     for dtype, local, equal in run_ranks(stage_sharded, 2, args=(str(tmp_path / "export"),)):
         assert (dtype, local, equal) == (torch.bfloat16, torch.bfloat16, True)
     read = {"model": {"w": torch.zeros(6, 2, dtype=torch.bfloat16)}}

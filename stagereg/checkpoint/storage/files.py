@@ -83,9 +83,9 @@ class MarkedFiles(FileSystem):
 class _Marking(io.FileIO):
     """A file written from its beginning to its end, which reports its mark when it is on the disk."""
 
-    def __init__(self, path: StrPath, tell: Callable[[FileMark], None]) -> None:
+    def __init__(self, path: StrPath, report_mark: Callable[[FileMark], None]) -> None:
         super().__init__(path, "w")
-        self._report_mark = tell
+        self._report_mark = report_mark
         self._bytes = self._crc32 = 0
         self.whole = True
 

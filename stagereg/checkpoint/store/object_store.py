@@ -197,7 +197,7 @@ class ObjectStore:
         while True:
             page = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **more)
             uploads = page.get("Uploads", [])
-            # Not every store that speaks S3 heeds the prefix.
+            # Not every S3-compatible store applies the prefix.
             found += [{"Key": u["Key"], "UploadId": u["UploadId"]} for u in uploads if u["Key"].startswith(key)]
             if not page.get("IsTruncated"):
                 return found
@@ -242,8 +242,8 @@ class _Reader(io.RawIOBase):
         self._at = max(0, begin + offset)
         return self._at
 
-    def readinto(self, room: Any, /) -> int:
-        view = memoryview(room).cast("B")
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
         end = min(self._at + len(view), self._size)
         if self._at >= end:
             return 0

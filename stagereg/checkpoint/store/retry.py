@@ -69,7 +69,7 @@ _FINAL = (
 _FINAL_ERRNO = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG}
 _FINAL_ERRNO |= {getattr(errno, "EREMCHG", errno.EINVAL), errno.EOPNOTSUPP}
 _PROGRAMS = ("builtins", "pickle", "stagereg", "struct", "torch", "zipfile")
-_FINAL_WORDS = ("Credential", "Auth", "Param", "Profile", "Region", "InvalidEndpoint", "UnknownService", "Forbidden")
+_FINAL_NAMES = ("Credential", "Auth", "Param", "Profile", "Region", "InvalidEndpoint", "UnknownService", "Forbidden")
 
 _log = logging.getLogger(__name__)
 _thread = threading.local()
@@ -168,7 +168,7 @@ def may_pass(error: BaseException) -> bool:
     # What is left are errors of the clients of object stores, which have no common base.
     kinds = type(error).__mro__
     known = kinds[0].__module__.partition(".")[0] in _PROGRAMS
-    return not known and not any(word in kind.__name__ for word in _FINAL_WORDS for kind in kinds)
+    return not known and not any(part in kind.__name__ for part in _FINAL_NAMES for kind in kinds)
 
 
 def answer_of(error: BaseException) -> tuple[str | None, int | None]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from stagereg.errors import ConfigError, JoinError, nearest
 from stagereg.join.joinable import BuiltInJoinable, JoinHook, notify, serves
-from stagereg.kernel.shadow import Collective, shadow
+from stagereg.kernel.shadow import Collective
 from stagereg.registry import register
 
 __all__ = ["CollectiveHook", "CollectiveJoinable"]
@@ -99,9 +99,11 @@ class CollectiveHook(JoinHook):
         self.joinable = serves(self, joinable, CollectiveJoinable)
 
     def main_hook(self) -> None:
-        """Take part in all of them."""
+        """Take part in all of them; the root of a broadcast goes on sending what it sent last."""
         declared = self.joinable
-        shadow(declared.collectives, declared.join_process_group, declared.join_device, declared.last_sent)
+        for i, collective in enumerate(declared.collectives):
+            tensor = declared.last_sent.get(i, collective.neutral(declared.join_device))
+            collective.issue(tensor, declared.join_process_group)
 
 
 def _declared(collective: Any) -> Collective:

@@ -76,6 +76,7 @@ class DdpJoinable(TrackedJoinable):
         self._divided_before: bool | None = None
         self._forward_settings: tuple[Any, bool] | None = None
         self._inner: Any = None
+        self._has_divisor = False  # whether some step got one from the join
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the module's hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
@@ -104,9 +105,16 @@ class DdpJoinable(TrackedJoinable):
         super().watch()
         self._inner = ddp.module.register_forward_hook(self._inner_forward_done)
 
+    @property
+    def ends_equal(self) -> bool:
+        """Whether the module is the same on all ranks without an exchange: all took every step, and have no buffers."""
+        session = self.session
+        return session is not None and session.all_took_every_step and not any(True for _ in self.module.buffers())
+
     def end_steps(self) -> None:
-        """No step follows: forget the divisor of the last step."""
-        self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
+        """No step follows: forget the divisor of the last step, if it had one."""
+        if self._has_divisor:
+            self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
 
     def detach(self) -> None:
         """Stop watching, and leave the module as it was."""
@@ -140,6 +148,7 @@ class DdpJoinable(TrackedJoinable):
         """Announce the step, except on torch's wire, where DDP's own forward does."""
         tracker, membership, config = self.tracker, self.membership, self._join_config
         assert tracker is not None
+        self._has_divisor |= membership is None
         if self.session is None:
             if not tracker.begun:
                 self._refuse_sparse_gradients()
@@ -154,7 +163,7 @@ class DdpJoinable(TrackedJoinable):
             self.session.announced += config.is_first_joinable
             return
         if config.is_first_joinable:
-            membership.begin(torch.is_grad_enabled() and self.will_reduce)
+            self.session.begin(torch.is_grad_enabled() and self.will_reduce)
         else:
             membership.check()
         if config.throw_on_early_termination and self._rebuilds_buckets(tracker.begun):
@@ -188,9 +197,10 @@ class DdpJoinable(TrackedJoinable):
         if self._join_config.throw_on_early_termination:
             membership.raise_if_exhausted()
         if not self.divides_by_world:
-            ranks = membership.read()
-            if ranks.known and ranks.syncing:
-                self.module.reducer._set_forward_pass_work_handle(_done_work(float(ranks.syncing)), False)
+            syncing = membership.read().syncing
+            if syncing:
+                self._has_divisor = True
+                self.module.reducer._set_forward_pass_work_handle(_done_work(float(syncing)), False)
 
     def _announce_reduction(self, is_joined_rank: bool) -> None:
         """In the place of DDP's own: announce to joined ranks whether this step reduces, on torch's wire."""
@@ -208,7 +218,7 @@ class DdpJoinable(TrackedJoinable):
         """In the place of DDP's own: the rank whose buffers all ranks take in a step, or whose model in the end."""
         membership = self.membership
         if membership is not None and not membership.over:
-            return membership.read().highest
+            return membership.read().ranks[-1]
         if self.session is not None and self.session.all_took_every_step:  # all are candidates, and the last one wins
             return self.module.process_group.size() - 1
         return int(DistributedDataParallel._find_common_rank(self.module, rank, is_candidate))
@@ -248,7 +258,7 @@ class DdpHook(JoinHook):
                 "a DDP module with static_graph=True learns its graph in its first step, so a rank that never had a "
                 "batch cannot shadow it. Give every rank a batch, or use join.iterate, whose body runs on all ranks."
             )
-        carryover.before_shadowed_step()
+        carryover.policy.set_active(False)
         ddp.reducer._rebuild_buckets()
         ddp._check_and_sync_module_buffers()
         active = self.joinable.active_that_reduce()
@@ -262,6 +272,8 @@ class DdpHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take parameters and buffers from the last rank to join, as torch does."""
         self.joinable.end_steps()  # torch's ``Join`` may be entered again, so the watch goes on
+        if self.joinable.ends_equal:
+            return
         self.joinable.module._sync_final_model(is_last_joiner)
         if not is_last_joiner:
             for param in self.joinable.module.parameters():
@@ -301,7 +313,8 @@ class DdpHook(JoinHook):
 
     def _share(self, active: int) -> float:
         """The factor by which this rank's gradients of steps before enter the reduction; 0 where they do not."""
-        carries = self._carryover.policy() == "carries"
+        self._carryover.policy.ask(self.joinable.session)
+        carries = self._carryover.policy.current() == "carries"
         if not carries and not self._carryover.is_unfinished:
             return 0.0
         ddp = self.joinable.module
@@ -328,7 +341,7 @@ class DdpHook(JoinHook):
         """Drop a gradient of a step before, as the active ranks did when they zeroed theirs."""
         if param.grad is None or self._carryover.is_unfinished:
             return
-        policy = self._carryover.known_policy
+        policy = self._carryover.policy.current()
         if policy == "zeroes":
             param.grad.zero_()
         elif policy == "drops" and param.grad.any():

@@ -91,7 +91,6 @@ class Fsdp2Joinable(TrackedJoinable):
         self._settings: list[tuple[Any, ...]] = []
         self._backward_due = False
         self._reduces = True
-        self._synchronized = 0
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the module's hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
@@ -106,6 +105,7 @@ class Fsdp2Joinable(TrackedJoinable):
         self._inputs = _inputs_of(self.module, self.policy.store, self._example)
         self._settings = [(g, g.gradient_divide_factor, g.force_sum_reduction_for_comms) for g in _groups(self.module)]
         super().watch()
+        self.policy.steps = 0
         if self._watched_shard() is not None:
             self.policy.set_active(True)
 
@@ -114,7 +114,7 @@ class Fsdp2Joinable(TrackedJoinable):
         for group, factor, force in self._settings:
             group.gradient_divide_factor, group.force_sum_reduction_for_comms = factor, force
         self._settings = []
-        self.reduced, self._inputs, self._synchronized = False, None, 0
+        self.reduced, self._inputs = False, None
         super().detach()
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
@@ -177,9 +177,7 @@ class Fsdp2Joinable(TrackedJoinable):
                 work.wait()
                 self.divide_by(int(work.get_future().value()[0].item()))
         elif not self.divides_by_world:
-            ranks = membership.read()
-            if ranks.known:
-                self.divide_by(ranks.syncing)
+            self.divide_by(membership.read().syncing)
 
     def on_backward(self) -> None:
         """A backward has begun, which is about to add to the gradients. FSDP2 has gathered its first parameters.
@@ -190,8 +188,7 @@ class Fsdp2Joinable(TrackedJoinable):
             return
         self._backward_due = False
         if self.is_shadowing:
-            if self._synchronized:  # in the first step no rank knows yet
-                self.policy.ask()
+            self.policy.ask(self.session)
             self.forget_gradients()
             return
         if self.will_reduce != self._reduces:
@@ -202,8 +199,8 @@ class Fsdp2Joinable(TrackedJoinable):
         shard = self._watched_shard()
         if shard is not None:
             gradient = None if shard.grad is None else _local(shard.grad)
-            self.policy.observe(gradient, in_doubt=self._synchronized == 0)
-        self._synchronized += self._reduces
+            self.policy.observe(gradient)
+        self.policy.steps += self._reduces
 
     def shadow(self) -> None:
         """Joined rank: run one forward and backward on empty inputs; see :class:`Fsdp2Hook`."""
@@ -232,7 +229,7 @@ class Fsdp2Joinable(TrackedJoinable):
             self.is_shadowing = False
             for group, reduce, all_reduce in as_left:
                 group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
-        self._synchronized += self.reduced
+        self.policy.steps += self.reduced
 
     def divide_by(self, count: int) -> None:
         """Have this step's backward divide as if ``count`` ranks trained the module; 0 where it does not reduce."""

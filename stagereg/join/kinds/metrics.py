@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInJoinable, JoinHook, serves
-from stagereg.join.responder import GatherResponder
-from stagereg.kernel.channel import control_channel
+from stagereg.join.responder import Responder
+from stagereg.kernel.channel import ControlChannel, control_channel
 from stagereg.registry import register
 
 __all__ = ["MetricsHook", "MetricsJoinable"]
@@ -57,7 +57,8 @@ class MetricsJoinable(BuiltInJoinable):
         super().__init__(hook, process_group)  # on the CPU: what is exchanged are a few numbers
         self._totals: dict[str, tuple[Number, Number]] = {}
         self._lock = threading.Lock()
-        self._responder: GatherResponder | None = None
+        self._channel: ControlChannel | None = None
+        self._responder: Responder | None = None
         self._in_use = False  # whether some rank may still wait at the responder of a join that has not ended
         self._number = _numbers["metrics"]
         _numbers["metrics"] += 1
@@ -135,7 +136,7 @@ class MetricsJoinable(BuiltInJoinable):
 
     def answer(self) -> None:
         """Begin to answer the other ranks from a thread, as this one has no data any more. Twice is harmless."""
-        self._open().start(lambda: (False, self._local()), self._reset_if_asked)
+        self._open().start()
 
     def end_answers(self) -> None:
         """The join ends on all ranks, and with it the answers."""
@@ -160,12 +161,18 @@ class MetricsJoinable(BuiltInJoinable):
                 "Call compute() in the loop or after the join, not in a function that the join calls on ranks without "
                 "data."
             )
-        return responder.request(payload)
+        responder.request()
+        return self._gather(payload)
 
-    def _open(self) -> GatherResponder:
+    def _gather(self, payload: Any) -> list[Any]:
+        assert self._channel is not None
+        return self._channel.gather(payload)
+
+    def _open(self) -> Responder:
         if self._responder is None:
-            self._responder = GatherResponder(
-                control_channel(self.join_process_group, f"metrics/{self._number}/{self._renewals}")
+            self._channel = control_channel(self.join_process_group, f"metrics/{self._number}/{self._renewals}")
+            self._responder = Responder(
+                self._channel, follow=lambda: self._reset_if_asked(self._gather((False, self._local())))
             )
         return self._responder
 

@@ -1,4 +1,4 @@
-"""Kills training runs, starts them again, and looks at what came of it: `python tests/checkpoint/kills/matrix.py`.
+"""Kills training runs, starts them again, and checks what is left: `python tests/checkpoint/kills/matrix.py`.
 
 A chain is one directory of checkpoints and several kills: a run is killed, the next one goes on from what is there and
 is killed itself, and the last one goes on to the end. After each kill it is checked that every step directory is a
@@ -40,7 +40,7 @@ import torch.distributed.fsdp
 import torch.distributed.optim
 import torch.distributed.tensor
 import torch.nn.parallel
-from observer import ALL, ONE, RANDOM, WRITER, Kill, Observer, tell
+from observer import ALL, ONE, RANDOM, WRITER, Kill, Observer, append_line
 
 import stagereg
 import stagereg.checkpoint.failpoints as failpoints
@@ -56,7 +56,6 @@ LINGER_S = 2.0  # for the other ranks to notice, which is no promise; a launcher
 ATTEMPTS = 4
 BEFORE, AFTER, BETWEEN = "before the commit", "after it", "between saves"
 BY_RANK_0 = {"locked", "swept", *list(failpoints.POINTS)[list(failpoints.POINTS).index("held") :]} - {"ended"}
-IN_THE_WRITER = {"writing", "flushed"}
 START = {"locked", "swept"}
 
 
@@ -114,7 +113,7 @@ def train(setup: Setup, rank: int, root: Path, folder: Path, kills: Sequence[Kil
     ) as checkpointer:
         observer.checkpointer = checkpointer
         start = checkpointer.restore(state) or 0
-        tell(folder, rank, resumed=start, digest=digest(state))
+        append_line(folder, rank, resumed=start, digest=digest(state))
         for step in range(start + 1, STEPS + 1):
             state[own] += random.random()
             loss = model(torch.randn(4, WIDTH)).square().mean() * random.random()
@@ -122,9 +121,9 @@ def train(setup: Setup, rank: int, root: Path, folder: Path, kills: Sequence[Kil
             loss.backward()
             optimizer.step()
             schedule.step()
-            tell(folder, rank, step=step, digest=digest(state))
+            append_line(folder, rank, step=step, digest=digest(state))
             checkpointer.maybe_save(step, state)
-    tell(folder, rank, end=digest(state))
+    append_line(folder, rank, end=digest(state))
     if setup.ranks > 1:
         dist.barrier()
 
@@ -151,7 +150,7 @@ def _add(sha: Any, name: str, value: Any) -> None:
 
 
 @dataclass
-class Told:
+class RunResult:
     """What the ranks of one run reported, and how they ended."""
 
     folder: Path
@@ -179,7 +178,7 @@ class Told:
         return float(flag.read_text()) if flag.exists() else None
 
     def phase(self, moment: float) -> str:
-        """Where rank 0 was with its save at a moment."""
+        """Whether a moment was before, during or after rank 0's commit."""
         seen = Counter(line["point"] for line in self.lines(0) if "point" in line and line["at"] <= moment)
         if seen["staged"] > seen["committed"]:
             return BEFORE
@@ -198,7 +197,7 @@ class Told:
 
 def run(
     setup: Setup, root: Path, folder: Path, kills: Sequence[Kill] = (), resume: str = "auto", full: float = 0
-) -> Told:
+) -> RunResult:
     """Run the ranks, killing as asked, until all have ended.
 
     ``full`` is how many seconds an uninterrupted run takes.
@@ -209,35 +208,35 @@ def run(
     pids: list[int] = []
     for rank in range(setup.ranks):
         pids.append(_forked(rank, pids, folder, lambda rank=rank: train(setup, rank, root, folder, kills, resume)))
-    watched = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
+    pidfds = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
     try:
         for i, kill in enumerate(kills):
-            if kill.when == RANDOM and not _one_ended(watched, began + kill.moment * full):
+            if kill.when == RANDOM and not _one_ended(pidfds, began + kill.moment * full):
                 while kill.victim == WRITER and not _children(pids[kill.rank]):
-                    if _one_ended(watched, time.monotonic() + 0.01):  # until the writer is there
+                    if _one_ended(pidfds, time.monotonic() + 0.01):  # until the writer is there
                         break
                 _kill_now(kill, pids, folder / f"killed-{i}")
         deadline = began + LIMIT_S
-        while left := _running(watched):
+        while left := _running(pidfds):
             if not select.select(left, [], [], max(0.0, deadline - time.monotonic()))[0]:
                 break
-            deadline = min(deadline, time.monotonic() + LINGER_S) if _killed(watched) else deadline
-        late = [watched[descriptor] for descriptor in _running(watched)]
-        for descriptor in _running(watched):
-            signal.pidfd_send_signal(descriptor, signal.SIGUSR2)  # its stacks, for the one who reads the output
-        select.select(_running(watched), [], [], 0.5 if late else 0)
+            deadline = min(deadline, time.monotonic() + LINGER_S) if _killed(pidfds) else deadline
+        late = [pidfds[descriptor] for descriptor in _running(pidfds)]
+        for descriptor in _running(pidfds):
+            signal.pidfd_send_signal(descriptor, signal.SIGUSR2)  # print its stacks into the output
+        select.select(_running(pidfds), [], [], 0.5 if late else 0)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pids[0], signal.SIGKILL)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        for descriptor in watched:
+        for descriptor in pidfds:
             os.close(descriptor)
-    if codes == [0] * setup.ranks:  # a kill at a random moment met with nobody
+    if codes == [0] * setup.ranks:  # a kill at a random moment came after the end
         for i, kill in enumerate(kills):
             if kill.when == RANDOM and kill.victim != WRITER:
                 (folder / f"killed-{i}").unlink(missing_ok=True)
     ended = sum(codes[rank] == -signal.SIGKILL for rank in late)  # the others were just about to end by themselves
-    return Told(folder, setup.ranks, codes, time.monotonic() - began, ended)
+    return RunResult(folder, setup.ranks, codes, time.monotonic() - began, ended)
 
 
 def _forked(rank: int, before: Sequence[int], folder: Path, act: Callable[[], None]) -> int:
@@ -264,19 +263,19 @@ def _forked(rank: int, before: Sequence[int], folder: Path, act: Callable[[], No
         os._exit(code)
 
 
-def _running(watched: Iterable[int]) -> list[int]:
-    watched = list(watched)
-    ended = select.select(watched, [], [], 0)[0]
-    return [descriptor for descriptor in watched if descriptor not in ended]
+def _running(pidfds: Iterable[int]) -> list[int]:
+    pidfds = list(pidfds)
+    ended = select.select(pidfds, [], [], 0)[0]
+    return [descriptor for descriptor in pidfds if descriptor not in ended]
 
 
-def _killed(watched: dict[int, int]) -> bool:
-    return len(_running(watched)) < len(watched)
+def _killed(pidfds: dict[int, int]) -> bool:
+    return len(_running(pidfds)) < len(pidfds)
 
 
-def _one_ended(watched: dict[int, int], deadline: float) -> bool:
+def _one_ended(pidfds: dict[int, int], deadline: float) -> bool:
     """Wait until the deadline, at most until the first rank has ended; return whether one has."""
-    return bool(select.select(list(watched), [], [], max(0.0, deadline - time.monotonic()))[0])
+    return bool(select.select(list(pidfds), [], [], max(0.0, deadline - time.monotonic()))[0])
 
 
 def _children(pid: int) -> list[int]:
@@ -314,8 +313,8 @@ class Broken(Exception):
 
 
 @dataclass(frozen=True)
-class Fate:
-    """What came of one kill."""
+class KillResult:
+    """What one kill left."""
 
     setup: Setup
     kill: Kill
@@ -324,22 +323,22 @@ class Fate:
 
 
 class Matrix:
-    """Kills, and what came of them; ``fates`` grows as they happen."""
+    """Runs kills and appends what each left to ``results``."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
         self.draw = random.Random(seed)
-        self.fates: list[Fate] = []
+        self.results: list[KillResult] = []
         preload()
         self.reached: Counter[str] = Counter()
         self.runs = 0
-        self._expected: dict[int, Told] = {}
+        self._expected: dict[int, RunResult] = {}
         self._seconds: dict[tuple[bool, int], float] = {}
 
-    def expected(self, ranks: int) -> Told:
+    def expected(self, ranks: int) -> RunResult:
         """The uninterrupted run of that many ranks."""
         if ranks not in self._expected:
-            shown = run(Setup(ranks=ranks), self.folder / f"expected{ranks}", self.folder / f"told-expected{ranks}")
+            shown = run(Setup(ranks=ranks), self.folder / f"expected{ranks}", self.folder / f"expected-lines{ranks}")
             if shown.codes != [0] * ranks:
                 raise Broken(f"The uninterrupted run failed.\n{shown.output()}")
             self._expected[ranks] = shown
@@ -377,7 +376,7 @@ class Matrix:
             self._seconds[key] = shown.seconds
         return self._seconds[key]
 
-    def _run(self, setup: Setup, root: Path, kills: Sequence[Kill]) -> Told:
+    def _run(self, setup: Setup, root: Path, kills: Sequence[Kill]) -> RunResult:
         before = newest(root)
         resume = "never" if setup.again and kills else "auto"
         full = self.duration(setup) if any(kill.when == RANDOM for kill in kills) else 0.0
@@ -389,7 +388,7 @@ class Matrix:
             self._check_resumed(setup, shown, 0 if resume == "never" else before)
             fatal = [kill for i, kill in enumerate(kills) if kill.victim != WRITER and shown.killed(i) is not None]
             if not fatal and shown.codes != [0] * setup.ranks:
-                raise Broken(f"ranks ended with {shown.codes}, and nobody had killed one")
+                raise Broken(f"ranks ended with {shown.codes}, and none was killed")
             if fatal and shown.codes.count(-signal.SIGKILL) - shown.ended < (
                 setup.ranks if fatal[0].victim == ALL and fatal[0].when != RANDOM else 1
             ):
@@ -398,17 +397,17 @@ class Matrix:
         for i, kill in enumerate(kills):
             moment = shown.killed(i)
             if moment is not None:
-                self.fates.append(Fate(setup, kill, shown.phase(moment), newest(root)))
+                self.results.append(KillResult(setup, kill, shown.phase(moment), newest(root)))
         return shown
 
     @contextlib.contextmanager
-    def _naming(self, setup: Setup, kills: Sequence[Kill], shown: Told) -> Iterator[None]:
+    def _naming(self, setup: Setup, kills: Sequence[Kill], shown: RunResult) -> Iterator[None]:
         try:
             yield
         except Broken as broken:
             raise Broken(f"{setup}, {list(kills)}: {broken}\n{shown.output()}") from None
 
-    def _check_resumed(self, setup: Setup, shown: Told, before: int) -> None:
+    def _check_resumed(self, setup: Setup, shown: RunResult, before: int) -> None:
         expected = self.expected(setup.ranks)
         for rank in range(setup.ranks):
             resumed = shown.resumed(rank)
@@ -421,7 +420,7 @@ class Matrix:
             if found != wanted:
                 raise Broken(f"rank {rank} got another state back than the one of step {step}")
 
-    def _check_directory(self, setup: Setup, root: Path, shown: Told, before: int) -> None:
+    def _check_directory(self, setup: Setup, root: Path, shown: RunResult, before: int) -> None:
         store = open_store(str(root))
         complete, refused = store.checkpoints()
         if refused:
@@ -434,7 +433,7 @@ class Matrix:
         if os.path.lexists(root / "latest") and open_store(str(root)).latest() is None and not setup.again:
             raise Broken("latest points to what is no checkpoint")
 
-    def _check_end(self, setup: Setup, root: Path, shown: Told) -> None:
+    def _check_end(self, setup: Setup, root: Path, shown: RunResult) -> None:
         expected = self.expected(setup.ranks)
         with self._naming(setup, [], shown):
             for rank in range(setup.ranks):
@@ -517,17 +516,17 @@ def work_off(matrix: Matrix, chains: Sequence[tuple[Setup, list[list[Kill]]]]) -
             raise Broken(f"{setup}: {missed} did not come about")
 
 
-# -- what came of them
+# -- the results
 
 
-def counts(fates: Sequence[Fate]) -> list[list[str]]:
+def counts(results: Sequence[KillResult]) -> list[list[str]]:
     """Return the rows of the table: when, kills of each victim, before and after the commit, and resumed from."""
     rows = []
     for when in [*failpoints.POINTS, RANDOM, "all"]:
-        these = [fate for fate in fates if when in (fate.kill.when, "all")]
-        victims = [sum(fate.kill.victim == victim for fate in these) for victim in (ONE, ALL, WRITER)]
-        phases = [sum(fate.phase == phase for fate in these) for phase in (BEFORE, AFTER, BETWEEN)]
-        nothing = sum(fate.newest == 0 for fate in these)
+        these = [result for result in results if when in (result.kill.when, "all")]
+        victims = [sum(result.kill.victim == victim for result in these) for victim in (ONE, ALL, WRITER)]
+        phases = [sum(result.phase == phase for result in these) for phase in (BEFORE, AFTER, BETWEEN)]
+        nothing = sum(result.newest == 0 for result in these)
         rows.append([when, *map(str, [*victims, len(these), *phases, len(these) - nothing, nothing])])
     return rows
 
@@ -539,7 +538,7 @@ def main() -> int:
     """Run the matrix and print its counts; the status is 1 if anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--few", action="store_true", help="each point once, in place of each under each setup")
+    parser.add_argument("--few", action="store_true", help="each point once, not once under each setup")
     parser.add_argument("--seed", type=int, default=0, help="of the kills that are drawn")
     parser.add_argument("--json", type=Path, help="a file for the counts")
     asked = parser.parse_args()
@@ -551,14 +550,14 @@ def main() -> int:
             work_off(matrix, (few if asked.few else many)(matrix.draw, asked.kills))
         except Broken as broken:
             failure = str(broken)
-    output.table("", HEADS, counts(matrix.fates))
-    print(f"{len(matrix.fates)} kills, {matrix.runs} runs, {time.monotonic() - began:.0f} s, seed {asked.seed}")
+    output.table("", HEADS, counts(matrix.results))
+    print(f"{len(matrix.results)} kills, {matrix.runs} runs, {time.monotonic() - began:.0f} s, seed {asked.seed}")
     if asked.json:
         shown = {
-            "kills": len(matrix.fates),
+            "kills": len(matrix.results),
             "reached": sorted(matrix.reached),
             "heads": HEADS,
-            "rows": counts(matrix.fates),
+            "rows": counts(matrix.results),
         }
         asked.json.write_text(json.dumps(shown))
     if failure is not None:

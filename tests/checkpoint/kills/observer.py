@@ -1,4 +1,4 @@
-"""Who is killed when, and the one that does it: a listener at the named points, in ranks and in their writer processes.
+"""Kills processes at the named points: an observer in the ranks and in their writer processes.
 
 A module of its own, since a writer process imports it: the observer goes there with the storage, whose attribute it is.
 """
@@ -23,7 +23,7 @@ RANDOM = "a random moment"
 
 @dataclass(frozen=True)
 class Kill:
-    """Who is killed when: at the ``nth`` time that ``rank`` reaches a point, or at a fraction of a run's duration."""
+    """One kill: at the ``nth`` time that ``rank`` reaches a point, or at a fraction of a run's duration."""
 
     victim: str
     when: str = RANDOM
@@ -45,7 +45,7 @@ class Observer:
 
     def __call__(self, name: str) -> None:
         self.seen[name] += 1
-        tell(self.folder, self.rank, point=name, at=time.monotonic(), writer=os.getpid() != self.process)
+        append_line(self.folder, self.rank, point=name, at=time.monotonic(), writer=os.getpid() != self.process)
         for i, kill in enumerate(self.kills):
             if (kill.when, kill.rank) == (name, self.rank) and kill.nth <= self.seen[name] and self._first(i):
                 self._kill(kill.victim)
@@ -80,7 +80,7 @@ class Observer:
             os.kill(self.checkpointer.writer_pid, signal.SIGKILL)
 
 
-def tell(folder: Path, rank: int, **what: Any) -> None:
+def append_line(folder: Path, rank: int, **what: Any) -> None:
     """Append a line that outlives a SIGKILL."""
     descriptor = os.open(folder / f"rank{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(descriptor, (json.dumps(what) + "\n").encode())

@@ -1,4 +1,4 @@
-"""Whoever of a run is killed, and whenever: the next one goes on from the newest checkpoint, as if nothing had been."""
+"""Whichever process is killed, and whenever: the next run continues bit for bit from the newest checkpoint."""
 
 from __future__ import annotations
 

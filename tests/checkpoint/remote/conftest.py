@@ -1,4 +1,4 @@
-"""A real S3-compatible server for the tests here: started by them, set to fail, killed by its process id."""
+"""A real S3-compatible server for these tests, which start it, make it fail, and kill it by its process id."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Servers:
 
 
 class Store:
-    """One server, and what is in it, seen past everything that is tested.
+    """One server, and its content, read without the code under test.
 
     Attributes:
         url: a directory of checkpoints in it.
@@ -108,7 +108,7 @@ class Store:
         return content
 
     def fail(self, *faults: dict[str, Any]) -> None:
-        """Fail from now on as the faults say, and as they do alone; see ``server.py``."""
+        """Set the faults, replacing those before; see ``server.py``."""
         self.request("POST", "/_faults", json.dumps(faults).encode())
 
     def hit(self) -> None:
@@ -152,7 +152,7 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture
 def store(servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """A server with an empty bucket, which this process's environment leads to."""
+    """A server with an empty bucket, set in this process's environment."""
     import s3fs
 
     store = Store(servers, tmp_path / "disk")

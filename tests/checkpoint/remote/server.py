@@ -1,12 +1,12 @@
 """An S3-compatible server that tests may kill: moto's, with faults on request and with a disk.
 
-``python server.py`` imports moto once and then obeys lines of JSON on its standard input, each answered by a line: it
-forks a server that listens (``start``), kills one (``kill``), or waits until one has died (``wait``). It ends with its
-input, and takes its servers along.
+``python server.py`` imports moto once and then carries out requests on its standard input, one line of JSON each, and
+answers each by a line: it forks a server that listens (``start``), kills one (``kill``), or waits until one has died
+(``wait``). At the end of its input it kills its servers and ends.
 
-A server can be told over HTTP how to fail (``POST /_faults``), tells when a request has met with a fault
-(``GET /_hit``), and what it was asked (``GET /_seen``). With a disk, which is one file, whatever it has acknowledged is
-there again when another one starts with that file; moto alone forgets everything.
+A server takes its faults over HTTP (``POST /_faults``), reports when a request has met with a fault
+(``GET /_hit``), and lists what was requested (``GET /_seen``). With a disk, which is one file, everything it has
+acknowledged is there again when another server starts with that file; moto alone forgets everything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BOUND_S = 60.0
 class Faulty:
     """moto's application behind faults and a disk.
 
-    A fault is a dict: ``method`` and ``contains`` say of which requests (a part of path and query), ``after`` how many
+    A fault is a dict: ``method`` and ``contains`` select the requests (a part of path and query), ``after`` how many
     of those pass first, ``times`` how many are hit, and ``do`` what happens to them:
 
     * ``refuse``: they are answered with the status ``status`` and do nothing;
@@ -124,7 +124,7 @@ def _keep(disk: Path) -> None:
 
 
 def serve(app: Any, port: int, disk: Path | None, report: int) -> None:
-    """Listen, say on which port, and never return."""
+    """Listen, write the port to ``report``, and never return."""
     import logging
 
     from moto.moto_server.werkzeug_app import MotoRequestHandler
@@ -153,8 +153,8 @@ def start(app: Any, port: int, disk: str | None) -> dict[str, Any]:
         finally:
             os._exit(1)
     os.close(report)
-    with open(end, "rb") as said:
-        listening = said.read()
+    with open(end, "rb") as reported:
+        listening = reported.read()
     return {"pid": pid, "port": int(listening)} if listening else {"pid": pid, "error": f"nothing listens at {port}"}
 
 
@@ -169,7 +169,7 @@ def ended(pid: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Obey."""
+    """Carry out the requests on standard input."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.test import Client
 

@@ -66,7 +66,7 @@ def holds(into: dict[str, Any], step: int) -> bool:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The smallest parts that S3 takes, for this process; what is returned says the same to another one."""
+    """Set the smallest parts that S3 takes; return the environment that does the same in another process."""
     monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": PART})
     return {"FSSPEC_S3": json.dumps({"default_block_size": PART})}
 
@@ -89,7 +89,7 @@ def test_a_url_holds_checkpoints_as_a_directory_does(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_plain_torch_reads_what_is_there(store: Store) -> None:
+def test_plain_torch_reads_a_checkpoint(store: Store) -> None:
     with Checkpointer(store.url) as checkpointer:
         checkpointer.save(7, state(7))
         checkpointer.wait()
@@ -134,7 +134,7 @@ def test_nothing_outside_of_the_url_is_listed_written_or_deleted(store: Store) -
 
 
 @pytest.mark.slow
-def test_large_files_go_up_in_parts(store: Store, small_parts: dict[str, str]) -> None:
+def test_large_files_are_uploaded_in_parts(store: Store, small_parts: dict[str, str]) -> None:
     with Checkpointer(store.url) as checkpointer:
         checkpointer.save(1, state(1, LARGE))
     parts = [query for method, _, query in store.seen() if method == "PUT" and "partNumber" in query]
@@ -146,7 +146,7 @@ def test_large_files_go_up_in_parts(store: Store, small_parts: dict[str, str]) -
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_is_found_and_the_one_before_is_taken(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_bit_is_found_and_the_one_before_is_loaded(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(store.url) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state(step))
@@ -162,7 +162,7 @@ def test_a_flipped_bit_is_found_and_the_one_before_is_taken(store: Store, caplog
         restored(store.url, resume="latest")
 
 
-def test_a_checkpoint_without_its_manifest_is_none_and_goes_at_the_next_start(store: Store) -> None:
+def test_a_checkpoint_without_its_manifest_is_deleted_at_the_next_start(store: Store) -> None:
     with Checkpointer(store.url) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state(step))
@@ -193,7 +193,7 @@ PASSING = {
 @pytest.mark.parametrize(
     "name", [*list(PASSING)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(PASSING)[2:])]
 )
-def test_what_gets_better_is_tried_again(name: str, store: Store) -> None:
+def test_a_passing_error_is_retried(name: str, store: Store) -> None:
     with Checkpointer(store.url, keep=1) as checkpointer:
         store.fail(PASSING[name])
         checkpointer.save(1, state(1))
@@ -214,7 +214,7 @@ def test_what_gets_better_is_tried_again(name: str, store: Store) -> None:
         pytest.param(404, "NoSuchBucket", marks=pytest.mark.slow),
     ],
 )
-def test_what_does_not_get_better_is_reported_at_once(status: int, code: str, store: Store) -> None:
+def test_a_lasting_error_is_reported_at_once(status: int, code: str, store: Store) -> None:
     with Checkpointer(store.url) as checkpointer:
         checkpointer.save(1, state(1))
         checkpointer.wait()
@@ -232,7 +232,7 @@ def test_what_does_not_get_better_is_reported_at_once(status: int, code: str, st
     assert list(steps(store)) == [1]
 
 
-def test_a_bucket_that_is_not_there_is_an_error_that_names_it(store: Store) -> None:
+def test_a_missing_bucket_is_an_error_that_names_it(store: Store) -> None:
     with pytest.raises(CheckpointError, match="s3://nowhere"):
         Checkpointer("s3://nowhere/gpt")
 
@@ -296,7 +296,7 @@ def test_every_stager_writes_to_a_url(stager: str, storage: str, store: Store) -
     assert holds(into, 1)
 
 
-def test_a_storage_that_needs_a_file_system_is_refused_with_one_that_does_not() -> None:
+def test_a_storage_that_needs_a_file_system_is_refused_and_another_one_named() -> None:
     with pytest.raises((CheckpointError, ConfigError), match="storage=dcp"):
         Checkpointer("memory://refused", storage=build("storage", "direct"))
 
@@ -363,7 +363,7 @@ def running(store: Store, small_parts: dict[str, str], tmp_path: Path) -> Iterat
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_the_middle_of_an_upload_leaves_what_the_next_one_clears_away(
+def test_the_next_run_deletes_what_a_run_killed_during_an_upload_left(
     running: subprocess.Popen[bytes], store: Store
 ) -> None:
     store.hit()
@@ -398,7 +398,7 @@ def test_a_run_that_writes_is_not_disturbed_by_one_that_is_refused(
 
 
 @pytest.mark.slow
-def test_a_server_that_stays_dead_is_an_error_and_what_was_complete_is_there_when_it_is_back(
+def test_a_server_that_stays_dead_is_an_error_and_complete_checkpoints_outlive_it(
     store: Store, small_parts: dict[str, str]
 ) -> None:
     checkpointer = Checkpointer(store.url, timeout=datetime.timedelta(seconds=60))

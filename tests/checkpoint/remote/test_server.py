@@ -1,4 +1,4 @@
-"""The server that the tests here stand on does what they believe it does."""
+"""The server of these tests fails and keeps its content as it is set to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from .conftest import BUCKET, Store
 
 
-def test_what_the_server_has_acknowledged_outlives_it(store: Store) -> None:
+def test_acknowledged_objects_outlive_the_server(store: Store) -> None:
     store.write("gpt/a b", b"first")
     first = store.pid
     store.kill()
@@ -32,7 +32,7 @@ def test_the_server_fails_as_asked_and_only_then(store: Store) -> None:
     store.fail({"contains": "/gpt/4", "do": "lose"}, {"contains": "/gpt/5", "do": "cut"})
     for name in "45":
         with pytest.raises((urllib.error.URLError, ConnectionError)):
-            store.write(f"gpt/{name}", b"nobody knows")
+            store.write(f"gpt/{name}", b"is or is not stored")
     assert store.objects() == ["gpt/1", "gpt/3", "gpt/4"]
     assert ("PUT", f"/{BUCKET}/gpt/2", "") in store.seen()
 

@@ -1,4 +1,4 @@
-"""An aligned file holds what was written, whatever the sizes, and raises the error of the operating system."""
+"""An aligned file has the bytes that were written, of any sizes, and raises the operating system's errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pattern(size: int, seed: int) -> bytes:
     steps=st.lists(st.tuples(st.sampled_from(["bytes", "tensor", "straight", "memory"]), SIZES), max_size=8),
     last=st.integers(1, 3 * PAGE),
 )
-def test_the_file_is_what_was_written_in_order_and_the_mark_is_the_files(
+def test_the_file_has_the_written_bytes_in_order_and_its_mark_is_right(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]], last: int
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "file"
@@ -76,11 +76,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     flags: list[int] = []
     real = os.open
 
-    def watch(path: Any, flag: int, *more: Any, **keywords: Any) -> int:
+    def open_and_note(path: Any, flag: int, *more: Any, **keywords: Any) -> int:
         flags.append(flag)
         return real(path, flag, *more, **keywords)
 
-    monkeypatch.setattr(os, "open", watch)
+    monkeypatch.setattr(os, "open", open_and_note)
     return flags
 
 
@@ -92,7 +92,7 @@ def write_some(path: Path) -> AlignedFile:
     return file
 
 
-def test_the_page_cache_is_passed_by(tmp_path: Path, opened: list[int]) -> None:
+def test_the_page_cache_is_bypassed(tmp_path: Path, opened: list[int]) -> None:
     try:
         os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
     except OSError:
@@ -103,7 +103,7 @@ def test_the_page_cache_is_passed_by(tmp_path: Path, opened: list[int]) -> None:
     assert not file.refused
 
 
-def test_a_refusal_at_the_opening_means_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_direct_io_is_refused_the_page_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
     def refuse(path: Any, flags: int, *more: Any) -> int:
@@ -118,7 +118,7 @@ def test_a_refusal_at_the_opening_means_the_page_cache(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_refusal_at_the_first_write_means_the_page_cache(
+def test_where_the_first_direct_write_fails_the_page_cache_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     real = os.pwrite
@@ -136,9 +136,7 @@ def test_a_refusal_at_the_first_write_means_the_page_cache(
 
 
 @pytest.mark.parametrize("most", [PAGE, 1000])
-def test_a_write_that_takes_less_than_it_was_given_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
+def test_a_partial_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     refused = write_some(tmp_path / "before").refused
     real = os.pwrite
 
@@ -156,7 +154,7 @@ def test_a_write_that_takes_less_than_it_was_given_goes_on(
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
-def test_what_the_disk_refuses_is_the_operating_systems_error_with_the_path(
+def test_a_failed_write_is_the_operating_systems_error_with_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def full(*args: Any) -> int:
@@ -182,7 +180,7 @@ def test_an_error_leaves_neither_thread_nor_descriptor(tmp_path: Path) -> None:
     assert threading.active_count() == before[1]
 
 
-def test_a_folder_that_is_not_there_is_reported(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     made: Callable[[], Any] = lambda: AlignedFile(tmp_path / "no" / "file", BUFFERS)  # noqa: E731
     with pytest.raises(FileNotFoundError):
         made()

@@ -1,4 +1,4 @@
-"""What goes around a tensor's bytes is what torch puts there, for every kind of tensor."""
+"""The bytes around a tensor's content are those that torch writes, for every kind of tensor."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ def test_strides_are_kept_where_there_are_no_holes_and_packed_where_there_are(
     ],
     ids=["subclass", "conjugate", "negative", "empty", "overlapping", "sparse", "meta"],
 )
-def test_what_has_more_to_it_than_its_bytes_is_left_to_torch(x: torch.Tensor) -> None:
+def test_a_tensor_with_more_than_bytes_is_left_to_torch(x: torch.Tensor) -> None:
     assert saved_stride(x) is None

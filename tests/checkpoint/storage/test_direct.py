@@ -1,4 +1,4 @@
-"""``direct`` writes what torch's writer would, whatever the tensors are and wherever they lie."""
+"""``direct`` writes the same as torch's writer, for any tensors in any memory."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ STAGER.reserve_padding(*WRITER.padding)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @settings(deadline=None, max_examples=80)
 @given(state=states(), staged=st.booleans())
-def test_every_blob_is_what_torchs_writer_makes_of_the_same_state(
+def test_every_blob_equals_that_of_torchs_writer(
     tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any], staged: bool
 ) -> None:
     root = tmp_path_factory.mktemp("blobs")
@@ -148,7 +148,7 @@ def test_large_tensors_load_with_plain_torch_in_place_and_through_the_buffers(tm
     assert {name: mark_file(tmp_path / name) for name in os.listdir(tmp_path)} == WRITER.marks
     nbytes = {name: x.nbytes for name, x in state.items()}
     if staged:
-        # What has holes, or shares memory with another tensor, has no room around it; all else goes as it lies.
+        # A tensor with holes, or whose memory another one shares, has no padding; all others are written in place.
         in_place = nbytes["matrix"] + nbytes["small"] + nbytes["bytes"]
         assert sum(copied) == sum(nbytes.values()) - in_place
         assert sum(placed) >= in_place

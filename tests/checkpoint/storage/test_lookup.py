@@ -1,4 +1,4 @@
-"""A checkpoint names the storage that wrote it so that it is found again, whoever else claims the name."""
+"""A checkpoint names the storage that wrote it, and that one reads it even if another package claims the name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_storage_of_the_project_keeps_its_name_when_another_package_claims_it(
     assert type(named("dcp", own)) is DcpStorage
 
 
-def test_an_unknown_storage_is_reported_with_those_there_are() -> None:
+def test_an_unknown_storage_is_reported_with_the_list() -> None:
     with pytest.raises(CheckpointError, match=r"storage 'gone', which is not registered here\. There is: dcp, direct"):
         named("gone", DcpStorage())
 

@@ -1,4 +1,4 @@
-"""Files that go to a URL: marked on their way, whole or an error, written again where the store fails for once."""
+"""Files that are written to a URL: marked while written, complete or an error, retried where the store fails once."""
 
 from __future__ import annotations
 
@@ -104,9 +104,7 @@ def test_a_write_that_fails_for_once_is_made_again(
     assert caplog.text.count("Trying again") == 1
 
 
-def test_the_error_of_the_store_is_reported_and_not_what_torch_makes_of_it(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_of_the_store_is_reported_and_not_torchs_wrapper(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Fails(monkeypatch, PermissionError(errno.EACCES, "Access Denied"), times=10**9, skip=5)
     with pytest.raises(dcp.api.CheckpointException, match=r"Access Denied \(writing\)"):
         dcp.save(STATE, checkpoint_id=url, storage_writer=DcpStorage(), no_dist=True)
@@ -134,7 +132,7 @@ def test_a_stream_that_is_left_with_an_error_leaves_no_mark(url: str) -> None:
     assert isinstance(files.error, ZeroDivisionError)
 
 
-def test_what_has_no_name_yet_is_not_in_the_store(url: str) -> None:
+def test_a_file_without_its_final_name_is_not_in_the_store(url: str) -> None:
     files = MarkedObjects()
     with files.create_stream(f"{url}/x.tmp", "wb") as stream:
         stream.write(b"content")

@@ -1,6 +1,6 @@
 """The lease of an object store.
 
-One run holds it, others are refused with its name, and what its owner left is nobody's.
+One run holds it, others are refused with its name, and a lease whose owner has died is taken over.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_a_second_checkpointer_is_refused_until_the_first_is_closed(root: str) -
     assert leaseholder(ObjectStore(root), root) is None
 
 
-def test_an_owner_that_renews_is_not_disturbed_and_named(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_that_renews_its_lease_keeps_it_and_is_named(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_LOOK_S", 0.0)
     store = Store(root)
     ObjectStore.put(store, f"{root}/.lock", note())
@@ -107,7 +107,7 @@ def test_an_owner_that_renews_is_not_disturbed_and_named(root: str, monkeypatch:
     assert content(store, root)["token"] == "theirs"
 
 
-def test_what_a_closed_checkpointer_could_not_give_back_keeps_no_one_of_its_process_out(
+def test_a_lease_that_close_could_not_delete_does_not_block_its_own_process(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(self: ObjectStore, url: str) -> None:
@@ -135,7 +135,7 @@ def test_what_a_closed_checkpointer_could_not_give_back_keeps_no_one_of_its_proc
         "unchanged for long",
     ],
 )
-def test_what_a_dead_run_left_is_taken_over(root: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lease_of_a_dead_run_is_taken_over(root: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(BOUND_S)
     dead = {"pid": gone.pid, "host": "here", "since": 0.0, "command": ""}
@@ -159,7 +159,7 @@ def test_what_a_dead_run_left_is_taken_over(root: str, left: str, monkeypatch: p
     assert not store.exists(f"{root}/.lock")
 
 
-def test_of_two_that_take_over_at_once_the_second_one_wins_and_the_first_goes_on_waiting(
+def test_of_two_runs_that_take_over_at_once_the_second_holds_it_and_the_first_waits(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "_LOOK_S", 0.0)
@@ -225,7 +225,7 @@ def test_it_is_renewed_while_it_is_held_and_no_longer(root: str) -> None:
         hold.check()
 
 
-def test_one_that_was_deleted_is_made_again_and_reported(root: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_lease_is_made_again_and_reported(root: str, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(root)
     with held(store, root) as hold:
         store.delete(f"{root}/.lock")
@@ -235,7 +235,7 @@ def test_one_that_was_deleted_is_made_again_and_reported(root: str, caplog: pyte
         assert content(store, root)["owner"]["pid"] == os.getpid()
 
 
-def test_one_that_was_taken_over_fails_the_save_by_name_and_is_left_alone(root: str) -> None:
+def test_a_lease_that_was_taken_over_fails_the_save_and_is_not_changed(root: str) -> None:
     checkpointer = Checkpointer(root)
     store = ObjectStore(root)
     store.put(f"{root}/.lock", note())

@@ -1,4 +1,4 @@
-"""What a directory of a file system may hold and is not believed."""
+"""What may be in a directory of a file system and is not trusted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_link_to_a_file_with_the_right_bytes_is_no_file_of_a_checkpoint(root: 
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
-def test_a_pipe_is_refused_and_no_one_waits_for_its_other_end(root: Path, name: str) -> None:
+def test_a_pipe_is_refused_and_not_waited_for(root: Path, name: str) -> None:
     (root / "step-00000002" / name).unlink()
     os.mkfifo(root / "step-00000002" / name)
     assert f"{name}: no regular file" in refused(root)
@@ -71,7 +71,7 @@ def test_the_time_of_the_commit_is_in_the_manifest(root: Path) -> None:
     assert all(time is not None and abs(time - written) < 60 for time in times)
 
 
-def test_what_is_half_written_is_listed_and_swept(root: Path) -> None:
+def test_an_unfinished_save_is_listed_and_deleted(root: Path) -> None:
     store = LocalStore(root)
     Path(store.temporary(3, "ab12")).mkdir()
     assert store.leftovers() == [str(root / ".step-00000003.ab12.tmp")]
@@ -89,7 +89,7 @@ def test_a_store_that_does_not_exist_has_nothing(tmp_path: Path) -> None:
     ("taken", "aside", "left"),
     [("gone", "good", 1), ("good", "good", 2), ("damaged", "good", 1), ("damaged", "damaged", None)],
 )
-def test_of_a_checkpoint_and_the_one_that_was_set_aside_for_it_the_good_one_stays(
+def test_of_a_checkpoint_and_the_one_it_replaces_the_good_one_is_kept(
     root: Path, taken: str, aside: str, left: int | None
 ) -> None:
     old, new = root / ".step-00000003.ab12.old", root / "step-00000003"
@@ -107,7 +107,7 @@ def test_of_a_checkpoint_and_the_one_that_was_set_aside_for_it_the_good_one_stay
     assert not old.exists()
 
 
-def test_what_was_set_aside_stays_while_the_other_one_cannot_be_looked_at(
+def test_a_replaced_checkpoint_is_kept_while_its_successor_cannot_be_checked(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = root / ".step-00000002.ab12.old", root / "step-00000002"
@@ -146,14 +146,14 @@ def test_a_directory_that_may_be_listed_and_not_entered_is_reported_and_ends(
     assert len(refused) == 2
 
 
-def save(root: Path, *steps: int, keep: int = 2, words: str = "") -> None:
+def save(root: Path, *steps: int, keep: int = 2, text: str = "") -> None:
     with Checkpointer(str(root), keep=keep) as checkpointer:
         for step in steps:
-            checkpointer.save(step, {"x": words})
+            checkpointer.save(step, {"x": text})
 
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, looks_at: str, act: Callable[[], None]) -> None:
-    """Have ``act`` happen when a reader first looks at a file of that step, as by a run that goes on."""
+    """Call ``act`` when a reader first looks at a file of that step, as if a run did it."""
     look = local._size
     happened: list[Path] = []
 
@@ -166,21 +166,21 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, looks_at: str, act: Callable[[], 
     monkeypatch.setattr(local, "_size", size)
 
 
-def test_what_a_run_deletes_while_it_is_looked_at_is_not_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_deleted_while_it_is_checked_is_absent(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meanwhile(monkeypatch, "step-00000002", lambda: save(root, 3, keep=1))
     complete, refused = LocalStore(root).checkpoints()
     assert ([one.manifest.step for one in complete], refused) == ([3], {})
 
 
-def test_of_what_a_run_replaces_while_it_is_looked_at_the_new_one_is_seen(
+def test_of_a_checkpoint_that_is_replaced_while_it_is_checked_the_new_one_is_seen(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meanwhile(monkeypatch, "step-00000002", lambda: save(root, 2, words="longer than before" * 100))
+    meanwhile(monkeypatch, "step-00000002", lambda: save(root, 2, text="longer than before" * 100))
     complete, refused = LocalStore(root).checkpoints()
     assert ([one.manifest.serial for one in complete], refused) == ([3, 1], {})
 
 
-def test_latest_is_there_also_while_it_moves(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_is_there_also_while_it_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meanwhile(monkeypatch, "step-00000002", lambda: save(root, 3, keep=1))
     latest = LocalStore(root).latest()
     assert latest is not None
@@ -196,7 +196,7 @@ def test_content_that_changes_while_it_is_read_is_no_damage(
 
     def contents(path: str, names: Any) -> Any:
         monkeypatch.setattr(store, "contents", read)
-        save(root, new, keep=1, words="others")
+        save(root, new, keep=1, text="others")
         return read(path, names)
 
     monkeypatch.setattr(store, "contents", contents)
@@ -210,7 +210,7 @@ def test_content_that_changes_while_it_is_read_is_no_damage(
 @pytest.mark.parametrize(
     ("name", "kind"), [("latest", Path.mkdir), ("latest", Path.touch), ("step-00000003", Path.touch)]
 )
-def test_what_is_in_the_way_of_a_save_is_moved_and_kept(
+def test_a_file_in_the_way_of_a_save_is_moved_and_kept(
     root: Path, caplog: pytest.LogCaptureFixture, name: str, kind: Callable[[Path], None]
 ) -> None:
     (root / name).unlink(missing_ok=True)
@@ -238,7 +238,7 @@ def test_old_checkpoints_are_deleted_also_where_there_can_be_no_links(
 
 @pytest.mark.parametrize("step", [2, 3])
 @pytest.mark.parametrize("exchange", [local._exchange, lambda one, other: False], ids=["exchange", "two renames"])
-def test_a_save_whose_name_does_not_reach_the_disk_takes_nothing_with_it(
+def test_a_save_whose_rename_cannot_be_flushed_deletes_no_other_checkpoint(
     root: Path, monkeypatch: pytest.MonkeyPatch, step: int, exchange: Any
 ) -> None:
     sync = local._sync

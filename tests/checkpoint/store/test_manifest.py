@@ -1,6 +1,6 @@
-"""A manifest names what was written or says nothing.
+"""A manifest names what was written, or is refused.
 
-Damage is noticed, and no name in it leads out of its directory.
+Damage is noticed, and no name in it points out of its directory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ONE = Manifest(7, 2, 3, {"__0_0.distcp": FileMark(10, 11), ".metadata": FileMark
 
 
 @given(MANIFESTS)
-def test_what_is_written_is_read(manifest: Manifest) -> None:
+def test_a_written_manifest_is_read_back(manifest: Manifest) -> None:
     assert Manifest.loads(manifest.dumps()) == manifest
     assert Manifest.loads(manifest.dumps().encode()) == manifest
 
@@ -115,7 +115,7 @@ def test_a_value_that_cannot_be_is_refused(key: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "null", "[" * 100_000, '{"format": 2}', b"\xff\xfe\x00"])
-def test_what_is_no_manifest_is_refused(text: str | bytes) -> None:
+def test_an_invalid_manifest_is_refused(text: str | bytes) -> None:
     with pytest.raises(ValueError, match=r".+"):
         Manifest.loads(text)
 

@@ -1,4 +1,4 @@
-"""A directory of checkpoints is a path or a URL, and what cannot be one is an error before anything is made."""
+"""A directory of checkpoints is a path or a URL; anything else is an error before anything is created."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_home_of_an_unknown_user_is_no_store(find: Callable[[str], Checkpoin
         find("~nobody-here/runs/step-00000001")
 
 
-def test_urls_are_remote_and_stay_what_they_are() -> None:
+def test_urls_are_remote_and_not_changed() -> None:
     for url in ("memory://a/b", "s3://bucket/runs/gpt"):
         store = open_store(f"{url}/")
         assert isinstance(store, RemoteStore)

@@ -1,6 +1,6 @@
 """A store of checkpoints in an object store.
 
-Complete by the last object, or absent; and nothing of anybody else's is touched.
+A checkpoint is complete or absent, and no object of others is touched.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_a_checkpoint_is_there_when_its_manifest_is(url: str) -> None:
     assert names(url) == ["latest", "step-00000005.aa/__0_0.distcp", "step-00000005.aa/manifest.json"]
 
 
-def test_a_file_that_is_not_as_it_was_marked_keeps_the_manifest_away(url: str) -> None:
+def test_no_manifest_is_written_where_a_file_differs_from_its_mark(url: str) -> None:
     store = RemoteStore(url)
     path, files = write(url, 5, "aa")
     for wrong in ({**files, "more": FileMark(1, 2)}, {"__0_0.distcp": FileMark(3, 4)}):
@@ -82,7 +82,7 @@ def test_a_file_that_is_not_as_it_was_marked_keeps_the_manifest_away(url: str) -
     assert names(url) == ["step-00000005.aa/__0_0.distcp"]
 
 
-def test_the_newest_stay_and_a_step_saved_again_is_there_once(url: str) -> None:
+def test_the_newest_are_kept_and_a_step_saved_again_is_there_once(url: str) -> None:
     store = RemoteStore(url)
     for step, token in ((1, "aa"), (2, "bb"), (3, "cc"), (2, "dd")):
         publish(store, step, token, keep=2)
@@ -110,7 +110,7 @@ def test_a_damaged_one_stays_until_its_step_is_saved_again(url: str, caplog: pyt
     assert not store.distrusted
 
 
-def test_content_is_looked_at_when_asked_for(url: str) -> None:
+def test_content_is_checked_on_request(url: str) -> None:
     store = RemoteStore(url)
     path = publish(store, 1, "aa")
     ObjectStore(url).put(f"{path}/__0_0.distcp", b"cOntent")
@@ -118,7 +118,7 @@ def test_content_is_looked_at_when_asked_for(url: str) -> None:
     assert "flipped bits" in str(store.examine(path))
 
 
-def test_sweeping_deletes_what_is_ours_and_unfinished(url: str) -> None:
+def test_sweeping_deletes_only_our_unfinished_saves(url: str) -> None:
     store = RemoteStore(url)
     publish(store, 1, "aa")
     write(url, 2, "bb")
@@ -141,7 +141,7 @@ def test_a_start_brings_latest_up_to_the_last_commit(url: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [b"..", b"../../other/step-00000001.aa", b"/step-00000001.aa", b"\xff", b""])
-def test_a_latest_that_leads_elsewhere_leads_nowhere(url: str, wrong: bytes) -> None:
+def test_a_latest_that_points_elsewhere_is_ignored(url: str, wrong: bytes) -> None:
     store = RemoteStore(url)
     publish(store, 1, "aa")
     ObjectStore(url).put(f"{url}/latest", wrong)
@@ -166,7 +166,7 @@ def test_nothing_else_can_be_discarded(url: str) -> None:
     assert names(url) == before
 
 
-def test_a_manifest_that_names_what_lies_elsewhere_is_refused(url: str) -> None:
+def test_a_manifest_that_names_files_elsewhere_is_refused(url: str) -> None:
     store = RemoteStore(url)
     path = publish(store, 1, "aa")
     ObjectStore(url).put(f"{path}/manifest.json", Manifest(1, 1, 1, {"../x": FileMark(1, 1)}).dumps().encode())
@@ -253,7 +253,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, at: int, error: Callable[[], BaseE
     return made
 
 
-def test_killed_before_any_change_of_the_store_what_is_there_is_complete(
+def test_a_kill_before_any_change_of_the_store_leaves_complete_checkpoints(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = committed = 0
@@ -282,7 +282,7 @@ def test_killed_before_any_change_of_the_store_what_is_there_is_complete(
     assert 3 <= committed < killed
 
 
-def test_a_store_that_fails_after_the_commit_does_not_unsay_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_fails_after_the_commit_does_not_undo_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = PermissionError("no")
     put = ObjectStore.put
 
@@ -343,7 +343,7 @@ def test_a_store_that_is_gone_is_reported_with_the_url_and_the_time_is_kept(
         ObjectStore(url).get(f"{url}/x")
 
 
-def test_what_was_committed_stays_though_the_save_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_committed_checkpoint_stays_when_the_save_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(point: str) -> None:
         if point == "retained":
             raise CheckpointError("another rank has died")
@@ -372,14 +372,12 @@ def test_a_size_that_a_listing_does_not_report_is_asked_for(url: str, monkeypatc
 def refused(number: int, code: str, status: int) -> OSError:
     """An error as s3fs translates it."""
     answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    error = OSError(number, "said the store")
+    error = OSError(number, "the store's message")
     error.__cause__ = type("ClientError", (Exception,), {"response": answer})()
     return error
 
 
-def test_a_store_answers_that_an_object_is_there_or_that_it_cannot_look(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_lookup_is_not_reported_as_a_missing_object(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [refused(errno.EINVAL, "PreconditionFailed", 412), refused(errno.ENOSYS, "NotImplemented", 501)]
 
     def pipe_file(self: Any, path: str, data: bytes, mode: str = "overwrite") -> None:
@@ -423,7 +421,7 @@ def test_a_store_that_cannot_be_looked_at_is_reported_by_the_commands(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_hangs_before_the_first_file_is_called_by_its_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_before_the_first_file_is_reported_by_its_phase(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Save(1, {"x": torch.ones(3)})
     save.settled.set()
     at: list[str] = []
@@ -439,28 +437,28 @@ def test_what_hangs_before_the_first_file_is_called_by_its_name(url: str, monkey
     assert at[0] == "preparing its files"
 
 
-def test_a_start_waits_no_longer_for_an_unresponsive_store_than_its_time_and_then_holds_nothing(
+def test_a_start_gives_an_unresponsive_store_up_at_the_timeout_and_holds_nothing(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speak, released = threading.Event(), threading.Event()
+    answer, released = threading.Event(), threading.Event()
     probe, lock = RemoteStore.probe, RemoteStore.lock
 
-    def silent(store: RemoteStore) -> None:
-        assert speak.wait(60)
+    def unresponsive(store: RemoteStore) -> None:
+        assert answer.wait(60)
         probe(store)
 
-    def watched(store: RemoteStore) -> Any:
+    def lock_and_observe(store: RemoteStore) -> Any:
         hold = lock(store)
         release = hold.release
         hold.release = lambda: (release(), released.set())  # type: ignore[method-assign]
         return hold
 
-    monkeypatch.setattr(RemoteStore, "probe", silent)
-    monkeypatch.setattr(RemoteStore, "lock", watched)
+    monkeypatch.setattr(RemoteStore, "probe", unresponsive)
+    monkeypatch.setattr(RemoteStore, "lock", lock_and_observe)
     with pytest.raises(CheckpointError, match=r"no answer within 0\.1 s"):
         Checkpointer(url, timeout=datetime.timedelta(seconds=0.1))
     assert names(url) == []
-    speak.set()  # the store wakes up, and what was asked of it is done after all
+    answer.set()  # the store responds again, and the late request is carried out
     assert released.wait(60)
     monkeypatch.undo()
     with Checkpointer(url) as checkpointer:

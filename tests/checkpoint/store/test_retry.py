@@ -1,4 +1,4 @@
-"""Trials are made again where that helps, as long as there is time, with one warning; nothing else is tried twice."""
+"""Passing errors are retried as long as there is time, with one warning; other errors are raised at once."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Trials:
 
 def answered(status: int, code: str = "Some") -> OSError:
     """An error as s3fs translates it: an ``OSError`` whose cause has the store's answer."""
-    error = OSError(errno.EIO, "said the store")
+    error = OSError(errno.EIO, "the store's message")
     response: Any = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
     error.__cause__ = boto.ClientError(response, "PutObject")
     return error
 
 
 def with_status(status: int) -> Exception:
-    error = type("HttpError", (Exception,), {"__module__": "gcsfs.retry"})("said the store")
+    error = type("HttpError", (Exception,), {"__module__": "gcsfs.retry"})("the store's message")
     error.status_code = status
     return error
 
@@ -92,7 +92,7 @@ FINAL = [
 
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
-def test_what_may_pass_is_tried_again(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_passing_error_is_retried(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     trials = Trials(error, error, error)
     assert retrying("writing", "s3://a/b", trials) == "done"
     assert trials.made == 4
@@ -101,7 +101,7 @@ def test_what_may_pass_is_tried_again(error: Exception, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("error", FINAL, ids=repr)
-def test_what_cannot_pass_is_reported_at_once(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lasting_error_is_reported_at_once(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     trials = Trials(error)
     with pytest.raises(Exception, match=r".+") as caught:
         retrying("writing", "s3://a/b", trials)
@@ -110,7 +110,7 @@ def test_what_cannot_pass_is_reported_at_once(error: Exception, caplog: pytest.L
     assert caplog.records == []
 
 
-def test_an_error_of_the_store_shows_what_was_done_to_what_and_how_often() -> None:
+def test_an_error_of_the_store_has_the_operation_the_object_and_the_number_of_trials() -> None:
     with pytest.raises(OSError, match=r"Could not connect.*\(reading, tried 10 times\): 's3://a/b'") as caught:
         retrying("reading", "s3://a/b", Trials(*[boto.EndpointConnectionError(endpoint_url="http://x")] * 10))
     assert isinstance(caught.value.__cause__, boto.EndpointConnectionError)
@@ -124,7 +124,7 @@ def test_an_error_of_the_store_shows_what_was_done_to_what_and_how_often() -> No
         (boto.NoCredentialsError(), PermissionError),
     ],
 )
-def test_the_kind_of_an_error_stays_what_it_is(error: Exception, kind: type[OSError]) -> None:
+def test_the_type_of_an_error_is_kept(error: Exception, kind: type[OSError]) -> None:
     with pytest.raises(kind, match=r"\(writing\): 's3://a/b'") as caught:
         retrying("writing", "s3://a/b", Trials(error))
     assert str(error) in str(caught.value)
@@ -138,7 +138,7 @@ def test_no_trial_begins_after_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -
     assert trials.made == 1
 
 
-def test_of_two_bounds_the_earlier_counts_and_both_end() -> None:
+def test_of_two_nested_time_limits_the_earlier_one_applies() -> None:
     now = time.monotonic()
     with within(100.0):
         outer = until()
@@ -170,25 +170,25 @@ def test_waits_double_up_to_a_minute_and_differ(waits: list[float], caplog: pyte
 
 
 def test_an_unresponsive_store_is_not_waited_for_and_a_late_answer_is_given_back() -> None:
-    speak, heard, given = threading.Event(), threading.Event(), list[str]()
+    answer, given_back, given = threading.Event(), threading.Event(), list[str]()
 
-    def give_back(answer: str) -> None:
-        given.append(answer)
-        heard.set()
+    def give_back(late: str) -> None:
+        given.append(late)
+        given_back.set()
 
-    def silent() -> str:
-        assert speak.wait(60)
+    def unresponsive() -> str:
+        assert answer.wait(60)
         return "late"
 
     with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s: 's3://b/x'"):
-        retry.answered("s3://b/x", 0.05, silent, give_back)
+        retry.answered("s3://b/x", 0.05, unresponsive, give_back)
     assert given == []
-    speak.set()
-    assert heard.wait(60)
+    answer.set()
+    assert given_back.wait(60)
     assert given == ["late"]
 
 
-def test_an_answer_in_time_is_what_it_is_also_a_time_out_of_its_own() -> None:
+def test_an_answer_in_time_is_passed_on_also_if_it_is_a_time_out() -> None:
     def fails() -> None:
         raise TimeoutError("its own")
 

@@ -1,4 +1,4 @@
-"""Comparisons made by hand, for what is done with them."""
+"""Comparisons made by hand, for the tests of their renderings."""
 
 from __future__ import annotations
 

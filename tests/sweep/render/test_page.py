@@ -1,4 +1,4 @@
-"""The page of a sweep and of a run, in a real browser: answer first, sortable by mouse and keys, alone in the world."""
+"""The page of a sweep and of a run, in a real browser: answer first, sortable by mouse and keys, self-contained."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ CONTRAST = """() => {
     ((c + 0.055) / 1.055) ** 2.4).reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
   const ground = (one) => { for (let e = one; e; e = e.parentElement) {
     const c = rgb(getComputedStyle(e).backgroundColor); if (c[3] === 255) return c; } return [255, 255, 255, 255]; };
-  const told = {};
-  for (const name of ["h1", ".kicker", ".words", ".warnings li", ".tile strong", ".tile span", "td.best",
+  const ratios = {};
+  for (const name of ["h1", ".kicker", ".note", ".warnings li", ".tile strong", ".tile span", "td.best",
       "td.tie small", "tr.failed td", "td.error", ".chip.best", ".chip.tie", ".chip.aa", ".chip.failed",
       "th button", "footer"])
     for (const one of document.querySelectorAll(name)) {
       const [a, b] = [light(rgb(getComputedStyle(one).color)), light(ground(one))];
-      told[name] = Math.min(told[name] ?? 99, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05));
+      ratios[name] = Math.min(ratios[name] ?? 99, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05));
     }
-  return told;
+  return ratios;
 }"""
 
 
 class Opened:
-    """A page in a browser, and what it asked for and complained about."""
+    """A page in a browser, with its requests and console messages."""
 
     def __init__(self, context: Any, path: Path) -> None:
         self.view = context.new_page()
@@ -77,7 +77,7 @@ class Opened:
         return found
 
     def sorted_by(self) -> dict[str, str]:
-        """Which heads say how they are sorted."""
+        """The heads that show a sort order."""
         heads = self.view.locator("#table th").all()
         return {
             head.inner_text().strip(): way
@@ -120,7 +120,7 @@ def usual(comparison: Comparison) -> str:
     return page.compare_page(comparison, [page.Picture("stall", SVG, caption="All runs.")])
 
 
-def test_the_page_asks_no_one_and_complains_of_nothing(opened: Opener, usual: str) -> None:
+def test_the_page_makes_no_request_and_logs_no_error(opened: Opener, usual: str) -> None:
     one = opened(usual)
     one.view.locator("#table th button").first.click()
     assert [url for url in one.asked if not url.startswith(("file://", "data:"))] == []
@@ -194,7 +194,7 @@ def test_numbers_among_parameters_are_sorted_as_numbers(row_of: Rows, compared: 
     assert one.column(1) == ["-2", "9", "10", "1e3"]
 
 
-def test_what_comes_out_of_a_run_stays_text(row_of: Rows, compared: Compared, opened: Opener, tmp_path: Path) -> None:
+def test_texts_of_a_run_are_escaped(row_of: Rows, compared: Compared, opened: Opener, tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(f"name: {EVIL}\n")
     rows = [
@@ -275,7 +275,7 @@ def test_the_page_of_a_run_shows_figures_tables_pictures_and_how_it_ended(opened
     ]
     assert view.locator("h1").inner_text() == "It stumbled."
     assert not view.locator("pre.error").is_visible()
-    view.locator("summary", has_text="All that it said").click()
+    view.locator("summary", has_text="All of its error").click()
     assert view.locator("pre.error").inner_text() == "it stumbled\nTraceback"
     assert view.locator("#table tbody td:first-child").all_inner_texts() == ["stall_ms", "loss", "steps", "zeal"]
     for _ in range(2):
@@ -292,15 +292,15 @@ def test_the_same_comparison_gives_the_same_page(comparison: Comparison, usual: 
 
 
 @pytest.mark.parametrize(
-    ("runs", "ties", "words"),
+    ("runs", "ties", "answer"),
     [((1, 1), False, "not proven"), ((2, 2), False, "likely"), ((3, 3), False, "real"), ((3, 3), True, "a tie")],
 )
 def test_the_page_shows_no_more_than_the_runs_do(
-    runs: tuple[int, int], ties: bool, words: str, row_of: Rows, compared: Compared
+    runs: tuple[int, int], ties: bool, answer: str, row_of: Rows, compared: Compared
 ) -> None:
     verdicts = ("best", "tie" if ties else "")
     rows = [
-        row_of({"a": str(place)}, {"stall_ms": (5.0 + place,) * count}, {"stall_ms": verdict})
-        for place, (count, verdict) in enumerate(zip(runs, verdicts, strict=True))
+        row_of({"a": str(i)}, {"stall_ms": (5.0 + i,) * count}, {"stall_ms": verdict})
+        for i, (count, verdict) in enumerate(zip(runs, verdicts, strict=True))
     ]
-    assert f"<strong>{words}</strong>" in page.compare_page(compared(rows))
+    assert f"<strong>{answer}</strong>" in page.compare_page(compared(rows))

@@ -1,4 +1,4 @@
-"""The picture of a comparison: the same bytes each time, text as text, any numbers, and nobody's state changed."""
+"""The picture of a comparison: the same bytes each time, text as text, any numbers, and no global state changed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_any_values_can_be_drawn(values: tuple[float, ...], row_of: Rows, compar
 
 
 def test_ticks_of_close_values_can_be_distinguished(row_of: Rows, compared: Compared) -> None:
-    rows = [row_of({"a": f"x{place}"}, {"loss": (2.30455 + place / 1e5,)}) for place in range(4)]
+    rows = [row_of({"a": f"x{i}"}, {"loss": (2.30455 + i / 1e5,)}) for i in range(4)]
     ticks = [text for text in texts(drawn(compared(rows, "loss"))) if re.fullmatch(r"2\.30\d+", text)]
     axis = [tick for tick in ticks if ticks.count(tick) == 1]
     assert len(axis) > 2
@@ -83,10 +83,7 @@ def test_ticks_of_close_values_can_be_distinguished(row_of: Rows, compared: Comp
 
 def test_forty_rows_from_a_thousandth_to_a_million_have_their_own_labels(row_of: Rows, compared: Compared) -> None:
     long = "torch.optim.some_module." + "x" * 100
-    rows = [
-        row_of({"a": f"{long}{place}", "b": "y" * 80}, {"stall_ms": (10 ** (-3 + place * 9 / 39),) * 2})
-        for place in range(40)
-    ]
+    rows = [row_of({"a": f"{long}{i}", "b": "y" * 80}, {"stall_ms": (10 ** (-3 + i * 9 / 39),) * 2}) for i in range(40)]
     figure = plots.compare_figure(compared(rows))
     assert figure is not None
     (axes,) = figure.axes
@@ -100,7 +97,7 @@ def test_forty_rows_from_a_thousandth_to_a_million_have_their_own_labels(row_of:
     assert min(label.get_window_extent().x0 for label in axes.get_yticklabels()) >= 0
 
 
-def test_where_nothing_was_measured_there_is_no_picture(row_of: Rows, compared: Compared) -> None:
+def test_without_a_measurement_there_is_no_picture(row_of: Rows, compared: Compared) -> None:
     failed = row_of({"a": "1"}, {}, error="boom")
     nothing = row_of({"a": "2"}, {"stall_ms": (math.nan,)})
     assert plots.compare_figure(compared([failed, nothing])) is None
@@ -112,7 +109,7 @@ def test_a_value_that_is_no_number_is_left_out(row_of: Rows, compared: Compared)
     assert "nan" not in document.lower()
 
 
-def test_where_the_figure_that_ranks_is_nowhere_another_is_drawn(row_of: Rows, compared: Compared) -> None:
+def test_without_the_ranking_figure_another_is_drawn(row_of: Rows, compared: Compared) -> None:
     comparison = compared([row_of({"a": "1"}, {"loss": (3.0,)})], "stall_ms")
     assert "loss" in texts(drawn(replace(comparison, ranking=metric("stall_ms"))))
 

@@ -1,4 +1,4 @@
-"""A comparison as text: one order, one way to write numbers, nothing cut off unsaid, nothing that acts."""
+"""A comparison as text: one order, one number format, left-out columns are named, and no markup in values acts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def printed(comparison: Comparison, capsys: pytest.CaptureFixture[str]) -> list[
 
 def wide(row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison]) -> Comparison:
     """Two parameters and all eight metrics, each with a spread."""
-    values = {one.name: (1234.5 * place, 1300.1 * place, 1280.2 * place) for place, one in enumerate(METRICS, 1)}
+    values = {one.name: (1234.5 * i, 1300.1 * i, 1280.2 * i) for i, one in enumerate(METRICS, 1)}
     rows = [
         row_of({"stager": stager, "join.mode": mode}, values)
         for stager in ("pinned_cached", "overlapped")
@@ -73,7 +73,7 @@ def test_rows_of_two_versions_are_distinguished_in_every_table(
     assert page_text.count("<code>torch 2.12</code></td>") == 1
 
 
-def test_a_row_without_the_figure_that_ranks_stands_before_those_that_failed(
+def test_a_row_without_the_ranking_figure_comes_before_failed_ones(
     row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison]
 ) -> None:
     rows = [
@@ -107,10 +107,10 @@ def test_two_parameters_and_eight_metrics_fit_a_line_of_120(
     row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = printed(wide(row_of, compared), capsys)
-    head = next(place for place, line in enumerate(lines) if "verdict" in line)
-    rule = next(place for place, line in enumerate(lines) if set(line.strip()) == {"-", " "})
+    head = next(i for i, line in enumerate(lines) if "verdict" in line)
+    rule = next(i for i, line in enumerate(lines) if set(line.strip()) == {"-", " "})
     assert max(map(len, lines[head : rule + 9])) <= 120
-    assert sum(word in " ".join(lines[head:rule]) for word in ("stall", "lost", "host", "loss", "shadowed")) == 5
+    assert sum(name in " ".join(lines[head:rule]) for name in ("stall", "lost", "host", "loss", "shadowed")) == 5
     assert not any("Not shown" in line for line in lines)
 
 
@@ -125,7 +125,7 @@ def test_the_number_of_runs_is_a_column_where_rows_differ_in_it(
     assert any({"runs", "verdict"} <= set(line.split()) for line in printed(compared(rows, "loss"), capsys))
 
 
-def test_what_does_not_fit_is_left_out_from_the_right_named_and_never_what_ranks(
+def test_columns_that_do_not_fit_are_left_out_from_the_right_and_named_but_never_the_ranking_one(
     row_of: Callable[..., ComparisonRow],
     compared: Callable[..., Comparison],
     capsys: pytest.CaptureFixture[str],
@@ -134,10 +134,10 @@ def test_what_does_not_fit_is_left_out_from_the_right_named_and_never_what_ranks
     monkeypatch.setattr("stagereg.output.line_width", lambda: 70)
     comparison = replace(wide(row_of, compared), ranking=metric("loss"))
     lines = printed(comparison, capsys)
-    said = next(line for line in lines if "Not shown" in line)
-    assert "shadowed_steps" in said
-    assert "loss" not in said
-    assert "compare.csv" in said
+    note = next(line for line in lines if "Not shown" in line)
+    assert "shadowed_steps" in note
+    assert "loss" not in note
+    assert "compare.csv" in note
     head = next(line for line in lines if "verdict" in line)
     assert "loss" in head
     assert len(head) <= 70
@@ -148,7 +148,7 @@ def test_a_long_parameter_is_folded_not_cut(
 ) -> None:
     long = "torch.optim." + ".".join(f"part{number}" for number in range(30))
     lines = printed(compared([row_of({"a": long}, {"stall_ms": (1.0, 2.0)}), row_of({"a": "b"}, {})]), capsys)
-    start = next(place for place, line in enumerate(lines) if set(line.strip()) == {"-", " "})
+    start = next(i for i, line in enumerate(lines) if set(line.strip()) == {"-", " "})
     table = lines[start + 1 : lines.index(next(line for line in lines if "best of its" in line))]
     assert long in "".join(part for line in table for part in line.split() if part.startswith(("torch", "part")))
     assert max(map(len, table)) <= 120
@@ -217,5 +217,5 @@ def test_a_small_spread_is_not_rounded_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_a_dash(value: float) -> None:
+def test_a_value_that_is_no_number_is_a_dash(value: float) -> None:
     assert tables.number(value) == "-"

@@ -1,4 +1,4 @@
-"""What a sweep leaves to look at: five files, or those that can be made, and a line about the rest."""
+"""The five files that a sweep leaves: each is written if possible, and one line reports the others."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_without_matplotlib_one_line_is_printed_and_the_rest_is_there(
         monkeypatch.setitem(sys.modules, name, None)
     paths = render.write(comparison, tmp_path)
     assert [path.name for path in paths] == ["compare.csv", "compare.md", "report.html"]
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert "pip install 'hydra-stagereg[report]'" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert "pip install 'hydra-stagereg[report]'" in printed.err
     assert 'id="table"' in paths[-1].read_text()
 
 

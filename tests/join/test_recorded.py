@@ -1,4 +1,4 @@
-"""What a join tells on being left: steps with data, steps without, and the samples a rank was given."""
+"""What a join records when it is left: steps with data, steps without, and the samples that a rank was given."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SAMPLES = [sum(range(2, 2 + length)) for length in LENGTHS]
 MODES = (None, "torch", "counted", "planned")
 
 
-def tellings(rank: int, world_size: int, folder: str) -> dict[str, list[dict[str, Any]]]:
-    """What each case has told, of every kind of first joinable and of loop."""
+def recordings(rank: int, world_size: int, folder: str) -> dict[str, list[dict[str, Any]]]:
+    """The ``join`` events of each case, for every kind of first joinable and of loop."""
     data = [torch.ones(2 + step, 4) for step in range(LENGTHS[rank])]
     found = {}
 
-    def told(name: str, work: Any) -> None:
+    def record_case(name: str, work: Any) -> None:
         directory = Path(folder) / name.replace(" ", "-")
         with record.recording(directory, rank, world_size):
             work()
@@ -62,11 +62,11 @@ def tellings(rank: int, world_size: int, folder: str) -> dict[str, list[dict[str
         train(join, model, optimizer, join.iterate(data) if looped else data)
 
     for mode in MODES:
-        told(f"ddp {mode} plain", lambda mode=mode: case("ddp", mode, False))
-        told(f"ddp {mode} iterate", lambda mode=mode: case("ddp", mode, True))
-    told("zero torch plain", lambda: case("zero", "torch", False))
-    told("fsdp2 torch plain", lambda: case("fsdp2", "torch", False))
-    told("fsdp2 planned iterate", lambda: case("fsdp2", "planned", True))
+        record_case(f"ddp {mode} plain", lambda mode=mode: case("ddp", mode, False))
+        record_case(f"ddp {mode} iterate", lambda mode=mode: case("ddp", mode, True))
+    record_case("zero torch plain", lambda: case("zero", "torch", False))
+    record_case("fsdp2 torch plain", lambda: case("fsdp2", "torch", False))
+    record_case("fsdp2 planned iterate", lambda: case("fsdp2", "planned", True))
 
     def epochs() -> None:
         model, optimizer = wrapped("ddp")
@@ -87,12 +87,12 @@ def tellings(rank: int, world_size: int, folder: str) -> dict[str, list[dict[str
         with pytest.raises(stagereg.UnevenInputsError):
             case("ddp", "counted", True, throw_on_early_termination=True)
 
-    told("epochs", epochs)
-    told("inside another", inside_another)
-    told("thrown", thrown)
+    record_case("epochs", epochs)
+    record_case("inside another", inside_another)
+    record_case("thrown", thrown)
     data = data[:2]
-    told("off iterate", lambda: case("ddp", None, True, enable=False))
-    told("off plain", lambda: case("ddp", None, False, enable=False))
+    record_case("off iterate", lambda: case("ddp", None, True, enable=False))
+    record_case("off plain", lambda: case("ddp", None, False, enable=False))
     return found
 
 
@@ -107,8 +107,8 @@ def wrapped(wrap: str) -> tuple[Any, Any]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_each_rank_tells_its_steps_with_and_without_data_and_its_samples(tmp_path: Path) -> None:
-    every = run_ranks(tellings, 2, args=(str(tmp_path),), timeout_s=100)
+def test_each_rank_records_its_steps_with_and_without_data_and_its_samples(tmp_path: Path) -> None:
+    every = run_ranks(recordings, 2, args=(str(tmp_path),), timeout_s=100)
     most = max(LENGTHS)
     for rank, found in enumerate(every):
         steps = {"steps": LENGTHS[rank], "shadowed": most - LENGTHS[rank]}
@@ -164,7 +164,7 @@ def test_the_samples_of_a_batch_are_the_first_dimension_of_its_first_tensor(batc
 
 
 class Hostile(Mapping[str, Any]):
-    """Fails at whatever it is asked."""
+    """Fails in every method."""
 
     def __getitem__(self, key: str) -> Any:
         raise RuntimeError(key)
@@ -185,7 +185,7 @@ LEAVES = st.sampled_from([None, 1, "text", b"x", object(), Hostile(), CIRCLE, to
 @given(
     st.recursive(LEAVES, lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner))
 )
-def test_a_batch_without_a_tensor_has_an_unknown_number_of_samples_and_does_no_harm(batch: Any) -> None:
+def test_a_batch_without_a_tensor_has_an_unknown_number_of_samples_and_raises_nothing(batch: Any) -> None:
     assert samples_in(batch) is None
     seen = SampleCounter()
     for each in (X, batch, X):

@@ -14,7 +14,6 @@ The step to exit at is agreed on in :mod:`stagereg.checkpoint.preemption_consens
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import select
@@ -22,12 +21,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from stagereg.errors import RESUME_CODE
 
-__all__ = ["SAME_SIGNAL_S", "SIGNALS", "PreemptionHandler", "ignore_signals", "observed"]
+__all__ = ["SAME_SIGNAL_S", "SIGNALS", "PreemptionHandler"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that ask a run to save and exit."""
@@ -48,14 +47,12 @@ class PreemptionHandler:
     Attributes:
         reports: whether to print on stderr why the process was ended; one of several ranks does where all know of the
             signal.
-        saved: set when all is saved: then a signal changes nothing, and the end of the time is no failure.
     """
 
     def __init__(self, grace_s: float, describe_newest: Callable[[], str]) -> None:
         self.grace_s = grace_s
         self.describe_newest = describe_newest
         self.reports = True
-        self.saved = False
 
     @property
     def received(self) -> signal.Signals | None:
@@ -67,217 +64,165 @@ class PreemptionHandler:
 
         Only the main thread can begin to. A signal that has another handler already, or is ignored, is left alone.
         """
-        return threading.current_thread() is threading.main_thread() and _listener.add(self)
-
-    def close(self) -> None:
-        """Handle signals no more; the last one of a process restores the handlers. Twice is harmless.
-
-        If a signal has come and nothing has been saved for it, its time goes on: its sender wants the process gone. If
-        all is saved, the handlers stay to ignore what comes until the time is up: the process is about to end.
-        """
-        _listener.remove(self)
+        if threading.current_thread() is not threading.main_thread() or not _listener.open():
+            return False
+        _listener.handlers = (*_listener.handlers, self)
+        return True
 
     def start_grace(self, received: signal.Signals) -> None:
         """Have the time begin here too, unless it has: another process that exits with this one was signalled."""
         if self in _listener.handlers:
             _listener.start_grace(received)
 
+    def set_saved(self) -> None:
+        """All is saved, and the process is about to end: ignore what still comes. The end of the time is no failure."""
+        _listener.set_saved()
 
-@contextlib.contextmanager
-def observed(by: Callable[[float | None], None]) -> Iterator[None]:
-    """Call ``by`` on the main thread, for the time of a ``with`` block: with the seconds of grace when this process
-    begins to handle the signals, and with ``None`` when it no longer does."""
-    before, _listener.observer = _listener.observer, by
-    try:
-        yield
-    finally:
-        _listener.observer = before
+    def close(self) -> None:
+        """Handle signals no more; the last one of a process restores the handlers. Twice is harmless.
 
-
-def ignore_signals() -> None:
-    """Ignore the two signals from here on: all is saved, and one that still comes must not change the exit status."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        If a signal has come and nothing has been saved for it, its time goes on: its sender wants the process gone.
+        """
+        last = _listener.handlers == (self,)
+        if last and _listener.received is not None and not _listener.saved:
+            return
+        _listener.handlers = tuple(each for each in _listener.handlers if each is not self)
+        if last:
+            _listener.close()
 
 
 class SignalListener:
     """The process's signal handlers, the thread that reads which signal has come, and the handlers that wait for one.
 
-    ``received``, ``_until`` and ``_saved`` are written by the thread or the main thread; each is one assignment.
+    ``received`` and ``_until`` are written by the thread or the main thread; each is one assignment.
     """
 
     def __init__(self) -> None:
         self.handlers: tuple[PreemptionHandler, ...] = ()
-        self.observer: Callable[[float | None], None] | None = None
         self.received: signal.Signals | None = None
-        self._came = False  # as the main thread knows, which may be before `received` is set
-        self._saved = False
+        self.saved = False
         self._until = 0.0  # on the monotonic clock: when the time is up
         self._taken: list[signal.Signals] = []
         self._pipe: tuple[int, int] | None = None
 
-    def add(self, handler: PreemptionHandler) -> bool:
-        if self._pipe is None and not self._open():
-            return False
-        self.handlers = (*self.handlers, handler)
-        self._notify()
-        return True
-
-    def remove(self, handler: PreemptionHandler) -> None:
-        if handler not in self.handlers:
-            return
-        self._saved = self._saved or handler.saved
-        if self._came and len(self.handlers) == 1 and not self._saved:
-            return
-        self.handlers = tuple(each for each in self.handlers if each is not handler)
-        if not self.handlers:
-            self._close()
-        self._notify()
-
-    def start_grace(self, received: signal.Signals) -> None:
-        self._came = True
-        if self._pipe is not None and self.received is None:
-            self._begin(received)
-            self._write(0)  # no signal: only wakes the thread
-
-    def after_fork(self) -> None:
-        """In a forked child, which takes no part: SIGTERM does to it what it did before.
-
-        It ignores SIGUSR1, which Slurm sends to every process of a step, so that the workers of a loader go on for the
-        steps that are still to come.
-        """
-        if not self._taken:
-            return
+    def open(self) -> bool:
+        """Begin to handle the signals, unless that has begun; return whether any is handled."""
         if self._pipe is not None:
-            signal.set_wakeup_fd(-1)
-            for descriptor in self._pipe:
-                os.close(descriptor)
-        self._release(signal.SIG_IGN)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            # An agent signals the whole group of a rank, which it has given a session of its own.
-            with contextlib.suppress(OSError):
-                os.setpgid(0, 0)
-        self.handlers, self.received, self.observer, self._saved, self._pipe = (), None, None, False, None
-
-    def at_exit(self) -> None:
-        """Where all is saved, ignore the signals: what still comes must not change the exit status."""
-        if self._is_saved():
-            for number in self._own():
-                signal.signal(number, signal.SIG_IGN)
-
-    def _is_saved(self) -> bool:
-        return self._saved or any(each.saved for each in self.handlers)
-
-    def _notify(self) -> None:
-        if self.observer is not None:
-            self.observer(min((each.grace_s for each in self.handlers), default=None))
-
-    def _open(self) -> bool:
-        free = {*self._own(), *filter(_is_free, SIGNALS)}
-        if not free:
+            return True
+        self._taken = [*self._own(), *filter(_is_free, SIGNALS)]
+        if not self._taken:
             return False
-        self.received, self._came, self._saved = None, False, False
+        self.received, self.saved = None, False
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         threading.Thread(target=self._read, args=(self._pipe[0],), name="stagereg-preemption", daemon=True).start()
         before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         if before != -1:  # of an event loop, or whatever else the program runs
             signal.set_wakeup_fd(before)
-        for number in free:
+        for number in self._taken:
             signal.signal(number, self._handle)
-        self._taken = list(free)
         return True
 
-    def _close(self) -> None:
-        """Undo what :meth:`_open` has done; on another thread than the main one that is left to the next signal."""
+    def close(self) -> None:
+        """Undo what :meth:`open` has done; on another thread than the main one that is left to the next signal."""
         if threading.current_thread() is not threading.main_thread() or self._pipe is None:
             return
-        if not self._saved:
-            self._release()
-        if self._has_wakeup():
-            signal.set_wakeup_fd(-1)
         (_, write), self._pipe = self._pipe, None
+        current = signal.set_wakeup_fd(-1)
+        if current != write:
+            signal.set_wakeup_fd(current)
         os.close(write)  # which ends the thread, and that closes the other end
+        if not self.saved:
+            for number in self._own():
+                signal.signal(number, signal.SIG_DFL)
+            self._taken = []
+
+    def start_grace(self, received: signal.Signals) -> None:
+        if self._pipe is not None and self.received is None:
+            self._begin(received)
+            with contextlib.suppress(OSError):
+                os.write(self._pipe[1], b"\0")  # no signal: only wakes the thread
+
+    def set_saved(self) -> None:
+        self.saved = True
+        if threading.current_thread() is threading.main_thread():
+            # For good: Python's own handlers are gone before a process has ended, and its exit status is at stake.
+            for number in self._own():
+                signal.signal(number, signal.SIG_IGN)
+
+    def stop_in_child(self) -> None:
+        """In a forked child, which takes no part: SIGTERM does to it what it did before.
+
+        It ignores SIGUSR1, which Slurm sends to every process of a step, so that the workers of a loader go on for the
+        steps that are still to come.
+        """
+        if self._pipe is not None:
+            signal.set_wakeup_fd(-1)
+            for descriptor in self._pipe:
+                os.close(descriptor)
+        if self._taken and "TORCHELASTIC_RUN_ID" in os.environ:
+            # An agent signals the whole group of a rank, which it has given a session of its own.
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
+        for number in self._own():
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
 
     def _own(self) -> list[signal.Signals]:
         """The signals that are handled here still: the program may have set a handler since."""
-        return [number for number in self._taken if signal.getsignal(number) == self._handle]
-
-    def _release(self, usr1: signal.Handlers = signal.SIG_DFL) -> None:
-        for number in self._own():
-            signal.signal(number, usr1 if number == signal.SIGUSR1 else signal.SIG_DFL)
-        self._taken = []
-
-    def _has_wakeup(self) -> bool:
-        """Whether the interpreter writes into the pipe, and not for an event loop. On the main thread."""
-        assert self._pipe is not None
-        current = signal.set_wakeup_fd(-1)
-        if current != -1:
-            signal.set_wakeup_fd(current, warn_on_full_buffer=current != self._pipe[1])
-        return current == self._pipe[1]
+        return [number for number in self._taken if signal.getsignal(number) in (self._handle, signal.SIG_IGN)]
 
     def _handle(self, number: int, frame: Any) -> None:
-        if not self.handlers:
-            if self._saved and time.monotonic() < self._until:
-                return
-            self._saved = False  # or the last one has closed on another thread
-            self._close()
-            self._release()
+        if self.handlers or self.saved:
+            # The thread may know already, unless an event loop reads the interpreter's bytes.
+            self.start_grace(signal.Signals(number))
+        else:  # the last one has closed on another thread
+            self.close()
             os.kill(os.getpid(), number)
-            return
-        self._came = True
-        if self._pipe is not None and not self._has_wakeup():
-            self._write(number)
-
-    def _write(self, number: int) -> None:
-        assert self._pipe is not None
-        with contextlib.suppress(OSError):
-            os.write(self._pipe[1], bytes([number]))
 
     def _read(self, read: int) -> None:
         """What the thread does: until the pipe is closed, or the time is up."""
         first: float | None = None
-        try:
+        with open(read, "rb", buffering=0) as pipe:
             while True:
-                left = max(0.0, self._until - time.monotonic()) if self.received is not None else None
-                if not select.select([read], [], [], left)[0]:
+                left = None if self.received is None else max(0.0, self._until - time.monotonic())
+                if not select.select([pipe], [], [], left)[0]:
                     self._end("{grace_s:g} s were too few to save and leave (checkpoint.grace)")
                     return
-                numbers = os.read(read, 64)
+                numbers = pipe.read(64)
                 if not numbers:
                     return
-                for number in [signal.Signals(each) for each in numbers if each in SIGNALS]:
-                    if not self.handlers:
+                for number in numbers:
+                    if number not in SIGNALS or not self.handlers:
                         continue
                     if self.received is None:
-                        self._begin(number)
+                        self._begin(signal.Signals(number))
                     if first is None:
                         first = time.monotonic()
                     elif number == self.received and time.monotonic() > first + SAME_SIGNAL_S:
                         self._end("it came twice, so nothing more is saved")
                         return
-        finally:
-            os.close(read)
 
     def _begin(self, received: signal.Signals) -> None:
         """Have the time begin. The thread reads ``received``, so that is set last."""
-        self._until = time.monotonic() + min(each.grace_s for each in self.handlers)
+        self._until = time.monotonic() + min((each.grace_s for each in self.handlers), default=0.0)
         self.received = received
 
     def _end(self, why: str) -> None:
         """End the process from the thread, if a handler is left."""
-        handlers, received, saved = self.handlers, self.received, self._is_saved()
+        handlers, received = self.handlers, self.received
         if not handlers or received is None:
             return
         for each in handlers:
-            if each.reports and not saved:
+            if each.reports:
                 newest = _try(each.describe_newest) or "the newest checkpoint is unknown"
                 text = f"stopped by {received.name}: {why.format(grace_s=each.grace_s)}; {newest}\n"
+                if self.saved:
+                    text = "preempted: all is saved, but the process did not end in time\n"
                 with contextlib.suppress(OSError):
                     os.write(2, text.encode())
         _try(sys.stdout.flush)
         _try(sys.stderr.flush)
-        os._exit(RESUME_CODE if saved else 128 + received)
+        os._exit(RESUME_CODE if self.saved else 128 + received)
 
 
 def _is_free(number: signal.Signals) -> bool:
@@ -304,7 +249,12 @@ def _try(call: Callable[[], Any]) -> Any:
     return returned[0]
 
 
+def _restart_in_child() -> None:
+    global _listener
+    _listener.stop_in_child()
+    _listener = SignalListener()
+
+
 # Global because a process has one set of signal handlers.
 _listener = SignalListener()
-os.register_at_fork(after_in_child=lambda: _listener.after_fork())
-atexit.register(lambda: _listener.at_exit())
+os.register_at_fork(after_in_child=_restart_in_child)
