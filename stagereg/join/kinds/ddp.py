@@ -235,8 +235,8 @@ class DdpJoinable(ReducingJoinable):
             self.session.begin(self.reduces)
         else:
             membership.check()
-        if config.throw_on_early_termination and not self.module._has_rebuilt_buckets:
-            # DDP's forward may begin with a collective, in which ranks out of data do not take part.
+        if config.throw_on_early_termination and self._rebuilds_buckets(tracker.begun):
+            # DDP's forward begins with a collective, in which ranks out of data do not take part.
             membership.raise_if_exhausted()
 
     def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -289,6 +289,13 @@ class DdpJoinable(ReducingJoinable):
         if self.session is not None and self.session.all_took_every_step:  # all are candidates, and the last one wins
             return self.module.process_group.size() - 1
         return int(DistributedDataParallel._find_common_rank(self.module, rank, is_candidate))
+
+    def _rebuilds_buckets(self, begun: int) -> bool:
+        """Whether DDP arranges its buckets anew in this step, which it does once, and all ranks together."""
+        ddp = self.module
+        if ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph):
+            return False  # it has, or never will
+        return begun > 0 or int(ddp._get_ddp_logging_data().get("iteration", 0)) > 0
 
 
 def _done_work(value: float) -> Any:
