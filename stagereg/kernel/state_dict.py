@@ -271,9 +271,8 @@ def _attempt(copier: Callable[[Any], Any], x: Any) -> Any:
     except StagingError:
         raise
     except Exception as error:
-        raise UnstageableTypeError(
-            [], f"a {type(x).__module__}.{type(x).__qualname__} cannot be copied ({type(error).__name__}: {error})"
-        ) from error
+        kind, why = type(x), f"{type(error).__name__}: {error}"
+        raise UnstageableTypeError([], f"a {kind.__module__}.{kind.__qualname__} cannot be copied ({why})") from error
 
 
 def why_without_data(x: torch.Tensor) -> str | None:

@@ -88,7 +88,7 @@ class OverlappedStager(HostStager):
         with torch.no_grad():
             copy = self._begin(pending)
         future = self._copies.add(copy)
-        self._thread.submit(_finish, self._copies, copy, pending, state_dict)
+        self._thread.submit(self._copies.run, copy, pending, state_dict)
         return future
 
     def synchronize_staging(self) -> None:
@@ -166,15 +166,18 @@ class _Copies:
         future = self._running[copy] = _CopyFuture()
         return future
 
-    def end(self, copy: DeferredCopy, outcome: StateDict | BaseException) -> None:
-        """Complete the future of a copy, one way or the other."""
+    def run(self, copy: DeferredCopy, pending: PendingCopy, state: StateDict) -> None:
+        """Copy the rest and complete the future; on the background thread."""
         future = self._running[copy]
-        if isinstance(outcome, BaseException):
-            outcome.__traceback__ = None  # its frames hold the memory
+        try:
+            written = copy.run()
+            if written:
+                raise _written(state, written[0])
+            future.set_result(pending.unflatten())
+        except Exception as error:
+            error.__traceback__ = None  # its frames hold the memory
             self._failed.append(future)
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
+            future.set_exception(error)
         del self._running[copy]
 
     def finish_before_write(self) -> None:
@@ -193,18 +196,6 @@ class _Copies:
             future = self._failed.popleft()
             if not future.seen:
                 future.result()
-
-
-def _finish(copies: _Copies, copy: DeferredCopy, pending: PendingCopy, state: StateDict) -> None:
-    """Copy the rest and complete the future; on the background thread."""
-    try:
-        written = copy.run()
-        if written:
-            raise _written(state, written[0])
-        outcome: StateDict | BaseException = pending.unflatten()
-    except Exception as error:
-        outcome = error
-    copies.end(copy, outcome)
 
 
 def _written(state: StateDict, index: int) -> StagingError:
