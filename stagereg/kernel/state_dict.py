@@ -341,17 +341,12 @@ class Recognizer:
 
 
 class _PlainSpec(TreeSpec):
-    """The copy of a plain state dict, made in one pass with the source's tensors in it.
-
-    Attributes:
-        is_plain: whether it is one; otherwise nothing else is valid.
-        structure: of each container: type, keys, types of the values.
-    """
+    """The copy of a plain state dict, made in one pass with the source's tensors in it."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
-        self.is_plain = True
-        self.structure: list[tuple[Any, ...]] = []
+        self.is_plain = True  # otherwise nothing else here is valid
+        self.structure: list[tuple[Any, ...]] = []  # of each container: type, keys, types of the values
         self._runs: list[tuple[Any, Sequence[Any]]] = []  # a new container, and the keys of its next tensors
         self._met: set[int] = set()
         self._root = self._copy(state)

@@ -91,7 +91,7 @@ def _treatments(
         if not any(fnmatchcase(name, pattern) for name in known):
             folders = {name.rpartition(".")[0] + ".*" for name in known if "." in name}
             near = nearest(pattern, [*known, *sorted(folders)])
-            example = f" Names are dotted paths, such as {known[0]!r}." if known else ""
+            example = f" Names are dotted paths, such as {known[0]!r}." if known else " The state dict has none."
             raise StagingError([], f"the pattern {pattern!r} of 'frozen' matches no tensor.{near}{example}")
     declared = (any(fnmatchcase(name, p) for name in each for p in frozen) for each in names)
     return ["once" if so else otherwise for so in declared]
