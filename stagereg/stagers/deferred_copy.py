@@ -6,12 +6,11 @@ about to write calls :meth:`DeferredCopy.finish_before_write`, helps with those 
 copied (copy before overwrite). What lies on an accelerator is queued on a side stream at once; a writer's stream waits
 for it, the writer does not.
 
-Writes without that call are found by two things, both cheap. The version counters of the tensors, which every in-place
-operation of torch moves that goes through the tensor, a view of it or ``detach()``. And samples of the bytes, taken at
-the beginning and compared with the same points of the *copy*: what bypasses the counters (fused optimizers, gloo
-collectives, ``.data``, numpy) nearly always writes a whole tensor. A write after the copying changes no sample of the
-copy, so nothing is reported that did no harm. On request, a checksum of every byte (CRC-32) is compared as well, which
-reads the whole source.
+Writes without that call are found by two things, both cheap. The version counters of the tensors, which most in-place
+operations of torch move. And samples of the bytes, taken at the beginning and compared with the same points of the
+*copy*: what bypasses the counters (fused optimizers, gloo collectives, ``.data``, numpy) nearly always writes a whole
+tensor. A write after the copying changes no sample of the copy, so nothing is reported that did no harm. On request, a
+checksum of every byte (CRC-32) is compared as well.
 """
 
 from __future__ import annotations

@@ -232,9 +232,7 @@ def _layout_of(
     try:
         return plan_layout([tensors[i] for i in members], [rows[i] for i in members], margins)
     except StagingError as error:
-        (k,) = error.path
-        assert isinstance(k, int)
-        raise StagingError([members[k]], error.reason) from error
+        raise StagingError([members[int(str(error.path[0]))]], error.reason) from error
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -287,10 +285,7 @@ def _batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iter
 
 
 def _unequal(pairs: Sequence[_Pair], engine: CopyEngine) -> set[int]:
-    """Return the labels of the pairs that are not equal, compared on the threads of ``engine``.
-
-    A label is looked at no further once it differs.
-    """
+    """Return the labels of the pairs that are not equal, compared on the threads of ``engine``."""
     found: set[int] = set()
     chunks = iter(  # taking from a list's iterator is one step under the GIL
         [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -153,8 +154,8 @@ class _CopyFuture(Future[StateDict]):
 class _Copies:
     """The copies that are not complete yet, and the futures of those that failed.
 
-    The future of a complete copy is not held here, since it holds the memory. Neither the guard nor the background
-    thread refers to the stager, only to this, so that a stager that is dropped without being closed is freed.
+    Complete copies are not held. The guard and the background thread refer to this and not to the stager, so that a
+    stager that is dropped without being closed is freed.
     """
 
     def __init__(self) -> None:
@@ -199,10 +200,9 @@ class _Copies:
 
 
 def _written(state: StateDict, index: int) -> StagingError:
-    try:
+    path: tuple[object, ...] = ()
+    with contextlib.suppress(Exception):  # the state dict may be another one by now
         path = path_to(state, index)
-    except Exception:  # the state dict is another one by now
-        path = ()
     return StagingError(
         path,
         "it was written while it was being copied, by something that is no torch optimizer and no load_state_dict; "

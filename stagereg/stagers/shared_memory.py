@@ -263,7 +263,7 @@ def _file_of(address: int) -> _SharedFile | None:
 
 
 def handle_of(address: int) -> tuple[SharedMemoryHandle, int] | None:
-    """Return a handle on the block that ``address`` lies in, and where the block begins; None for other memory.
+    """Return a handle on the block that ``address`` lies in, and where that begins; None for other memory.
 
     For a message whose sender holds the memory until the receiver has answered.
     """
