@@ -68,7 +68,8 @@ class BoundedCopier(HostCopier):
 
     def copy(self, state: Any) -> Any:
         """As :meth:`.HostCopier.copy`; tensors that do not fit may be over the source's memory, on its device."""
-        spec, whole = self.plan(state)
+        spec, whole = self.plan(state), self.layout
+        assert whole is not None
         fits = whole.nbytes <= self._limit
         if fits or not self.pool.readers_release:
             memory = self.pool if fits else self._memory_beyond(whole.nbytes)

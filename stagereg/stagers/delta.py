@@ -14,7 +14,6 @@ for the stager to decide.
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -26,7 +25,6 @@ from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier, PendingCopy, naming, no_collection
 from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, signature, span_of, tensors_over
 from stagereg.kernel.memory import BlockRef, Lease, Pool, register_padding
-from stagereg.kernel.state_dict import Recognizer, TreeSpec, flatten
 from stagereg.kernel.transfer import CopyEngine, CopyTask
 
 __all__ = ["DeltaCopier", "Treatment"]
@@ -45,7 +43,7 @@ _WORTH_A_THREAD = 2**20
 
 # Exact, and it reads both sides once, without the GIL. A hash would be wrong once in a while, and a wrong "equal" is a
 # wrong checkpoint.
-_memcmp = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None).memcmp
+_memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcmp.restype = ctypes.c_int
 
@@ -108,24 +106,14 @@ class DeltaCopier(HostCopier):
         self._treatments: list[Treatment] = []
         self._groups: list[_Group] = []
 
-    def reserve_padding(self, before: int, after: int) -> None:
-        """Leave bytes free around each tensor that is always copied, see :func:`.memory.padding_around`.
-
-        Memory that several copies share has no padding: their writers would write there at the same time.
-        """
-        super().reserve_padding(before, after)
-        self.forget()
-
     def copy(self, state: Any) -> Any:
         """As :meth:`.HostCopier.copy`.
 
         Raises:
             StagingError: also if a tensor is not what was copied once, with ``verify``.
         """
-        self.check_open()
+        spec = self.plan(state)
         with torch.no_grad(), naming(state):
-            with no_collection():
-                spec = self._take(state)
             if self._verify:  # before there is a lease, which would live as long as the error that has this frame
                 self._refuse_changed(spec.tensors)
             self._drop_changed(spec.tensors)
@@ -136,30 +124,22 @@ class DeltaCopier(HostCopier):
 
     def forget(self) -> None:
         """Share nothing with earlier copies at the next call."""
-        self._signature, self._treatments, self._groups, self._recognizer = [], [], [], None
+        super().forget()
+        self._signature, self._treatments, self._groups = [], [], []
 
-    def close(self) -> None:
-        """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
-        self.forget()
-        super().close()
-
-    def _take(self, state: Any) -> TreeSpec:
-        """Take ``state`` apart, and deal its tensors into groups, unless it is as it was the last time."""
-        known = self._recognizer.match(state) if self._recognizer is not None else None
-        if known is not None:
-            return known
-        spec = flatten(state, self.type_check)
-        rows, treatments = signature(spec.tensors), self._treat(state, spec.tensors)
-        if (rows, treatments) != (self._signature, self._treatments):
-            groups = _deal(spec.tensors, rows, treatments, self.margins)
-            before = {group.key: group for group in self._groups}
-            for group in groups:
-                if group.key in before:
-                    group.ref, group.base = before[group.key].ref, before[group.key].base
-            self.pool.expect(sum(group.nbytes for group in groups))
-            self._signature, self._treatments, self._groups = rows, treatments, groups
-            self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
-        return spec
+    def _replan(self, state: Any, tensors: Sequence[torch.Tensor]) -> bool:
+        """Deal the tensors into groups; what one of the last groups has copied is kept with it."""
+        rows, treatments = signature(tensors), self._treat(state, tensors)
+        if (rows, treatments) == (self._signature, self._treatments):
+            return False
+        groups = _deal(tensors, rows, treatments, self.margins)
+        before = {group.key: group for group in self._groups}
+        for group in groups:
+            if group.key in before:
+                group.ref, group.base = before[group.key].ref, before[group.key].base
+        self.pool.expected = sum(group.nbytes for group in groups)
+        self._signature, self._treatments, self._groups = rows, treatments, groups
+        return True
 
     def _refuse_changed(self, tensors: Sequence[torch.Tensor]) -> None:
         once = [group for group in self._groups if group.treatment == "once"]
@@ -185,7 +165,7 @@ class DeltaCopier(HostCopier):
         for group in groups:
             if group.ref is None:
                 continue
-            begin, copies = group.ref.address + group.base, None
+            begin, copies = group.ref.block.address + group.base, None
             for k, (i, piece) in enumerate(zip(group.members, group.layout.pieces, strict=True)):
                 x, size = tensors[i], tensors[i].element_size()
                 if x.device.type == "cpu" and piece.span == x.numel() and piece.stride == x.stride():
@@ -193,7 +173,7 @@ class DeltaCopier(HostCopier):
                     continue
                 if copies is None:
                     sources = [tensors[j] for j in group.members]
-                    copies = tensors_over(group.ref.view(), group.layout, sources, group.base)
+                    copies = tensors_over(group.ref.block.view()[group.base :], group.layout, sources)
                 if not _same_elements(x, copies[k]):
                     found.add(i)
         return found | _unequal(pairs, self.engine)
@@ -207,7 +187,7 @@ class DeltaCopier(HostCopier):
         for group in self._groups:
             ref, base = where[id(group)]
             sources = [tensors[i] for i in group.members]
-            pending = PendingCopy(sources, group.layout, lease, views[ref][base:], ref.address + base)
+            pending = PendingCopy(sources, group.layout, lease, views[ref][base:], ref.block.address + base)
             if group.ref is None:
                 self.fill(pending)
             if group.treatment != "always":

@@ -82,7 +82,7 @@ class OverlappedStager(HostStager):
                 copy failed and was not reported yet.
             StagerClosedError: after ``close()``.
         """
-        self._copier.check_open()
+        self._copier.pool.check_open()
         self._copies.raise_unseen()
         pending = self._copier.prepare(state_dict)
         with torch.no_grad():
@@ -113,16 +113,10 @@ class OverlappedStager(HostStager):
     def _begin(self, pending: PendingCopy) -> DeferredCopy:
         """Copy what cannot wait, and return the rest as work to be done."""
         split, engine = self._split_for(pending), self._copier.engine
-        events: list[tuple[torch.device, torch.Event]] = []
-        for device, pairs in pending.pairs(split.immediate_remote, pending.layout.packed).items():
-            event = engine.fetch(device, pairs)
-            if event is not None:  # whatever writes them next is queued on this stream
-                torch.accelerator.current_stream(device).wait_event(event)
-                events.append((device, event))
-        for device, pairs in pending.pairs(split.deferred_remote, []).items():
-            event = engine.fetch(device, pairs)
-            if event is not None:
-                events.append((device, event))
+        events = engine.fetch(pending.pairs(split.immediate_remote, pending.layout.packed))
+        for device, event in events:  # whatever writes them next is queued on this stream
+            torch.accelerator.current_stream(device).wait_event(event)
+        events += engine.fetch(pending.pairs(split.deferred_remote))
         engine.start(pending.address, split.immediate).finish()
         return DeferredCopy(pending, split, events, self._verify)
 

@@ -19,7 +19,7 @@ class SharedStager(HostStager):
     ``multiprocessing`` and torch's checkpoint process (``AsyncCheckpointerType.PROCESS``) without their bytes being
     copied, and a block is not used again while a process reads it; a reader that died is not waited for. The
     ``Checkpointer`` writes such copies from a process of its own. Readers are processes of the same user on the same
-    machine. Linux, and other systems that have ``flock``.
+    machine. Linux only.
 
     A process forked from this one sees the blocks themselves: it may use copies made before only as long as this
     process holds them.

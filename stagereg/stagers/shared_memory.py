@@ -23,7 +23,6 @@ import fcntl
 import itertools
 import logging
 import os
-import tempfile
 import time
 import weakref
 from multiprocessing.reduction import ForkingPickler
@@ -91,7 +90,7 @@ class SharedMemoryHandle(NamedTuple):
         known = _mappings.get(self.path)
         if known is not None and os.path.samestat(known[0], status):
             return known[1]
-        memory = _map(f"/proc/self/fd/{fd}" if self.path.startswith("/proc/") else self.path, self.nbytes)
+        memory = _map(f"/proc/self/fd/{fd}", self.nbytes)
         _mappings[self.path] = status, memory
         return memory
 
@@ -130,8 +129,8 @@ class SharedBlock(Block):
 
     def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
         super().__init__(nbytes, False, threads)
-        if pin:
-            self.pinned = _lock_pages(self._memory)
+        if pin and torch.cuda.is_available():
+            _lock_pages(self._memory)
 
     @property
     def idle(self) -> bool:
@@ -147,6 +146,8 @@ class SharedBlock(Block):
     def _map(self) -> torch.Tensor:
         for file in [file for file in _files if not file.address]:
             file.free()
+        if not hasattr(os, "memfd_create"):
+            raise StagingError([], "shared memory needs Linux here; choose another stager, such as pinned_cached")
         try:
             if self.nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
                 raise MemoryError("more than the machine has")
@@ -156,17 +157,14 @@ class SharedBlock(Block):
             raise StagingError([], f"no {self.nbytes / 2**30:.2f} GiB of shared memory to be had ({error})") from error
 
 
-def _lock_pages(memory: torch.Tensor) -> bool:
-    """Page-lock memory as long as it is mapped, where CUDA is there; whether that was done."""
-    if not torch.cuda.is_available():
-        return False
+def _lock_pages(memory: torch.Tensor) -> None:
+    """Page-lock memory as long as it is mapped."""
     runtime = torch.cuda.cudart()
     failed = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if failed:
         _log.warning("stagereg: %d shared bytes could not be page-locked (CUDA error %d)", memory.nbytes, failed)
-        return False
-    weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
-    return True
+    else:
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
 
 
 class _SharedFile:
@@ -185,12 +183,9 @@ class _SharedFile:
         self._owner = os.getpid()
         self._sent_at: dict[int, float] = {}  # by slot, of the messages that are on their way
         self._serials = itertools.count()
-        if hasattr(os, "memfd_create"):
-            self._fd = os.memfd_create("stagereg", os.MFD_CLOEXEC)
-            self._path = f"/proc/{self._owner}/fd/{self._fd}"
-        else:
-            self._fd, self._path = tempfile.mkstemp(prefix="stagereg-")
-        weakref.finalize(self, _close, self._fd, self._path, self._owner)
+        self._fd = os.memfd_create("stagereg", os.MFD_CLOEXEC)
+        self._path = f"/proc/{self._owner}/fd/{self._fd}"
+        weakref.finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, nbytes + _PAGE)
         self._renew_token()
 
@@ -261,12 +256,6 @@ class _SharedFile:
 # Global, since a pickler has a tensor and nothing else to find the file by: the files of this process, those that are
 # not mapped any more (address 0) while something of them is on its way.
 _files: list[_SharedFile] = []
-
-
-def _close(fd: int, path: str, owner: int) -> None:
-    os.close(fd)
-    if not path.startswith("/proc/") and os.getpid() == owner:
-        os.unlink(path)
 
 
 def _lock_exclusively(fd: int) -> bool:
