@@ -191,6 +191,7 @@ class GroupResources:
 
     def close(self) -> None:
         """End all threads and let go of the channels. What is asked for afterwards is made anew."""
+        self.counts["closed"] += 1
         threads = [self.heartbeat, *(channel.thread for channel in self.channels.values())]
         self.heartbeat, self.channels = WorkerThread("stagereg-heartbeat"), {}
         for thread in threads:
@@ -218,8 +219,8 @@ def control_channel(group: dist.ProcessGroup, purpose: str, waiting: Waiting | N
     """
     resources = resources_of(group)
     if purpose not in resources.channels:
-        # All ranks have entered as many joins, but in one that failed some may have come without this channel.
-        key = f"{resources.prefix}/channel/{resources.counts['join']}/{purpose}"
+        # In a join that failed some ranks may have come without this channel; afterwards all have closed theirs.
+        key = f"{resources.prefix}/channel/{resources.counts['closed']}/{purpose}"
         resources.channels[purpose] = ControlChannel(group, key, waiting)
     return resources.channels[purpose]
 
