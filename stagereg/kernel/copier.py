@@ -5,11 +5,10 @@ go or keeps the plan it has (``layout``), leases memory (``memory``) and has the
 by a few threads, an accelerator's on a stream of its own, which waits for the work already queued by the caller and
 makes the caller's stream wait for nothing.
 
-When :meth:`HostCopier.copy` returns, the bytes are there: no later write to the source shows in the copy. What is
-handed out stays as it is until the last tensor over it is gone. Plans and memory are reused; correctness never depends
-on it, since addresses, shapes, dtypes and strides are compared on every call.
+When :meth:`HostCopier.copy` returns, no later write to the source shows in the copy, which stays as it is until the
+last tensor of it is gone. A plan is used again only if addresses, shapes, dtypes and strides are as they were.
 
-A stager that copies in another order takes a :class:`PendingCopy`, which is a copy whose bytes are not there yet.
+A stager that copies in another order takes a :class:`PendingCopy`.
 """
 
 from __future__ import annotations
@@ -34,23 +33,14 @@ __all__ = ["HostCopier", "PendingCopy", "naming", "no_collection"]
 
 @dataclass
 class PendingCopy:
-    """Memory for a copy that has no content yet.
+    """Memory for a copy that has no content yet."""
 
-    Attributes:
-        sources: the tensors to be copied; holding them keeps their memory alive.
-        layout: where their bytes are to go.
-        lease: of the memory.
-        view: the memory.
-        address: of its first byte.
-        spec: the copy without its tensors; None for a part of a copy.
-    """
-
-    sources: Sequence[torch.Tensor]
-    layout: Layout
+    sources: Sequence[torch.Tensor]  # what is to be copied; holding them keeps their memory alive
+    layout: Layout  # where their bytes are to go
     lease: Lease
-    view: memoryview
-    address: int
-    spec: TreeSpec | None = None
+    view: memoryview  # the memory
+    address: int  # of its first byte
+    spec: TreeSpec | None = None  # the copy without its tensors; None for a part of a copy
 
     @functools.cached_property
     def staged(self) -> list[torch.Tensor]:

@@ -48,70 +48,41 @@ _Run = tuple[int, int, int, int]  # index of the device, first byte, byte after 
 
 @dataclass(slots=True)
 class Region:
-    """A run of source bytes that is copied as it is.
+    """A run of source bytes that is copied as it is."""
 
-    Attributes:
-        source: index of a tensor whose storage has the bytes.
-        address: where it starts in the source device's memory.
-        nbytes: its length in bytes.
-        members: indices of the tensors that lie in it.
-        offset: where its copy starts in host memory.
-    """
-
-    source: int
-    address: int
+    source: int  # index of a tensor whose storage has the bytes
+    address: int  # where it starts in the source device's memory
     nbytes: int
-    members: list[int]
-    offset: int = 0
+    members: list[int]  # indices of the tensors that lie in it
+    offset: int = 0  # where its copy starts in host memory
 
 
 @dataclass(slots=True)
 class Piece:
-    """Where one tensor's copy is.
-
-    Attributes:
-        shape, stride: of the copy; ``stride`` in elements.
-        span: elements from its first to its last, both included; 0 for an empty tensor, which lies nowhere.
-        start: elements before its first in the storage of the copy.
-        offset: where that storage starts in host memory; copies that share memory have the same.
-        nbytes: bytes of that storage.
-    """
+    """Where one tensor's copy is."""
 
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    span: int
-    start: int = 0
-    offset: int = 0
-    nbytes: int = 0
+    stride: tuple[int, ...]  # in elements
+    span: int  # elements from its first to its last, both included; 0 for an empty tensor, which lies nowhere
+    start: int = 0  # elements before its first in the storage of the copy
+    offset: int = 0  # where that storage starts in host memory; copies that share memory have the same
+    nbytes: int = 0  # of that storage
 
 
 @dataclass(slots=True)
 class Layout:
-    """A plan for one state dict.
+    """A plan for one state dict. Tensors are given by their indices."""
 
-    Attributes:
-        signature: what the plan depends on.
-        pieces: where each tensor's copy is, in the order of the tensors.
-        regions: those in host memory.
-        batch: their moves.
-        remote: the regions that lie on an accelerator.
-        packed: indices of tensors that are copied element by element.
-        nbytes: host memory needed.
-        alone: of each tensor that shares memory with no other, dtype, elements and offset; else None.
-        spans: offset and bytes of those tensors.
-        unfinished: indices of the tensors that are something else than neighbouring elements in one dimension.
-    """
-
-    signature: Signature
-    pieces: list[Piece]
-    regions: list[Region]
-    batch: Batch
-    remote: list[Region]
-    packed: list[int]
-    nbytes: int
-    alone: list[tuple[torch.dtype, int, int] | None]
-    spans: dict[int, int]
-    unfinished: list[int]
+    signature: Signature  # what the plan depends on
+    pieces: list[Piece]  # of each tensor
+    regions: list[Region]  # those in host memory
+    batch: Batch  # their moves
+    remote: list[Region]  # those on an accelerator
+    packed: list[int]  # the tensors that are copied element by element
+    nbytes: int  # host memory needed
+    alone: list[tuple[torch.dtype, int, int] | None]  # dtype, elements, offset; None of tensors that share memory
+    spans: dict[int, int]  # offset and bytes of those that share none
+    unfinished: list[int]  # the tensors that are something else than neighbouring elements in one dimension
 
 
 def signature(tensors: Sequence[torch.Tensor]) -> Signature:

@@ -5,18 +5,14 @@ use. One copy may lie in several blocks, and several copies may share one, so th
 
 - A :class:`Lease` is one copy that is out; the pool bounds their number. It ends when the last tensor of the copy is
   freed, or when the copy's reader calls :meth:`Pool.release`.
-- A :class:`BlockRef` is a block in use. The block comes back when nothing holds the reference: no tensor over the
-  block, of whichever copy, and nobody who will share it with later copies.
+- A :class:`BlockRef` is a block in use. The block comes back when no tensor over it and nothing else holds that.
 
-:meth:`Lease.view` returns a view of a block that holds both. A tensor over it (``torch.frombuffer``) keeps the view
-alive through its storage. Python's own references do the counting, so a block that a tensor lies in is never lent
-again.
+:meth:`Lease.view` returns a view of a block that holds both, and is held by every tensor over it. Python's own
+references do the counting, so a block that a tensor lies in is never lent again.
 
 If ``max_in_flight`` copies are out, :meth:`Pool.lease` waits for one: at most ``wait_s`` seconds if the reader has
-promised to release its copies (:meth:`Pool.expect_release`), at most one second otherwise. After that it goes on, the
-copy gets fresh memory, and a warning is logged once. From then on, a reader without the promise is not waited for.
-
-What is left free around the tensors in a block, for a storage, is found with :func:`padding_around`.
+promised to release its copies (:meth:`Pool.expect_release`), at most one second otherwise. After that it goes on with
+fresh memory, and logs so once. From then on, a reader without the promise is not waited for.
 """
 
 from __future__ import annotations
@@ -173,10 +169,8 @@ class Pool:
         view = lease.view(ref)  # tensors are made over it with torch.frombuffer
         return lease.hand_out(state_dict_of_those_tensors)
 
-    Copies that share memory keep the ``ref`` and take a view of it for each lease. Unused blocks are kept, the largest
-    first, up to ``max_in_flight`` times what one copy needs.
-
-    One thread at a time may call :meth:`lease` and :meth:`take`; any thread may call :meth:`release` and :meth:`close`.
+    Unused blocks are kept, the largest first, up to ``max_in_flight`` times what one copy needs. One thread at a time
+    may call :meth:`lease` and :meth:`take`; any thread may call :meth:`release` and :meth:`close`.
 
     Args:
         max_in_flight: leases at once before :meth:`lease` waits; None for no bound.
@@ -344,18 +338,14 @@ def _give_back(pool: weakref.ref[Pool], block: Block) -> None:
 class Padding:
     """The free bytes around the staged tensors in a block, for a storage that writes a file's image in place.
 
-    Attributes:
-        address, nbytes: of the whole block; multiples of 4096 bytes, and all of it may be read.
-        before, after: bytes next to a tensor's first and last byte that nothing else uses. They belong to whoever
-            holds the tensor.
-        spans: offset in the block and bytes of each tensor that has such bytes to itself.
+    The bytes next to a tensor belong to whoever holds it, and all of the block may be read.
     """
 
-    address: int
-    nbytes: int
-    before: int
-    after: int
-    spans: dict[int, int]
+    address: int  # of the whole block, a multiple of 4096
+    nbytes: int  # likewise
+    before: int  # bytes next to a tensor's first byte that nothing else uses
+    after: int  # bytes next to its last
+    spans: dict[int, int]  # offset in the block and bytes of each tensor that has such bytes to itself
 
 
 # Global, since a storage has nothing but the tensor to find its padding by.

@@ -271,9 +271,8 @@ def _attempt(copier: Callable[[Any], Any], x: Any) -> Any:
     except StagingError:
         raise
     except Exception as error:
-        raise UnstageableTypeError(
-            [], f"a {type(x).__module__}.{type(x).__qualname__} cannot be copied ({type(error).__name__}: {error})"
-        ) from error
+        kind, why = type(x), f"{type(error).__name__}: {error}"
+        raise UnstageableTypeError([], f"a {kind.__module__}.{kind.__qualname__} cannot be copied ({why})") from error
 
 
 def why_without_data(x: torch.Tensor) -> str | None:
@@ -342,17 +341,12 @@ class Recognizer:
 
 
 class _PlainSpec(TreeSpec):
-    """The copy of a plain state dict, made in one pass with the source's tensors in it.
-
-    Attributes:
-        is_plain: whether it is one; otherwise nothing else is valid.
-        structure: of each container: type, keys, types of the values.
-    """
+    """The copy of a plain state dict, made in one pass with the source's tensors in it."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
-        self.is_plain = True
-        self.structure: list[tuple[Any, ...]] = []
+        self.is_plain = True  # otherwise nothing else here is valid
+        self.structure: list[tuple[Any, ...]] = []  # of each container: type, keys, types of the values
         self._runs: list[tuple[Any, Sequence[Any]]] = []  # a new container, and the keys of its next tensors
         self._met: set[int] = set()
         self._root = self._copy(state)

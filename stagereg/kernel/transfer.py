@@ -97,12 +97,7 @@ class CopyEngine:
 
 
 class CopyTask:
-    """Pieces of work on one block of memory, of which any thread may take the next.
-
-    Args:
-        base: where the block begins.
-        pieces: what is to be done, in any order.
-    """
+    """Pieces of work on the block of memory that begins at ``base``, of which any thread may take the next."""
 
     def __init__(self, base: int, pieces: Iterable[_Piece]) -> None:
         self._base = base
@@ -133,16 +128,13 @@ class CopyTask:
 
 
 class Batch:
-    """Moves from host memory to host memory that are made together, any number of times.
-
-    Attributes:
-        is_much: whether other threads are of use.
-    """
+    """Moves from host memory to host memory that are made together, any number of times."""
 
     def __init__(self, moves: Sequence[Move]) -> None:
         small = [move for move in moves if move[2] < _SMALL_BYTES]
         self._small = [_Small(small[at : at + _AT_ONCE]) for at in range(0, len(small), _AT_ONCE)]
         self._large = [move for move in moves if move[2] >= _SMALL_BYTES]
+        # Whether other threads are of use.
         self.is_much = sum(nbytes for _, _, nbytes in self._large) >= _SPLIT_BYTES or len(small) >= _SPLIT_COUNT
         self._pieces: list[_Piece] = []
 

@@ -36,7 +36,6 @@ _KILL_S = 3.0
 """Seconds ranks have to end after a signal, before they are killed."""
 _LEAVE_S = 60.0
 """Seconds that a task waits for the others to end, since one of them has the store."""
-_POLL_S = 0.05
 _RANKS_PER_CORE = 4
 
 
@@ -143,7 +142,7 @@ class LocalRanks:
             failed = not set(codes.values()) <= {None, 0, RESUME_CODE}
             if failed or self.stopped is not None or None not in codes.values():
                 return {rank: code for rank, code in codes.items() if code}
-            time.sleep(_POLL_S)
+            time.sleep(0.05)
 
     def end(self, number: signal.Signals) -> None:
         """End those that still run: with their children they get this signal, and are killed seconds later."""

@@ -41,8 +41,7 @@ class PreemptionHandler:
 
     Args:
         grace_s: seconds it has from then on, before it is ended.
-        describe_newest: returns what there is to go on from, for a message; called on a thread of its own, may fail or
-            hang.
+        describe_newest: returns what there is to go on from, for a message; on a thread of its own, may fail or hang.
 
     Attributes:
         reports: whether to print on stderr why the process was ended; one of several ranks does where all know of the
@@ -182,13 +181,13 @@ class SignalListener:
     def _read(self, read: int) -> None:
         """What the thread does: until the pipe is closed, or the time is up."""
         first: float | None = None
-        with open(read, "rb", buffering=0) as pipe:
+        try:
             while True:
                 left = None if self.received is None else max(0.0, self._until - time.monotonic())
-                if not select.select([pipe], [], [], left)[0]:
+                if not select.select([read], [], [], left)[0]:
                     self._end("{grace_s:g} s were too few to save and leave (checkpoint.grace)")
                     return
-                numbers = pipe.read(64)
+                numbers = os.read(read, 64)
                 if not numbers:
                     return
                 for number in numbers:
@@ -201,6 +200,8 @@ class SignalListener:
                     elif number == self.received and time.monotonic() > first + SAME_SIGNAL_S:
                         self._end("it came twice, so nothing more is saved")
                         return
+        finally:
+            os.close(read)
 
     def _begin(self, received: signal.Signals) -> None:
         """Have the time begin. The thread reads ``received``, so that is set last."""
@@ -214,10 +215,10 @@ class SignalListener:
             return
         for each in handlers:
             if each.reports:
-                newest = _try(each.describe_newest) or "the newest checkpoint is unknown"
-                text = f"stopped by {received.name}: {why.format(grace_s=each.grace_s)}; {newest}\n"
-                if self.saved:
-                    text = "preempted: all is saved, but the process did not end in time\n"
+                text = "preempted: all is saved, but the process did not end in time\n"
+                if not self.saved:
+                    newest = _try(each.describe_newest) or "the newest checkpoint is unknown"
+                    text = f"stopped by {received.name}: {why.format(grace_s=each.grace_s)}; {newest}\n"
                 with contextlib.suppress(OSError):
                     os.write(2, text.encode())
         _try(sys.stdout.flush)

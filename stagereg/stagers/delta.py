@@ -7,8 +7,8 @@ A group is treated in one of three ways:
 - ``compare``: its bytes are compared with those of its last copy, which is shared if they are equal;
 - ``always``: copied on every call, with all others of its kind into one block.
 
-Shared memory is never written again: a group that is copied anew gets other memory. Which tensors may be treated how is
-for the stager to decide.
+Shared memory is never written again, and has no padding: a group that is copied anew gets other memory. Which tensors
+may be treated how is for the stager to decide.
 """
 
 from __future__ import annotations
@@ -53,20 +53,13 @@ _Pair = tuple[int, int, int, int]
 
 @dataclass(slots=True)
 class _Group:
-    """Tensors that are shared or copied together.
+    """Tensors that are shared or copied together."""
 
-    Attributes:
-        members: their indices.
-        treatment: how they are treated.
-        layout: where each lies in the group's bytes; its signature is what must stay the same.
-        ref, base: where the last copy is, if it may be shared: the block, and the group's first byte in it.
-    """
-
-    members: list[int]
+    members: list[int]  # their indices
     treatment: Treatment
-    layout: Layout
-    ref: BlockRef | None = None
-    base: int = 0
+    layout: Layout  # where each lies in the group's bytes; its signature is what must stay the same
+    ref: BlockRef | None = None  # the block of the last copy, if that may be shared
+    base: int = 0  # the group's first byte in it
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -239,9 +232,7 @@ def _layout_of(
     try:
         return plan_layout([tensors[i] for i in members], [rows[i] for i in members], margins)
     except StagingError as error:
-        (k,) = error.path
-        assert isinstance(k, int)
-        raise StagingError([members[k]], error.reason) from error
+        raise StagingError([members[int(str(error.path[0]))]], error.reason) from error
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -294,10 +285,7 @@ def _batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iter
 
 
 def _unequal(pairs: Sequence[_Pair], engine: CopyEngine) -> set[int]:
-    """Return the labels of the pairs that are not equal, compared on the threads of ``engine``.
-
-    A label is looked at no further once it differs.
-    """
+    """Return the labels of the pairs that are not equal, compared on the threads of ``engine``."""
     found: set[int] = set()
     chunks = iter(  # taking from a list's iterator is one step under the GIL
         [

@@ -24,8 +24,7 @@ class SharedStager(HostStager):
     A process forked from this one sees the blocks themselves: it may use copies made before only as long as this
     process holds them.
 
-    The first one that is made registers reducers with ``multiprocessing``, see
-    :func:`.shared_memory.register_reducers`.
+    The first one registers reducers with ``multiprocessing``, see :func:`.shared_memory.register_reducers`.
 
     Attributes:
         shares_memory: True: another process can read the copies where they lie.

@@ -47,19 +47,12 @@ _UNRECEIVED_S = 60.0
 
 
 class SharedMemoryHandle(NamedTuple):
-    """What another process needs to read a block; a small value that can be pickled.
+    """What another process needs to read a block; a small value that can be pickled."""
 
-    Attributes:
-        path: where the file can be opened while its owner lives.
-        token: 16 bytes that are in the file as long as this handle is valid.
-        nbytes: of the block.
-        slot: where the receiver marks the message; None if its sender holds the memory until it is answered.
-    """
-
-    path: str
-    token: bytes
-    nbytes: int
-    slot: int | None
+    path: str  # where the file can be opened while its owner lives
+    token: bytes  # 16 bytes that are in the file as long as this handle is valid
+    nbytes: int  # of the block
+    slot: int | None  # where the receiver marks the message; None if its sender holds the memory until it is answered
 
     def attach(self) -> memoryview:
         """Return the block's memory; it is not written while the view, or a tensor over it, lives.
@@ -171,15 +164,11 @@ class _SharedFile:
     """The file behind a block, as its owner has it. It outlives the block while a message is on its way.
 
     Methods may run in finalizers: none takes a lock of Python's.
-
-    Attributes:
-        nbytes: of the block.
-        address: of the block; 0 when its memory is not mapped any more.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.address = 0
+        self.nbytes = nbytes  # of the block
+        self.address = 0  # of the block; 0 when its memory is not mapped any more
         self._owner = os.getpid()
         self._sent_at: dict[int, float] = {}  # by slot, of the messages that are on their way
         self._serials = itertools.count()
@@ -274,7 +263,7 @@ def _file_of(address: int) -> _SharedFile | None:
 
 
 def handle_of(address: int) -> tuple[SharedMemoryHandle, int] | None:
-    """Return a handle on the block that ``address`` lies in, and where the block begins; None for other memory.
+    """Return a handle on the block that ``address`` lies in, and where that begins; None for other memory.
 
     For a message whose sender holds the memory until the receiver has answered.
     """
