@@ -10,8 +10,6 @@ are not asked, so the ways around them (GHSA-2cp2-2r3c-7p7r, GHSA-37p2-j732-x8pj
 from __future__ import annotations
 
 import pkgutil
-import sys
-import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +20,7 @@ import stagereg.registry as registry
 from stagereg.errors import ConfigError, RegistryError, TargetNotAllowedError, nearest
 from stagereg.registry import Entry
 
-__all__ = ["AllowedTarget", "TargetAllowList", "label"]
+__all__ = ["AllowedTarget", "TargetAllowList"]
 
 _SHOWN = 200
 """Characters of a refused name that a message shows, so that it stays on one screen."""
@@ -46,17 +44,15 @@ class AllowedTarget:
         Raises:
             RegistryError: it cannot be imported, or cannot be called.
         """
-        if self.component is not None:
-            return self.component
         try:
-            found = pkgutil.resolve_name(self.path)
+            found = self.component or pkgutil.resolve_name(self.path)
+            if not callable(found):
+                raise TypeError(f"it is {found!r}, which cannot be called")
         except (Exception, SystemExit) as cause:
             raise RegistryError(
                 f"{self.path} is allowed by the program, but cannot be loaded.\n{type(cause).__name__}: {cause}\n"
                 "Correct the path in allow=..., or repair the package it is in."
             ) from cause
-        if not callable(found):
-            raise RegistryError(f"{self.path} is allowed by the program, but cannot be called: it is {found!r}.")
         return found
 
 
@@ -65,7 +61,7 @@ class TargetAllowList:
 
     Args:
         allow: beside the registry's components, dotted paths in full (``"package.module.Name"``), and classes and
-            functions themselves, which a config may name by any path they are already found under.
+            functions themselves, each for the path of its definition.
 
     Raises:
         ConfigError: ``allow`` is a config or part of one, or has something else in it, such as a pattern.
@@ -77,7 +73,7 @@ class TargetAllowList:
                 f"allow={allow!r:.{_SHOWN}} is no collection of targets.\n"
                 'Name them in code, never from a config: allow=("package.module.Name", a_function).'
             )
-        self._allowed = [_allowed(item) for item in allow]
+        self._allowed = {target.path: target for target in map(_allowed, allow)}
 
     def find(self, target: Any, where: str) -> Entry | AllowedTarget:
         """Return what a ``_target_`` names; imports nothing.
@@ -90,30 +86,16 @@ class TargetAllowList:
             TargetNotAllowedError: it is neither registered nor allowed.
         """
         path = _text(target)
-        found = registry.find_target(path) or self._find_allowed(target, path)
-        if found is not None:
-            return found
-        known = [entry.path for entry in registry.entries()] + [allowed.path for allowed in self._allowed]
-        raise TargetNotAllowedError(
-            f"{where} names the _target_ {path!r:.{_SHOWN}}, which is not registered: nothing was imported or called."
-            f"{nearest(path[:_SHOWN], known)}\n"
-            "If it is yours, put @stagereg.register(kind, name) on it and import its module first; "
-            "what has no kind, the program names in stagereg.instantiate(..., allow=(...))."
-        )
-
-    def _find_allowed(self, target: Any, path: str) -> AllowedTarget | None:
-        if not self._allowed:
-            return None
-        there = _already_at(path) if isinstance(target, str) else target
-        for allowed in self._allowed:
-            if allowed.path == path or (allowed.component is not None and allowed.component is there):
-                return allowed
-        return None
-
-
-def label(found: Entry | AllowedTarget) -> str:
-    """What to call a target in a message: ``"stager/pinned_cached"``, or the path of one that only is allowed."""
-    return f"{found.kind}/{found.name}" if isinstance(found, Entry) else found.path
+        found = registry.find_target(path) or self._allowed.get(path)
+        if found is None:
+            known = [*(entry.path for entry in registry.entries()), *self._allowed]
+            raise TargetNotAllowedError(
+                f"{where} names the _target_ {path!r:.{_SHOWN}}, which is not registered: nothing was imported or "
+                f"called.{nearest(path[:_SHOWN], known)}\n"
+                "If it is yours, put @stagereg.register(kind, name) on it and import its module first; "
+                "what has no kind, the program names in stagereg.instantiate(..., allow=(...))."
+            )
+        return found
 
 
 def _allowed(item: Any) -> AllowedTarget:
@@ -135,15 +117,3 @@ def _text(target: Any) -> str:
     if hasattr(target, "__qualname__"):
         return f"{target.__module__}.{target.__qualname__}"
     return repr(target)
-
-
-def _already_at(path: str) -> Any:
-    """What a dotted path leads to by now, or ``None``; imports nothing and runs no code of what it passes through."""
-    module, *names = path.split(".")
-    found: Any = sys.modules.get(module)
-    for name in names:
-        if not isinstance(found, (types.ModuleType, type)):
-            return None
-        module = f"{module}.{name}"
-        found = sys.modules.get(module) or vars(found).get(name)
-    return found

@@ -12,7 +12,6 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
@@ -20,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stagereg.errors import ConfigError
 
-__all__ = ["Call", "Given", "NodePath", "as_config", "built", "describes", "is_missing", "merged", "plain"]
+__all__ = ["Call", "Given", "NodePath", "built", "describes", "is_missing", "merged", "plain"]
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
@@ -131,21 +130,6 @@ def _as_node(config: Any) -> DictConfig | ListConfig:
     if is_dataclass(config):
         return OmegaConf.structured(config, flags={"allow_objects": True})
     raise ConfigError(f"{config!r} is a {type(config).__name__}, not a config: pass a node such as cfg.stager.")
-
-
-def as_config(value: Any) -> DictConfig | ListConfig:
-    """Return dicts and lists as a config whose strings stay as they are: they were resolved, and that only once."""
-    return _as_node(_escaped(value))
-
-
-def _escaped(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    if isinstance(value, Enum):  # which may be a string as well
-        return value
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def merged(tree: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,11 @@ no field and is passed to ``stagereg.instantiate`` by the program. A parameter n
 (``stager``) takes a component of that kind, so its field holds any config. So does one annotated ``Callable[..., X]``,
 and a mapping or list of those: it gets callables that build what their configs describe.
 
-Hydra and OmegaConf check single values of ``texts`` that a config holds as they are, and lists of them, while a config
-is composed. Everything else is an untyped field: texts, choices of a ``Literal``, mappings, nested containers and
-dataclasses, which a config shows as mappings of their fields. :func:`from_config` checks and converts all of it when
-the component is built, so what :func:`to_config` makes of a value becomes an equal one, also after a way through YAML.
-``hydra.utils.instantiate`` passes it to a component as it is in the config.
+OmegaConf checks ``int``, ``float``, ``bool``, ``str``, paths and enums while a config is composed, and ``X | None`` and
+``list[X]`` of those. Every other field is untyped: a config shows texts for objects (``texts``), and a dataclass as a
+mapping of its fields. :func:`from_config` checks and converts when the component is built, so what :func:`to_config`
+makes of a value becomes an equal one, also after a way through YAML. ``hydra.utils.instantiate`` passes it to a
+component as it is in the config.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import operator
 import sys
 import types
 import typing
@@ -36,18 +35,7 @@ from stagereg.errors import ConfigError, StageregError, nearest
 from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
 
-__all__ = [
-    "HYDRA_KEYS",
-    "Option",
-    "factory_of",
-    "fields",
-    "from_config",
-    "makes_factories",
-    "options",
-    "runtime",
-    "schema",
-    "to_config",
-]
+__all__ = ["HYDRA_KEYS", "Option", "factory_of", "fields", "from_config", "options", "runtime", "schema", "to_config"]
 
 HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
 """What Hydra gives a meaning in a node: never options, though a component may have parameters of these names."""
@@ -57,9 +45,6 @@ _MAPPINGS = (dict, Mapping)
 
 _PRODUCTS = {"AsyncStager": "stager", "JoinHook": "join_hook", "Joinable": "joinable"}
 """Kinds by the name of the class in ``Callable[..., JoinHook]``, which torch's class and ours share."""
-
-_OTHERWISE: dict[Any, str] = {bool: ", true or false", int: ", or a whole number", float: ", or a number"}
-"""What a value of a union may be beside its choices, in words."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +117,7 @@ def __getattr__(name: str) -> type:
 def _schema(kind: str, name: str, path: str, component: Callable[..., Any]) -> type:
     found = fields(component).values()
     made: list[Any] = [("_target_", str, path)]
-    if any(typing.get_origin(o.type) is list or isinstance(o.default, (dict, DictConfig)) for o in found):
+    if any(typing.get_origin(o.hint) in _SEQUENCES or isinstance(o.default, (list, dict, DictConfig)) for o in found):
         made.append(("_convert_", str, "object"))  # Hydra then passes lists and dicts, not OmegaConf's containers
     made += [(o.name, o.type, _field(o.default, o.help)) for o in found]
     class_ = dataclasses.make_dataclass(f"{kind}/{name}", made)
@@ -154,13 +139,10 @@ def fields(component: Callable[..., Any]) -> dict[str, Option]:
 def _option(name: str, hint: Any, default: Any, help_: str) -> Option | None:
     """The option of one parameter, or ``None`` when no config can hold it or its default."""
     nested = name in registry.kinds()
-    hint, shown = Any if nested else hint, to_config(default)
-    unexplained = _is_untyped(hint) and not nested and not makes_factories(hint)
-    if not _can_hold(hint) or (unexplained and default in (MISSING, None)):
-        return None  # nothing says what a config would have to hold: it is for the program to pass
-    type_ = _config_type(hint)
-    if default is None and type_ is not Any:
-        type_ = type_ | None
+    hint = Any if nested else hint
+    if not _can_hold(hint, anything=nested or default not in (MISSING, None)):
+        return None  # where neither annotation nor default says what a config has to hold, the program passes it
+    type_, shown = _config_type(hint), to_config(default)
     try:
         OmegaConf.structured(dataclasses.make_dataclass("probe", [(name, type_, _field(shown, ""))]))
     except (OmegaConfBaseException, TypeError, ValueError):
@@ -228,33 +210,23 @@ def _scope(component: Any, name: str) -> dict[str, Any]:
 
 
 def _config_type(hint: Any) -> Any:
-    """The type by which OmegaConf checks an option: of single values, unions of them and lists of either."""
-    plain, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if known := value_type(hint):
-        return hint if known.write is None else str
-    if plain is Literal or _is_union(hint):
-        inner = [type(a) if plain is Literal else a for a in arguments]
-        types_ = [a if a is type(None) else _config_type(a) for a in inner if _can_hold(a)]
-        if Any in types_ or any(typing.get_origin(t) is list for t in types_):
-            return Any
-        more = [int] if float in types_ and len(types_) > 1 else []  # in a union, OmegaConf takes no 3 for 3.0
-        return functools.reduce(operator.or_, [*types_, *more])
-    if plain in _SEQUENCES:
-        items = {_config_type(a) for a in arguments if a is not Ellipsis}
-        item = items.pop() if len(items) == 1 else Any
-        return list[Any if typing.get_origin(item) is list else item]  # type: ignore[misc]
-    return Any
+    """The type by which OmegaConf checks an option while a config is composed; ``Any`` where it checks nothing."""
+    inner = [a for a in typing.get_args(hint) if a is not type(None)]
+    is_outer = _is_union(hint) or typing.get_origin(hint) is list
+    known = value_type(inner[0] if is_outer and len(inner) == 1 else hint)
+    return hint if known is not None and known.write is None else Any
 
 
-def _can_hold(hint: Any) -> bool:
-    """Whether a config can hold some value of the type ``hint``."""
-    plain, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+def _can_hold(hint: Any, anything: bool) -> bool:
+    """Whether a config can hold some value of the type ``hint``; ``anything``: of ``Any`` too."""
+    plain, arguments = _parts(hint)
+    inner = [a for a in arguments if a not in (Ellipsis, type(None))]
     if _is_union(hint):
-        return any(_can_hold(a) for a in arguments if a is not type(None))
+        return any(_can_hold(a, anything) for a in inner)
     if plain in (*_SEQUENCES, *_MAPPINGS):
-        return all(_can_hold(a) for a in arguments if a is not Ellipsis)
-    known = hint is Any or plain is Literal or hint is type(None) or value_type(hint) is not None
-    return known or _is_factory(hint) or _is_dataclass(hint)
+        return all(_can_hold(a, anything) for a in inner or [Any])
+    known = plain is Literal or value_type(hint) is not None or _is_factory(hint) or _is_dataclass(hint)
+    return anything if hint is Any else known
 
 
 def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]) -> Any:
@@ -271,29 +243,24 @@ def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]
         ConfigError: the value is missing, none of the choices, or not of the type ``hint``.
     """
     inner = functools.partial(from_config, build=build)
-    plain, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    plain, arguments = _parts(hint)
     if isinstance(value, dict) and "_target_" in value:
         return build(path, value, hint)
     if is_missing(value):
         raise ConfigError(f"{path.label} needs a value: {path.advice}.")
-    if _is_factory(hint) and not callable(value):
-        shown, kind = "null" if value is None else repr(value), factory_of(hint) or "component"
-        raise ConfigError(f"{path} is {shown}, where the config of a {kind} is needed.")
+    if _is_union(hint):
+        return _first_that_reads(path, value, arguments, inner)
     if known := value_type(hint):
         try:
             return known.read(value)
         except ConfigError as refusal:
             raise ConfigError(f"{path}: {refusal}") from refusal
-    if plain is Literal and not _is_choice(value, arguments):
-        raise ConfigError(_no_choice(path, value, arguments))
-    if _is_union(hint):
-        return _union(path, value, arguments, inner)
-    if _is_dataclass(hint):
-        return value if isinstance(value, hint) else _dataclass(path, value, hint, inner)
-    if plain in (*_SEQUENCES, *_MAPPINGS) and value is not None and not _fits(value, hint):
-        raise ConfigError(f"{path} is {value!r}, where a {'list' if plain in _SEQUENCES else 'mapping'} is needed.")
+    if not _fits(value, hint):
+        raise ConfigError(f"{path} is {'null' if value is None else repr(value)}{_needed(value, hint)}")
     if isinstance(value, (list, tuple)):
         return _sequence(path, value, plain, arguments, inner)
+    if isinstance(value, dict) and _is_dataclass(hint):
+        return _dataclass(path, value, hint, inner)
     if isinstance(value, dict):
         key_type, item_type = arguments if plain in _MAPPINGS and arguments else (Any, Any)
         return {inner(path, key, key_type): inner(path.child(key), item, item_type) for key, item in value.items()}
@@ -307,77 +274,74 @@ def factory_of(hint: Any) -> str | None:
     return _PRODUCTS.get(getattr(products[0], "__name__", ""), "") if products else None
 
 
-def _union(path: NodePath, value: Any, members: tuple[Any, ...], inner: Callable[..., Any]) -> Any:
-    """What a union gets: from the member that ``value`` fits; else from one that can read it, ``str`` the last."""
-    choices = tuple(c for m in members if typing.get_origin(m) is Literal for c in typing.get_args(m))
-    if (value is None and type(None) in members) or _is_choice(value, choices):
-        return value
-    others = [m for m in members if m is not type(None) and typing.get_origin(m) is not Literal]
-    texts = [m for m in others if (known := value_type(m)) and known.write is not None]
-    fitting = [m for m in others if _fits(value, m) and not (texts and m is str)]
-    readable = sorted((m for m in others if _can_hold(m)), key=lambda m: m is str)
+def _first_that_reads(path: NodePath, value: Any, members: tuple[Any, ...], inner: Callable[..., Any]) -> Any:
+    """What a union gets: from the first member that takes ``value``; ``str``, which takes most, is the last."""
     refusals = []
-    for member in dict.fromkeys([*fitting, *texts, *readable]):
+    found = [member for member in members if member is not type(None) or value is None]
+    for member in sorted(found, key=lambda m: (_parts(m)[0] is not Literal, not _fits(value, m), m is str)):
         try:
             return inner(path, value, member)
         except ConfigError as refusal:
             refusals.append(str(refusal))
-    if choices:
-        otherwise = "".join(words for member, words in _OTHERWISE.items() if member in others)
-        also = "".join(f"\nOr as text: {refusal.removeprefix(f'{path}: ')}" for refusal in refusals[: len(texts)])
-        raise ConfigError(f"{_no_choice(path, value, choices)}{otherwise}{also}")
-    if refusals:
-        raise ConfigError(refusals[0])
-    return value
+    raise ConfigError("\nOr: ".join(refusals))
 
 
-def _dataclass(path: NodePath, value: Any, original: Any, inner: Callable[..., Any]) -> Call:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{path} is {value!r}, where the fields of a {original.__name__} are needed.")
+def _dataclass(path: NodePath, value: dict[Any, Any], original: Any, inner: Callable[..., Any]) -> Call:
     for name in value:
         refuse_unknown(f"{path.child(name)}: {original.__name__}", [str(name)], original)
-    takes = parameters(original)
-    for name, (_, default) in takes.items():
-        if default == MISSING and is_missing(value.get(name, MISSING)):
-            raise ConfigError(f"{path.child(name)} needs a value: {path.child(name).advice}.")
-    given = {name: item for name, item in value.items() if not is_missing(item)}
-    return Call(original, [], {name: inner(path.child(name), item, takes[name][0]) for name, item in given.items()})
+    given = {}
+    for name, (hint, default) in parameters(original).items():
+        item = value.get(name, MISSING)
+        if default == MISSING or not is_missing(item):
+            given[name] = inner(path.child(name), item, hint)
+    return Call(original, [], given)
 
 
 def _sequence(path: NodePath, value: Any, plain: Any, arguments: tuple[Any, ...], inner: Callable[..., Any]) -> Any:
     fixed = plain is tuple and arguments and Ellipsis not in arguments
     if fixed and len(value) != len(arguments):
         raise ConfigError(f"{path} has {len(value)} items, where {len(arguments)} are needed: {list(value)!r}")
-    item = arguments[0] if arguments and plain in _SEQUENCES else Any
-    hints = arguments if fixed else [item] * len(value)
+    hints = arguments if fixed else [*arguments[:1], Any][:1] * len(value)
     items = [inner(path.child(i), each, hint) for i, (each, hint) in enumerate(zip(value, hints, strict=True))]
     return tuple(items) if plain is tuple else items
 
 
-def _is_choice(value: Any, choices: tuple[Any, ...]) -> bool:
-    return any(value == choice and isinstance(value, type(choice)) for choice in choices)
-
-
-def _no_choice(path: NodePath, value: Any, choices: tuple[Any, ...]) -> str:
-    near = nearest(str(value), [str(choice) for choice in choices])
-    return f"{path} is {value!r}.{near} It is one of: {', '.join(map(repr, choices))}"
-
-
 def _fits(value: Any, hint: Any) -> bool:
     """Whether ``value`` has the shape of what ``hint`` asks for."""
-    plain = typing.get_origin(hint) or hint
+    plain, arguments = _parts(hint)
+    known = value_type(hint)
+    if plain is Literal:
+        return any(value == choice and isinstance(value, type(choice)) for choice in arguments)
+    if _is_factory(hint):
+        return callable(value)
+    if known is not None and known.write is not None:
+        return isinstance(value, (hint, str))
     if plain in _SEQUENCES or plain in _MAPPINGS:
         return isinstance(value, (list, tuple) if plain in _SEQUENCES else Mapping)
-    if _is_dataclass(plain):
-        return isinstance(value, (plain, dict))
+    if _is_dataclass(hint):
+        return isinstance(value, (hint, dict))
     try:
         return plain is Any or isinstance(value, (int, float) if plain is float else plain)
-    except TypeError:  # a protocol that isinstance does not know
-        return False
+    except TypeError:  # an annotation that isinstance does not know: a protocol, a name that was not resolved
+        return True
 
 
-def _is_untyped(hint: Any) -> bool:
-    return hint in (Any, list, tuple, dict) or any(map(_is_untyped, typing.get_args(hint)))
+def _needed(value: Any, hint: Any) -> str:
+    """What ``hint`` asks for, where ``value`` is something else."""
+    plain, arguments = _parts(hint)
+    if plain is Literal:
+        near = nearest(str(value), [str(choice) for choice in arguments])
+        return f".{near} It is one of: {', '.join(map(repr, arguments))}"
+    what = "a list" if plain in _SEQUENCES else "a mapping" if plain in _MAPPINGS else f"a {plain.__name__}"
+    if _is_factory(hint):
+        what = f"the config of a {factory_of(hint) or 'component'}"
+    if _is_dataclass(hint):
+        what = f"a mapping of the fields of {hint.__name__}"
+    return f", where {what} is needed."
+
+
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(hint) or hint, typing.get_args(hint)
 
 
 def _is_union(hint: Any) -> bool:
@@ -391,8 +355,3 @@ def _is_dataclass(hint: Any) -> bool:
 def _is_factory(hint: Any) -> bool:
     """Whether it is ``Callable[..., X]``; with its arguments spelt out, a function of the program's is meant."""
     return typing.get_origin(hint) is Callable and typing.get_args(hint)[0] is Ellipsis
-
-
-def makes_factories(hint: Any) -> bool:
-    """Whether the annotation is that of a factory, or a container or union with one in it."""
-    return _is_factory(hint) or any(map(makes_factories, typing.get_args(hint)))

@@ -14,37 +14,35 @@ import builtins
 import contextlib
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.errors import ConfigCompositionException
-from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
+import stagereg.config.plugins as plugins
 import stagereg.config.schema as schema
 import stagereg.registry as registry
-from stagereg.config.plugins import NamedPlugins, PluginError, PluginSource
-from stagereg.errors import RegistryError, StageregError, UnknownNameError, nearest
+from stagereg.errors import RegistryError, StageregError, UnknownNameError
 
-__all__ = ["OptionError", "RegistrySearchPath", "RegistrySource", "UnknownOptionError"]
+__all__ = ["OptionError", "RegistrySearchPath", "RegistrySource"]
 
 
 class OptionError(RegistryError, ConfigCompositionException):
-    """A chosen option cannot be loaded: its package is broken, or its signature has no config."""
-
-
-class UnknownOptionError(UnknownNameError, ConfigCompositionException):
-    """A group of ours was given a name that no source knows; the message has the nearest one."""
+    """A chosen option is not there, or cannot be loaded: its package is broken, or its signature has no config."""
 
 
 class RegistrySource(ConfigSource):
-    """Serve the components of the registry as Hydra configs, under the scheme ``stagereg://``."""
+    """Serve the components of the registry as Hydra configs, under the scheme ``stagereg://``.
 
-    def __init__(self, provider: str, path: str) -> None:
-        super().__init__(provider=provider, path=path)
-        self._refused: tuple[str, str] | None = None
-        self._plugins = NamedPlugins.current or NamedPlugins()
+    At the head of the search path, as ``stagereg://plugins``, it has no config: there Hydra asks it for each one that
+    it is about to read, so it notes the plugins of that.
+    """
+
+    _refusal: RegistryError | None = None
 
     @staticmethod
     def scheme() -> str:
@@ -54,78 +52,68 @@ class RegistrySource(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        kind = _kind(config_path)
-        return config_path == "" or (kind in registry.kinds() and bool(registry.names(kind)))
+        return _kind(config_path) in ("", *registry.kinds())
 
     def is_config(self, config_path: str) -> bool:
+        if self.path == "plugins":
+            plugins.note(config_path)
+            return False
         kind, name = _split(config_path)
         if kind not in registry.kinds():
             return False
-        self._plugins.load()
+        plugins.load()
+        self._refusal = None
         try:
             registry.find(kind, name)
-        except StageregError:
-            self._refused = (kind, name)
-            return False
-        self._refused = None
-        return True
+        except RegistryError as error:
+            self._refusal = error
+        return self._refusal is None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> builtins.list[str]:
-        if config_path == "":
-            groups = [kind for kind in registry.kinds() if registry.names(kind)]
-            return [] if results_filter == ObjectType.CONFIG else groups
-        if not self.is_group(config_path) or results_filter == ObjectType.GROUP:
+        kind = _kind(config_path)
+        if not self.is_group(config_path) or results_filter == (ObjectType.GROUP if kind else ObjectType.CONFIG):
             return []
-        with contextlib.suppress(PluginError):  # raised when an option is chosen: a listing goes on without
-            self._plugins.load()
-        self._explain_refusal(_kind(config_path))
-        return registry.names(_kind(config_path))
+        if not kind:
+            return registry.kinds()
+        with contextlib.suppress(plugins.PluginError):  # raised when an option is chosen: a listing goes on without
+            plugins.load()
+        # Within one composition, Hydra lists a group only after a name in it was found in no source, to report that.
+        refusal, self._refusal = self._refusal, None
+        if isinstance(refusal, UnknownNameError) and "Did you mean" not in str(refusal):
+            refusal = None  # Hydra's list of all sources helps more
+        if refusal is not None:
+            raise OptionError(str(refusal))
+        return registry.names(kind)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        kind, name = _split(config_path)
         try:
-            entry = registry.find(kind, name)
-            config = OmegaConf.structured(schema.schema(entry))
-        except UnknownNameError as error:
-            raise ConfigLoadError(str(error)) from error
+            config = OmegaConf.structured(schema.schema(registry.find(*_split(config_path))))
         except StageregError as error:
             raise OptionError(str(error)) from error
         return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header={"package": None})
 
-    def _explain_refusal(self, kind: str) -> None:
-        """Raise the near-miss error, if ``kind`` is being listed because a name in it was found nowhere.
+    def __getstate__(self) -> dict[str, Any]:
+        modules = {own.target.partition(":")[0]: None for own in registry.REGISTRY.decorated}
+        return {**self.__dict__, "modules": [module for module in modules if module != "__main__"]}
 
-        Hydra asks every source for a config, then reports the miss with all options of the group: only then does a
-        listing follow a refusal within one composition. Claiming near misses in ``is_config`` instead would hide
-        options that a later source has.
-        """
-        refused, self._refused = self._refused, None
-        if refused is None or refused[0] != kind:
-            return
-        try:
-            registry.find(*refused)
-        except UnknownNameError as error:
-            # Where none is near, Hydra's list of all sources helps more.
-            if "@" in refused[1] or nearest(refused[1], registry.names(kind)):
-                raise UnknownOptionError(str(error)) from None
-        except RegistryError as error:
-            raise OptionError(str(error)) from None
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A launcher's worker: what follows in the same pickle may be the config of a component of one of these.
+        for module in state.pop("modules"):
+            with contextlib.suppress(RegistryError):
+                registry.imported(module)
+        self.__dict__.update(state)
 
 
 class RegistrySearchPath(SearchPathPlugin):
-    """Append the registry and the shipped YAML files to every app's search path, behind the app's own.
-
-    The source that only looks for plugins goes before all.
-    """
+    """Append the registry and the shipped YAML files to every app's search path, behind the app's own."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        NamedPlugins.current = NamedPlugins(search_path)
-        search_path.prepend("stagereg", f"{PluginSource.scheme()}://")
+        plugins.forget()
+        search_path.prepend("stagereg", "stagereg://plugins")
+        search_path.append("stagereg", "stagereg://")
         # A checkout that is not installed has the files beside the package.
         beside = f"file://{Path(__file__).parents[2] / 'conf'}"
-        shipped = "pkg://stagereg.conf" if importlib.util.find_spec("stagereg.conf") else beside
-        for path in (f"{RegistrySource.scheme()}://", shipped):
-            search_path.append("stagereg", path)
+        search_path.append("stagereg", "pkg://stagereg.conf" if importlib.util.find_spec("stagereg.conf") else beside)
 
 
 def _split(config_path: str) -> tuple[str, str]:

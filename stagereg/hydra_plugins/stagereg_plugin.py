@@ -6,15 +6,14 @@ stagereg has the options too. In a checkout that is merely on the path ``import 
 
 from hydra.core.plugins import Plugins
 
-from stagereg.config.plugins import PluginSource
 from stagereg.config.source import RegistrySearchPath, RegistrySource
 from stagereg.sweep.interleaved import InterleavedSweeper
 
-__all__ = ["InterleavedSweeper", "PluginSource", "RegistrySearchPath", "RegistrySource", "offer"]
+__all__ = ["InterleavedSweeper", "RegistrySearchPath", "RegistrySource", "offer"]
 
 
 def offer() -> None:
     """Register the plugins with Hydra in this process; twice is harmless."""
     plugins = Plugins.instance()
-    for plugin in (PluginSource, RegistrySource, RegistrySearchPath, InterleavedSweeper):
+    for plugin in (RegistrySource, RegistrySearchPath, InterleavedSweeper):
         plugins.register(plugin)
