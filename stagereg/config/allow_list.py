@@ -22,8 +22,7 @@ from stagereg.registry import Entry
 
 __all__ = ["AllowedTarget", "TargetAllowList"]
 
-_SHOWN = 200
-"""Characters of a refused name that a message shows, so that it stays on one screen."""
+_SHOWN = 200  # characters of a refused name, so that a message stays on one screen
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,9 @@
 
 A config comes from files and command lines, and Hydra calls whatever its ``_target_`` names. Here a ``_target_`` must
 be the component of a registry entry, or allowed by the program's code (``allow_list``), wherever it stands: nested, in
-lists, in ``_args_``, or in the arguments given at run time. Only then is anything
-imported. Each argument is checked against the component's signature (``schema``), because a config may come from plain
-YAML: types, choices, unknown keys, missing values. Interpolations are resolved once, before the check and never after
-it: the plan that was checked is the plan that runs.
+lists, in ``_args_``, or in the arguments given at run time. Only then is anything imported. Each argument is checked
+against the component's signature (``schema``): types, choices, unknown keys, missing values. Interpolations are
+resolved once, before the check and never after it: the plan that was checked is the plan that runs.
 
 It is no sandbox: a registered component is trusted with its arguments (SECURITY.md). ``hydra.utils.instantiate`` builds
 the same configs without these checks; from Hydra 1.4 on it wants an allow-list, which :func:`targets` is. Components
@@ -99,8 +98,7 @@ def _with_arguments(tree: dict[str, Any], args: tuple[Any, ...], kwargs: dict[st
             is_node = isinstance(value, (dict, list, tuple, Container))
             configs[name] = plain(schema.to_config(value)) if is_node else value
     objects = {name: Given(value) for name, value in kwargs.items() if name not in configs}
-    positional = {"_args_": [Given(value) for value in args]} if args else {}
-    return {**merged(tree, configs), **objects, **positional}
+    return {**merged(tree, configs), **objects, **({"_args_": [Given(value) for value in args]} if args else {})}
 
 
 class _Component:

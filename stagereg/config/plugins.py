@@ -125,9 +125,9 @@ def _import_all(value: Any, where: str) -> None:
         try:
             registry.imported(module)
         except RegistryError as error:
-            near = advice = ""
+            near = ""
             if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == module:
                 near = nearest(module, (found.name for found in pkgutil.iter_modules()))
-                advice = "\nModules are looked for beside the script, on PYTHONPATH, and among the installed ones."
-            message = f"{where} names the plugin {module!r}, which cannot be imported.{near}\n{error}{advice}"
+                near += " Modules are looked for beside the script, on PYTHONPATH, and among the installed ones."
+            message = f"{where} names the plugin {module!r}, which cannot be imported.{near}\n{error}"
             raise PluginError(message) from error

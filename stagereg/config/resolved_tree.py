@@ -2,8 +2,7 @@
 
 OmegaConf's containers resolve an interpolation each time they are read, so a check of one says nothing about the next
 reading. Here a config becomes dicts and lists with everything resolved, once; :class:`NodePath` keeps where each node
-was in the original, for messages, and :class:`Call` is what a checked node turns into. What may stand in a config is
-decided elsewhere (``allow_list``, ``schema``).
+was in the original, for messages, and :class:`Call` is what a checked node turns into.
 """
 
 from __future__ import annotations

@@ -19,10 +19,7 @@ __all__ = ["explain"]
 
 
 def explain(error: BaseException | None) -> str:
-    """Return one line with the nearest name and all there are, or an empty string for an error about something else.
-
-    Follows the chain of causes.
-    """
+    """Return a line with the nearest name and all there are; empty where error and causes are about something else."""
     line = ""
     while error is not None and not line:
         if isinstance(error, OmegaConfBaseException):

@@ -37,9 +37,8 @@ class ValueType:
     """One type of single values.
 
     Attributes:
-        read: makes it from what a config has; raises a ``ConfigError`` that says what is wrong and what would be right.
-        write: makes the text that :attr:`read` takes for an equal object; ``None`` where a config holds the value as
-            it is.
+        read: makes it from what a config has; raises a ``ConfigError`` that says what would be right.
+        write: makes the text of an object, for :attr:`read`; ``None`` where a config holds the value as it is.
     """
 
     read: Callable[[Any], Any]
