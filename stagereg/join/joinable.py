@@ -251,14 +251,9 @@ def notify(joinable: Any, reduces: bool = True) -> dist.Work | None:
     if not config.is_first_joinable or not config.enable:
         return None
     session = joinable.session if is_native(joinable) else None
-    if session is not None:
-        if (membership := session.begin(reduces)) is not None:
-            if config.throw_on_early_termination:
-                membership.raise_if_exhausted()
-            return None
-        session.announced += 1
+    membership = None if session is None else session.begin(reduces)
     wire = TorchWire(joinable.join_process_group, joinable.join_device)
-    work = wire.announce()
+    work = wire.announce() if membership is None else None
     if config.throw_on_early_termination:
-        wire.raise_if_exhausted()
+        (membership or wire).raise_if_exhausted()
     return work

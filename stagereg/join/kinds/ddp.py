@@ -228,12 +228,11 @@ class DdpJoinable(ReducingJoinable):
                 "a DDP module ran before the join's first joinable did in this step, so ranks without data would "
                 "answer the wrong one. List the joinables in the order in which the loop uses them."
             )
-        if membership is None:
-            self.session.announced += config.is_first_joinable
-            return
         if config.is_first_joinable:
             self.session.begin(self.reduces)
-        else:
+        if membership is None:
+            return
+        if not config.is_first_joinable:
             membership.check()
         if config.throw_on_early_termination and self._rebuilds_buckets(tracker.begun):
             # DDP's forward begins with a collective, in which ranks out of data do not take part.
