@@ -20,7 +20,6 @@ LAYERS = [
         "durations",
         "record",
         "shutdown",
-        "preemption",
         "output",
         "machine",
         "crash_report",

@@ -45,7 +45,7 @@ from stagereg.checkpoint.store.open_store import open_parent_store, open_store, 
 from stagereg.checkpoint.store.retry import answered, within
 from stagereg.checkpoint.writing import SaveContext, StorageHangsError, Writing
 from stagereg.errors import CheckpointError, ConfigError
-from stagereg.preemption import PreemptionHandler
+from stagereg.launch.preemption import PreemptionHandler
 from stagereg.registry import build, register
 from stagereg.stagers.async_stager import AsyncStager, ReleasesCopies, ReservesPadding, SharesMemory
 

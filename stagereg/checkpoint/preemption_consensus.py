@@ -9,7 +9,7 @@ This needs all ranks to call at the same steps. Where they do not, as in a loop 
 else that all ranks take part in has to carry the flags (``exchanged_by_join``): the ``checkpoint`` joinable does.
 Where nothing does, the first exchange that a rank is missing from is the last, after a bounded wait.
 
-Signals are received by :mod:`stagereg.preemption`; saving is left to the checkpointer.
+Signals are received by :mod:`stagereg.launch.preemption`; saving is left to the checkpointer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import stagereg.shutdown as shutdown
 from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.errors import RESUME_CODE, Preempted, Stopped
-from stagereg.preemption import SIGNALS, PreemptionHandler
+from stagereg.launch.preemption import SIGNALS, PreemptionHandler
 
 __all__ = ["PreemptionConsensus", "describe_newest"]
 
@@ -109,7 +109,8 @@ class PreemptionConsensus:
             Stopped: it is not.
         """
         assert self.agreed is not None
-        self._handler.saved = failure is None
+        if failure is None:
+            self._handler.set_saved()
         if self._ranks.size > 1:
             # A peer that leaves seconds later would take the end of this one for a failure.
             with contextlib.suppress(RuntimeError):

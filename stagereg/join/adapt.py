@@ -28,9 +28,7 @@ from stagereg.join.kinds.step import StepJoinable
 from stagereg.join.kinds.zero import ZeroJoinable
 from stagereg.registry import register
 
-__all__ = ["ForeignJoinable", "adapt", "adapted", "announces_through_torch", "auto", "common_group", "type_name"]
-
-_METHODS = ("join_hook", "join_device", "join_process_group")
+__all__ = ["ForeignJoinable", "adapt", "announces_through_torch", "auto", "common_group", "type_name"]
 
 
 class ForeignJoinable(BuiltInJoinable):
@@ -38,62 +36,18 @@ class ForeignJoinable(BuiltInJoinable):
 
     Args:
         joinable: the object, which keeps its own configuration.
+        hook: another hook in the place of the object's own.
     """
 
     announces_itself = True
 
-    def __init__(self, joinable: Any) -> None:
-        super().__init__(stands_for=joinable)
+    def __init__(self, joinable: Any, hook: Callable[..., JoinHook] | None = None) -> None:
+        super().__init__(hook, joinable.join_process_group, joinable.join_device, joinable)
         self.joinable = joinable
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Return the object's own hook, or another one that was chosen in its place."""
+        """Return the hook that was chosen, or the object's own."""
         return self.joinable.join_hook(**kwargs) if self.hook is None else self.hook(self.joinable)
-
-
-def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
-    """Return joinables for ``objects``, in their order, but those that run first at the front.
-
-    Raises:
-        JoinError: an object cannot take part, or the first one cannot announce its rank.
-    """
-    listed = {name: adapted(thing) for name, thing in objects.items()}
-    joinables = dict(sorted(listed.items(), key=lambda item: not item[1].runs_first))
-    at_front = [joinable for joinable in joinables.values() if joinable.runs_first]
-    if all(joinable.has_no_collectives for joinable in list(joinables.values())[: len(at_front) + 1]):
-        first = next(iter(objects.values()))
-        raise JoinError(
-            f"the first joinable must announce its rank before each step, and a {type(first).__name__} does not; "
-            "put the DDP module first: Join([model, optimizer])"
-        )
-    modules = [joinable.module for joinable in joinables.values() if joinable.module is not None]
-    for joinable in at_front:
-        if joinable.module is None and modules:
-            joinable.module = modules[0]
-    return joinables
-
-
-def adapted(thing: Any) -> Joinable:
-    """Return the joinable for one object, which may be one itself. Raises: ``JoinError`` if there is none."""
-    if isinstance(thing, DistributedDataParallel):
-        return DdpJoinable(thing)
-    if isinstance(thing, FSDPModule):
-        return Fsdp2Joinable(thing)
-    if isinstance(thing, ZeroRedundancyOptimizer):
-        return ZeroJoinable(thing)
-    if is_native(thing):
-        return thing
-    if all(hasattr(type(thing), name) or hasattr(thing, name) for name in _METHODS):
-        return ForeignJoinable(thing)
-    if isinstance(thing, FullyShardedDataParallel) or _is_sharded(thing):
-        return ModuleJoinable(thing)
-    if isinstance(thing, (Optimizer, LRScheduler)) or (callable(thing) and not hasattr(thing, "parameters")):
-        return StepJoinable(thing)
-    raise JoinError(
-        f"a {type(thing).__name__} cannot take part in a join: it is no Joinable (join_hook, join_device, "
-        "join_process_group), optimizer, scheduler or function. Wrap a module in DistributedDataParallel first; one "
-        "that runs its collectives itself is stagereg.build('joinable', 'module', module=...), for join.iterate."
-    )
 
 
 @register("joinable", "auto")
@@ -103,11 +57,53 @@ def auto(thing: Any, hook: Callable[..., JoinHook] | None = None) -> Joinable:
     Args:
         thing: a module, an optimizer, a scheduler, a function, or a joinable.
         hook: another hook in the place of that joinable's own.
+
+    Raises:
+        JoinError: the object cannot take part in a join.
     """
-    joinable = adapted(thing)
-    if hook is not None:
-        joinable.hook = hook
-    return joinable
+    if isinstance(thing, DistributedDataParallel):
+        return DdpJoinable(thing, hook)
+    if isinstance(thing, FSDPModule):
+        return Fsdp2Joinable(thing, hook=hook)
+    if isinstance(thing, ZeroRedundancyOptimizer):
+        return ZeroJoinable(thing, hook=hook)
+    if is_native(thing):
+        if hook is not None:
+            thing.hook = hook
+        return thing
+    if all(hasattr(thing, name) for name in ("join_hook", "join_device", "join_process_group")):
+        return ForeignJoinable(thing, hook)
+    sharded = isinstance(thing, nn.Module) and any(isinstance(param, DTensor) for param in thing.parameters())
+    if sharded or isinstance(thing, FullyShardedDataParallel):
+        return ModuleJoinable(thing, hook=hook)
+    if isinstance(thing, (Optimizer, LRScheduler)) or (callable(thing) and not isinstance(thing, nn.Module)):
+        return StepJoinable(thing, hook=hook)
+    raise JoinError(
+        f"a {type(thing).__name__} cannot take part in a join: it is no Joinable (join_hook, join_device, "
+        "join_process_group), optimizer, scheduler or function. Wrap a module in DistributedDataParallel first; one "
+        "that runs its collectives itself is stagereg.build('joinable', 'module', module=...), for join.iterate."
+    )
+
+
+def adapt(objects: Mapping[str, Any]) -> dict[str, Joinable]:
+    """Return joinables for ``objects``, in their order, but those that run first at the front.
+
+    Raises:
+        JoinError: an object cannot take part, or the first one cannot announce its rank.
+    """
+    listed = {name: auto(thing) for name, thing in objects.items()}
+    joinables = dict(sorted(listed.items(), key=lambda item: not item[1].runs_first))
+    name, first = next(iter(joinables.items()))
+    if first.has_no_collectives:
+        raise JoinError(
+            "the first joinable must announce its rank before each step, and a "
+            f"{type(objects[name]).__name__} does not; put the DDP module first: Join([model, optimizer])"
+        )
+    model = next((each.module for each in joinables.values() if each.module is not None), None)
+    for each in joinables.values():
+        if each.runs_first and each.module is None:
+            each.module = model
+    return joinables
 
 
 def common_group(joinables: Sequence[Joinable], given: dist.ProcessGroup | None) -> Any:
@@ -128,7 +124,3 @@ def announces_through_torch(joinable: Joinable) -> bool:
 def type_name(joinable: Joinable) -> str:
     """Return the name of the type that the user has listed."""
     return type(joinable.joinable if isinstance(joinable, ForeignJoinable) else joinable).__name__
-
-
-def _is_sharded(thing: Any) -> bool:
-    return isinstance(thing, nn.Module) and any(isinstance(param, DTensor) for param in thing.parameters())

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.nn.parallel import DistributedDataParallel
 
 from stagereg.join.session import JoinSession
 from stagereg.kernel.channel import resources_of, wait_for_keys
 
-__all__ = ["GradCarryover", "Policy", "ZeroGradPolicy", "policy_of"]
+__all__ = ["Policy", "ZeroGradPolicy", "policy_of"]
 
 Policy = Literal["drops", "zeroes", "carries"]
 
@@ -85,49 +84,3 @@ def policy_of(module: nn.Module, group: dist.ProcessGroup) -> ZeroGradPolicy:
 
 _policies: weakref.WeakKeyDictionary[nn.Module, ZeroGradPolicy] = weakref.WeakKeyDictionary()
 """Global, as the module is all that two joins over it have in common; it must not get attributes of ours."""
-
-
-class GradCarryover:
-    """Looks at the gradients of a DDP module whenever a backward is about to add to them, until :meth:`remove`.
-
-    Attributes:
-        policy: what is known of the module's loop.
-        is_unfinished: whether this join's last backward was not reduced, so that its gradients wait for the next one.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.policy = policy_of(ddp, ddp.process_group)
-        self.policy.steps = 0
-        self.policy.set_active(True)
-        self.is_unfinished = False
-        self._will_sync: bool | None = None  # None: no forward has run since the last backward
-        # The smallest gradient is the cheapest to look at. Where parameters may be left out of a step, the first of all
-        # that gets its gradient shows the moment at which none has been added to yet.
-        params = sorted((param for param in ddp.parameters() if param.requires_grad), key=torch.numel)
-        watched = params if ddp.find_unused_parameters or ddp.static_graph else params[:1]
-        self._params = [weakref.ref(param) for param in watched]
-        self._handles = [param.register_hook(self._before_accumulation) for param in watched]
-
-    def before_forward(self, will_sync: bool) -> None:
-        """A forward begins that builds a graph; its backward will reduce the gradients, or only add them up."""
-        self._will_sync = will_sync
-
-    def _before_accumulation(self, _: torch.Tensor) -> None:
-        if self._will_sync is None:
-            return
-        if self.policy.step_begins:
-            grads = (None if param is None else param.grad for param in (ref() for ref in self._params))
-            self.policy.observe(next((grad for grad in grads if grad is not None), None))
-        self.policy.step_begins = self._will_sync
-        self.policy.steps += self._will_sync
-        self.is_unfinished, self._will_sync = not self._will_sync, None
-
-    def after_shadowed_step(self) -> None:
-        """A shadowed step has been reduced, and what this rank had added up has been part of it."""
-        self.policy.step_begins, self.is_unfinished = True, False
-        self.policy.steps += 1
-
-    def remove(self) -> None:
-        """Stop looking."""
-        for handle in self._handles:
-            handle.remove()

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import stagereg.record as record
 from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
-from stagereg.join.adapt import ForeignJoinable, adapt, adapted, announces_through_torch, common_group, type_name
+from stagereg.join.adapt import ForeignJoinable, adapt, announces_through_torch, auto, common_group, type_name
 from stagereg.join.batches import SampleCounter
 from stagereg.join.failure import discard_channels
 from stagereg.join.iterate import Loop
@@ -384,7 +384,7 @@ class Join:
         if not self._wire.count_active():
             return False
         if self._throw:
-            self._wire.raise_exhausted()
+            self._wire.raise_if_exhausted(joined=True)
         session.followed += 1
         return True
 
@@ -509,7 +509,7 @@ def _joinable(name: str, thing: Any, factories: Mapping[str, Callable[..., Joina
     if name in factories:
         return _make(name, factories[name], given)
     try:
-        return adapted(thing)
+        return auto(thing)
     except JoinError as error:
         close = nearest(name, [*factories, *inspect.signature(configured).parameters])
         what = f"the join has no joinable {name!r}.{close} There is: {', '.join(factories) or 'none'}. "

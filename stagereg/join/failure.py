@@ -33,7 +33,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from stagereg.errors import PeerFailedError, StageregError
 from stagereg.kernel.channel import WorkerThread, resources_of
 
-__all__ = ["Failure", "FailureDetector", "RankStatus", "abort", "discard_channels", "is_broken_operation", "is_timeout"]
+__all__ = ["FailureDetector", "RankStatus", "abort", "discard_channels", "is_broken_operation", "is_timeout"]
 
 _GRACE_S = 2.0
 """Seconds within which a rank that is alive publishes another status, at most."""
@@ -51,20 +51,6 @@ _TAG = 0x57A6E
 _NOTHING = "-"
 _TIMEOUT = r"Timed out waiting \d+ ?ms|pair closure|operation timeout|Operation timed out!|wait timeout|Socket Timeout"
 _BROKEN = rf"\bDist\w*Error:|gloo|nccl|c10d|{_TIMEOUT}"
-
-
-class Failure(NamedTuple):
-    """Why the ranks of a join cannot go on.
-
-    Attributes:
-        ranks: global ranks that failed; empty where it is not known which.
-        message: what the first of them raised, or how it ended.
-        text: all of it, for people on the other ranks.
-    """
-
-    ranks: tuple[int, ...]
-    message: str
-    text: str
 
 
 class RankStatus(NamedTuple):
@@ -106,17 +92,13 @@ class FailureDetector:
         step: returns the step that this rank is in, for the messages of others; ``None`` where that is not known.
 
     Attributes:
-        failure: the first one, once it is known here.
+        failure: why the ranks cannot go on, once it is known here.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        timeout_s: float,
-        name: str,
-        step: Callable[[], int | None] = lambda: None,
+        self, group: dist.ProcessGroup, timeout_s: float, name: str, step: Callable[[], int | None] = lambda: None
     ) -> None:
-        self.failure: Failure | None = None
+        self.failure: PeerFailedError | None = None
         self._group, self._timeout_s, self._name, self._step = group, timeout_s, name, step
         self._grace_s = min(_GRACE_S, timeout_s / 5)
         self._patience = max(1, int(timeout_s / self._grace_s) - 3)  # in such times
@@ -127,7 +109,7 @@ class FailureDetector:
         self._running = False
         self._limits = contextlib.ExitStack()  # puts them back
         self._waits_for = ""
-        self._own: Failure | None = None  # to be published
+        self._own: PeerFailedError | None = None  # to be published
         self._poll: threading.Event | None = None  # asked for, and set when it is over
         self._statuses: Mapping[int, RankStatus] = {}  # what it has found
         self._wake = threading.Event()
@@ -186,7 +168,7 @@ class FailureDetector:
         if self._running and not isinstance(error, PeerFailedError):
             message = "".join(traceback.format_exception_only(error)).strip()[:_LONGEST]
             text = f"rank {self._rank} failed: {message}\nThe cause is there: read the output of rank {self._rank}."
-            self._publish(Failure((self._rank,), message, text))
+            self._publish(PeerFailedError(text, self._rank, message))
 
     def explain(self, error: BaseException) -> PeerFailedError | None:
         """Find out why a collective has failed here with ``error``; takes about three seconds, and four at most.
@@ -245,7 +227,7 @@ class FailureDetector:
             "output first."
         )
 
-    def _late(self, what: str, within: str) -> Failure:
+    def _late(self, what: str, within: str) -> PeerFailedError:
         """Return which ranks kept the others waiting; those that have answered are alive."""
         statuses = self._statuses
         busy = {rank: status for rank, status in statuses.items() if not status.waits_for}
@@ -257,17 +239,17 @@ class FailureDetector:
             return _failure_of(dict.fromkeys(absent), f"is not in this join, or no more, and {within}", advice)
         others = [f"rank {rank} for {status.waits_for}{_last_step(status)}" for rank, status in statuses.items()]
         message = f"all ranks are alive and wait for each other, this one for {what}, {', '.join(others)}"
-        return Failure((), message, f"{message}. They do not make the same calls in the same order.")
+        return PeerFailedError(f"{message}. They do not make the same calls in the same order.", None, message)
 
     def _known(self) -> PeerFailedError | None:
-        if self.failure is None:
+        failure, text = self.failure, str(self.failure)
+        if failure is None:
             return None
-        ranks, message, text = self.failure
-        if self._rank in ranks:
+        if failure.rank == self._rank:
             text = f"the other ranks have given this one up, and went on without it: {text}"
-        return PeerFailedError(text, ranks[0] if ranks else None, message)
+        return PeerFailedError(text, failure.rank, failure.message)  # a new one each time it is raised
 
-    def _publish(self, failure: Failure) -> None:
+    def _publish(self, failure: PeerFailedError) -> None:
         """Publish a failure to all ranks, unless one is known. It waits a second at most until that is done."""
         if self.failure is None:
             self._own = failure
@@ -340,7 +322,7 @@ class FailureDetector:
         if poll is not None:
             poll.set()
 
-    def _set_failure(self, failure: Failure) -> Failure:
+    def _set_failure(self, failure: PeerFailedError) -> Any:
         """Publish a failure, if it is the first one; return the first one."""
         return pickle.loads(self._store.compare_set("failure", "", pickle.dumps(failure)))
 
@@ -425,9 +407,9 @@ def _backends(group: Any) -> list[Any]:
     return list(found.values())
 
 
-def _failure_of(ranks: Mapping[int, RankStatus | None], message: str, advice: str) -> Failure:
+def _failure_of(ranks: Mapping[int, RankStatus | None], message: str, advice: str) -> PeerFailedError:
     each = [f"rank {rank} {message}{_last_step(status)}" for rank, status in ranks.items()]
-    return Failure(tuple(ranks), message, f"{'. '.join(each)}. {advice}")
+    return PeerFailedError(f"{'. '.join(each)}. {advice}", next(iter(ranks)), message)
 
 
 def _last_step(status: RankStatus | None) -> str:

@@ -81,7 +81,7 @@ class Loop:
             if empty is _NOTHING:
                 empty = self._from_other_rank(device) if batch is _NOTHING else emptied(batch)
             batch = _NOTHING  # so that its memory can be freed
-            membership.expect_empty_step()
+            membership.expects_empty_step = True
             membership.empty = self._session.awaits_step = True
             yield _emptied_if_possible(empty)  # anew each time: the body may take its items out
             membership.empty = False

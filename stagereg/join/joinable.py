@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -151,67 +152,65 @@ class Joinable(ABC):
             )
         return hook
 
-    def model_before(self) -> Joinable | None:
-        """Return the joinable of the model whose gradients this one needs: :attr:`after`, or the nearest before it."""
-        if self.after is not None or self.session is None:
-            return self.after
-        found: Joinable | None = self.session.model_before(self)
-        return found
-
     def is_due(self) -> bool:
         """Whether the active ranks step their optimizers in the step that is shadowed: not while they accumulate."""
-        model = self.model_before()
+        model = self.after
+        if model is None and self.session is not None:
+            model = self.session.model_before(self)
         return model is None or model.reduced
 
 
 class BuiltInJoinable(Joinable):
-    """A joinable with the device and the process group that it is given, or those of what it stands for.
+    """A joinable with the device and the process group that it is given.
 
     Args:
-        hook: makes its hook; ``None``: the hook of its own kind.
+        hook: makes its hook; ``None``: :attr:`own_hook`.
         process_group: of its collectives; ``None``: the default group.
         device: of its collectives.
-        stands_for: an object of torch's that is in joins by itself, as a DDP module is. That has device and group, and
-            keeps the configuration of the join, for it announces the rank by itself.
+        stands_for: an object of torch's that is in joins by itself, as a DDP module is. It keeps the configuration of
+            the join, for it announces the rank by itself.
+
+    Attributes:
+        own_hook: the hook of its kind.
     """
+
+    own_hook: Callable[[Any], JoinHook]
 
     def __init__(
         self,
         hook: Callable[..., JoinHook] | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Any = None,
         device: str | torch.device = "cpu",
         stands_for: Any = None,
     ) -> None:
         self.hook = hook
-        self._group: Any = process_group
+        self._group = process_group
         self._device = torch.device(device)
-        self._stands_for = stands_for
+        self._keeper = stands_for
         if stands_for is None:
-            super().__init__()
+            self._keeper = SimpleNamespace(_join_config=JoinConfig.construct_disabled_join_config())
 
     @property
     def _join_config(self) -> Any:
-        if self._stands_for is None:
-            return self._config
-        found = getattr(self._stands_for, "_join_config", None)
-        return JoinConfig.construct_disabled_join_config() if found is None else found
+        return self._keeper._join_config
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        if self._stands_for is None:
-            self._config = config
-        else:
-            self._stands_for._join_config = config
+        self._keeper._join_config = config
 
     @property
     def join_device(self) -> torch.device:
         """The device of its collectives."""
-        return self._device if self._stands_for is None else self._stands_for.join_device
+        return self._device
 
     @property
     def join_process_group(self) -> Any:
         """The process group of its collectives."""
-        return (self._group or dist.group.WORLD) if self._stands_for is None else self._stands_for.join_process_group
+        return self._group or dist.group.WORLD
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook; takes no keyword arguments of its own."""
+        return self.make_hook(self.own_hook)
 
 
 Joinable.register(TorchJoinable)  # type: ignore[type-abstract]
@@ -252,14 +251,9 @@ def notify(joinable: Any, reduces: bool = True) -> dist.Work | None:
     if not config.is_first_joinable or not config.enable:
         return None
     session = joinable.session if is_native(joinable) else None
-    if session is not None:
-        if (membership := session.begin(reduces)) is not None:
-            if config.throw_on_early_termination:
-                membership.raise_if_exhausted()
-            return None
-        session.announced += 1
+    membership = None if session is None else session.begin(reduces)
     wire = TorchWire(joinable.join_process_group, joinable.join_device)
-    work = wire.announce()
+    work = wire.announce() if membership is None else None
     if config.throw_on_early_termination:
-        wire.raise_if_exhausted()
+        (membership or wire).raise_if_exhausted()
     return work

@@ -24,6 +24,9 @@ class Responder:
         waiting: how to wait.
         follow: what a rank that answers does after each request, on the channel's thread: its part in what those that
             request do then over the same channel.
+
+    Attributes:
+        channel: the given one.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class Responder:
         waiting: Waiting = wait_until,
         follow: Callable[[], object] = lambda: None,
     ) -> None:
-        self._channel = channel
+        self.channel = channel
         self._nothing = [0.0] * width
         self._waiting = waiting
         self._follow = follow
@@ -57,7 +60,7 @@ class Responder:
                 "same on every empty batch, best of all nothing special: remove what looks at whether there are "
                 "samples"
             )
-        pending = self._channel.add([*values, 0.0])
+        pending = self.channel.add([*values, 0.0])
         self._waiting(pending.ready, "join.mean")
         return pending.wait()[:-1]
 
@@ -65,7 +68,7 @@ class Responder:
         """Answer from now on, until all ranks do. Twice is harmless."""
         if not self.running:
             ended = self._ended = threading.Event()
-            self._channel.submit(lambda: self._answer(ended))
+            self.channel.submit(lambda: self._answer(ended))
 
     def close(self) -> None:
         """End: answer until all ranks do. Raises: what answering failed with."""
@@ -79,7 +82,7 @@ class Responder:
 
     def _answer(self, ended: threading.Event) -> None:
         try:
-            while self._channel.add([*self._nothing, 1.0]).wait()[-1] < self._channel.size:
+            while self.channel.add([*self._nothing, 1.0]).wait()[-1] < self.channel.size:
                 self._follow()
         except Exception as error:
             self._failure = error

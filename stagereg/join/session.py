@@ -185,7 +185,7 @@ class JoinSession:
         self._loop = None
 
     def begin(self, reduces: bool) -> Membership | None:
-        """A step begins on this rank: announce it, except on torch's wire.
+        """A step begins on this rank: announce it; on torch's wire only count it.
 
         Args:
             reduces: whether its gradients will be reduced among the ranks.
@@ -195,7 +195,9 @@ class JoinSession:
         """
         self.awaits_step = False
         membership = self.membership
-        if membership is not None:
+        if membership is None:
+            self.announced += 1
+        else:
             membership.begin(reduces)
         return membership
 

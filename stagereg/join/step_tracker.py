@@ -7,14 +7,14 @@ its body on all ranks, where the first forward on each batch is a step, whatever
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from stagereg.join.joinable import BuiltInJoinable, notify
-from stagereg.join.session import JoinSession
+from stagereg.join.joinable import BuiltInJoinable, JoinHook, notify
 from stagereg.kernel.membership import Membership
 from stagereg.kernel.shadow import TorchWire
 
@@ -32,6 +32,7 @@ class StepTracker:
         begun: how many steps have begun.
         is_open: whether a step has begun of which no backward has run.
         in_step: whether a forward runs that has begun a step.
+        handles: of hooks, which are removed with it.
     """
 
     def __init__(self, joinable: TrackedJoinable, module: nn.Module) -> None:
@@ -40,14 +41,14 @@ class StepTracker:
         self.in_step = False
         self._joinable = joinable
         self._seen = False  # whether the joinable takes part in the forward that runs
-        self._handles: list[Any] = [
+        self.handles: list[Any] = [
             module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
         ]
 
     def remove(self) -> None:
         """Stop watching."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -83,17 +84,19 @@ class StepTracker:
 class TrackedJoinable(BuiltInJoinable):
     """A joinable whose steps begin with the forward of its module.
 
-    In torch's ``Join`` it watches from ``join_hook`` on, in stagereg's from :meth:`attach` on, until :meth:`detach`.
+    It watches from ``join_hook`` on, until :meth:`detach`.
     """
 
     announces_itself = True
     tracker: StepTracker | None = None
 
-    def attach(self, session: JoinSession) -> None:
-        """Begin to watch the module."""
-        super().attach(session)
-        if self.tracker is None:
-            self.watch()
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
+        if self.tracker is not None:  # torch's ``Join`` does not detach
+            self.detach()
+        hook = super().join_hook(**kwargs)
+        self.watch()
+        return hook
 
     def watch(self) -> None:
         """Begin to watch the module, which is not watched."""
@@ -148,6 +151,8 @@ class TrackedJoinable(BuiltInJoinable):
 
 def differentiable(output: Any) -> list[torch.Tensor]:
     """Return the tensors in ``output`` through which a backward can run."""
+    if dataclasses.is_dataclass(output):
+        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
     tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
     return [tensor for tensor in tensors if tensor.requires_grad]
 

@@ -27,7 +27,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 __all__ = [
     "ControlChannel",
-    "GroupResources",
     "PendingSum",
     "Waiting",
     "WorkerThread",
@@ -40,10 +39,6 @@ __all__ = [
 
 Waiting = Callable[[Callable[[float], bool], str], None]
 """Calls a function with seconds to wait, again and again until it returns True; the text says what is waited for."""
-_TORCHS_LIMIT = timedelta(minutes=30)
-"""Torch's own limit for an operation."""
-_CLOSE_S = 1.0
-"""Seconds that a thread gets to end; it needs them only if the store does not answer."""
 
 
 def wait_until(ready: Callable[[float], bool], what: str) -> None:
@@ -71,11 +66,11 @@ class WorkerThread:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread after the job that runs; waits a second at most."""
+        """End the thread after the job that runs; waits a second at most, as where the store does not answer."""
         self.closing = True
         self._jobs.put(None)
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_S)
+            self._thread.join(1.0)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None and not self.closing:
@@ -113,19 +108,12 @@ class PendingSum:
 class ControlChannel:
     """Ranks that exchange small things. All of them make the same calls in the same order, one thread at a time.
 
-    It goes over a gloo backend that no torch registry knows, so destroying groups elsewhere does not touch it.
-
-    Args:
-        group: the ranks.
-        key: of the channel, in the group's store.
-        waiting: as for :func:`control_channel`.
-
     Attributes:
         rank: this rank among them.
         size: how many there are.
         polled: whether its sums are only polled, so that no limit is put on them.
         thread: of the channel alone.
-        backend: over which it goes; ``None`` for a single rank.
+        backend: of gloo, not in torch's registry, so destroying groups does not touch it; ``None`` for a single rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, key: str, waiting: Waiting | None) -> None:
@@ -143,7 +131,7 @@ class ControlChannel:
             store.set(f"here/{self.rank}", "")
             ranks = [f"here/{rank}" for rank in range(self.size)]
             waiting(lambda seconds: wait_for_keys(store, ranks, seconds), "the join")
-        self.backend = dist.ProcessGroupGloo(store, self.rank, self.size, _TORCHS_LIMIT)
+        self.backend = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(minutes=30))
 
     def add(self, values: Sequence[float]) -> PendingSum:
         """Begin to sum ``values`` over the ranks; returns at once. All ranks give as many."""
@@ -203,6 +191,7 @@ class GroupResources:
 
     def close(self) -> None:
         """End all threads and let go of the channels. What is asked for afterwards is made anew."""
+        self.counts["closed"] += 1
         threads = [self.heartbeat, *(channel.thread for channel in self.channels.values())]
         self.heartbeat, self.channels = WorkerThread("stagereg-heartbeat"), {}
         for thread in threads:
@@ -230,17 +219,14 @@ def control_channel(group: dist.ProcessGroup, purpose: str, waiting: Waiting | N
     """
     resources = resources_of(group)
     if purpose not in resources.channels:
-        # All ranks have entered as many joins, but in one that failed some may have come without this channel.
-        key = f"{resources.prefix}/channel/{resources.counts['join']}/{purpose}"
+        # In a join that failed some ranks may have come without this channel; afterwards all have closed theirs.
+        key = f"{resources.prefix}/channel/{resources.counts['closed']}/{purpose}"
         resources.channels[purpose] = ControlChannel(group, key, waiting)
     return resources.channels[purpose]
 
 
 def wait_for_keys(store: Store, key: str | Sequence[str], seconds: float) -> bool:
-    """Wait for a key, or several, so many seconds at most; return whether they are there.
-
-    It looks less and less often: first it is a matter of microseconds, later of a long forward pass.
-    """
+    """Wait so many seconds at most for keys, looking less and less often; return whether they are there."""
     keys = [key] if isinstance(key, str) else list(key)
     started = time.monotonic()
     while not store.check(keys):

@@ -5,16 +5,16 @@ go or keeps the plan it has (``layout``), leases memory (``memory``) and has the
 by a few threads, an accelerator's on a stream of its own, which waits for the work already queued by the caller and
 makes the caller's stream wait for nothing.
 
-When :meth:`HostCopier.copy` returns, the bytes are there: no later write to the source shows in the copy. What is
-handed out stays as it is until the last tensor over it is gone. Plans and memory are reused; correctness never depends
-on it, since addresses, shapes, dtypes and strides are compared on every call.
+When :meth:`HostCopier.copy` returns, no later write to the source shows in the copy, which stays as it is until the
+last tensor of it is gone. A plan is used again only if addresses, shapes, dtypes and strides are as they were.
 
-A stager that copies in another order takes a :class:`PendingCopy`, which is a copy whose bytes are not there yet.
+A stager that copies in another order takes a :class:`PendingCopy`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,47 +31,28 @@ from stagereg.kernel.transfer import CopyEngine
 __all__ = ["HostCopier", "PendingCopy", "naming", "no_collection"]
 
 
-@dataclass(slots=True)
+@dataclass
 class PendingCopy:
-    """Memory for a copy that has no content yet.
+    """Memory for a copy that has no content yet."""
 
-    Attributes:
-        sources: the tensors to be copied; holding them keeps their memory alive.
-        layout: where their bytes are to go.
-        lease: of the memory.
-        view: the memory.
-        address: of its first byte.
-        spec: the copy without its tensors; None for a part of a copy.
-    """
-
-    sources: Sequence[torch.Tensor]
-    layout: Layout
+    sources: Sequence[torch.Tensor]  # what is to be copied; holding them keeps their memory alive
+    layout: Layout  # where their bytes are to go
     lease: Lease
-    view: memoryview
-    address: int
-    spec: TreeSpec | None = None
-    _staged: list[torch.Tensor] | None = None
+    view: memoryview  # the memory
+    address: int  # of its first byte
+    spec: TreeSpec | None = None  # the copy without its tensors; None for a part of a copy
 
-    @property
+    @functools.cached_property
     def staged(self) -> list[torch.Tensor]:
         """The tensors over the memory, one for each source; made when they are first asked for."""
-        if self._staged is None:
-            with torch.no_grad():
-                self._staged = tensors_over(self.view, self.layout, self.sources)
-        return self._staged
+        with torch.no_grad():
+            return tensors_over(self.view, self.layout, self.sources)
 
-    def pairs(
-        self, regions: Sequence[Region], packed: Sequence[int]
-    ) -> dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return what ``CopyEngine.fetch`` takes, by device, for some of the layout's regions and packed tensors."""
-        away: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for region in regions:
-            source = region_bytes(region, self.sources[region.source])
-            to = torch.frombuffer(self.view, dtype=torch.uint8, count=region.nbytes, offset=region.offset)
-            away.setdefault(source.device, []).append((to, source))
-        for i in packed:
-            away.setdefault(self.sources[i].device, []).append((self.staged[i], self.sources[i]))
-        return away
+    def pairs(self, regions: Sequence[Region], packed: Sequence[int] = ()) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return what ``CopyEngine.fetch`` takes for some of the layout's regions and packed tensors."""
+        runs = [(r, torch.frombuffer(self.view, dtype=torch.uint8, count=r.nbytes, offset=r.offset)) for r in regions]
+        copied = [(to, region_bytes(region, self.sources[region.source])) for region, to in runs]
+        return [*copied, *((self.staged[i], self.sources[i]) for i in packed)]
 
     def unflatten(self) -> Any:
         """Return the state dict's copy. To be called once."""
@@ -88,6 +69,9 @@ class HostCopier:
         threads: threads that copy from host memory, the caller's among them.
         type_check: refuse leaves of types that torch's checkpoint does not name (see :func:`.state_dict.flatten`).
 
+    Attributes:
+        layout: the last plan.
+
     One thread at a time may call it.
     """
 
@@ -96,13 +80,13 @@ class HostCopier:
         self.pool = pool
         self.type_check = type_check
         self.margins = (0, 0)
-        self._layout: Layout | None = None
+        self.layout: Layout | None = None
         self._recognizer: Recognizer | None = None
 
     def reserve_padding(self, before: int, after: int) -> None:
         """Leave bytes free around each tensor from the next copy on, see :func:`.memory.padding_around`."""
         self.margins = (before, after)
-        self._layout = self._recognizer = None
+        self.forget()
 
     def copy(self, state: Any) -> Any:
         """Return an independent copy of ``state`` in host memory.
@@ -117,23 +101,23 @@ class HostCopier:
 
     def prepare(self, state: Any) -> PendingCopy:
         """Do all of :meth:`copy` but the copying. Raises as that does."""
-        spec, layout = self.plan(state)
-        return self.lease(spec.tensors, layout, spec)
+        spec = self.plan(state)
+        assert self.layout is not None
+        return self.lease(spec.tensors, self.layout, spec)
 
-    def plan(self, state: Any) -> tuple[TreeSpec, Layout]:
+    def plan(self, state: Any) -> TreeSpec:
         """Take ``state`` apart and plan where it goes; the short way if it is as it was the last time."""
-        self.check_open()
+        self.pool.check_open()
         with torch.no_grad(), no_collection():
-            if self._recognizer is not None and self._layout is not None:
-                known = self._recognizer.match(state)
-                if known is not None:
-                    return known, self._layout
-            spec, before = flatten(state, self.type_check), self._layout
+            known = None if self._recognizer is None else self._recognizer.match(state)
+            if known is not None:
+                return known
+            spec = flatten(state, self.type_check)
             with naming(state):
-                layout = self._plan(spec.tensors)
-            if layout is not before and not self.type_check:
-                self._recognizer = Recognizer.of(state, spec.tensors)
-            return spec, layout
+                is_new = self._replan(state, spec.tensors)
+            if is_new:
+                self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
+            return spec
 
     def lease(
         self,
@@ -148,39 +132,37 @@ class HostCopier:
         view = lease.view(ref)
         if self.margins != (0, 0):
             register_padding(view, self.margins, layout.spans)
-        return PendingCopy(tensors, layout, lease, view, ref.address, spec)
+        return PendingCopy(tensors, layout, lease, view, ref.block.address, spec)
 
     def fill(self, pending: PendingCopy) -> None:
         """Copy the bytes; return when they are there."""
-        layout = pending.layout
-        moving = self.engine.start(pending.address, layout.batch)
+        moving = self.engine.start(pending.address, pending.layout.batch)
         try:
             with torch.no_grad(), no_collection():
                 pending.staged  # noqa: B018  # made while other threads copy
-                away = pending.pairs(layout.remote, layout.packed)
-                events = [self.engine.fetch(device, pairs) for device, pairs in away.items()]
+                events = self.engine.fetch(pending.pairs(pending.layout.remote, pending.layout.packed))
         finally:
             moving.finish()
-        for event in events:
-            if event is not None:
-                event.synchronize()
+        for _, event in events:
+            event.synchronize()
 
-    def check_open(self) -> None:
-        """Raise ``StagerClosedError`` after :meth:`close`."""
-        self.pool.check_open()
+    def forget(self) -> None:
+        """Plan anew at the next call."""
+        self.layout = self._recognizer = None
 
     def close(self) -> None:
         """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
-        self._layout = self._recognizer = None
+        self.forget()
         self.pool.close()
         self.engine.close()
 
-    def _plan(self, tensors: Sequence[torch.Tensor]) -> Layout:
+    def _replan(self, state: Any, tensors: Sequence[torch.Tensor]) -> bool:
+        """Plan where the tensors of ``state`` go, unless they fit the last plan; return whether that was needed."""
         rows = signature(tensors)
-        if self._layout is None or self._layout.signature != rows:
-            self._layout = plan_layout(tensors, rows, self.margins)
-            self._recognizer = None
-        return self._layout
+        if self.layout is not None and self.layout.signature == rows:
+            return False
+        self.layout = plan_layout(tensors, rows, self.margins)
+        return True
 
 
 @contextlib.contextmanager

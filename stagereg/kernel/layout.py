@@ -11,16 +11,15 @@ laid out so.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stagereg.errors import StagingError
 from stagereg.kernel.state_dict import why_without_data
-from stagereg.kernel.transfer import Batch, Move
+from stagereg.kernel.transfer import Batch
 
 __all__ = [
     "ALIGNMENT",
@@ -44,77 +43,46 @@ Signature = list[tuple[int, torch.dtype, torch.Size, tuple[int, ...], int, int, 
 """What must be equal for a layout to fit again. Of each tensor: address, dtype, shape, stride, address and bytes of the
 storage, device."""
 
+_Run = tuple[int, int, int, int]  # index of the device, first byte, byte after the last, index of the tensor
+
 
 @dataclass(slots=True)
 class Region:
-    """A run of source bytes that is copied as it is.
+    """A run of source bytes that is copied as it is."""
 
-    Attributes:
-        source: index of a tensor whose storage has the bytes.
-        address: where it starts in the source device's memory.
-        nbytes: its length in bytes.
-        offset: where its copy starts in host memory.
-        members: indices of the tensors that lie in it.
-    """
-
-    source: int
-    address: int
+    source: int  # index of a tensor whose storage has the bytes
+    address: int  # where it starts in the source device's memory
     nbytes: int
-    offset: int = 0
-    members: list[int] = field(default_factory=list)
+    members: list[int]  # indices of the tensors that lie in it
+    offset: int = 0  # where its copy starts in host memory
 
 
 @dataclass(slots=True)
 class Piece:
-    """Where one tensor's copy is.
-
-    Attributes:
-        shape, stride: of the copy; ``stride`` in elements.
-        span: elements from its first to its last, both included; 0 for an empty tensor, which lies nowhere.
-        start: elements before its first in the storage of the copy.
-        offset: where that storage starts in host memory; copies that share memory have the same.
-        nbytes: bytes of that storage.
-        alone: whether the storage is this copy's only, the common case.
-    """
+    """Where one tensor's copy is."""
 
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    span: int
-    start: int = 0
-    offset: int = 0
-    nbytes: int = 0
-    alone: bool = False
+    stride: tuple[int, ...]  # in elements
+    span: int  # elements from its first to its last, both included; 0 for an empty tensor, which lies nowhere
+    start: int = 0  # elements before its first in the storage of the copy
+    offset: int = 0  # where that storage starts in host memory; copies that share memory have the same
+    nbytes: int = 0  # of that storage
 
 
 @dataclass(slots=True)
 class Layout:
-    """A plan for one state dict.
+    """A plan for one state dict. Tensors are given by their indices."""
 
-    Attributes:
-        signature: what the plan depends on.
-        pieces: where each tensor's copy is, in the order of the tensors.
-        moves: the regions that lie in host memory already.
-        batch: the same, to be made.
-        remote: the regions that lie on an accelerator.
-        packed: indices of tensors that are copied element by element.
-        regions: those in host memory, in the order of ``moves``.
-        nbytes: host memory needed.
-        spans: offset and bytes of each piece that is alone.
-        alone: dtype, elements and offset of those pieces, in order; None in place of every other one.
-        unfinished: indices of the tensors that are something else than neighbouring elements in one dimension.
-    """
-
-    signature: Signature
-    pieces: list[Piece]
-    moves: list[Move]
-    batch: Batch
-    remote: list[Region]
-    packed: list[int]
-    regions: list[Region]
-    nbytes: int
-    spans: dict[int, int]
-    alone: list[tuple[torch.dtype, int, int] | None]
-    unfinished: list[int]
+    signature: Signature  # what the plan depends on
+    pieces: list[Piece]  # of each tensor
+    regions: list[Region]  # those in host memory
+    batch: Batch  # their moves
+    remote: list[Region]  # those on an accelerator
+    packed: list[int]  # the tensors that are copied element by element
+    nbytes: int  # host memory needed
+    alone: list[tuple[torch.dtype, int, int] | None]  # dtype, elements, offset; None of tensors that share memory
+    spans: dict[int, int]  # offset and bytes of those that share none
+    unfinished: list[int]  # the tensors that are something else than neighbouring elements in one dimension
 
 
 def signature(tensors: Sequence[torch.Tensor]) -> Signature:
@@ -153,38 +121,35 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple
     """
     pieces: list[Piece] = []
     runs: list[_Run] = []
-    holed: list[_Run] = []
-    for i, (x, (address, _, shape, stride, base, available, _)) in enumerate(zip(tensors, rows, strict=True)):
-        size = x.element_size()
+    packed: list[int] = []
+    for i, (x, (address, _, shape, stride, base, available, device)) in enumerate(zip(tensors, rows, strict=True)):
         span = span_of(x)
-        pieces.append(Piece(tuple(shape), tuple(stride), span))
+        pieces.append(Piece(shape, stride, span))
         if not span:
             continue
-        if address == 0 or address + span * size > base + available:
-            freed = f"it needs {span * size} bytes but its storage holds {available}; was it freed or resized in use?"
+        nbytes = span * x.element_size()
+        if address == 0 or address + nbytes > base + available:
+            freed = f"it needs {nbytes} bytes but its storage holds {available}; was it freed or resized in use?"
             raise StagingError([i], why_without_data(x) or freed)
-        wide = span * size > max(2 * x.numel() * size, _PAGE)
-        (holed if wide else runs).append((str(x.device), address, address + span * size, i))
+        if nbytes > max(2 * x.nbytes, _PAGE):
+            packed.append(i)
+        else:
+            runs.append((device, address, address + nbytes, i))
 
     regions = _merge(runs, rows)
-    packed = _adopt(holed, regions, tensors)
-    nbytes = _assign(regions, packed, tensors, rows, pieces, margins)
+    nbytes, alone = _assign(regions, packed, tensors, rows, pieces, margins)
     local = [r for r in regions if tensors[r.source].device.type == "cpu"]
     remote = [r for r in regions if tensors[r.source].device.type != "cpu"]
-    moves = [(r.offset, r.address, r.nbytes) for r in local]
-    spans = {piece.offset: piece.nbytes for piece in pieces if piece.alone}
-    alone = [(x.dtype, p.span, p.offset) if p.alone else None for p, x in zip(pieces, tensors, strict=True)]
-    unfinished = [i for i, piece in enumerate(pieces) if not piece.alone or piece.stride != (1,)]
-    return Layout(rows, pieces, moves, Batch(moves), remote, packed, local, nbytes, spans, alone, unfinished)
-
-
-_Run = tuple[str, int, int, int]  # device, first byte, byte after the last, index of the tensor
+    batch = Batch([(r.offset, r.address, r.nbytes) for r in local])
+    spans = {piece.offset: piece.nbytes for piece, its_own in zip(pieces, alone, strict=True) if its_own}
+    unfinished = [i for i, piece in enumerate(pieces) if alone[i] is None or piece.stride != (1,)]
+    return Layout(rows, pieces, local, batch, remote, packed, nbytes, alone, spans, unfinished)
 
 
 def _merge(runs: list[_Run], rows: Signature) -> list[Region]:
     """Join runs that overlap, or that touch within one storage."""
     regions: list[Region] = []
-    last: tuple[str, int] | None = None  # device and storage of the newest region
+    last: tuple[int, int] | None = None  # device and storage of the newest region
     for device, begin, end, i in sorted(runs):
         base = rows[i][4]
         if last == (device, base) and begin <= regions[-1].address + regions[-1].nbytes:
@@ -192,22 +157,9 @@ def _merge(runs: list[_Run], rows: Signature) -> list[Region]:
             regions[-1].members.append(i)
             continue
         aligned = base + (begin - base) // 16 * 16  # so that a view of a wider dtype starts on its own grid
-        regions.append(Region(i, aligned, end - aligned, members=[i]))
+        regions.append(Region(i, aligned, end - aligned, [i]))
         last = (device, base)
     return regions
-
-
-def _adopt(holed: list[_Run], regions: list[Region], tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Give a view with holes to the region it lies in, if any; return those that must be packed."""
-    starts = [(str(tensors[r.source].device), r.address) for r in regions]
-    packed: list[int] = []
-    for device, begin, end, i in holed:
-        at = bisect_right(starts, (device, begin)) - 1
-        if at >= 0 and starts[at][0] == device and end <= regions[at].address + regions[at].nbytes:
-            regions[at].members.append(i)
-        else:
-            packed.append(i)
-    return packed
 
 
 def _assign(
@@ -217,9 +169,10 @@ def _assign(
     rows: Signature,
     pieces: list[Piece],
     margins: tuple[int, int],
-) -> int:
-    """Assign host offsets; equal packed views get the same one. Return the bytes needed."""
+) -> tuple[int, list[tuple[torch.dtype, int, int] | None]]:
+    """Assign host offsets. Return the bytes needed, and ``Layout.alone``."""
     before, after = _aligned(margins[0]), margins[1]
+    alone: list[tuple[torch.dtype, int, int] | None] = [None] * len(pieces)
     cursor = 0
     for region in regions:
         region.offset = cursor + before
@@ -230,51 +183,44 @@ def _assign(
             piece.start, piece.offset, piece.nbytes = start, region.offset, region.nbytes
             if len(region.members) == 1:  # its storage need not have what alignment has added in front
                 piece.start, piece.offset, piece.nbytes = 0, region.offset + start * size, piece.span * size
-                piece.alone = True
-    first: dict[tuple[object, ...], int] = {}
+                alone[i] = (tensors[i].dtype, piece.span, piece.offset)
+    first: dict[tuple[object, ...], int] = {}  # equal views are packed once
     for i in packed:
         x, piece = tensors[i], pieces[i]
-        piece.stride = tuple(torch.empty_like(x, device="meta").stride())
-        piece.span = x.numel()
-        piece.nbytes = piece.span * x.element_size()
+        piece.stride, piece.span, piece.nbytes = torch.empty_like(x, device="meta").stride(), x.numel(), x.nbytes
         piece.offset = first.setdefault((x.device, *rows[i][:4]), cursor)
         if piece.offset == cursor:
             cursor += _aligned(piece.nbytes)
-    return cursor
+    return cursor, alone
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def tensors_over(
-    view: memoryview, layout: Layout, sources: Sequence[torch.Tensor], base: int = 0
-) -> list[torch.Tensor]:
+def tensors_over(view: memoryview, layout: Layout, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Make the staged tensors; those of one region share one storage, which has the region's bytes and no more.
 
     Args:
-        view: of host memory.
+        view: of host memory, from where the layout begins.
         layout: where they lie.
         sources: what it was planned for.
-        base: where the layout begins in the view.
     """
     frombuffer = torch.frombuffer
-    made: list[Any] = [
-        each and frombuffer(view, dtype=each[0], count=each[1], offset=base + each[2]) for each in layout.alone
-    ]
-    shared: dict[int, torch.Tensor] = {}
+    made: list[Any] = [each and frombuffer(view, dtype=each[0], count=each[1], offset=each[2]) for each in layout.alone]
+    storages: dict[int, torch.UntypedStorage] = {}
     for i in layout.unfinished:
         piece, dtype = layout.pieces[i], sources[i].dtype
-        if piece.alone:
+        if made[i] is not None:
             made[i].as_strided_(piece.shape, piece.stride)
         elif piece.span == 0:
             made[i] = torch.empty_strided(piece.shape, piece.stride, dtype=dtype, device="cpu")
         else:
-            if piece.offset not in shared:
-                at = base + piece.offset
-                shared[piece.offset] = frombuffer(view, dtype=torch.uint8, count=piece.nbytes, offset=at)
-            storage = shared[piece.offset].untyped_storage()
-            made[i] = torch.empty(0, dtype=dtype, device="cpu").set_(storage, piece.start, piece.shape, piece.stride)
+            if piece.offset not in storages:
+                whole = frombuffer(view, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
+                storages[piece.offset] = whole.untyped_storage()
+            empty = torch.empty(0, dtype=dtype, device="cpu")
+            made[i] = empty.set_(storages[piece.offset], piece.start, piece.shape, piece.stride)
     return made
 
 

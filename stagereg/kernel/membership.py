@@ -6,12 +6,8 @@ the step has begun anywhere: if so, it takes part in that step; if not, no rank 
 * :class:`AllReduceMembership` (mode ``counted``): every rank adds its presence into one asynchronous sum per step. A
   rank with data reads it late in its forward pass, and not at all if nothing depends on it. Ranks that know how many
   batches they have add whether it is their last, so a throw is known before it is due, and costs no waiting.
-* :class:`StoreMembership` (mode ``planned``): the lengths are known from the start, so no step has a sum. A rank with
-  data writes a key in the process group's store for each step, which takes microseconds and does not wait; ranks
-  without data look for it. A plan may be wrong: a rank that leaves early, skips batches or goes on for longer is
-  followed all the same, since the keys count and not the plan.
-
-Joinables, loaders and torch's wire (:mod:`stagereg.kernel.shadow`) are left to others.
+* :class:`StoreMembership` (mode ``planned``): no step has a sum. A rank with data writes a key in the store for each
+  step, which takes microseconds; ranks without data look for it. The plan may be wrong, since the keys count.
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ class Membership(ABC):
         even: whether all ranks are known to have as many batches.
         all_took_every_step: once it is over, whether every rank had data in every step; the same on all ranks.
         empty: whether the loop's body runs on an empty batch.
-        expects_empty_step: whether the body got an empty batch and has not run its first forward on it.
+        expects_empty_step: whether the body got an empty batch of which no step has begun.
     """
 
     even = False
@@ -69,11 +65,7 @@ class Membership(ABC):
         self._waiting = waiting
 
     def begin(self, syncing: bool = True) -> None:
-        """Rank with data: a step begins.
-
-        Args:
-            syncing: whether its gradients will be reduced among the ranks.
-        """
+        """Rank with data: a step begins, whose gradients will be reduced among the ranks if it is ``syncing``."""
         if self.expects_empty_step:  # the body of a rank without data runs, in a step that others have begun
             self.expects_empty_step = False
         elif self.empty:  # ... and takes another step on the same empty batch, as the others do on theirs
@@ -84,10 +76,6 @@ class Membership(ABC):
 
     def check(self) -> None:  # noqa: B027 (most have nothing against it)
         """Any joinable but the first, in place of :meth:`begin`. Raises: ``JoinError`` if it must not be used now."""
-
-    def expect_empty_step(self) -> None:
-        """Rank without data: the body will run on an empty batch, so the next :meth:`begin` is not announced."""
-        self.expects_empty_step = True
 
     @abstractmethod
     def read(self) -> ActiveRanks:
@@ -119,9 +107,9 @@ class Membership(ABC):
         found = None if self.over else self._wait_for_next_step()
         if found is None:
             self.over = True
-            return None
-        self.steps += 1
-        self.shadowed += 1
+        else:
+            self.steps += 1
+            self.shadowed += 1
         return found
 
     def _ran_out(self) -> UnevenInputsError:
@@ -152,11 +140,7 @@ class AllReduceMembership(Membership):
     """
 
     def __init__(
-        self,
-        channel: ControlChannel,
-        throw: bool = False,
-        waiting: Waiting = wait_until,
-        length: int | None = None,
+        self, channel: ControlChannel, throw: bool = False, waiting: Waiting = wait_until, length: int | None = None
     ) -> None:
         super().__init__(channel.rank, channel.size, throw, waiting)
         self._channel = channel
@@ -208,12 +192,8 @@ class AllReduceMembership(Membership):
     def _wait_for_next_step(self) -> ActiveRanks | None:
         self._look_back()
         self._add(_ABSENT, False)
-        active = self._read()
-        if not active.ranks:
-            return None
-        if self._throw and not self._sure:
-            raise self._ran_out()
-        return active
+        active = self.read()
+        return active if active.ranks else None
 
     def _add(self, presence: float, syncing: bool) -> None:
         values = [0.0] * (self._size + 1)
@@ -233,8 +213,10 @@ class AllReduceMembership(Membership):
         self._sure = all(presence == _MORE for presence in self._values[:-1])
 
     def _stop_for(self, presence: float, taken: int) -> None:
-        """Raise if a rank has added this presence in the last sum."""
+        """Raise if some ranks, and not all, have added this presence in the last sum."""
         gone = [rank for rank, each in enumerate(self._values[:-1]) if each == presence]
+        if len(gone) == self._size:
+            return
         if self._rank in gone:
             raise self._ran_out()
         if gone:
@@ -257,12 +239,7 @@ class StoreMembership(Membership):
     """
 
     def __init__(
-        self,
-        channel: ControlChannel,
-        lengths: Sequence[int],
-        store: Store,
-        throw: bool = False,
-        waiting: Waiting = wait_until,
+        self, channel: ControlChannel, lengths: Sequence[int], store: Store, throw: bool, waiting: Waiting
     ) -> None:
         super().__init__(channel.rank, channel.size, throw, waiting)
         self._channel = channel

@@ -1,42 +1,35 @@
 """Host memory for copies: blocks, and the pool that lends them.
 
 A :class:`Block` is whole pages of memory: page-locked where an accelerator profits from it, otherwise touched ahead of
-use. A :class:`Pool` lends blocks. One copy may lie in several blocks, and several copies may share one, so the pool
-counts two things apart:
+use. One copy may lie in several blocks, and several copies may share one, so the pool counts two things apart:
 
 - A :class:`Lease` is one copy that is out; the pool bounds their number. It ends when the last tensor of the copy is
   freed, or when the copy's reader calls :meth:`Pool.release`.
-- A :class:`BlockRef` is a block in use. The block comes back when the reference is gone: when no tensor lies in it, of
-  whichever copy, and when no reference is kept to share the block with later copies.
+- A :class:`BlockRef` is a block in use. The block comes back when no tensor over it and nothing else holds that.
 
-:meth:`Lease.view` returns a view of a block that holds both. A tensor over it (``torch.frombuffer``) keeps the view
-alive through its storage, on whatever thread it is held. Python's own references do the counting, so a block that a
-tensor lies in is never lent again.
+:meth:`Lease.view` returns a view of a block that holds both, and is held by every tensor over it. Python's own
+references do the counting, so a block that a tensor lies in is never lent again.
 
 If ``max_in_flight`` copies are out, :meth:`Pool.lease` waits for one: at most ``wait_s`` seconds if the reader has
-promised to release its copies (:meth:`Pool.expect_release`), at most one second otherwise. After that it goes on, the
-copy gets fresh memory, and a warning is logged once. From then on, a reader without the promise is not waited for.
-
-What is left free around the tensors in a block, for a storage, is found with :func:`padding_around`.
+promised to release its copies (:meth:`Pool.expect_release`), at most one second otherwise. After that it goes on with
+fresh memory, and logs so once. From then on, a reader without the promise is not waited for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import logging
 import math
 import mmap
 import os
-import queue
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -56,12 +49,10 @@ __all__ = [
 
 log = logging.getLogger("stagereg")
 
-T = TypeVar("T")
-
 WAIT_WITHOUT_RELEASE_S = 1.0
 """Seconds that the pool waits at most for a reader that has not promised to release its copies."""
 
-_POLL_S = 0.02  # how often another process is asked whether it still reads a block
+_POLL_S = 0.002
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _HUGE_PAGE = 2**21
@@ -79,20 +70,18 @@ class Block:
 
     Attributes:
         nbytes: bytes there are, a multiple of 4096.
-        pinned: whether it is page-locked.
     """
 
     def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
         self.nbytes = _whole_pages(nbytes)
         locked = self._lock() if pin else None
-        self.pinned = locked is not None
         self._memory = self._map() if locked is None else locked
-        if not self.pinned and self.nbytes >= _WORTH_TOUCHING and sys.platform.startswith("linux"):
+        if locked is None and self.nbytes >= _WORTH_TOUCHING and sys.platform.startswith("linux"):
             self._touch(threads)
 
     @property
     def address(self) -> int:
-        """Address of the first byte, a multiple of 4096."""
+        """Address of the first byte, a multiple of 4096; in a forked child, ask for it after :meth:`view`."""
         return self._memory.data_ptr()
 
     @property
@@ -113,11 +102,11 @@ class Block:
 
     def _map(self) -> torch.Tensor:
         # Private pages: the shared ones that mmap makes by default are slower to get and cannot be huge.
-        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
         try:
-            return torch.frombuffer(mmap.mmap(-1, self.nbytes, **private), dtype=torch.uint8)
-        except (OSError, MemoryError, ValueError) as error:
+            memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, MemoryError, ValueError, OverflowError) as error:
             raise StagingError([], f"no {self.nbytes / 2**30:.2f} GiB of host memory to be had ({error})") from error
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _touch(self, threads: int) -> None:
         """Have the kernel back the pages now, on several threads, instead of one fault at a time during the copy.
@@ -129,14 +118,9 @@ class Block:
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         advise(self.address, self.nbytes, _MADV_HUGEPAGE)
         share = -(-self.nbytes // threads // _HUGE_PAGE) * _HUGE_PAGE
-        starts = range(0, self.nbytes, share)
-        calls = [(self.address + at, min(share, self.nbytes - at), _MADV_POPULATE_WRITE) for at in starts]
-        workers = [threading.Thread(target=advise, args=call) for call in calls[1:]]
-        for worker in workers:
-            worker.start()
-        advise(*calls[0])
-        for worker in workers:
-            worker.join()
+        with ThreadPoolExecutor(threads) as workers:
+            for at in range(0, self.nbytes, share):
+                workers.submit(advise, self.address + at, min(share, self.nbytes - at), _MADV_POPULATE_WRITE)
 
 
 def view_of(memory: torch.Tensor) -> memoryview:
@@ -147,48 +131,30 @@ def view_of(memory: torch.Tensor) -> memoryview:
 
 
 class BlockRef:
-    """A block in use. It comes back to its pool when nothing refers to this any more.
+    """A block in use. It comes back to its pool when nothing refers to this any more."""
 
-    Attributes:
-        nbytes: of the whole block.
-    """
-
-    __slots__ = ("__weakref__", "_block", "nbytes")
+    __slots__ = ("__weakref__", "block")
 
     def __init__(self, block: Block) -> None:
-        self._block = block
-        self.nbytes = block.nbytes
-
-    @property
-    def address(self) -> int:
-        """Of the first byte; for a block of shared memory, valid in a forked child once it has taken a view."""
-        return self._block.address
-
-    def view(self) -> memoryview:
-        """A new view of the block, which is in use while the view lives."""
-        view = self._block.view()
-        owner: Any = view.obj
-        owner.held = self
-        return view
+        self.block = block
 
 
 class Lease:
     """One copy that is out, see :meth:`Pool.lease`."""
 
-    __slots__ = ("__weakref__", "_copies", "_serial")
+    __slots__ = ("__weakref__", "_copies")
 
-    def __init__(self, serial: int, copies: weakref.WeakValueDictionary[int, Lease]) -> None:
-        self._serial = serial
+    def __init__(self, copies: weakref.WeakValueDictionary[int, Lease]) -> None:
         self._copies = copies
 
     def view(self, ref: BlockRef) -> memoryview:
         """A new view of a block for this copy. While it lives, the block is in use and the lease goes on."""
-        view = ref.view()
+        view = ref.block.view()
         owner: Any = view.obj
         owner.held = (self, ref)  # a tuple lets go of its last item first: the block is back before the lease ends
         return view
 
-    def hand_out(self, copy: T) -> T:
+    def hand_out(self, copy: Any) -> Any:
         """Return ``copy``, by which :meth:`Pool.release` then knows this lease."""
         self._copies[id(copy)] = self
         return copy
@@ -203,10 +169,8 @@ class Pool:
         view = lease.view(ref)  # tensors are made over it with torch.frombuffer
         return lease.hand_out(state_dict_of_those_tensors)
 
-    Copies that share memory keep the ``ref`` and take a view of it for each lease. Unused blocks are kept, the largest
-    first, up to ``max_in_flight`` times what one copy needs.
-
-    One thread at a time may call :meth:`lease` and :meth:`take`; any thread may call :meth:`release` and :meth:`close`.
+    Unused blocks are kept, the largest first, up to ``max_in_flight`` times what one copy needs. One thread at a time
+    may call :meth:`lease` and :meth:`take`; any thread may call :meth:`release` and :meth:`close`.
 
     Args:
         max_in_flight: leases at once before :meth:`lease` waits; None for no bound.
@@ -220,6 +184,7 @@ class Pool:
 
     Attributes:
         readers_release: whether the reader has promised to release its copies.
+        expected: bytes that one copy needs in all. Where it takes one block each, the pool finds them by itself.
     """
 
     def __init__(
@@ -236,42 +201,40 @@ class Pool:
             raise StagingError([], f"max_in_flight must be at least 1, not {max_in_flight}")
         self.max_in_flight = math.inf if max_in_flight is None else max_in_flight
         self.wait_s = wait_s
-        self._keep = keep
+        self.readers_release = False
+        self.expected = 0
+        pin = pin is not False
         there = torch.accelerator.is_available()
-        first = os.environ.get("LOCAL_RANK", "0") == "0"  # of the ranks on this machine, which would all log the same
-        if keep and pin is not False and not there and first:
+        # Of the ranks on this machine, which would all log the same, the first does.
+        if keep and pin and not there and os.environ.get("LOCAL_RANK", "0") == "0":
             log.warning(
                 "stagereg: no accelerator here, so copies are staged in pre-faulted pageable memory, not page-locked"
             )
-        self._pin = there and pin is not False
-        self._threads = threads
-        self._reserve = reserve
-        self._make = make
+        self._make = lambda nbytes: make(nbytes, pin and there, threads)
+        self._keep = keep
+        # Finalizers on any thread change these two, by one atomic step each.
+        self._out: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._free: list[Block] = []
-        self._expected = 0
-        self._out: set[int] = set()
-        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # put() is safe in finalizers
-        self._returned: queue.SimpleQueue[Block] = queue.SimpleQueue()
         self._copies: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
-        self._serial = 0
         self._overdrawn = False
         self._closed = False
-        self.readers_release = False
-        self._reserving: threading.Thread | None = None
+        self._reserve = reserve
+        self._reserved: Future[Block] | None = None
         if reserve:
-            self._reserving = threading.Thread(target=self._make_reserve, name="stagereg-copy-reserve")
-            self._reserving.start()
+            background = ThreadPoolExecutor(1, thread_name_prefix="stagereg-copy-reserve")
+            self._reserved = background.submit(self._make, reserve)
+            background.shutdown(wait=False)
 
     @property
     def in_flight(self) -> int:
         """Copies that are still out, in this process or in another one that reads them."""
-        self._collect()
+        self._trim()
         return len(self._out) + sum(not block.idle for block in self._free)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the blocks that are kept for copies to come."""
-        self._collect()
+        self._trim()
         return sum(block.nbytes for block in self._free)
 
     def lease(self) -> Lease:
@@ -283,10 +246,8 @@ class Pool:
         self.check_open()
         if self.in_flight >= self.max_in_flight:
             self._wait()
-        self._serial += 1
-        lease = Lease(self._serial, self._copies)
-        self._out.add(self._serial)
-        weakref.finalize(lease, self._ended.put, self._serial).atexit = False
+        lease = Lease(self._copies)
+        self._out.add(lease)
         return lease
 
     def take(self, nbytes: int, at_most: float = math.inf) -> BlockRef:
@@ -297,29 +258,22 @@ class Pool:
             StagingError: there is no memory left.
         """
         self.check_open()
-        if nbytes > self._expected:
-            self.expect(nbytes)
-        self._await_reserve()
-        self._collect()
+        if self._reserved is not None:
+            reserved, self._reserved = self._reserved, None
+            self._free.append(reserved.result())
+        if nbytes > self.expected:
+            self.expected = nbytes
+            self._free = [block for block in self._free if block.nbytes >= nbytes]
+        self._trim()
         fitting = [block for block in self._free if nbytes <= block.nbytes <= at_most and block.idle]
         if fitting:
             block = min(fitting, key=lambda block: block.nbytes)
             self._free.remove(block)
         else:
-            block = self._make(nbytes, self._pin, self._threads)
+            block = self._make(nbytes)
         ref = BlockRef(block)
         weakref.finalize(ref, _give_back, weakref.ref(self), block).atexit = False
         return ref
-
-    def expect(self, nbytes: int) -> None:
-        """Set how many bytes one copy needs in all, and free blocks that are smaller.
-
-        Where it takes one block each, the pool knows by itself.
-        """
-        self._await_reserve()
-        self._collect()
-        self._expected = nbytes
-        self._free = [block for block in self._free if block.nbytes >= nbytes]
 
     def expect_release(self) -> None:
         """Wait up to ``wait_s`` for copies from now on: their reader promises to :meth:`release` each."""
@@ -334,7 +288,7 @@ class Pool:
         if isinstance(copy, dict):
             copy.clear()  # first, so that the blocks are back when a waiting ``lease`` goes on
         if lease is not None:
-            self._ended.put(lease._serial)
+            self._out.discard(lease)
 
     def check_open(self) -> None:
         """Raise ``StagerClosedError`` after :meth:`close`."""
@@ -344,51 +298,29 @@ class Pool:
     def close(self) -> None:
         """Free what is kept. Memory still in use lives until its readers let go. Closing twice is harmless."""
         self._closed = True
-        self._await_reserve()
-        self._collect()
+        self._reserved = None
         self._free.clear()
 
     def _wait(self) -> None:
         gc.collect()  # a copy in a dead reference cycle is held by no reader
         limit = self.wait_s if self.readers_release else min(self.wait_s, WAIT_WITHOUT_RELEASE_S)
-        until = time.monotonic() + (0.0 if self._overdrawn and not self.readers_release else limit)
-        while self.in_flight >= self.max_in_flight:
-            left = until - time.monotonic()
-            if left <= 0:
-                break
-            with contextlib.suppress(queue.Empty):
-                self._out.discard(self._ended.get(timeout=min(left, _POLL_S)))
+        if self._overdrawn and not self.readers_release:
+            limit = 0.0
+        until = time.monotonic() + limit
+        while self.in_flight >= self.max_in_flight and time.monotonic() < until:
+            time.sleep(_POLL_S)
             self.check_open()
-        else:
-            return
-        if not self._overdrawn:
+        if self.in_flight >= self.max_in_flight and not self._overdrawn:
             self._overdrawn = True
             text = "stagereg: %d staged copies are still held after %.1f s, so fresh memory is taken; "
             text += "drop copies that are no longer needed, or raise max_in_flight"
             log.warning(text, self.in_flight, limit)
 
-    def _collect(self) -> None:
-        """Take note of the leases that have ended and the blocks that have come back."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._out.discard(self._ended.get_nowait())
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._free.append(self._returned.get_nowait())
-        most = 0 if self._closed else max(self._reserve, self.max_in_flight * _whole_pages(self._expected))
+    def _trim(self) -> None:
+        """Free the blocks that are more than may be kept, the smallest first."""
+        most = max(self._reserve, self.max_in_flight * _whole_pages(self.expected))
         while sum(block.nbytes for block in self._free) > most:
             self._free.remove(min(self._free, key=lambda block: block.nbytes))
-
-    def _make_reserve(self) -> None:
-        try:
-            self._returned.put(self._make(self._reserve, self._pin, self._threads))
-        except StagingError as error:
-            log.warning("stagereg: nothing was reserved, memory is taken when it is needed: %s", error)
-
-    def _await_reserve(self) -> None:
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None
 
 
 def _whole_pages(nbytes: int) -> int:
@@ -399,28 +331,25 @@ def _give_back(pool: weakref.ref[Pool], block: Block) -> None:
     """End the use of a block. Runs wherever the last reference died, in a finalizer: takes no lock."""
     owner = pool()
     if owner is not None and owner._keep and not owner._closed:
-        owner._returned.put(block)
+        owner._free.append(block)
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """The free bytes around a staged tensor, for a storage that writes a file's image in place.
+    """The free bytes around the staged tensors in a block, for a storage that writes a file's image in place.
 
-    Attributes:
-        address, nbytes: of the whole block that the copy lies in; multiples of 4096 bytes, and all of it may be read.
-        before, after: bytes next to the tensor's first and last byte that nothing else uses. They belong to whoever
-            holds the tensor.
+    The bytes next to a tensor belong to whoever holds it, and all of the block may be read.
     """
 
-    address: int
-    nbytes: int
-    before: int
-    after: int
+    address: int  # of the whole block, a multiple of 4096
+    nbytes: int  # likewise
+    before: int  # bytes next to a tensor's first byte that nothing else uses
+    after: int  # bytes next to its last
+    spans: dict[int, int]  # offset in the block and bytes of each tensor that has such bytes to itself
 
 
-# Global, since a storage has nothing but the tensor to find its padding by. The padding of the tensors in a block, and
-# offset and bytes of each.
-_padded: dict[int, tuple[Padding, dict[int, int]]] = {}
+# Global, since a storage has nothing but the tensor to find its padding by.
+_padded: dict[int, Padding] = {}
 
 
 def register_padding(view: memoryview, margins: tuple[int, int], spans: dict[int, int]) -> None:
@@ -429,10 +358,10 @@ def register_padding(view: memoryview, margins: tuple[int, int], spans: dict[int
     Args:
         view: of a whole block.
         margins: bytes that are free before and after each tensor.
-        spans: offset in the block and bytes of each tensor that has such margins to itself.
+        spans: see :class:`Padding`.
     """
     address = torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
-    _padded[id(view)] = Padding(address, view.nbytes, *margins), spans
+    _padded[id(view)] = Padding(address, view.nbytes, *margins, spans)
     weakref.finalize(view, _padded.pop, id(view), None).atexit = False
 
 
@@ -441,7 +370,7 @@ def padding_around(x: torch.Tensor) -> Padding | None:
     if x.device.type != "cpu" or x.layout is not torch.strided or not x.is_contiguous():
         return None
     address = x.data_ptr()
-    for padding, spans in tuple(_padded.values()):
-        if padding.address <= address < padding.address + padding.nbytes:
-            return padding if spans.get(address - padding.address) == x.nbytes else None
+    for padding in tuple(_padded.values()):
+        if padding.spans.get(address - padding.address) == x.nbytes:
+            return padding
     return None

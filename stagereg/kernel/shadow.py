@@ -5,14 +5,11 @@ all-reduce. If the join is to throw, a second all-reduce tells the active ranks 
 are those of ``torch.distributed.algorithms.join`` (torch 2.13), so ranks that run torch's ``Join`` and ranks that run
 this one can share a job. A joined rank then *shadows* what the active ranks do: the same collectives, on values that
 leave the others' result alone.
-
-It knows process groups and tensors; which collectives there are to shadow is a hook's business.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -21,7 +18,7 @@ import torch.distributed as dist
 
 from stagereg.errors import JoinError, UnevenInputsError, nearest
 
-__all__ = ["PEER_EXHAUSTED", "Collective", "TorchWire", "shadow"]
+__all__ = ["PEER_EXHAUSTED", "Collective", "TorchWire"]
 
 PEER_EXHAUSTED = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
 """What an active rank raises, in torch's words."""
@@ -59,16 +56,11 @@ class TorchWire:
         """Joined rank, once a step: how many ranks are still active. Waits for them."""
         return int(self._sum(0.0))
 
-    def raise_if_exhausted(self) -> None:
-        """Active rank that may have to throw, after :meth:`announce`: raise if some rank is out of data."""
-        if self._sum(0.0):
-            raise UnevenInputsError(PEER_EXHAUSTED)
-
-    def raise_exhausted(self) -> None:
-        """Joined rank: make the active ranks raise in :meth:`raise_if_exhausted`, and raise here."""
-        self._sum(1.0)
-        rank = dist.get_rank(self.group)
-        raise UnevenInputsError(f"Rank {rank} exhausted all inputs.", rank=rank)
+    def raise_if_exhausted(self, joined: bool = False) -> None:
+        """Rank that may have to throw, after it has announced or counted: raise if it, or another, is out of data."""
+        if self._sum(float(joined)):
+            rank = dist.get_rank(self.group) if joined else None
+            raise UnevenInputsError(PEER_EXHAUSTED if rank is None else f"Rank {rank} exhausted all inputs.", rank)
 
     def _sum(self, mine: float) -> float:
         total = torch.full((1,), mine, device=self.device)
@@ -115,7 +107,12 @@ class Collective:
 
     def neutral(self, device: torch.device) -> torch.Tensor:
         """The value that leaves the other ranks' result alone. An ``avg`` still divides by the whole world."""
-        return torch.full(self.shape, _neutral(self.reduce, self.dtype), dtype=self.dtype, device=device)
+        value: float = 0
+        if self.reduce == "product":
+            value = 1
+        elif self.reduce in ("min", "max"):
+            value = _bound(self.dtype, lowest=self.reduce == "max")
+        return torch.full(self.shape, value, dtype=self.dtype, device=device)
 
     def issue(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
         """Run it and wait. Returns ``tensor``, or what ``all_gather`` (a list) and ``reduce_scatter`` (a part) made."""
@@ -140,31 +137,9 @@ class Collective:
         return tensor
 
 
-def shadow(
-    collectives: Sequence[Collective],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    last_sent: dict[int, torch.Tensor] | None = None,
-) -> None:
-    """Joined rank: take part in ``collectives`` in order, without changing the active ranks' results.
-
-    Args:
-        last_sent: by index, what this rank sent as the root of a broadcast when it was active; it goes on sending that,
-            as there is no neutral value for it. Zeros where there is none.
-    """
-    for i, collective in enumerate(collectives):
-        kept = (last_sent or {}).get(i)
-        collective.issue(collective.neutral(device) if kept is None else kept, group)
-
-
-def _neutral(reduce: Reduction, dtype: torch.dtype) -> float | int | bool:
-    if reduce in ("sum", "avg"):
-        return 0
-    if reduce == "product":
-        return 1
+def _bound(dtype: torch.dtype, lowest: bool) -> float:
     if dtype == torch.bool:
-        return reduce == "min"
+        return not lowest
     if dtype.is_floating_point:
-        return math.inf if reduce == "min" else -math.inf
-    limits = torch.iinfo(dtype)
-    return limits.max if reduce == "min" else limits.min
+        return -math.inf if lowest else math.inf
+    return torch.iinfo(dtype).min if lowest else torch.iinfo(dtype).max

@@ -1,10 +1,10 @@
 """Take a state dict apart into plain tensors, and put a copy of it together around other ones.
 
-:func:`flatten` walks a state dict once. It makes the copy's containers on the way (same types, same order, same keys,
-same sharing, cycles included), copies everything that is no tensor, and lists the plain strided tensors it met.
-:meth:`TreeSpec.unflatten` then puts the staged tensors where the source had theirs: wrapped again as ``Parameter``,
-DTensor, ShardedTensor or whatever traceable subclass they were, with their Python attributes. What cannot be staged is
-refused with its path in the dict.
+:func:`flatten` walks a state dict once, with a pickler: what it pickles is the structure (same types, order, keys,
+sharing, cycles). The plain strided tensors it meets are listed, and anything else that is no container is copied at
+once. :meth:`TreeSpec.unflatten` unpickles the structure with the staged tensors where the source had theirs: wrapped
+again as ``Parameter``, DTensor, ShardedTensor or whatever traceable subclass they were, with their Python attributes.
+What cannot be staged is refused with its path in the dict.
 
 Most calls stage a state dict of the same structure over the same memory as the call before. :class:`Recognizer`
 remembers one and recognises it at a third of the cost of :func:`flatten` and a layout.
@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -48,25 +50,9 @@ ATOMS = frozenset(
 )  # fmt: skip
 
 # What torch's type_check admits besides containers and tensors.
-_CHECKED = (bool, int, float, str, bytes, io.BytesIO, type(None))
+_CHECKED = (bool, int, float, str, bytes, io.BytesIO, type(None), torch.Tensor)
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-class _Slot:
-    """An entry of the copy that gets its value once the staged tensors are there."""
-
-    __slots__ = ("_make", "_value")
-
-    def __init__(self, make: Callable[[Sequence[torch.Tensor]], Any]) -> None:
-        self._make: Callable[[Sequence[torch.Tensor]], Any] | None = make
-        self._value: Any = None
-
-    def resolve(self, staged: Sequence[torch.Tensor]) -> Any:
-        if self._make is not None:
-            self._value = self._make(staged)
-            self._make = None
-        return self._value
+_Reduced = tuple[Any, ...]  # what pickle calls a reduce value
 
 
 class TreeSpec:
@@ -79,17 +65,16 @@ class TreeSpec:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._root: Any = None
-        self._holes: list[tuple[Any, Any, _Slot]] = []
-        self._dresses: list[tuple[_Slot, dict[str, Any]]] = []
+        self._constants: list[Any] = []
+        self._finish: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self._pickled = b""
 
     def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:
         """Return the finished copy, ``staged[i]`` standing where ``tensors[i]`` stood. To be called once."""
-        for container, key, slot in self._holes:
-            container[key] = slot.resolve(staged)
-        for slot, attributes in self._dresses:  # last, for an attribute may be any tensor, even the one it is of
-            vars(slot.resolve(staged)).update(attributes)
-        return self._root.resolve(staged) if type(self._root) is _Slot else self._root
+        finished = list(staged)
+        for i, finish in self._finish.items():
+            finished[i] = finish(finished[i])
+        return _StructureUnpickler(self._pickled, finished, self._constants).load()
 
 
 def flatten(state: Any, type_check: bool = False) -> TreeSpec:
@@ -103,104 +88,119 @@ def flatten(state: Any, type_check: bool = False) -> TreeSpec:
     Raises:
         StagingError: an entry cannot be staged; the message has its path.
     """
-    walker = _Walker(type_check)
-    walker.spec._root = walker.visit(state)
-    return walker.spec
+    try:
+        return _flatten(state, type_check)
+    except StagingError as error:
+        path = _path_to(state, lambda x: _fails(x, type_check), {})
+        raise type(error)(path, error.reason) from error.__cause__
 
 
 def path_to(state: Any, index: int) -> tuple[object, ...]:
     """Return the keys that lead to the tensor that :func:`flatten` lists at ``index``; for error messages."""
-    try:
-        _Walker(type_check=False, stop_at=index).visit(state)
-    except StagingError as error:
-        return error.path
+    wanted = _identity(flatten(state).tensors[index])
+    return _path_to(state, lambda x: wanted in map(_identity, flatten(x).tensors), {})
+
+
+def _identity(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.shape, x.stride()
+
+
+def _path_to(x: Any, is_there: Callable[[Any], bool], met: dict[int, Any]) -> tuple[object, ...]:
+    """Return the keys that lead to the innermost value for which ``is_there`` is true."""
+    met[id(x)] = x  # what has its id there must not be freed; a dict may make its values
+    entries: list[Any] = list(
+        x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, (list, tuple)) else ()
+    )
+    if entries or (isinstance(x, torch.Tensor) and not why_without_data(x)):
+        entries += getattr(x, "__dict__", {}).items()
+    for key, value in entries:
+        if id(value) not in met and is_there(value):
+            return (key, *_path_to(value, is_there, met))
     return ()
 
 
-class _Walker:
-    def __init__(self, type_check: bool, stop_at: int = -1) -> None:
-        self.spec = TreeSpec()
-        self._type_check = type_check
-        self._stop_at = stop_at
-        self._memo: dict[int, Any] = {}
+def _fails(x: Any, type_check: bool) -> bool:
+    try:
+        _flatten(x, type_check)
+    except StagingError:
+        return True
+    return False
+
+
+def _flatten(state: Any, type_check: bool) -> TreeSpec:
+    spec, file = TreeSpec(), io.BytesIO()
+    if type_check:
+        _check_types(state, set())
+    _attempt(_StructurePickler(file, spec).dump, state)
+    spec._pickled = file.getvalue()
+    return spec
+
+
+def _check_types(x: Any, met: set[int]) -> None:
+    if isinstance(x, (dict, list, tuple)):
+        if id(x) not in met:
+            met.add(id(x))
+            for value in x.values() if isinstance(x, dict) else x:
+                _check_types(value, met)
+    elif not isinstance(x, _CHECKED):
+        raise UnstageableTypeError([], f"Unexpected value type {type(x)}")
+
+
+# -- pickling
+
+
+def _tensor(index: int) -> Any:
+    """Stands in the structure for a staged tensor."""
+
+
+def _constant(index: int) -> Any:
+    """Stands in the structure for a value that is copied already, or is no part of it."""
+
+
+def _set_attributes(x: torch.Tensor, attributes: dict[str, Any]) -> None:
+    vars(x).update(attributes)
+
+
+class _StructureUnpickler(pickle.Unpickler):
+    def __init__(self, pickled: bytes, staged: list[torch.Tensor], constants: list[Any]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._values = {"_tensor": staged, "_constant": constants}
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._values[name].__getitem__
+
+
+class _StructurePickler(pickle.Pickler):
+    """Pickles a structure, and puts what is in it into ``spec``."""
+
+    def __init__(self, file: io.BytesIO, spec: TreeSpec) -> None:
+        super().__init__(file, protocol=5)
+        self._spec = spec
         self._own: dict[type, frozenset[str]] = {}
-        self._alive: list[Any] = []  # what has its id in the memo must outlive the walk; a dict may make its values
 
-    def visit(self, x: Any) -> Any:
+    def reducer_override(self, x: Any) -> Any:
+        """Called for each object once; not for exact dicts, lists, sets, tuples, numbers and strings."""
         kind = type(x)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            return self._plain(x)
         if kind in ATOMS:
-            self._check(x)
-            return x
-        known = self._memo.get(id(x), self)
-        if known is not self:
-            return known
-        self._alive.append(x)
-        if kind in _PLAIN:
-            made: Any = self._plain(x)
-        elif issubclass(kind, dict):
-            return self._container(x, x.items())
-        elif issubclass(kind, list):
-            return self._container(x, enumerate(x))
-        elif issubclass(kind, tuple):
-            made = self._tuple(x)
-        elif issubclass(kind, torch.Tensor):
-            made = self._tensor(x)
-        else:
-            self._check(x)
-            made = _attempt(copy.deepcopy, x)
-        self._memo[id(x)] = made
-        return made
+            return NotImplemented if x in (_tensor, _constant) else self._constant(x)
+        if issubclass(kind, (dict, list, set, frozenset)) or hasattr(kind, "n_sequence_fields"):
+            return NotImplemented
+        if issubclass(kind, tuple):
+            return (lambda items: tuple.__new__(kind, items)), (tuple(x),)  # whatever its constructor takes
+        if issubclass(kind, torch.Tensor):
+            return self._subclass(x)
+        return self._constant(_attempt(copy.deepcopy, x))
 
-    # -- containers
+    def _constant(self, x: Any) -> _Reduced:
+        self._spec._constants.append(x)
+        return _constant, (len(self._spec._constants) - 1,)
 
-    def _container(self, x: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-        # A copy keeps what a subclass is, such as a defaultdict's factory; its values are replaced below.
-        new = {} if type(x) is dict else _attempt(copy.copy, x)
-        self._memo[id(x)] = new
-        self._items(items, new)
-        attributes = getattr(x, "__dict__", None)  # such as ``_metadata`` of a module's state dict
-        if attributes:
-            self._items(attributes.items(), new.__dict__)
-        return new
-
-    def _tuple(self, x: tuple[Any, ...]) -> Any:
-        parts: list[Any] = [None] * len(x)
-        before = len(self.spec._holes)
-        self._items(enumerate(x), parts)
-        if id(x) in self._memo:  # a cycle through this tuple has already made it
-            return self._memo[id(x)]
-        if len(self.spec._holes) == before and all(a is b for a, b in zip(parts, x, strict=True)):
-            return x
-        make = _tuple_maker(type(x))
-        if any(container is parts for container, _, _ in self.spec._holes[before:]):
-            return _Slot(lambda staged: make(parts))
-        return make(parts)
-
-    def _items(self, items: Any, new: Any) -> None:
-        key: Any = None
-        holes = self.spec._holes
-        visit = self.visit
-        try:
-            for key, value in items:
-                made = visit(value)
-                if type(made) is _Slot:
-                    new[key] = None  # keeps the order of the keys
-                    holes.append((new, key, made))
-                else:
-                    new[key] = made
-        except StagingError as error:
-            raise type(error)([key, *error.path], error.reason) from error.__cause__
-
-    # -- leaves
-
-    def _check(self, x: Any) -> None:
-        if self._type_check and not isinstance(x, _CHECKED):
-            raise UnstageableTypeError([], f"Unexpected value type {type(x)}")
-
-    def _tensor(self, x: Any) -> _Slot:
+    def _subclass(self, x: Any) -> _Reduced:
         if hasattr(x, "trigger_wait"):  # an asynchronous collective's result: its value is there after the wait
-            made: _Slot = self.visit(x.trigger_wait())
-            return made
+            reduced: _Reduced = self.reducer_override(x.trigger_wait())
+            return reduced
         if isinstance(x, ShardedTensor):
             return self._sharded(x)
         if is_traceable_wrapper_subclass(x):
@@ -209,73 +209,46 @@ class _Walker:
             raise StagingError([], why)
         return self._plain(x)
 
-    def _plain(self, x: torch.Tensor) -> _Slot:
-        if x.layout is not torch.strided or x.is_quantized or x.is_nested:
-            loose = _attempt(_to_host, x)  # no single strided block to plan for
-            return self._dressed(x, lambda staged: loose)
-        index = len(self.spec.tensors)
-        if index == self._stop_at:
-            raise StagingError([], "this is the tensor")
-        slot = _Slot(lambda staged: staged[index])
-        negative, conjugate = x.is_neg(), x.is_conj()
-        if negative or conjugate:
-            self.spec.tensors.append(flip(x.detach(), negative, conjugate))
-            lifted = slot.resolve
-            slot = _Slot(lambda staged: flip(lifted(staged), negative, conjugate))
-        else:
-            self.spec.tensors.append(x)
-        if x.requires_grad or type(x) is not torch.Tensor or x.__dict__:
-            return self._dressed(x, slot.resolve)
-        return slot
+    def _plain(self, x: torch.Tensor) -> _Reduced:
+        kind, wants_grad, negative, conjugate = type(x), x.requires_grad and x.is_leaf, x.is_neg(), x.is_conj()
 
-    def _dressed(self, x: torch.Tensor, bare: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> _Slot:
-        """The staged tensor with the source's class, ``requires_grad`` and attributes."""
-        kind = type(x)
-        wants_grad = x.requires_grad and x.is_leaf
-
-        def make(staged: Sequence[torch.Tensor]) -> torch.Tensor:
-            y = bare(staged)
+        def finish(y: torch.Tensor) -> torch.Tensor:
+            y = flip(y, negative, conjugate)
             if kind is torch.nn.Parameter:
                 return torch.nn.Parameter(y, requires_grad=wants_grad)
             if kind is not torch.Tensor:
                 y = y.as_subclass(kind)
             return y.requires_grad_() if wants_grad else y
 
-        slot = _Slot(make)
-        self._attributes_of(x, slot, vars(x))
-        return slot
+        if x.layout is not torch.strided or x.is_quantized or x.is_nested:  # no single strided block to plan for
+            return self._with_attributes(self._constant(finish(_attempt(_to_host, x))), vars(x))
+        index = len(self._spec.tensors)
+        self._spec.tensors.append(flip(x.detach(), negative, conjugate) if negative or conjugate else x)
+        if kind is not torch.Tensor or wants_grad or negative or conjugate:
+            self._spec._finish[index] = finish
+        return self._with_attributes((_tensor, (index,)), vars(x))
 
-    def _attributes_of(self, x: torch.Tensor, slot: _Slot, attributes: dict[str, Any]) -> None:
-        if attributes:
-            self._memo[id(x)] = slot  # an attribute may lead back here
-            copied: dict[str, Any] = {}
-            self._items(list(attributes.items()), copied)
-            self.spec._dresses.append((slot, copied))
+    def _with_attributes(self, reduced: _Reduced, attributes: dict[str, Any]) -> _Reduced:
+        return (*reduced, attributes, None, None, _set_attributes) if attributes else reduced
 
-    def _wrapper(self, x: Any) -> _Slot:
+    def _wrapper(self, x: Any) -> _Reduced:
         """DTensor and other traceable wrappers, through their own flatten protocol."""
         names, context = x.__tensor_flatten__()
         size, stride, kind = x.size(), x.stride(), type(x)
         parts = {name: getattr(x, name) for name in names}
-        inner: dict[str, Any] = {}
-        self._items(parts.items(), inner)
 
-        def make(staged: Sequence[torch.Tensor]) -> Any:
+        def make(inner: dict[str, Any]) -> Any:
             return kind.__tensor_unflatten__(inner, context, size, stride)
 
-        slot = _Slot(make)
         if kind not in self._own:  # the attributes that the protocol brings back by itself
-            self._own[kind] = frozenset(vars(kind.__tensor_unflatten__(parts, context, size, stride))).union(names)
-        self._attributes_of(x, slot, {k: v for k, v in vars(x).items() if k not in self._own[kind]})
-        return slot
+            self._own[kind] = frozenset(vars(make(parts))).union(names)
+        return self._with_attributes((make, (parts,)), {k: v for k, v in vars(x).items() if k not in self._own[kind]})
 
-    def _sharded(self, x: ShardedTensor) -> _Slot:
+    def _sharded(self, x: ShardedTensor) -> _Reduced:
         """A ShardedTensor over staged shards; its metadata says where they lie now: on the CPU."""
         shards = x.local_shards()
-        parts: list[Any] = [None] * len(shards)
-        self._items(enumerate(shard.tensor for shard in shards), parts)
 
-        def make(staged: Sequence[torch.Tensor]) -> ShardedTensor:
+        def make(parts: list[torch.Tensor]) -> ShardedTensor:
             metadata = copy.deepcopy(x.metadata())
             local = [Shard(part, copy.deepcopy(old.metadata)) for part, old in zip(parts, shards, strict=True)]
             for meta in [*metadata.shards_metadata, *(shard.metadata for shard in local)]:
@@ -285,7 +258,7 @@ class _Walker:
                 local, metadata, process_group=x._process_group, init_rrefs=x._init_rrefs
             )
 
-        return _Slot(make)
+        return make, ([shard.tensor for shard in shards],)
 
 
 # -- single values
@@ -298,21 +271,15 @@ def _attempt(copier: Callable[[Any], Any], x: Any) -> Any:
     except StagingError:
         raise
     except Exception as error:
-        raise UnstageableTypeError(
-            [], f"a {type(x).__module__}.{type(x).__qualname__} cannot be copied ({type(error).__name__}: {error})"
-        ) from error
+        kind, why = type(x), f"{type(error).__name__}: {error}"
+        raise UnstageableTypeError([], f"a {kind.__module__}.{kind.__qualname__} cannot be copied ({why})") from error
 
 
 def why_without_data(x: torch.Tensor) -> str | None:
     """Say why a tensor that has a shape has no memory; None where it has."""
-    what = None
-    if x.device.type == "meta":
-        what = "it lies on the meta device; materialize it first"
-    elif isinstance(x, (UninitializedParameter, UninitializedBuffer)):
-        what = "it is an uninitialized lazy parameter; run a forward pass first"
-    elif isinstance(x, FakeTensor):
-        what = "it is fake; stage outside of FakeTensorMode"
-    return f"a {type(x).__name__} has no data to stage: {what}" if what else None
+    if x.device.type != "meta" and not isinstance(x, (UninitializedParameter, UninitializedBuffer, FakeTensor)):
+        return None
+    return f"a {type(x).__name__} on {x.device} has no data to stage; materialize it first, as by a forward pass"
 
 
 def _to_host(x: torch.Tensor) -> torch.Tensor:
@@ -326,15 +293,6 @@ def flip(x: torch.Tensor, negative: bool, conjugate: bool) -> torch.Tensor:
     return x.conj() if conjugate else x
 
 
-def _tuple_maker(kind: type[tuple[Any, ...]]) -> Callable[[list[Any]], Any]:
-    """Return what makes a tuple of that type out of its items, whatever its constructor takes."""
-    if hasattr(kind, "_make"):  # a named tuple
-        return kind._make
-    if hasattr(kind, "n_sequence_fields"):  # a struct sequence, such as those of torch.return_types
-        return kind
-    return lambda items: tuple.__new__(kind, items)
-
-
 # -- the same state dict once more
 
 _CHUNK = 512  # tensors that are looked at several times in a row, while the cache has them
@@ -342,10 +300,6 @@ _CHUNK = 512  # tensors that are looked at several times in a row, while the cac
 _CONTAINERS = (dict, list, OrderedDict)
 
 _attributes: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
-
-
-class _NotPlainError(Exception):
-    """The state dict is none that a :class:`Recognizer` takes."""
 
 
 class Recognizer:
@@ -357,54 +311,45 @@ class Recognizer:
     long way through :func:`flatten`, which is always right.
     """
 
-    def __init__(self, structure: list[tuple[Any, ...]], tensors: Sequence[torch.Tensor]) -> None:
-        self._structure = structure
-        self._count = len(tensors)
-        chunks = _chunks(tensors)
-        self._guards = [TensorGuards(*chunk, dynamic_dims_sizes=None, dynamic_dims_strides=None) for chunk in chunks]
-        self._addresses = [[x.data_ptr() for x in chunk] for chunk in chunks]
+    def __init__(self, spec: _PlainSpec) -> None:
+        self._structure = spec.structure
+        self._guards = [
+            TensorGuards(*chunk, dynamic_dims_sizes=None, dynamic_dims_strides=None) for chunk in _chunks(spec.tensors)
+        ]
+        self._addresses = [[x.data_ptr() for x in chunk] for chunk in _chunks(spec.tensors)]
+        self._distinct = len(set(chain.from_iterable(self._addresses))) == len(spec.tensors)
 
     @classmethod
     def of(cls, state: Any, tensors: Sequence[torch.Tensor]) -> Recognizer | None:
         """Remember ``state``, of which :func:`flatten` lists ``tensors``; None if it is not of the plain kind."""
-        spec = _PlainSpec.of(state) if TensorGuards is not None else None
-        if spec is None or list(map(id, spec.tensors)) != list(map(id, tensors)):
+        if TensorGuards is None or any(x.requires_grad or _attributes(x) for x in tensors):
             return None
-        if any(x.requires_grad for x in tensors):
-            return None
-        return cls(spec.structure, tensors)
+        spec = _PlainSpec(state)
+        return cls(spec) if spec.is_plain and list(map(id, spec.tensors)) == list(map(id, tensors)) else None
 
     def match(self, state: Any) -> TreeSpec | None:
         """Return what :func:`flatten` would make of ``state``; None if it is not as it was."""
-        spec = _PlainSpec.of(state)
-        if spec is None or len(spec.tensors) != self._count or spec.structure != self._structure:
+        spec = _PlainSpec(state)
+        if not spec.is_plain or spec.structure != self._structure or any(map(_attributes, spec.tensors)):
             return None
         address = torch.Tensor.data_ptr
         for guards, addresses, chunk in zip(self._guards, self._addresses, _chunks(spec.tensors), strict=True):
             if not guards.check(*chunk) or list(map(address, chunk)) != addresses:
                 return None
-        return spec
+        # With as many addresses as tensors, none is met twice.
+        return spec if self._distinct or len(set(map(id, spec.tensors))) == len(spec.tensors) else None
 
 
 class _PlainSpec(TreeSpec):
     """The copy of a plain state dict, made in one pass with the source's tensors in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Any) -> None:
         super().__init__()
+        self.is_plain = True  # otherwise nothing else here is valid
         self.structure: list[tuple[Any, ...]] = []  # of each container: type, keys, types of the values
         self._runs: list[tuple[Any, Sequence[Any]]] = []  # a new container, and the keys of its next tensors
         self._met: set[int] = set()
-
-    @classmethod
-    def of(cls, state: Any) -> _PlainSpec | None:
-        spec = cls()
-        try:
-            spec._root = spec._copy(state)
-        except _NotPlainError:
-            return None
-        tensors = spec.tensors
-        once = len(set(map(id, tensors))) == len(tensors)
-        return spec if once and not any(map(_attributes, tensors)) else None
+        self._root = self._copy(state)
 
     def unflatten(self, staged: Sequence[torch.Tensor]) -> Any:
         rest = iter(staged)
@@ -419,44 +364,34 @@ class _PlainSpec(TreeSpec):
     def _copy(self, x: Any) -> Any:
         kind = type(x)
         if kind not in _CONTAINERS or id(x) in self._met:
-            raise _NotPlainError
+            self.is_plain = False
+            return x
         self._met.add(id(x))
         new: Any = kind(x)
         keys, values = (range(len(new)), new) if kind is list else (list(new), list(new.values()))
         types = list(map(type, values))
         self.structure.append((kind, keys, types))
-        if kind is OrderedDict and _attributes(x):  # such as the ``_metadata`` of a module's state dict
-            vars(new).update(_plain_copy(_attributes(x)))
         if set(types) == {torch.Tensor}:
             self.tensors += values
             self._runs.append((new, keys))
-            return new
+        else:
+            self._copy_some(new, keys, values, types)
+        if kind is OrderedDict and _attributes(x):  # such as the ``_metadata`` of a module's state dict
+            vars(new).update(self._copy(_attributes(x)))
+            self.is_plain = self.is_plain and torch.Tensor not in map(type, vars(new).values())
+        return new
+
+    def _copy_some(self, new: Any, keys: Iterable[Any], values: list[Any], types: list[type]) -> None:
         run: list[Any] = []
-        for key, value, each in zip(keys, values, types, strict=True):
-            if each is torch.Tensor:
+        for key, value, kind in zip(keys, values, types, strict=True):
+            if kind is torch.Tensor:
                 self.tensors.append(value)
                 run.append(key)
-            elif each in _CONTAINERS:
+            elif kind not in ATOMS and not (kind is tuple and all(type(item) in ATOMS for item in value)):
                 self._runs.append((new, run))  # the tensors inside come next
                 run = []
                 new[key] = self._copy(value)
-            elif each not in ATOMS and not (each is tuple and all(type(item) in ATOMS for item in value)):
-                raise _NotPlainError
         self._runs.append((new, run))
-        return new
-
-
-def _plain_copy(x: Any) -> Any:
-    """Return a copy of nested dicts of immutable values."""
-    made = type(x)()
-    for key, value in x.items():
-        if type(value) in ATOMS:
-            made[key] = value
-        elif type(value) is dict or (type(value) is OrderedDict and not _attributes(value)):
-            made[key] = _plain_copy(value)
-        else:
-            raise _NotPlainError
-    return made
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:

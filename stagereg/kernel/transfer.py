@@ -11,9 +11,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import threading
+import queue
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -30,8 +29,9 @@ COPY_THREADS = "stagereg-copy"
 Move = tuple[int, int, int]
 """Offset in host memory, address of the source, bytes."""
 
+_Piece = Callable[[int], None]  # work on a block of memory, called with the address of its first byte
+
 _SMALL_BYTES = 2**16  # below this, the call costs more than the copying
-_MANY = 64  # so many small moves are worth a system call that takes them all
 _SPLIT_BYTES = 2**20  # less than this, or fewer small moves than that, and another thread costs more than it saves
 _SPLIT_COUNT = 2048
 _BLOCKS = 4
@@ -57,37 +57,38 @@ class CopyEngine:
 
         The other threads begin where there is enough for them; the caller has to finish the task.
         """
-        return self.run(CopyTask(base, batch.pieces(self.threads)), batch.worth_sharing)
+        return self.run(CopyTask(base, batch.pieces(self.threads)), batch.is_much)
 
-    def run(self, task: CopyTask, shared: bool) -> CopyTask:
-        """Have the other threads work on ``task`` too, if ``shared``; the caller has to finish it."""
-        if shared:
+    def run(self, task: CopyTask, is_much: bool) -> CopyTask:
+        """Have the other threads work on ``task`` too, if it is much; the caller has to finish it."""
+        if is_much:
             for _ in range(self.threads - 1):
                 self._workers.submit(task.work)
         return task
 
-    def fetch(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event | None:
+    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.device, torch.Event]]:
         """Copy tensor by tensor, each pair being where to and where from.
 
         From an accelerator the copies are queued on a stream of their own, behind what the caller has queued so far;
         the caller's stream is not made to wait.
 
         Returns:
-            The event of their end; None from host memory, where they are.
+            The events of their ends, by device; what comes from host memory is copied already.
         """
-        if device.type == "cpu":
-            for to, source in pairs:
-                to.copy_(source)
-            return None
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.Stream(device)
-        stream.wait_event(torch.accelerator.current_stream(device).record_event())
-        with stream:
-            for to, source in pairs:
-                to.copy_(source, non_blocking=True)
-            done: torch.Event = stream.record_event()
-        return done
+        by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for to, source in pairs:
+            by_device.setdefault(source.device, []).append((to, source))
+        for to, source in by_device.pop(torch.device("cpu"), ()):
+            to.copy_(source)
+        events: list[tuple[torch.device, torch.Event]] = []
+        for device, away in by_device.items():
+            stream = self._streams.get(device) or self._streams.setdefault(device, torch.Stream(device))
+            stream.wait_event(torch.accelerator.current_stream(device).record_event())
+            with stream:
+                for to, source in away:
+                    to.copy_(source, non_blocking=True)
+                events.append((device, stream.record_event()))
+        return events
 
     def close(self) -> None:
         """End the threads. Closing twice is harmless."""
@@ -96,73 +97,57 @@ class CopyEngine:
 
 
 class CopyTask:
-    """Pieces of work on one block of memory, of which any thread may take the next.
+    """Pieces of work on the block of memory that begins at ``base``, of which any thread may take the next."""
 
-    Args:
-        base: where the block begins; what each piece is called with.
-        pieces: what is to be done, in any order.
-    """
-
-    def __init__(self, base: int, pieces: Sequence[Callable[[int], None]]) -> None:
+    def __init__(self, base: int, pieces: Iterable[_Piece]) -> None:
         self._base = base
-        self._pieces = deque(pieces)
-        self._left = len(pieces)
-        self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._pieces: queue.Queue[_Piece] = queue.Queue()
         self._failure: Exception | None = None
-        if not pieces:
-            self._done.set()
+        for piece in pieces:
+            self._pieces.put(piece)
 
     def work(self) -> None:
         """Take pieces as long as there are any."""
-        while self._pieces:
+        while True:
             try:
-                piece = self._pieces.popleft()
-            except IndexError:  # another thread took the last one
+                piece = self._pieces.get_nowait()
+            except queue.Empty:
                 return
             try:
                 piece(self._base)
             except Exception as error:
                 self._failure = error
-            with self._lock:
-                self._left -= 1
-                if self._left == 0:
-                    self._done.set()
+            self._pieces.task_done()
 
     def finish(self) -> None:
         """Take the pieces that are left, and return when those of others are done too. Raises what a piece raised."""
         self.work()
-        self._done.wait()
+        self._pieces.join()
         if self._failure is not None:
             raise self._failure
 
 
 class Batch:
-    """Moves from host memory to host memory that are made together, any number of times.
-
-    Attributes:
-        worth_sharing: whether other threads are of use.
-    """
+    """Moves from host memory to host memory that are made together, any number of times."""
 
     def __init__(self, moves: Sequence[Move]) -> None:
         small = [move for move in moves if move[2] < _SMALL_BYTES]
         self._small = [_Small(small[at : at + _AT_ONCE]) for at in range(0, len(small), _AT_ONCE)]
         self._large = [move for move in moves if move[2] >= _SMALL_BYTES]
-        large = sum(nbytes for _, _, nbytes in self._large) >= _SPLIT_BYTES
-        self.worth_sharing = large or len(small) >= _SPLIT_COUNT
-        self._pieces: dict[int, list[Callable[[int], None]]] = {}
+        # Whether other threads are of use.
+        self.is_much = sum(nbytes for _, _, nbytes in self._large) >= _SPLIT_BYTES or len(small) >= _SPLIT_COUNT
+        self._pieces: list[_Piece] = []
 
-    def pieces(self, threads: int) -> list[Callable[[int], None]]:
+    def pieces(self, threads: int) -> list[_Piece]:
         """Return the moves as a :class:`CopyTask` takes them; the large ones as equal shares for some threads."""
-        made = self._pieces.get(threads)
-        if made is None:
-            shares = _split(self._large, threads if self.worth_sharing else 1) if self._large else []
-            made = self._pieces[threads] = [*(functools.partial(move, moves=moves) for moves in shares), *self._small]
-        return made
+        if not self._pieces:
+            shares = _split(self._large, threads if self.is_much else 1)
+            self._pieces = [*(functools.partial(move, moves=moves) for moves in shares), *self._small]
+        return self._pieces
 
 
 class _Small:
-    """Small moves, made by one system call where that is worth it."""
+    """Small moves, made by one system call."""
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self._moves = moves
@@ -173,7 +158,7 @@ class _Small:
         self._targets = functools.lru_cache(_BLOCKS)(lambda base: iovecs([base + to for to, _, _ in moves], sizes))
 
     def __call__(self, base: int) -> None:
-        if len(self._moves) < _MANY or not read_many(self._targets(base), self._sources, self._nbytes):
+        if not read_many(self._targets(base), self._sources, self._nbytes):
             move(base, self._moves)
 
 
@@ -187,8 +172,8 @@ def move(base: int, moves: Sequence[Move]) -> None:
 def _split(moves: Sequence[Move], ways: int) -> list[list[Move]]:
     """Deal ``moves`` out in ``ways`` shares of equal bytes, cutting a move where a share is full."""
     share = -(-sum(nbytes for _, _, nbytes in moves) // ways)
-    shares: list[list[Move]] = [[]]
-    left = share
+    shares: list[list[Move]] = []
+    left = 0
     for to, source, nbytes in moves:
         while nbytes:
             if left == 0:

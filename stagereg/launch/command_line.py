@@ -12,11 +12,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CommandLine", "overrides", "quoted", "wants_no_job", "wants_sweep", "without_callbacks", "without_logging"]
+__all__ = ["CommandLine", "parsed", "quoted"]
 
 _LAUNCHER_ONLY = {"run", "sweep", "mode", "output_subdir", "launcher", "sweeper"}
 """Keys and groups below ``hydra`` that ranks do not get."""
-_LOGGING = ("hydra.job_logging", "hydra.hydra_logging", "hydra/job_logging", "hydra/hydra_logging")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class CommandLine:
             start = [sys.executable, *sys.orig_argv[1:split]]
         else:
             start = [sys.executable, os.path.abspath(sys.argv[0])]
-        known = _parsed(arguments)
+        known = parsed(arguments)
         given = {
             "--config-path": known.config_path,
             "--config-name": known.config_name,
@@ -49,41 +48,12 @@ class CommandLine:
         from omegaconf import OmegaConf
 
         hydras = [each for each in hydra.overrides.hydra if re.split("[./=@]", each)[1] not in _LAUNCHER_ONLY]
-        run = [f"hydra.run.dir={quoted(hydra.runtime.output_dir)}", "hydra.mode=RUN"]
         job = [
             f"hydra.job.{key}={quoted(hydra.job[key]) if key == 'id' else hydra.job[key]}"
             for key in ("id", "num")
             if not OmegaConf.is_missing(hydra.job, key)
         ]
-        return [*self.start, *self.flags, *hydra.overrides.task, *hydras, *run, *job, *without_callbacks(hydra)]
-
-
-def wants_sweep(arguments: list[str]) -> bool:
-    """Whether Hydra would take these arguments for several jobs."""
-    known = _parsed(arguments)
-    return bool(known.multirun) or "hydra.mode=MULTIRUN" in known.overrides
-
-
-def wants_no_job(arguments: list[str]) -> bool:
-    """Whether Hydra would only show something and leave."""
-    known = _parsed(arguments)
-    return any((known.help, known.hydra_help, known.cfg, known.info, known.shell_completion))
-
-
-def overrides(arguments: list[str]) -> list[str]:
-    """The overrides among these arguments; those on the line that is being completed, where that is what they ask."""
-    known = _parsed(arguments)
-    return os.environ.get("COMP_LINE", "").split() if known.shell_completion else list(known.overrides)
-
-
-def without_callbacks(hydra: Any) -> list[str]:
-    """Overrides that take the job's Hydra callbacks out of a rank: they run once a job, not once a rank."""
-    return [f"~hydra.callbacks.{name}" for name in hydra.callbacks or ()]
-
-
-def without_logging(arguments: list[str]) -> list[str]:
-    """The arguments without overrides of Hydra's logging: rank 0 alone logs, the others have none to override."""
-    return [argument for argument in arguments if not argument.lstrip("+~").startswith(_LOGGING)]
+        return [*self.start, *self.flags, *hydra.overrides.task, *hydras, "hydra.mode=RUN", *job]
 
 
 def quoted(value: str) -> str:
@@ -91,7 +61,8 @@ def quoted(value: str) -> str:
     return "'" + value.replace("'", "\\'") + "'"
 
 
-def _parsed(arguments: list[str]) -> Any:
+def parsed(arguments: list[str]) -> Any:
+    """What Hydra's parser makes of these arguments."""
     # Hydra offers its parser nowhere else, and one of ours would miss the flags of its other releases.
     from hydra._internal.utils import get_args_parser
 

@@ -1,38 +1,41 @@
-"""The launcher: starts local ranks of this program's own command line through torch elastic, and waits for their end.
+"""The launcher: starts local ranks of this program's own command line, and waits for their end.
 
 Each rank is a fresh interpreter that runs the same script and composes the same config again. So the typed config is
 never pickled, and it works the same below joblib and submitit. The launcher has composed the config, made the run
-directory and written ``.hydra``; from here on it forwards signals, collects the errors of failed ranks and returns
-rank 0's value. In a scheduler's job with several tasks each task does so for its part of the ranks.
+directory and written ``.hydra``. It has the store at which the ranks meet, and where they report errors and rank 0's
+value (:mod:`stagereg.launch.run_store`). In a scheduler's job with several tasks each task does so for its part of the
+ranks, and the first one has the store.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import logging
 import os
 import signal
+import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NoReturn
 
+from stagereg.crash_report import signal_name
 from stagereg.errors import RESUME_CODE, LaunchError
 from stagereg.launch.command_line import CommandLine
-from stagereg.launch.launcher_channel import LauncherChannel
-from stagereg.launch.resume_hint import print_exit
-from stagereg.launch.run_store import GATHER_S
+from stagereg.launch.preemption import SAME_SIGNAL_S, SIGNALS
+from stagereg.launch.rank import LAUNCHER, resume_override
+from stagereg.launch.run_store import GATHER_S, RunStore
 from stagereg.launch.scheduler_task import SchedulerTask
-from stagereg.launch.signal_forwarder import SignalForwarder
 from stagereg.machine import tunables
 
 __all__ = ["RanksFailedError", "checked_nproc", "launch"]
 
-_GRACE_S = 3
+_KILL_S = 3.0
 """Seconds ranks have to end after a signal, before they are killed."""
+_LEAVE_S = 60.0
+"""Seconds that a task waits for the others to end, since one of them has the store."""
 _RANKS_PER_CORE = 4
 
 
@@ -43,13 +46,10 @@ class RanksFailedError(LaunchError):
 def checked_nproc(value: Any) -> int:
     """The number of local ranks, or ``LaunchError`` while nothing has started yet."""
     cores = os.cpu_count() or 1
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LaunchError(f"nproc={value} is no number of ranks: use nproc=1 or more (this machine has {cores} cores)")
-    if value > cores * _RANKS_PER_CORE:
-        raise LaunchError(
-            f"nproc={value} is more than this machine can run: it has {cores} cores, so use nproc={cores}, "
-            f"or nproc={cores * _RANKS_PER_CORE} at the very most"
-        )
+    most = cores * _RANKS_PER_CORE
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        limits = f"it has {cores} cores, so use nproc={cores}, or nproc={most} at the very most"
+        raise LaunchError(f"nproc={value} is no number of ranks that this machine can run: {limits}")
     return value
 
 
@@ -66,137 +66,163 @@ def launch(command: CommandLine, hydra: Any, nproc: int) -> Any:
 
     Raises:
         RanksFailedError: a rank failed.
+        LaunchError: the tasks of the job have not all started in time.
         SystemExit: a signal stopped the run (code 130 for SIGINT, 143 for SIGTERM), or the ranks have saved and exited
             because they were signalled (75).
     """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
     task = SchedulerTask.current()
-    first = task.index * nproc if task is not None else 0
-    ranks = range(first, first + nproc)
-    with tempfile.TemporaryDirectory(prefix="stagereg-run-") as folder:
-        channel = LauncherChannel(os.getpid(), Path(folder), time.time())
-        with SignalForwarder(channel, ranks) as signals:
+    ranks = range(task.index * nproc, (task.index + 1) * nproc)
+    with LocalRanks() as local:
+        store = _open_store(task)
+        run = RunStore(PrefixStore("stagereg", store), ranks[0], task.count * nproc)
+        if task.index == 0:
+            run.begin(hydra.runtime.output_dir, resume_override(hydra))
+        variables = _variables(task, nproc, store.port)
+        for number, rank in enumerate(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(number)}
+            local.start(rank, command.for_ranks(hydra), hydra.runtime.cwd, variables | own)
+        codes = local.wait()
+        if local.stopped is not None:
+            # A rank in its job may run its ``finally`` blocks after SIGINT; one that is not there yet could only print
+            # a traceback from the middle of an import, so it is terminated instead.
+            in_job = all(run.get(f"in job/{rank}") for rank in ranks)
+            local.end(local.stopped if in_job else signal.SIGTERM)
+            raise _stopped(local.stopped)
+    errors, result = {}, None
+    with contextlib.suppress(RuntimeError):  # of the store, where the machine that had it is lost
+        errors, result = run.errors(), run.get("result")
+        _meet(store, task, "ended", _LEAVE_S)
+    if not errors and RESUME_CODE in codes.values():
+        raise SystemExit(RESUME_CODE)
+    if errors or codes:
+        _raise(errors, codes, local.forwarded)
+    return result if task.index == 0 else None
+
+
+class LocalRanks:
+    """The ranks of this task, and the signals that this process gets, for the time of a ``with`` block.
+
+    SIGTERM and SIGUSR1 are forwarded: ranks with a checkpointer save and exit, others end. Where the same signal comes
+    again later, and where it is any other one, the ranks are to be ended. Only the main thread can handle signals.
+
+    Attributes:
+        forwarded: the first signal that the ranks have got.
+        stopped: the signal that is to end them.
+    """
+
+    def __init__(self) -> None:
+        self.forwarded: signal.Signals | None = None
+        self.stopped: signal.Signals | None = None
+        self._forwarded_at = 0.0
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> LocalRanks:
+        if threading.current_thread() is threading.main_thread():
+            for number in {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *SIGNALS}:
+                if number != signal.SIGUSR1 or signal.getsignal(number) is signal.SIG_DFL:  # else a launcher's
+                    self._handlers[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.end(signal.SIGTERM)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def start(self, rank: int, command: list[str], folder: str, variables: dict[str, str]) -> None:
+        """Start a rank, in a session of its own, so that Ctrl-C in a terminal does not reach it."""
+        self._processes[rank] = subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True)
+
+    def wait(self) -> dict[int, int]:
+        """Wait until all have ended, one has failed, or a signal is to end them; return exit codes that are not 0."""
+        while True:
+            codes = {rank: process.poll() for rank, process in self._processes.items()}
+            failed = not set(codes.values()) <= {None, 0, RESUME_CODE}
+            if failed or self.stopped is not None or None not in codes.values():
+                return {rank: code for rank, code in codes.items() if code}
+            time.sleep(0.05)
+
+    def end(self, number: signal.Signals) -> None:
+        """End those that still run: with their children they get this signal, and are killed seconds later."""
+        running = [process for process in self._processes.values() if process.poll() is None]
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        deadline = time.monotonic() + _KILL_S
+        for process in running:
             try:
-                failures = _run_elastic(command.for_ranks(hydra), ranks, task, channel, hydra.runtime.cwd, signals)
-            except BaseException as error:
-                received = signals.received or getattr(error, "sigval", None) or signals.forwarded
-                if received is None:
-                    raise
-                raise _stopped(received) from None
-        if failures:
-            _raise(failures, channel, signals.received or signals.forwarded)
-        if (ended := channel.exit_of(ranks)) is not None:
-            print_exit(ended, hydra)
-            raise ended
-        return channel.status(0).get("result")
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        again = received == self.forwarded and time.monotonic() > self._forwarded_at + SAME_SIGNAL_S
+        if received not in SIGNALS or again or not self._processes:
+            self.stopped = self.stopped or received
+            return
+        if self.forwarded is None:
+            self.forwarded, self._forwarded_at = received, time.monotonic()
+        for process in self._processes.values():
+            process.send_signal(received)
+
+
+def _open_store(task: SchedulerTask) -> Any:
+    """The store of the run, which task 0 has, once all tasks have come to it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    limit = timedelta(seconds=GATHER_S)
+    try:
+        store = TCPStore(task.host, task.port, is_master=task.index == 0, timeout=limit, wait_for_workers=False)
+        _meet(store, task, "started", GATHER_S)
+    except RuntimeError as error:
+        where = f"the {task.count} tasks of the job have not met at {task.host}:{task.port} in {GATHER_S} s"
+        raise LaunchError(f"{where}: {error}") from error
+    return store
+
+
+def _meet(store: Any, task: SchedulerTask, what: str, limit_s: float) -> None:
+    """Wait until all tasks have come here. Raises ``RuntimeError`` if they have not in so many seconds."""
+    store.set(f"{what}/{task.index}", "")
+    store.wait([f"{what}/{index}" for index in range(task.count)], timedelta(seconds=limit_s))
+
+
+def _variables(task: SchedulerTask, nproc: int, port: int) -> dict[str, str]:
+    """The environment of this task's ranks: each takes one core, as processes share the cores."""
+    one_machine = task.host == SchedulerTask.host
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if one_machine and sys.platform == "linux" else {}
+    return {
+        "OMP_NUM_THREADS": "1",
+        **loopback,
+        **os.environ,
+        **tunables(os.environ),
+        LAUNCHER: str(os.getpid()),
+        "WORLD_SIZE": str(task.count * nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": task.host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 opens no store of its own
+    }
+
+
+def _raise(errors: Mapping[int, str], codes: Mapping[int, int], forwarded: signal.Signals | None) -> NoReturn:
+    """Raise for ranks that have failed: with what they have reported, or else with how they ended."""
+    received = forwarded or next((each for each in SIGNALS if 128 + each in codes.values()), None)
+    ends = {
+        rank: f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        for rank, code in codes.items()
+    }
+    message = "\n".join(f"rank {rank}: {text}" for rank, text in (errors or ends).items())
+    if received is None:
+        raise RanksFailedError(message)
+    if errors:
+        print(message, file=sys.stderr)
+    raise _stopped(received)
 
 
 def _stopped(received: signal.Signals) -> SystemExit:
     print(f"stopped by {received.name}", file=sys.stderr, flush=True)
     return SystemExit(128 + received)
-
-
-def _raise(failures: Mapping[int, Any], channel: LauncherChannel, received: signal.Signals | None) -> None:
-    """Raise for ranks that have failed, after the signal ``received`` if there was one."""
-    errors = channel.errors()
-    if any(failure.exitcode == RESUME_CODE for failure in failures.values()) and not errors:
-        print("preempted: all is saved, but some ranks did not end in time", file=sys.stderr, flush=True)
-        raise SystemExit(RESUME_CODE)
-    if received is None:
-        raise RanksFailedError(_message(errors, failures))
-    if errors:
-        print(_message(errors, failures), file=sys.stderr)
-    raise _stopped(received)
-
-
-def _message(errors: Mapping[int, str], failures: Mapping[int, Any]) -> str:
-    """The errors that ranks have reported; where there are none, how the ranks ended."""
-    if not errors:
-        codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
-        # Elastic terminates the others as soon as one has ended badly, so their end says nothing.
-        causes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
-        errors = {
-            rank: f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            for rank, code in causes.items()
-        }
-    return "\n".join(f"rank {rank}: {text}" for rank, text in errors.items())
-
-
-def _run_elastic(
-    command: Sequence[str],
-    ranks: range,
-    task: SchedulerTask | None,
-    channel: LauncherChannel,
-    folder: str,
-    signals: SignalForwarder,
-) -> Mapping[int, Any]:
-    """Run the ranks to their end, in ``folder``; return the failures by rank."""
-    from hydra.core.utils import env_override
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    interpreter, *arguments = command
-    # Elastic fills ${local_rank} into arguments; a dollar of ours is to stay one.
-    arguments = [argument.replace("$", "$$") for argument in arguments]
-    start = elastic_launch(_elastic_config(len(ranks), task, channel.folder), interpreter)
-    one_machine = task is None or task.machines == 1
-    with contextlib.chdir(folder), env_override(_rank_variables(channel, one_machine)), _quiet_elastic():
-        try:
-            signals.listen()
-            start(*arguments)
-        except ChildFailedError as failed:
-            return dict(failed.failures)
-    return {}
-
-
-def _elastic_config(nproc: int, task: SchedulerTask | None, folder: Path) -> Any:
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    recent: dict[str, Any] = {"shutdown_timeout": _GRACE_S, "signals_to_handle": ""}  # older torch lacks them
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    rendezvous: dict[str, Any] = {
-        "run_id": folder.name,
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": "127.0.0.1:0",
-        "rdzv_configs": {"is_host": True, "timeout": 60},
-        "local_addr": "127.0.0.1",
-    }
-    if task is not None:  # the ranks of task 0 are to come first, which only this rendezvous promises
-        rendezvous = {
-            "run_id": task.job,
-            "rdzv_backend": "static",
-            "rdzv_endpoint": task.endpoint,
-            "rdzv_configs": {"rank": task.index, "timeout": GATHER_S},
-        }
-    nodes = 1 if task is None else task.count
-    return LaunchConfig(
-        min_nodes=nodes,
-        max_nodes=nodes,
-        nproc_per_node=nproc,
-        **rendezvous,
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
-        **{name: value for name, value in recent.items() if name in known},
-    )
-
-
-def _rank_variables(channel: LauncherChannel, one_machine: bool) -> dict[str, str]:
-    """The environment of ranks: each takes one core, as processes share the cores."""
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if one_machine and sys.platform == "linux" else {}
-    defaults = {"OMP_NUM_THREADS": "1", **loopback}
-    chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    # Elastic sets this one in the launcher and leaves it there; naming it here takes it back in the end.
-    elastics = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
-    return chosen | tunables(os.environ) | elastics | channel.variables()
-
-
-def _quiet_elastic() -> contextlib.ExitStack:
-    """Disable elastic's loggers for a ``with`` block: they report in forty lines what :func:`_message` says in one."""
-    restore = contextlib.ExitStack()
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logger = logging.getLogger(name)
-            restore.callback(setattr, logger, "disabled", logger.disabled)
-            logger.disabled = True
-    return restore

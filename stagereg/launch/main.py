@@ -5,9 +5,8 @@ Under ``torchrun`` this process is a rank already (``rank``). With ``nproc=1``, 
 this process as the only rank. Each job of a sweep gets fresh ranks: in one process, a job would have the memory and the
 warm caches of those before it.
 
-Promises: an error of the project is one short message, any other one traceback, with the rank that failed, and exit
-code 1; Ctrl-C ends everything with 130, SIGTERM with 143. While a checkpointer handles them, SIGTERM and SIGUSR1
-have the ranks save and exit with 75 instead, and the same command goes on (:mod:`stagereg.preemption`).
+An error of the project is one short message, any other one traceback, with the rank that failed, and exit code 1.
+Ctrl-C ends everything with 130. SIGTERM and SIGUSR1 go to the ranks (:mod:`stagereg.launch.preemption`).
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from typing import Any
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
 from stagereg.errors import ConfigError, LaunchError, Preempted, StageregError, Stopped
-from stagereg.launch.command_line import CommandLine, overrides, wants_no_job, wants_sweep, without_logging
+from stagereg.launch.command_line import CommandLine, parsed
 from stagereg.launch.launch import RanksFailedError, checked_nproc, launch
-from stagereg.launch.rank import Rank, alone, is_rank
-from stagereg.launch.resume_hint import print_exit
+from stagereg.launch.rank import Rank, alone, is_rank, print_exit, resume_override, run_recorded
 from stagereg.launch.scheduler_task import SchedulerTask
 
 __all__ = ["main"]
@@ -93,34 +91,33 @@ def _import_plugins() -> None:
     """Import what the command line names; those that configs name are imported while Hydra composes."""
     import stagereg.config.plugins as plugins
 
+    known = parsed(sys.argv[1:])
     try:
-        plugins.from_overrides(overrides(sys.argv[1:]))
+        plugins.from_overrides(os.environ.get("COMP_LINE", "").split() if known.shell_completion else known.overrides)
     except plugins.PluginError:
-        if "COMP_LINE" not in os.environ:  # a name that is still being typed
+        if not known.shell_completion:  # else a name that is still being typed
             raise
 
 
 def _follow(rank: Rank) -> None:
     """Make this rank's command line the one of its run."""
-    if wants_sweep(sys.argv[1:]):
+    known = parsed(sys.argv[1:])
+    if known.multirun or "hydra.mode=MULTIRUN" in known.overrides:
         raise LaunchError(_how_to_sweep(rank))
-    if wants_no_job(sys.argv[1:]):
-        if rank.rank > 0:
+    if known.help or known.hydra_help or known.cfg or known.info or known.shell_completion:
+        if rank.rank > 0:  # Hydra shows something and leaves, once
             shutdown.exit_now(0)
         return
-    given = sys.argv if rank.rank == 0 else without_logging(sys.argv)
-    sys.argv = [*given, *rank.overrides()]
+    sys.argv = [*sys.argv, *rank.overrides()]
 
 
 def _how_to_sweep(rank: Rank) -> str:
     """What to run in place of ``torchrun ... train.py -m``."""
-    plain = f"python {sys.argv[0]} -m nproc={rank.local_world_size}"
-    why = "a sweep needs fresh ranks for each job, torchrun starts them only once"
     nodes = rank.world_size // rank.local_world_size
-    if nodes == 1:
-        return f"{why}: run `{plain} ...`"
-    slurm = f"hydra/launcher=submitit_slurm hydra.launcher.nodes={nodes}"
-    return f"{why}: over {nodes} machines each job has to be a scheduler's own: run `{plain} {slurm} ...`, once"
+    where = f", and over {nodes} machines each job has to be a scheduler's own" if nodes > 1 else ""
+    slurm = f"hydra/launcher=submitit_slurm hydra.launcher.nodes={nodes} " if nodes > 1 else ""
+    command = f"python {sys.argv[0]} -m nproc={rank.local_world_size} {slurm}..."
+    return f"a sweep needs fresh ranks for each job, torchrun starts them only once{where}: run `{command}`, once"
 
 
 def _run_hydra(job: _Job, arguments: dict[str, Any]) -> None:
@@ -192,12 +189,12 @@ class _Job:
         from omegaconf import OmegaConf
 
         nproc = checked_nproc(OmegaConf.select(cfg, "nproc", default=1))
-        if nproc > 1 or one_of_several or SchedulerTask.current() is not None:
+        if nproc > 1 or one_of_several or SchedulerTask.current().count > 1:
             return launch(self._command, hydra, nproc)
         try:
-            return alone(self._task, cfg, recorded=True)
+            return alone(functools.partial(run_recorded, self._task), cfg)
         except (Preempted, Stopped) as error:
-            print_exit(error, hydra)
+            print_exit(error, hydra.runtime.output_dir, resume_override(hydra))
             raise
         except Exception as error:
             raise RanksFailedError(f"rank 0: {format_error(error)}") from error

@@ -4,9 +4,7 @@ A rank is a process with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_
 ``stagereg.main`` or ``torchrun`` has started it. All ranks of a run share one directory, one ``.hydra`` and one log,
 which rank 0 writes, and one clock; in the directory each rank records its job (:mod:`stagereg.record`). When ranks
 fail, the cause is printed once, and errors that follow from it are not. An attempt after the first goes on in the
-directory of the first (:mod:`stagereg.launch.run_store`).
-
-Starting ranks is left to ``launch``, Hydra to ``main``.
+directory of the first (:mod:`stagereg.launch.run_store`). Starting ranks is left to ``launch``, Hydra to ``main``.
 """
 
 from __future__ import annotations
@@ -20,27 +18,26 @@ import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-import stagereg.preemption as preemption
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
 from stagereg.errors import LaunchError, Preempted, Stopped, UnevenInputsError
-from stagereg.launch.command_line import quoted, without_callbacks
-from stagereg.launch.launcher_channel import LauncherChannel
-from stagereg.launch.resume_hint import print_exit
+from stagereg.launch.command_line import quoted
 from stagereg.launch.run_store import RunStore, name_attempt
 
-__all__ = ["Rank", "alone", "is_rank"]
+__all__ = ["LAUNCHER", "Rank", "alone", "is_rank", "print_exit", "resume_override", "run_recorded"]
 
 log = logging.getLogger(__name__)
 
+LAUNCHER = "STAGEREG_LAUNCHER"
+"""The environment variable with the process number of the ``stagereg.main`` that has started a rank."""
+_CHECKPOINTS = "checkpoint.dir="
 _LINGER_S = 3.0
 """Seconds a failed rank waits for the others to reach their end too, before its own end takes them down."""
 _EXIT_S = 10.0
@@ -66,14 +63,14 @@ class Rank:
     """This process as one of ``world_size`` ranks, connected to the others through ``store``.
 
     Attributes:
-        channel: to ``stagereg.main``, where that has started the rank.
+        launched: whether ``stagereg.main`` has started the rank.
     """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    channel: LauncherChannel | None
+    launched: bool
     store: RunStore
 
     @classmethod
@@ -85,11 +82,9 @@ class Rank:
         """
         if not is_rank():
             return None
-        channel = LauncherChannel.received()
-        if channel is not None:
-            _end_with(channel.pid)
-        elif "TORCHELASTIC_RUN_ID" in os.environ:
-            _end_with(os.getppid())
+        launcher = os.environ.get(LAUNCHER)
+        if launcher is not None or "TORCHELASTIC_RUN_ID" in os.environ:
+            _end_with(int(launcher or os.getppid()))
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.rendezvous import rendezvous
 
@@ -97,35 +92,29 @@ class Rank:
         store = PrefixStore("stagereg", store)
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        attempt = name_attempt(store, rank, world_size) if channel is None else "0"
+        attempt = name_attempt(store, rank, world_size) if launcher is None else "0"
         run_store = RunStore(store, rank, world_size, local_world_size < world_size, attempt)
-        return cls(rank, world_size, local_rank, local_world_size, channel, run_store)
+        return cls(rank, world_size, local_rank, local_world_size, launcher is not None, run_store)
 
     def overrides(self) -> list[str]:
         """Hydra overrides that make this rank follow its run; waits for rank 0 where that decides the directory."""
         follow: list[str] = []
-        if self.channel is not None or self.rank > 0:  # else this process writes .hydra
-            follow.append("hydra.output_subdir=null")
-        if self.channel is None and self.rank > 0:
-            run = self.store.run()
-            follow += [f"hydra.run.dir={quoted(run['dir'])}", *run["without_callbacks"]]
-        elif self.channel is None and (begun := self.store.begun()):
-            follow.append(f"hydra.run.dir={quoted(begun['dir'])}")
+        if self.rank > 0 or self.store.begun():
+            follow.append(f"hydra.run.dir={quoted(self.store.run()['dir'])}")
+        if self.launched or self.rank > 0:  # else this process writes .hydra, and runs the callbacks
+            follow += ["hydra.output_subdir=null", "hydra.callbacks=???"]
         if self.rank > 0:
-            follow += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+            follow += ["++hydra.job_logging.root=null", "++hydra.hydra_logging.root=null"]  # rank 0 alone logs
         return follow
 
     def run(self, task: Callable[[Any], Any], cfg: Any) -> Any:
         """Run the job in the process group; return rank 0's value. Ends the process if the task fails."""
-        self._agree_on_run(cfg)
+        self._agree_on_run()
         try:
-            with self.store.heartbeat(), _process_group(self.store.group, self):
-                if self.channel is not None:
-                    self.channel.report(self.rank, in_job=True)
+            with self.store.heartbeat(), _process_group(self):
+                self.store.set(f"in job/{self.rank}", True)
                 try:
-                    with preemption.observed(self._report_grace), _recorded(self.rank, self.world_size):
-                        value = task(cfg)
-                        shutdown.finish()
+                    value = run_recorded(task, cfg)
                 except (Preempted, Stopped) as error:
                     self._exit(error)
                 except Exception as error:
@@ -142,8 +131,8 @@ class Rank:
                 self.store.await_ended(math.inf)
         except Exception as error:
             self.fail(error)
-        if self.rank == 0 and self.channel is not None:
-            self.channel.report(0, result=_for_json(value))
+        if self.rank == 0 and self.launched:
+            self.store.set("result", _for_json(value))
         return value
 
     def fail(self, error: Exception) -> NoReturn:
@@ -152,72 +141,57 @@ class Rank:
             self._report_cause(error)
             self.store.set_ended()
             self.store.await_ended(_TOGETHER_S if isinstance(error, UnevenInputsError) else _LINGER_S)
-            if cause := self.store.cause():
-                rank, text = cause
-                if self.channel is not None and self.store.multi_node:  # whose launcher sees only its own ranks
-                    self.channel.report(rank, error=text)
-            else:
+            if self.store.get("cause is known") is None:
                 lost = self.store.lost(_LOST_S)  # on all ranks, since the first to exit has the others ended
                 if self.store.is_first("a consequence"):
-                    self._report_error(error, lost and f"{lost} Seen here:\n")
+                    self._report(error, lost and f"{lost} Seen here:\n")
         except Exception:  # of the store; others may have reported a cause before it went
             if self.store.multi_node and _is_consequence(error):
                 host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 gone = f"lost rank 0's torchrun or machine: the store of this run, on {host}, is gone."
-                self._report_error(error, f"{gone} If a rank there reported a cause, that is it. Seen here:\n")
+                self._print(f"{gone} If a rank there reported a cause, that is it. Seen here:\n{format_error(error)}")
         shutdown.exit_now(1)
 
     def _exit(self, error: Preempted | Stopped) -> NoReturn:
         """End this rank because the run was signalled: with the others, so that none takes its end for a failure."""
-        from hydra.core.hydra_config import HydraConfig
-
-        preemption.ignore_signals()
-        if self.channel is not None:
-            self.channel.report_exit(self.rank, error)
-        elif self.rank == 0:
-            print_exit(error, HydraConfig.get())
         with contextlib.suppress(Exception):
+            if self.rank == 0:
+                run = self.store.run()
+                print_exit(error, run["dir"], run["resume"])
             self.store.set_ended()
             self.store.await_ended(_EXIT_S)
-        if self.channel is None:
-            raise error from None
-        shutdown.set_exit_code(0)
-        raise SystemExit(0) from None
+        raise error from None
 
-    def _agree_on_run(self, cfg: Any) -> None:
+    def _agree_on_run(self) -> None:
         """Publish the run on rank 0, and have ``${now:...}`` give the same time on all ranks."""
         from hydra.core.hydra_config import HydraConfig
         from omegaconf import OmegaConf
 
         if self.rank == 0:
             hydra = HydraConfig.get()
-            now_s = self.channel.started_at if self.channel is not None else time.time()
-            run = {"dir": hydra.runtime.output_dir, "time": now_s}
-            self.store.publish(run, without_callbacks=without_callbacks(hydra))
+            self.store.begin(hydra.runtime.output_dir, resume_override(hydra))
         started = datetime.fromtimestamp(self.store.run()["time"])
         # OmegaConf 2.4 warns of the long name; until 2.3 the short one was for resolvers of an older sort.
         short: Any = OmegaConf.register_resolver
         register = short if "use_cache" in inspect.signature(short).parameters else OmegaConf.register_new_resolver
         register("now", lambda pattern: started.strftime(pattern), use_cache=True, replace=True)
 
-    def _report_grace(self, grace_s: float | None) -> None:
-        if self.channel is not None:
-            self.channel.report_grace(self.rank, grace_s)
-
     def _report_cause(self, error: Exception) -> None:
         """Report an error that is no consequence, unless another rank has reported the same."""
         if not _is_consequence(error):
-            text = format_error(error)
-            self.store.set_cause(text)
-            if self.store.is_first(text):
-                self._report_error(error)
+            self.store.set("cause is known", True)
+            if self.store.is_first(format_error(error)):
+                self._report(error)
 
-    def _report_error(self, error: Exception, preface: str = "") -> None:
+    def _report(self, error: Exception, preface: str = "") -> None:
         text = preface + format_error(error)
-        if self.channel is not None:
-            self.channel.report(self.rank, error=text)
+        if self.launched:
+            self.store.add_error(text)
         else:
-            print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
 
 def is_rank() -> bool:
@@ -225,42 +199,35 @@ def is_rank() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
-def alone(task: Callable[[Any], Any], cfg: Any, recorded: bool = False) -> Any:
-    """Run the job in this process, as the only rank; a process group that is already there is used and kept.
-
-    Args:
-        task: the job.
-        cfg: its config.
-        recorded: whether to record it in the directory of Hydra's job, which has to be there.
-    """
+def alone(task: Callable[[Any], Any], cfg: Any) -> Any:
+    """Run the job in this process, as the only rank; a process group that is already there is used and kept."""
     import torch.distributed as dist
     from hydra.core.utils import env_override
 
-    with contextlib.ExitStack() as job:
-        if not (dist.is_available() and dist.is_initialized()):
-            variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-            job.enter_context(env_override(variables))
-            store = RunStore(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
-            job.enter_context(_process_group(store.group, Rank(0, 1, 0, 1, None, store)))
-        if recorded:
-            job.enter_context(_recorded(dist.get_rank(), dist.get_world_size()))
-        value = task(cfg)
-        if recorded:
-            shutdown.finish()
-        return value
+    if dist.is_initialized():
+        return task(cfg)
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    store = RunStore(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
+    with env_override(variables), _process_group(Rank(0, 1, 0, 1, False, store)):
+        return task(cfg)
 
 
-def _recorded(rank: int, world_size: int) -> contextlib.AbstractContextManager[None]:
-    """A recording in the directory of Hydra's job, with the rank's accelerator as a fact."""
+def run_recorded(task: Callable[[Any], Any], cfg: Any) -> Any:
+    """Run the job to its end, recorded in the directory of Hydra's job with the accelerator as a fact."""
     import torch
+    import torch.distributed as dist
     from hydra.core.hydra_config import HydraConfig
 
+    directory = Path(HydraConfig.get().runtime.output_dir)
     device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    return record.recording(Path(HydraConfig.get().runtime.output_dir), rank, world_size, **device)
+    with record.recording(directory, dist.get_rank(), dist.get_world_size(), **device):
+        value = task(cfg)
+        shutdown.finish()
+    return value
 
 
 @contextlib.contextmanager
-def _process_group(store: Any, rank: Rank) -> Iterator[None]:
+def _process_group(rank: Rank) -> Iterator[None]:
     """A process group for the time of the job: gloo for CPU tensors, and the accelerator's own where there is one.
 
     Ranks that share a device use gloo for it too, because NCCL refuses such groups.
@@ -273,12 +240,35 @@ def _process_group(store: Any, rank: Rank) -> Iterator[None]:
         torch.cuda.set_device(rank.local_rank % torch.cuda.device_count())
         enough = rank.local_world_size <= torch.cuda.device_count()
         backend = "cpu:gloo,cuda:nccl" if enough and dist.is_nccl_available() else "cpu:gloo,cuda:gloo"
-    dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world_size)
+    dist.init_process_group(backend, store=rank.store.group, rank=rank.rank, world_size=rank.world_size)
     try:
         yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def resume_override(hydra: Any) -> str:
+    """What the command needs to come to the same directory again; empty where no time is in the directory's name."""
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    single = hydra.mode == RunMode.RUN
+    if "${now" not in str(OmegaConf.to_container(hydra.run if single else hydra.sweep, resolve=False)):
+        return ""
+    return _CHECKPOINTS if single else f"hydra.sweep.dir={Path(hydra.runtime.cwd, hydra.sweep.dir)}"
+
+
+def print_exit(error: Preempted | Stopped, directory: str, override: str) -> None:
+    """Print how a run in ``directory`` has ended, and the command that goes on: with ``override``, if it needs one."""
+    text = str(error)
+    if isinstance(error, Preempted):
+        text += "; the same command goes on from there"
+        if override and Path(error.directory).is_relative_to(directory):
+            more = override + error.directory if override == _CHECKPOINTS else override
+            saved = f"preempted by {error.received.name}: step {error.step} is saved"
+            text = f"{saved}; the same command with {more} goes on from there"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _is_consequence(error: BaseException) -> bool:

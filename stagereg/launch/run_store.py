@@ -1,12 +1,12 @@
-"""What the ranks of a run write for each other into torch's store: attempts, heartbeats, ends, the cause of a failure.
+"""What the ranks of a run, and the launcher if there is one, write for each other into torch's store.
 
 ``torchrun --max-restarts`` starts the ranks again on the same store. Each start of all ranks is an *attempt* with a
 prefix of its own, so that no rank reads a key of one that has died. Elastic's restart count cannot be that prefix: an
 agent that follows the restart of another agent does not count it (:func:`name_attempt`).
 
-An agent sees how the ranks of its own machine end. A rank of another machine that is lost only stops writing, so ranks
-of several machines write heartbeats. They use the rank's connection to the store, and other threads' calls wait for
-them; where the store itself is gone, the thread ends, and the program notices by itself.
+Whoever has started a rank sees how it ends, on its own machine. A rank of another machine that is lost only stops
+writing, so ranks of several machines write heartbeats. They use the rank's connection to the store, and other threads'
+calls wait for them; where the store itself is gone, the thread ends, and the program notices by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import socket
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -31,12 +32,12 @@ _BEAT_S = 1.0
 """Seconds between two heartbeats of a rank."""
 _LOST_WAITING_S = 60.0
 """Seconds without a heartbeat after which a rank is lost, where nothing has failed and others wait for its end."""
-_NAMED = 8
-"""Ranks that a message names at most."""
+_NAMED = 400
+"""Characters of a message that name ranks, at most."""
 
 
 class RunStore:
-    """The store of a run, as one rank uses it in one attempt.
+    """The store of a run, as one rank uses it in one attempt; the launcher uses it as rank 0 would.
 
     Args:
         store: torch's; nothing else uses it.
@@ -53,38 +54,42 @@ class RunStore:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self._all_attempts = store
-        self._store = PrefixStore(attempt, store)
+        self._store: Any = PrefixStore(attempt, store)
         self.group = PrefixStore("group", self._store)
         self._rank = rank
         self._world_size = world_size
         self.multi_node = multi_node
 
-    def begun(self) -> dict[str, Any] | None:
-        """What the run's first attempt has published; ``None`` before."""
-        store = self._all_attempts
-        return dict(json.loads(store.get("begun"))) if store.check(["begun"]) else None
+    def begin(self, directory: str, resume: str) -> None:
+        """Publish what :meth:`run` returns, unless an earlier attempt has. On rank 0, or the launcher."""
+        if not self.begun():
+            self._all_attempts.set("run", json.dumps({"dir": directory, "resume": resume, "time": time.time()}))
 
-    def publish(self, run: dict[str, Any], **of_this_attempt: Any) -> None:
-        """Have :meth:`run` return these on all ranks; ``run`` stays that of the first attempt. On rank 0."""
-        begun = self.begun() or run
-        self._all_attempts.set("begun", json.dumps(begun))
-        self._store.set("run", json.dumps(begun | of_this_attempt))
+    def begun(self) -> bool:
+        """Whether they are published."""
+        return bool(self._all_attempts.check(["run"]))
 
     def run(self) -> dict[str, Any]:
-        """What rank 0 has published; waits for it."""
-        _await_key(self._store, "run", "rank 0 did not begin")
-        return dict(json.loads(self._store.get("run")))
+        """The run's directory ``dir``, its ``time``, and the override to ``resume`` it; waits until they are there."""
+        _await_key(self._all_attempts, "run", "rank 0 did not begin")
+        return dict(json.loads(self._all_attempts.get("run")))
 
-    def set_cause(self, text: str) -> None:
-        """Record that this rank's error is the cause of the run's failure."""
-        self._store.set("cause", json.dumps([self._rank, text]))
+    def set(self, key: str, value: Any) -> None:
+        """Report ``value``, which JSON has, under a name."""
+        self._store.set(key, json.dumps(value))
 
-    def cause(self) -> tuple[int, str] | None:
-        """The rank that has failed by itself, and its error; ``None`` if none is known."""
-        if not self._store.check(["cause"]):
-            return None
-        rank, text = json.loads(self._store.get("cause"))
-        return rank, text
+    def get(self, key: str) -> Any:
+        """What was reported under this name; ``None`` if nothing was."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def add_error(self, text: str) -> None:
+        """Report an error of this rank to the launcher."""
+        self._store.append("errors", json.dumps([self._rank, text]) + "\n")
+
+    def errors(self) -> dict[int, str]:
+        """The reported errors by rank."""
+        lines = self._store.get("errors").splitlines() if self._store.check(["errors"]) else []
+        return dict(sorted(json.loads(line) for line in lines))
 
     def is_first(self, text: str) -> bool:
         """Return True for the first rank that reports this text, and False for all later ones."""
@@ -134,29 +139,21 @@ class RunStore:
         It waits as long only where there may be one.
         """
         if not self.multi_node:
-            return ""  # the launcher sees how its ranks end
-        last = {rank: self._last(rank) for rank in range(self._world_size) if not self._store.check([f"ended/{rank}"])}
+            return ""  # whoever has started the ranks sees how they end
+        alive = [rank for rank in range(self._world_size) if not self._store.check([f"ended/{rank}"])]
+        last = {rank: self.get(f"heartbeat/{rank}") for rank in alive}
         deadline = time.monotonic() + for_s
         while last and time.monotonic() < deadline:
             time.sleep(_BEAT_S / 10)
-            last = {rank: beat for rank, beat in last.items() if self._last(rank) == beat}
+            last = {rank: beat for rank, beat in last.items() if self.get(f"heartbeat/{rank}") == beat}
         if not last:
             return ""
-        named = ", ".join(f"rank {rank} ({_process(last[rank])})" for rank in sorted(last)[:_NAMED])
-        more = f" and {len(last) - _NAMED} more" if len(last) > _NAMED else ""
-        return f"lost {named}{more}: no heartbeat for seconds; killed, or the machine is gone."
+        named = [f"rank {rank} ({beat[1] if beat else 'it has not started'})" for rank, beat in sorted(last.items())]
+        text = textwrap.shorten(", ".join(named), _NAMED, placeholder=" and more")
+        return f"lost {text}: no heartbeat for seconds; killed, or the machine is gone."
 
     def _beat(self) -> None:
-        process = f"process {os.getpid()} on {socket.gethostname()}"
-        self._store.set(f"heartbeat/{self._rank}", json.dumps([time.monotonic(), process]))
-
-    def _last(self, rank: int) -> bytes | None:
-        key = f"heartbeat/{rank}"
-        return self._store.get(key) if self._store.check([key]) else None
-
-
-def _process(heartbeat: bytes | None) -> str:
-    return "it has not started" if heartbeat is None else str(json.loads(heartbeat)[1])
+        self.set(f"heartbeat/{self._rank}", [time.monotonic(), f"process {os.getpid()} on {socket.gethostname()}"])
 
 
 def name_attempt(store: Any, rank: int, world_size: int) -> str:

@@ -18,35 +18,30 @@ _PORTS = range(20_000, 32_000)
 
 @dataclass(frozen=True)
 class SchedulerTask:
-    """One of ``count`` tasks.
+    """One of ``count`` tasks; by default the only one.
 
     Attributes:
         index: from 0; the ranks of task 0 come first.
-        count: two or more.
-        machines: how many of them the tasks are on.
-        job: the scheduler's name for the job.
-        endpoint: host and port where task 0 waits for the others.
+        host: where task 0 waits for the others; the default where all are on one machine.
+        port: likewise; 0 for any that is free.
     """
 
-    index: int
-    count: int
-    machines: int
-    job: str
-    endpoint: str
+    index: int = 0
+    count: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
 
     @classmethod
-    def current(cls) -> SchedulerTask | None:
-        """The task that submitit has made of this process; ``None`` outside submitit, or if it is the only task."""
+    def current(cls) -> SchedulerTask:
+        """The task that submitit has made of this process; the only task if it has not."""
         if "SUBMITIT_EXECUTOR" not in os.environ:
-            return None
+            return cls()
         from submitit import JobEnvironment
 
         try:
             here = JobEnvironment()
         except RuntimeError:  # the variable comes from a job that has started this process
-            return None
-        if here.num_tasks < 2:
-            return None
-        host = here.hostnames[0] if here.num_nodes > 1 else "127.0.0.1"
-        port = _PORTS[zlib.crc32(here.job_id.encode()) % len(_PORTS)]
-        return cls(here.global_rank, here.num_tasks, here.num_nodes, here.job_id, f"{host}:{port}")
+            return cls()
+        host = here.hostnames[0] if here.num_nodes > 1 else cls.host
+        port = _PORTS[zlib.crc32(here.job_id.encode()) % len(_PORTS)] if here.num_tasks > 1 else 0
+        return cls(here.global_rank, here.num_tasks, host, port)

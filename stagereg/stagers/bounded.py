@@ -4,9 +4,8 @@
 depends on the reader:
 
 - A reader that has promised to release its copies, as the project's checkpointer does, gets tensors over the source's
-  own memory. A writer that takes one tensor after the other then brings an accelerator's tensors over one by one, so a
-  state of any size needs no more host memory than the bound and what the writer has in hand. The source must not change
-  until the writer has read them: :meth:`BoundedCopier.settle` returns when it has.
+  own memory. A writer that takes one tensor after the other needs no more host memory than the bound and what it has in
+  hand. The source must not change until these have been written: :meth:`BoundedCopier.settle` returns when they have.
 - For any other reader, such as torch's ``async_save``, the whole state is copied into fresh memory beyond the bound,
   which is logged once. That memory is not kept.
 """
@@ -68,7 +67,8 @@ class BoundedCopier(HostCopier):
 
     def copy(self, state: Any) -> Any:
         """As :meth:`.HostCopier.copy`; tensors that do not fit may be over the source's memory, on its device."""
-        spec, whole = self.plan(state)
+        spec, whole = self.plan(state), self.layout
+        assert whole is not None
         fits = whole.nbytes <= self._limit
         if fits or not self.pool.readers_release:
             memory = self.pool if fits else self._memory_beyond(whole.nbytes)

@@ -6,12 +6,11 @@ about to write calls :meth:`DeferredCopy.finish_before_write`, helps with those 
 copied (copy before overwrite). What lies on an accelerator is queued on a side stream at once; a writer's stream waits
 for it, the writer does not.
 
-Writes without that call are found by two things, both cheap. The version counters of the tensors, which every in-place
-operation of torch moves that goes through the tensor, a view of it or ``detach()``. And samples of the bytes, taken at
-the beginning and compared with the same points of the *copy*: what bypasses the counters (fused optimizers, gloo
-collectives, ``.data``, numpy) nearly always writes a whole tensor. A write after the copying changes no sample of the
-copy, so nothing is reported that did no harm. On request, a checksum of every byte (CRC-32) is compared as well, which
-reads the whole source.
+Writes without that call are found by two things, both cheap. The version counters of the tensors, which most in-place
+operations of torch move. And samples of the bytes, taken at the beginning and compared with the same points of the
+*copy*: what bypasses the counters (fused optimizers, gloo collectives, ``.data``, numpy) nearly always writes a whole
+tensor. A write after the copying changes no sample of the copy, so nothing is reported that did no harm. On request, a
+checksum of every byte (CRC-32) is compared as well.
 """
 
 from __future__ import annotations
@@ -39,15 +38,6 @@ class CopySplit:
     """The regions of a layout, split into those that are copied at once and those that are copied later.
 
     Made once for a layout, as long as the same may be deferred.
-
-    Attributes:
-        immediate: moves in host memory that are made at once.
-        deferred: regions in host memory that are copied later.
-        pieces: the moves of the latter, in pieces.
-        immediate_remote, deferred_remote: regions on accelerators.
-        members: indices of the tensors in all deferred regions.
-        samples: where to look whether a deferred region has changed: the region and the offset in it, for both ends of
-            each and regular points between them. Regions on accelerators are not looked at.
     """
 
     def __init__(self, layout: Layout, may_defer: Callable[[Region], bool]) -> None:
@@ -58,7 +48,9 @@ class CopySplit:
         self.pieces = [piece for region in self.deferred for piece in _pieces(region)]
         self.immediate_remote = [region for region, deferred in remote if not deferred]
         self.deferred_remote = [region for region, deferred in remote if deferred]
+        # Indices of the tensors in all deferred regions.
         self.members = [i for region in (*self.deferred, *self.deferred_remote) for i in region.members]
+        # Where to look for a change in host memory: both ends of each region, and regular points between them.
         self.samples = [(region, at) for region in self.deferred for at in _sampled(region.nbytes)]
 
 

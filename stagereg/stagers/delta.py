@@ -7,14 +7,13 @@ A group is treated in one of three ways:
 - ``compare``: its bytes are compared with those of its last copy, which is shared if they are equal;
 - ``always``: copied on every call, with all others of its kind into one block.
 
-Shared memory is never written again: a group that is copied anew gets other memory. Which tensors may be treated how is
-for the stager to decide.
+Shared memory is never written again, and has no padding: a group that is copied anew gets other memory. Which tensors
+may be treated how is for the stager to decide.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -26,7 +25,6 @@ from stagereg.errors import StagingError
 from stagereg.kernel.copier import HostCopier, PendingCopy, naming, no_collection
 from stagereg.kernel.layout import ALIGNMENT, Layout, Signature, plan_layout, signature, span_of, tensors_over
 from stagereg.kernel.memory import BlockRef, Lease, Pool, register_padding
-from stagereg.kernel.state_dict import Recognizer, TreeSpec, flatten
 from stagereg.kernel.transfer import CopyEngine, CopyTask
 
 __all__ = ["DeltaCopier", "Treatment"]
@@ -45,7 +43,7 @@ _WORTH_A_THREAD = 2**20
 
 # Exact, and it reads both sides once, without the GIL. A hash would be wrong once in a while, and a wrong "equal" is a
 # wrong checkpoint.
-_memcmp = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None).memcmp
+_memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcmp.restype = ctypes.c_int
 
@@ -55,20 +53,13 @@ _Pair = tuple[int, int, int, int]
 
 @dataclass(slots=True)
 class _Group:
-    """Tensors that are shared or copied together.
+    """Tensors that are shared or copied together."""
 
-    Attributes:
-        members: their indices.
-        treatment: how they are treated.
-        layout: where each lies in the group's bytes; its signature is what must stay the same.
-        ref, base: where the last copy is, if it may be shared: the block, and the group's first byte in it.
-    """
-
-    members: list[int]
+    members: list[int]  # their indices
     treatment: Treatment
-    layout: Layout
-    ref: BlockRef | None = None
-    base: int = 0
+    layout: Layout  # where each lies in the group's bytes; its signature is what must stay the same
+    ref: BlockRef | None = None  # the block of the last copy, if that may be shared
+    base: int = 0  # the group's first byte in it
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -108,24 +99,14 @@ class DeltaCopier(HostCopier):
         self._treatments: list[Treatment] = []
         self._groups: list[_Group] = []
 
-    def reserve_padding(self, before: int, after: int) -> None:
-        """Leave bytes free around each tensor that is always copied, see :func:`.memory.padding_around`.
-
-        Memory that several copies share has no padding: their writers would write there at the same time.
-        """
-        super().reserve_padding(before, after)
-        self.forget()
-
     def copy(self, state: Any) -> Any:
         """As :meth:`.HostCopier.copy`.
 
         Raises:
             StagingError: also if a tensor is not what was copied once, with ``verify``.
         """
-        self.check_open()
+        spec = self.plan(state)
         with torch.no_grad(), naming(state):
-            with no_collection():
-                spec = self._take(state)
             if self._verify:  # before there is a lease, which would live as long as the error that has this frame
                 self._refuse_changed(spec.tensors)
             self._drop_changed(spec.tensors)
@@ -136,30 +117,22 @@ class DeltaCopier(HostCopier):
 
     def forget(self) -> None:
         """Share nothing with earlier copies at the next call."""
-        self._signature, self._treatments, self._groups, self._recognizer = [], [], [], None
+        super().forget()
+        self._signature, self._treatments, self._groups = [], [], []
 
-    def close(self) -> None:
-        """Free plans, threads and kept memory. Copies handed out stay valid. Closing twice is harmless."""
-        self.forget()
-        super().close()
-
-    def _take(self, state: Any) -> TreeSpec:
-        """Take ``state`` apart, and deal its tensors into groups, unless it is as it was the last time."""
-        known = self._recognizer.match(state) if self._recognizer is not None else None
-        if known is not None:
-            return known
-        spec = flatten(state, self.type_check)
-        rows, treatments = signature(spec.tensors), self._treat(state, spec.tensors)
-        if (rows, treatments) != (self._signature, self._treatments):
-            groups = _deal(spec.tensors, rows, treatments, self.margins)
-            before = {group.key: group for group in self._groups}
-            for group in groups:
-                if group.key in before:
-                    group.ref, group.base = before[group.key].ref, before[group.key].base
-            self.pool.expect(sum(group.nbytes for group in groups))
-            self._signature, self._treatments, self._groups = rows, treatments, groups
-            self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
-        return spec
+    def _replan(self, state: Any, tensors: Sequence[torch.Tensor]) -> bool:
+        """Deal the tensors into groups; what one of the last groups has copied is kept with it."""
+        rows, treatments = signature(tensors), self._treat(state, tensors)
+        if (rows, treatments) == (self._signature, self._treatments):
+            return False
+        groups = _deal(tensors, rows, treatments, self.margins)
+        before = {group.key: group for group in self._groups}
+        for group in groups:
+            if group.key in before:
+                group.ref, group.base = before[group.key].ref, before[group.key].base
+        self.pool.expected = sum(group.nbytes for group in groups)
+        self._signature, self._treatments, self._groups = rows, treatments, groups
+        return True
 
     def _refuse_changed(self, tensors: Sequence[torch.Tensor]) -> None:
         once = [group for group in self._groups if group.treatment == "once"]
@@ -185,7 +158,7 @@ class DeltaCopier(HostCopier):
         for group in groups:
             if group.ref is None:
                 continue
-            begin, copies = group.ref.address + group.base, None
+            begin, copies = group.ref.block.address + group.base, None
             for k, (i, piece) in enumerate(zip(group.members, group.layout.pieces, strict=True)):
                 x, size = tensors[i], tensors[i].element_size()
                 if x.device.type == "cpu" and piece.span == x.numel() and piece.stride == x.stride():
@@ -193,7 +166,7 @@ class DeltaCopier(HostCopier):
                     continue
                 if copies is None:
                     sources = [tensors[j] for j in group.members]
-                    copies = tensors_over(group.ref.view(), group.layout, sources, group.base)
+                    copies = tensors_over(group.ref.block.view()[group.base :], group.layout, sources)
                 if not _same_elements(x, copies[k]):
                     found.add(i)
         return found | _unequal(pairs, self.engine)
@@ -207,7 +180,7 @@ class DeltaCopier(HostCopier):
         for group in self._groups:
             ref, base = where[id(group)]
             sources = [tensors[i] for i in group.members]
-            pending = PendingCopy(sources, group.layout, lease, views[ref][base:], ref.address + base)
+            pending = PendingCopy(sources, group.layout, lease, views[ref][base:], ref.block.address + base)
             if group.ref is None:
                 self.fill(pending)
             if group.treatment != "always":
@@ -259,9 +232,7 @@ def _layout_of(
     try:
         return plan_layout([tensors[i] for i in members], [rows[i] for i in members], margins)
     except StagingError as error:
-        (k,) = error.path
-        assert isinstance(k, int)
-        raise StagingError([members[k]], error.reason) from error
+        raise StagingError([members[int(str(error.path[0]))]], error.reason) from error
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -314,10 +285,7 @@ def _batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iter
 
 
 def _unequal(pairs: Sequence[_Pair], engine: CopyEngine) -> set[int]:
-    """Return the labels of the pairs that are not equal, compared on the threads of ``engine``.
-
-    A label is looked at no further once it differs.
-    """
+    """Return the labels of the pairs that are not equal, compared on the threads of ``engine``."""
     found: set[int] = set()
     chunks = iter(  # taking from a list's iterator is one step under the GIL
         [

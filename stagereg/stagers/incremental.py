@@ -90,13 +90,9 @@ def _treatments(
     for pattern in frozen:
         if not any(fnmatchcase(name, pattern) for name in known):
             folders = {name.rpartition(".")[0] + ".*" for name in known if "." in name}
-            raise StagingError(
-                [],
-                f"the pattern {pattern!r} of 'frozen' matches no tensor.{nearest(pattern, [*known, *sorted(folders)])} "
-                f"The names of tensors are dotted paths, such as {known[0]!r}."
-                if known
-                else f"the pattern {pattern!r} of 'frozen' matches no tensor: the state dict has none.",
-            )
+            near = nearest(pattern, [*known, *sorted(folders)])
+            example = f" Names are dotted paths, such as {known[0]!r}." if known else " The state dict has none."
+            raise StagingError([], f"the pattern {pattern!r} of 'frozen' matches no tensor.{near}{example}")
     declared = (any(fnmatchcase(name, p) for name in each for p in frozen) for each in names)
     return ["once" if so else otherwise for so in declared]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -82,13 +83,13 @@ class OverlappedStager(HostStager):
                 copy failed and was not reported yet.
             StagerClosedError: after ``close()``.
         """
-        self._copier.check_open()
+        self._copier.pool.check_open()
         self._copies.raise_unseen()
         pending = self._copier.prepare(state_dict)
         with torch.no_grad():
             copy = self._begin(pending)
         future = self._copies.add(copy)
-        self._thread.submit(_finish, self._copies, copy, pending, state_dict)
+        self._thread.submit(self._copies.run, copy, pending, state_dict)
         return future
 
     def synchronize_staging(self) -> None:
@@ -113,16 +114,10 @@ class OverlappedStager(HostStager):
     def _begin(self, pending: PendingCopy) -> DeferredCopy:
         """Copy what cannot wait, and return the rest as work to be done."""
         split, engine = self._split_for(pending), self._copier.engine
-        events: list[tuple[torch.device, torch.Event]] = []
-        for device, pairs in pending.pairs(split.immediate_remote, pending.layout.packed).items():
-            event = engine.fetch(device, pairs)
-            if event is not None:  # whatever writes them next is queued on this stream
-                torch.accelerator.current_stream(device).wait_event(event)
-                events.append((device, event))
-        for device, pairs in pending.pairs(split.deferred_remote, []).items():
-            event = engine.fetch(device, pairs)
-            if event is not None:
-                events.append((device, event))
+        events = engine.fetch(pending.pairs(split.immediate_remote, pending.layout.packed))
+        for device, event in events:  # whatever writes them next is queued on this stream
+            torch.accelerator.current_stream(device).wait_event(event)
+        events += engine.fetch(pending.pairs(split.deferred_remote))
         engine.start(pending.address, split.immediate).finish()
         return DeferredCopy(pending, split, events, self._verify)
 
@@ -159,8 +154,8 @@ class _CopyFuture(Future[StateDict]):
 class _Copies:
     """The copies that are not complete yet, and the futures of those that failed.
 
-    The future of a complete copy is not held here, since it holds the memory. Neither the guard nor the background
-    thread refers to the stager, only to this, so that a stager that is dropped without being closed is freed.
+    Complete copies are not held. The guard and the background thread refer to this and not to the stager, so that a
+    stager that is dropped without being closed is freed.
     """
 
     def __init__(self) -> None:
@@ -172,15 +167,18 @@ class _Copies:
         future = self._running[copy] = _CopyFuture()
         return future
 
-    def end(self, copy: DeferredCopy, outcome: StateDict | BaseException) -> None:
-        """Complete the future of a copy, one way or the other."""
+    def run(self, copy: DeferredCopy, pending: PendingCopy, state: StateDict) -> None:
+        """Copy the rest and complete the future; on the background thread."""
         future = self._running[copy]
-        if isinstance(outcome, BaseException):
-            outcome.__traceback__ = None  # its frames hold the memory
+        try:
+            written = copy.run()
+            if written:
+                raise _written(state, written[0])
+            future.set_result(pending.unflatten())
+        except Exception as error:
+            error.__traceback__ = None  # its frames hold the memory
             self._failed.append(future)
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
+            future.set_exception(error)
         del self._running[copy]
 
     def finish_before_write(self) -> None:
@@ -201,23 +199,10 @@ class _Copies:
                 future.result()
 
 
-def _finish(copies: _Copies, copy: DeferredCopy, pending: PendingCopy, state: StateDict) -> None:
-    """Copy the rest and complete the future; on the background thread."""
-    try:
-        written = copy.run()
-        if written:
-            raise _written(state, written[0])
-        outcome: StateDict | BaseException = pending.unflatten()
-    except Exception as error:
-        outcome = error
-    copies.end(copy, outcome)
-
-
 def _written(state: StateDict, index: int) -> StagingError:
-    try:
+    path: tuple[object, ...] = ()
+    with contextlib.suppress(Exception):  # the state dict may be another one by now
         path = path_to(state, index)
-    except Exception:  # the state dict is another one by now
-        path = ()
     return StagingError(
         path,
         "it was written while it was being copied, by something that is no torch optimizer and no load_state_dict; "

@@ -23,7 +23,6 @@ import fcntl
 import itertools
 import logging
 import os
-import tempfile
 import time
 import weakref
 from multiprocessing.reduction import ForkingPickler
@@ -48,19 +47,12 @@ _UNRECEIVED_S = 60.0
 
 
 class SharedMemoryHandle(NamedTuple):
-    """What another process needs to read a block; a small value that can be pickled.
+    """What another process needs to read a block; a small value that can be pickled."""
 
-    Attributes:
-        path: where the file can be opened while its owner lives.
-        token: 16 bytes that are in the file as long as this handle is valid.
-        nbytes: of the block.
-        slot: where the receiver marks the message; None if its sender holds the memory until it is answered.
-    """
-
-    path: str
-    token: bytes
-    nbytes: int
-    slot: int | None
+    path: str  # where the file can be opened while its owner lives
+    token: bytes  # 16 bytes that are in the file as long as this handle is valid
+    nbytes: int  # of the block
+    slot: int | None  # where the receiver marks the message; None if its sender holds the memory until it is answered
 
     def attach(self) -> memoryview:
         """Return the block's memory; it is not written while the view, or a tensor over it, lives.
@@ -91,7 +83,7 @@ class SharedMemoryHandle(NamedTuple):
         known = _mappings.get(self.path)
         if known is not None and os.path.samestat(known[0], status):
             return known[1]
-        memory = _map(f"/proc/self/fd/{fd}" if self.path.startswith("/proc/") else self.path, self.nbytes)
+        memory = _map(f"/proc/self/fd/{fd}", self.nbytes)
         _mappings[self.path] = status, memory
         return memory
 
@@ -130,8 +122,8 @@ class SharedBlock(Block):
 
     def __init__(self, nbytes: int, pin: bool, threads: int = 1) -> None:
         super().__init__(nbytes, False, threads)
-        if pin:
-            self.pinned = _lock_pages(self._memory)
+        if pin and torch.cuda.is_available():
+            _lock_pages(self._memory)
 
     @property
     def idle(self) -> bool:
@@ -147,6 +139,8 @@ class SharedBlock(Block):
     def _map(self) -> torch.Tensor:
         for file in [file for file in _files if not file.address]:
             file.free()
+        if not hasattr(os, "memfd_create"):
+            raise StagingError([], "shared memory needs Linux here; choose another stager, such as pinned_cached")
         try:
             if self.nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
                 raise MemoryError("more than the machine has")
@@ -156,41 +150,31 @@ class SharedBlock(Block):
             raise StagingError([], f"no {self.nbytes / 2**30:.2f} GiB of shared memory to be had ({error})") from error
 
 
-def _lock_pages(memory: torch.Tensor) -> bool:
-    """Page-lock memory as long as it is mapped, where CUDA is there; whether that was done."""
-    if not torch.cuda.is_available():
-        return False
+def _lock_pages(memory: torch.Tensor) -> None:
+    """Page-lock memory as long as it is mapped."""
     runtime = torch.cuda.cudart()
     failed = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if failed:
         _log.warning("stagereg: %d shared bytes could not be page-locked (CUDA error %d)", memory.nbytes, failed)
-        return False
-    weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
-    return True
+    else:
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
 
 
 class _SharedFile:
     """The file behind a block, as its owner has it. It outlives the block while a message is on its way.
 
     Methods may run in finalizers: none takes a lock of Python's.
-
-    Attributes:
-        nbytes: of the block.
-        address: of the block; 0 when its memory is not mapped any more.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.address = 0
+        self.nbytes = nbytes  # of the block
+        self.address = 0  # of the block; 0 when its memory is not mapped any more
         self._owner = os.getpid()
         self._sent_at: dict[int, float] = {}  # by slot, of the messages that are on their way
         self._serials = itertools.count()
-        if hasattr(os, "memfd_create"):
-            self._fd = os.memfd_create("stagereg", os.MFD_CLOEXEC)
-            self._path = f"/proc/{self._owner}/fd/{self._fd}"
-        else:
-            self._fd, self._path = tempfile.mkstemp(prefix="stagereg-")
-        weakref.finalize(self, _close, self._fd, self._path, self._owner)
+        self._fd = os.memfd_create("stagereg", os.MFD_CLOEXEC)
+        self._path = f"/proc/{self._owner}/fd/{self._fd}"
+        weakref.finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, nbytes + _PAGE)
         self._renew_token()
 
@@ -263,12 +247,6 @@ class _SharedFile:
 _files: list[_SharedFile] = []
 
 
-def _close(fd: int, path: str, owner: int) -> None:
-    os.close(fd)
-    if not path.startswith("/proc/") and os.getpid() == owner:
-        os.unlink(path)
-
-
 def _lock_exclusively(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -285,7 +263,7 @@ def _file_of(address: int) -> _SharedFile | None:
 
 
 def handle_of(address: int) -> tuple[SharedMemoryHandle, int] | None:
-    """Return a handle on the block that ``address`` lies in, and where the block begins; None for other memory.
+    """Return a handle on the block that ``address`` lies in, and where that begins; None for other memory.
 
     For a message whose sender holds the memory until the receiver has answered.
     """

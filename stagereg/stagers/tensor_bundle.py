@@ -27,18 +27,11 @@ _Row = tuple[int, int, int, torch.dtype, tuple[int, ...], tuple[int, ...], bool,
 
 @dataclass
 class TensorBundle:
-    """What is sent.
-
-    Attributes:
-        handles: on the blocks that the tensors lie in.
-        margins, spans: of each block, the bytes of padding before and after tensors, and offset and bytes of the
-            tensors that have it.
-        rows: one for each tensor.
-    """
+    """What is sent; the first three are of each block that the tensors lie in."""
 
     handles: list[SharedMemoryHandle] = field(default_factory=list)
-    margins: list[tuple[int, int]] = field(default_factory=list)
-    spans: list[dict[int, int]] = field(default_factory=list)
+    margins: list[tuple[int, int]] = field(default_factory=list)  # bytes of padding before and after tensors
+    spans: list[dict[int, int]] = field(default_factory=list)  # offset and bytes of the tensors that have it
     rows: list[_Row] = field(default_factory=list)
 
 

@@ -102,8 +102,7 @@ class Compare(Callback):
 
         Of several tasks that are one run, the first one writes: it alone has what the run returned.
         """
-        task = SchedulerTask.current()
-        if task is not None and task.index > 0:
+        if SchedulerTask.current().index > 0:
             return
         failed = job_return.status != JobStatus.COMPLETED
         # The public property would raise the job's error.

@@ -438,7 +438,7 @@ class _Play:
         import torch
         import torch.distributed as dist
 
-        from stagereg.join.adapt import adapted
+        from stagereg.join.adapt import auto
         from stagereg.join.context import Join
 
         for each in joinables:
@@ -461,7 +461,7 @@ class _Play:
         if self._seen.place:
             return
         divides = self._contract.options.get("divide_by_initial_world_size", True)
-        self._seen.counts = any(adapted(each).needs_active_ranks(divides) for each in joinables)
+        self._seen.counts = any(auto(each).needs_active_ranks(divides) for each in joinables)
         try:
             with Join(joinables, mode="counted", timeout=self._contract.timeout_s / 2):
                 pass

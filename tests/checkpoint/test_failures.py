@@ -285,29 +285,3 @@ def test_a_failure_that_was_not_raised_reaches_the_exit_status(tmp_path: Path, h
     assert "Traceback" not in done.stderr
     if how != "is_interrupted":
         assert ((tmp_path / "step-00000001").exists()) == (how == "works")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    root = tmp_path / "disk"
-    root.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(root)], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
-    yield root
-    subprocess.run(["umount", str(root)], check=True)
-
-
-def test_a_full_disk_is_reported_and_the_checkpoints_before_it_stay(small_disk: Path) -> None:
-    with Checkpointer(str(small_disk), keep=9) as checkpointer:
-        checkpointer.save(1, {"x": torch.ones(100_000)})
-        checkpointer.wait()
-        checkpointer.save(2, {"x": torch.ones(200_000)})
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            checkpointer.wait()
-        state = {"x": torch.zeros(100_000)}
-        assert checkpointer.restore(state) == 1
-        assert state["x"].sum() == 100_000
-        assert sorted(os.listdir(small_disk)) == [".lock", ".lock.owner", "latest", "step-00000001"]

@@ -27,11 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 import stagereg.checkpoint.preemption_consensus as preemption_consensus
-import stagereg.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import Preempted, Stopped
-from stagereg.preemption import PreemptionHandler
+from stagereg.launch.preemption import PreemptionHandler
 from stagereg.testing import run_ranks
 
 LIMIT_S = 100
@@ -271,7 +270,7 @@ def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_an_uninterrupted_
 SCRIPT = """
 import ctypes, datetime, faulthandler, os, signal, sys, threading, time
 import torch
-import stagereg.preemption as preemption
+import stagereg.launch.preemption as preemption
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.store.local_store import LocalStore
 from stagereg.errors import CheckpointError
@@ -515,17 +514,6 @@ def test_a_rank_that_alone_has_the_signal_reports_why_it_ends_and_otherwise_rank
     assert handler.reports
     side.update([1.0, 0.0])
     assert handler.reports == (rank == 0)
-
-
-def test_only_the_main_thread_listens() -> None:
-    received: list[bool] = []
-    handler = PreemptionHandler(1.0, str)
-    asking = threading.Thread(target=lambda: received.append(handler.listen()))
-    asking.start()
-    asking.join(LIMIT_S)
-    assert received == [False]
-    assert signal.getsignal(TERM) is signal.SIG_DFL
-    assert not preemption._listener.handlers
 
 
 @pytest.mark.parametrize("left", [Preempted(7, "runs/x", TERM), Stopped(USR1, "the disk is full")])

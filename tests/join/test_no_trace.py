@@ -20,7 +20,7 @@ WAYS_OUT = ["normal", "no batches", "error", "throw", "disabled"]
 MODES = [None, "counted", "auto"]
 
 
-def marks(ddp: DistributedDataParallel) -> dict[str, Any]:
+def observe(ddp: DistributedDataParallel) -> dict[str, Any]:
     """All that a join could leave on a module."""
     return {
         "config": tuple(ddp._join_config)[:3],
@@ -40,7 +40,7 @@ def leaving(rank: int, way: str, mode: str | None) -> Any:
     ddp(batch(rank, 0, 0)).sum().backward()  # sets up what DDP sets up once
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     warnings.simplefilter("error", ResourceWarning)
-    before, filters = marks(ddp), list(warnings.filters)
+    before, filters = observe(ddp), list(warnings.filters)
     length = {"no batches": 0, "disabled": 2, "error": 2}.get(way, 2 + rank)
     join = stagereg.Join(
         [ddp, optimizer],
@@ -53,7 +53,7 @@ def leaving(rank: int, way: str, mode: str | None) -> Any:
     inside = None
     try:
         with join:
-            inside = marks(ddp)
+            inside = observe(ddp)
             data = [batch(rank, 0, step) for step in range(length)]
             for x in join.iterate(data) if mode == "auto" else data:
                 ddp(x).sum().backward()
@@ -61,7 +61,7 @@ def leaving(rank: int, way: str, mode: str | None) -> Any:
                 raise KeyError(way)
     except (KeyError, stagereg.UnevenInputsError):
         stopped = True
-    return before, inside, marks(ddp), filters == list(warnings.filters), stopped
+    return before, inside, observe(ddp), filters == list(warnings.filters), stopped
 
 
 def test_every_way_out_leaves_the_module_and_the_filters_as_they_were() -> None:
@@ -76,9 +76,9 @@ def test_every_way_out_leaves_the_module_and_the_filters_as_they_were() -> None:
 
 def unentered(rank: int, world_size: int) -> Any:
     ddp = DistributedDataParallel(net(Case()))
-    before = marks(ddp)
+    before = observe(ddp)
     stagereg.Join([ddp, lambda: None])
-    after = marks(ddp)
+    after = observe(ddp)
     loss = ddp(batch(rank, 0, 0)).sum() if rank == 0 else None  # alone: nothing announces
     return before, after, loss is None
 
@@ -157,11 +157,11 @@ class Clumsy(stagereg.Joinable):
 
 def failing_exit(rank: int, world_size: int) -> Any:
     ddp = DistributedDataParallel(net(Case()))
-    before = marks(ddp)
+    before = observe(ddp)
     joinables = [Clumsy(), ddp, Clumsy()]
     with contextlib.suppress(OSError), stagereg.Join(joinables):
         pass
-    return before, marks(ddp), [joinable._join_config.enable for joinable in joinables]
+    return before, observe(ddp), [joinable._join_config.enable for joinable in joinables]
 
 
 def test_a_joinable_that_fails_to_leave_does_not_keep_the_others_in() -> None:

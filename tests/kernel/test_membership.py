@@ -114,7 +114,7 @@ class Rank:
             active = self.membership.wait_for_next_step()
             if active is None:
                 break
-            self.membership.expect_empty_step()
+            self.membership.expects_empty_step = True
             if takes:
                 self.step(self.membership.steps - 1, 0.0)
             else:
@@ -359,7 +359,7 @@ def test_a_body_without_data_does_not_begin_a_step_of_its_own() -> None:
             assert membership.read().ranks == (0,)
         else:
             assert membership.wait_for_next_step() == ActiveRanks((0,), 1)
-            membership.expect_empty_step()
+            membership.expects_empty_step = True
             assert membership.expects_empty_step
             membership.begin()
             assert not membership.expects_empty_step

@@ -16,7 +16,7 @@ import torch
 
 import stagereg.kernel.memory as memory
 from stagereg.errors import StagerClosedError, StagingError
-from stagereg.kernel.memory import Block, Pool
+from stagereg.kernel.memory import WAIT_WITHOUT_RELEASE_S, Block, Pool
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ class Borrowed(NamedTuple):
 
 def borrow(pool: Pool, nbytes: int) -> Borrowed:
     lease, ref = pool.lease(), pool.take(nbytes)
-    return Borrowed(lease.view(ref), ref.address, ref.nbytes)
+    return Borrowed(lease.view(ref), ref.block.address, ref.block.nbytes)
 
 
 def tensor_over(block: Borrowed, n: int = 16) -> torch.Tensor:
@@ -175,23 +175,23 @@ class TestSharedBlocks:
         pool = Pool(max_in_flight=3)
         ref = pool.take(64)
         copies = [torch.frombuffer(pool.lease().view(ref), dtype=torch.uint8) for _ in range(2)]
-        address = ref.address
+        address = ref.block.address
         assert copies[0].data_ptr() == copies[1].data_ptr() == address
         del ref
         copies.pop()
         assert (pool.in_flight, pool.held_bytes) == (1, 0)
-        assert pool.take(64).address != address
+        assert pool.take(64).block.address != address
         copies.pop()
         assert (pool.in_flight, pool.held_bytes) == (0, 2 * 4096)
-        assert address in {ref.address for ref in [pool.take(64), pool.take(64)]}
+        assert address in {ref.block.address for ref in [pool.take(64), pool.take(64)]}
 
     def test_a_block_that_is_kept_for_later_copies_is_not_leased_again(self) -> None:
         pool = Pool()
         ref = pool.take(64)
         torch.frombuffer(pool.lease().view(ref), dtype=torch.uint8).fill_(7)
         assert pool.in_flight == 0
-        assert pool.take(64).address != ref.address
-        assert ref.view()[0] == 7
+        assert pool.take(64).block.address != ref.block.address
+        assert ref.block.view()[0] == 7
 
     def test_a_copy_in_many_blocks_is_one_lease_until_the_last_is_gone(self) -> None:
         pool = Pool(max_in_flight=1)
@@ -205,13 +205,13 @@ class TestSharedBlocks:
 
     def test_no_block_much_larger_than_asked_for_is_taken_where_that_is_bounded(self) -> None:
         pool = Pool()
-        large = pool.take(2**20).address
-        assert pool.take(64, at_most=2**16).address != large
-        assert pool.take(64).nbytes == 4096
+        large = pool.take(2**20).block.address
+        assert pool.take(64, at_most=2**16).block.address != large
+        assert pool.take(64).block.nbytes == 4096
 
     def test_unused_blocks_are_kept_for_as_many_copies_as_may_be_in_flight(self) -> None:
         pool = Pool(max_in_flight=2)
-        pool.expect(3 * 4096)
+        pool.expected = 3 * 4096
         blocks = [pool.take(64) for _ in range(10)]
         del blocks
         assert pool.held_bytes == 6 * 4096
@@ -235,6 +235,23 @@ class TestWaiting:
         kept = [borrow(pool, 64) for _ in range(2)]
         assert kept[0].address != kept[1].address
         assert warnings(caplog) == 1
+
+    @pytest.mark.parametrize(
+        ("wait_s", "promised", "waited_s"), [(60.0, False, 1.0), (0.5, False, 0.5), (60.0, True, 60.0)]
+    )
+    def test_a_reader_is_waited_for_one_second_or_as_long_as_it_promised(
+        self, wait_s: float, promised: bool, waited_s: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = [0.0]
+        monkeypatch.setattr(memory, "WAIT_WITHOUT_RELEASE_S", WAIT_WITHOUT_RELEASE_S)
+        monkeypatch.setattr(memory.time, "monotonic", lambda: clock[0])
+        monkeypatch.setattr(memory.time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
+        pool = Pool(max_in_flight=1, wait_s=wait_s)
+        if promised:
+            pool.expect_release()
+        kept = [borrow(pool, 64), borrow(pool, 64)]
+        assert clock[0] == pytest.approx(waited_s, abs=0.1)
+        assert len(kept) == 2
 
     def test_a_reader_that_promised_is_waited_for_again(self, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
         pool = Pool(max_in_flight=1, wait_s=0.05)
@@ -262,12 +279,12 @@ class TestWaiting:
         pool = Pool(max_in_flight=1)
         lease, ref = pool.lease(), pool.take(64)
         copy = lease.hand_out({"w": torch.frombuffer(lease.view(ref), dtype=torch.float32)})
-        address = ref.address
+        address = ref.block.address
         del lease, ref
         pool.release(copy)
         assert copy == {}
         assert pool.in_flight == 0
-        assert pool.take(64).address == address
+        assert pool.take(64).block.address == address
 
     def test_released_memory_that_a_reader_holds_is_not_used_again(self) -> None:
         pool = Pool(max_in_flight=1)

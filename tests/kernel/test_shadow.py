@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagereg.errors import JoinError, UnevenInputsError
-from stagereg.kernel.shadow import PEER_EXHAUSTED, Collective, TorchWire, shadow
+from stagereg.kernel.shadow import PEER_EXHAUSTED, Collective, TorchWire
 from stagereg.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ def stop(rank: int, world_size: int) -> Any:
     wire = TorchWire(dist.group.WORLD, CPU)  # type: ignore[arg-type]
     if rank == 1:
         assert wire.count_active() == 2
-        end = wire.raise_exhausted
+        end = functools.partial(wire.raise_if_exhausted, joined=True)
     else:
         wire.announce()
         end = wire.raise_if_exhausted
@@ -79,11 +80,9 @@ def mirror(rank: int, world_size: int) -> list[float]:
     collectives = [Collective("all_reduce"), Collective("all_reduce", reduce="product"), Collective("broadcast")]
     group = dist.group.WORLD
     assert group is not None
-    if rank == 0:
-        shadow(collectives, group, CPU, {2: torch.tensor(7.0)})
-        return []
-    return [collective.issue(torch.tensor(5.0), group).item() for collective in collectives]
+    tensors = [each.neutral(CPU) if rank == 0 else torch.tensor(5.0) for each in collectives]
+    return [collective.issue(tensor, group).item() for collective, tensor in zip(collectives, tensors, strict=True)]
 
 
-def test_a_shadow_answers_in_order_with_neutral_values_or_its_last_value() -> None:
-    assert run_ranks(mirror, 2, timeout_s=30) == [[], [5.0, 5.0, 7.0]]
+def test_neutral_values_leave_the_results_of_other_ranks_alone() -> None:
+    assert run_ranks(mirror, 2, timeout_s=30) == [[5.0, 5.0, 0.0]] * 2

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -20,9 +19,10 @@ from torch.distributed import HashStore
 from stagereg import record
 from stagereg.errors import LaunchError
 from stagereg.launch.command_line import CommandLine
-from stagereg.launch.launch import _message
+from stagereg.launch.launch import LocalRanks, RanksFailedError, _raise
 from stagereg.launch.main import _follow
 from stagereg.launch.rank import Rank
+from stagereg.launch.run_store import RunStore
 from stagereg.machine import tunables
 
 LIMIT_S = 100
@@ -230,10 +230,9 @@ def test_options_of_the_parent_do_not_reach_the_ranks():
     own = ["hydra.sweep.dir=x", "hydra/launcher=joblib", "hydra/sweeper/sampler=grid", "+hydra.sweeper.params.a=1"]
     job = {
         "overrides": {"hydra": own + theirs, "task": ["lr=1"]},
-        "runtime": {"output_dir": "out"},
         "job": {"num": 3, "id": "3"},
     }
-    command = CommandLine(("python", "a.py"), ()).for_ranks(OmegaConf.create(job | {"callbacks": None}))
+    command = CommandLine(("python", "a.py"), ()).for_ranks(OmegaConf.create(job))
     assert command[:3] == ["python", "a.py", "lr=1"]
     assert [override for override in command if override in own + theirs] == theirs
 
@@ -298,7 +297,7 @@ def test_a_sweep_is_refused_on_every_rank_of_torchrun(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "lr=1,2"])
     for rank in range(2):
         with pytest.raises(LaunchError, match=r"`python train\.py -m nproc=2 \.\.\.`"):
-            _follow(Rank(rank, 2, rank, 2, None, HashStore()))
+            _follow(Rank(rank, 2, rank, 2, False, RunStore(HashStore(), rank, 2)))
 
 
 @pytest.mark.slow
@@ -338,16 +337,20 @@ def test_the_cause_is_one_line(app, what, line):
 
 
 @pytest.mark.parametrize(
-    ("codes", "line"),
+    ("ends", "line"),
     [
-        ({0: -15, 1: -9}, "rank 1: died of SIGKILL"),
-        ({0: -15, 1: 3, 2: -15}, "rank 1: ended with exit code 3"),
-        ({0: -15}, "rank 0: died of SIGTERM"),
+        ({0: "sleep 100", 1: "kill -KILL $$", 2: "exit 0"}, "rank 1: died of SIGKILL"),
+        ({0: "sleep 100", 1: "exit 3"}, "rank 1: ended with exit code 3"),
+        ({4: "kill -TERM $$", 5: "sleep 100"}, "rank 4: died of SIGTERM"),
     ],
 )
-def test_of_ranks_without_an_error_those_that_were_not_terminated_are_named(codes, line):
-    failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
-    assert _message({}, failures) == line
+def test_of_ranks_without_an_error_those_that_were_not_terminated_are_named(tmp_path, ends, line):
+    with LocalRanks() as ranks:
+        for rank, how in ends.items():
+            ranks.start(rank, ["sh", "-c", how], str(tmp_path), {**os.environ})
+        codes = ranks.wait()
+    with pytest.raises(RanksFailedError, match=f"^{line}$"):
+        _raise({}, codes, None)
 
 
 @pytest.mark.slow
@@ -458,10 +461,10 @@ def test_a_signal_ends_all_ranks_promptly(app, name, to_group, sweep, code):
 
 # Starts a rank that waits for the others at a port where nothing listens.
 STARTER = """
-import json, os, subprocess, sys
+import os, subprocess, sys
 
 if sys.argv[1] == "stagereg":
-    os.environ["STAGEREG_LAUNCHER"] = json.dumps({"pid": os.getpid(), "folder": ".", "started_at": 0.0})
+    os.environ["STAGEREG_LAUNCHER"] = str(os.getpid())
 else:
     os.environ["TORCHELASTIC_RUN_ID"] = "run"
 subprocess.run([sys.executable, "rank.py"])

@@ -379,7 +379,7 @@ def test_ranks_of_two_machines_report_a_cause_once_and_end_with_an_error(
 
     def ends(number: int, error: Exception) -> object:
         with pytest.raises(SystemExit) as left:
-            Rank(number, 2, 0, 1, None, RunStore(store, number, 2, multi_node=True)).fail(error)
+            Rank(number, 2, 0, 1, False, RunStore(store, number, 2, multi_node=True)).fail(error)
         return left.value.code
 
     with ThreadPoolExecutor(1) as pool:
@@ -413,6 +413,6 @@ def test_a_sweep_below_torchrun_is_refused_with_the_command_that_does_it(
     monkeypatch: pytest.MonkeyPatch, world: int, local: int, command: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "-m"])
-    message = _how_to_sweep(Rank(0, world, 0, local, None, RunStore(HashStore(), 0, world)))
+    message = _how_to_sweep(Rank(0, world, 0, local, False, RunStore(HashStore(), 0, world)))
     assert f"`{command}`" in message
     assert "\n" not in message

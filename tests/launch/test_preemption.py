@@ -8,15 +8,21 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from torch.distributed import HashStore
 
+import stagereg.launch.launch as launch
+import stagereg.launch.preemption as preemption
 from stagereg.errors import Preempted, Stopped
-from stagereg.launch.launcher_channel import LauncherChannel
-from stagereg.launch.resume_hint import print_exit
-from stagereg.launch.signal_forwarder import SignalForwarder
+from stagereg.launch.launch import LocalRanks
+from stagereg.launch.preemption import PreemptionHandler
+from stagereg.launch.rank import print_exit, resume_override
+from stagereg.launch.run_store import RunStore
 from stagereg.sweep.result import JobResult
 
 LIMIT_S = 110
@@ -201,7 +207,7 @@ def test_ranks_that_do_not_leave_in_their_time_are_ended(program: Program) -> No
 def test_ranks_that_hang_after_saving_are_ended_with_75(program: Program) -> None:
     ended = program.run("what=linger", "checkpoint.grace=5s")
     assert ended.returncode == 75, ended.stderr
-    assert ended.stderr.rstrip().endswith("preempted: all is saved, but some ranks did not end in time")
+    assert ended.stderr.rstrip().endswith("preempted: all is saved, but the process did not end in time")
     assert program.latest() >= 30
 
 
@@ -219,10 +225,9 @@ def test_an_error_after_the_signal_is_printed_with_it(program: Program) -> None:
 def test_ranks_without_a_handler_end_by_the_signal(program: Program) -> None:
     ended = program.run("checkpoint.grace=null")
     assert (ended.returncode, ended.stderr) == (143, "stopped by SIGTERM\n")
-    assert program.run("checkpoint.grace=null", "signal=SIGUSR1").returncode == -signal.SIGUSR1
+    assert program.run("checkpoint.grace=null", "signal=SIGUSR1").returncode == 128 + signal.SIGUSR1
 
 
-PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 HYDRA = OmegaConf.create(
     {
         "runtime": {"output_dir": "/out/run", "cwd": "/home"},
@@ -249,7 +254,7 @@ def test_the_message_has_the_command_that_resumes(
 
     hydra = OmegaConf.merge(HYDRA, {"run": {"dir": run}} if run else {})
     hydra.mode = RunMode.RUN
-    print_exit(error, hydra)
+    print_exit(error, hydra.runtime.output_dir, resume_override(hydra))
     printed = capsys.readouterr().err
     assert printed.endswith(f"{message}\n")
     assert printed.count("\n") == 1
@@ -271,53 +276,81 @@ def test_a_sweep_resumes_where_each_job_finds_its_own_checkpoints(
     setup_globals()
     hydra = OmegaConf.merge(HYDRA, {"sweep": {"dir": folder}})
     hydra.mode = RunMode.MULTIRUN
-    print_exit(Preempted(7, "/out/run/c", signal.SIGTERM), hydra)
+    print_exit(Preempted(7, "/out/run/c", signal.SIGTERM), hydra.runtime.output_dir, resume_override(hydra))
     assert capsys.readouterr().err == f"preempted by SIGTERM: {message}\n"
 
 
-def test_a_signal_is_forwarded_once_and_ctrl_c_does_what_it_does(tmp_path: Path) -> None:
+def test_a_signal_is_forwarded_and_what_comes_again_later_ends_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = tmp_path / "log"
-    rank = subprocess.Popen(["sh", "-c", f"trap 'echo received >> {log}' TERM; echo ready; read _"], **PIPES)
-    assert rank.stdout is not None
-    assert rank.stdout.readline() == "ready\n"
-    channel = LauncherChannel(os.getpid(), tmp_path, 0.0)
-    forwarder = SignalForwarder(channel, range(1))
-    assert not forwarder.forward(signal.SIGTERM), "no rank handles signals yet"
-    channel.report(0, pid=rank.pid, grace_s=1000.0)
-    assert not forwarder.forward(signal.SIGINT)
-    assert forwarder.forward(signal.SIGTERM)
-    assert forwarder.forward(signal.SIGTERM), "from another sender that forwards it"
-    assert forwarder.forward(signal.SIGUSR1)
-    assert not forwarder.forward(signal.SIGINT)
-    forwarder.__exit__(None, None, None)
-    rank.communicate("\n", LIMIT_S)
-    assert log.read_text() == "received\n"
-    assert forwarder.received is None
+    script = f"trap 'echo received >> {log}' TERM USR1; echo ready >> {log}; while true; do sleep 0.01; done"
+
+    def await_lines(lines: list[str]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline and not (log.exists() and log.read_text().split() == lines):
+            time.sleep(0.01)
+        assert log.read_text().split() == lines
+
+    with LocalRanks() as ranks:
+        ranks.start(0, ["sh", "-c", script], str(tmp_path), {**os.environ})
+        await_lines(["ready"])
+        for count, number in enumerate([signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1], 1):
+            os.kill(os.getpid(), number)
+            await_lines(["ready", *["received"] * count])
+        assert (ranks.forwarded, ranks.stopped) == (signal.SIGTERM, None), "as one that forwards it too may send it"
+        monkeypatch.setattr(launch, "SAME_SIGNAL_S", 0.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (ranks.wait(), ranks.stopped) == ({}, signal.SIGTERM)
+        ranks.end(signal.SIGKILL)
+        assert ranks.wait() == {0: -signal.SIGKILL}
+    assert log.read_text().split() == ["ready", *["received"] * 3]
 
 
-def test_a_rank_that_no_longer_handles_signals_gets_none(tmp_path: Path) -> None:
-    channel = LauncherChannel(os.getpid(), tmp_path, 0.0)
-    channel.report_grace(0, 1000.0)
-    channel.report_grace(0, None)
-    assert not SignalForwarder(channel, range(1)).forward(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_any_rank_has_started_and_ctrl_c_end_the_run(number: signal.Signals) -> None:
+    with LocalRanks() as ranks:
+        os.kill(os.getpid(), number)
+    assert (ranks.forwarded, ranks.stopped) == (None, number)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_the_exit_code_of_a_rank_reaches_the_launcher(tmp_path: Path) -> None:
-    channel = LauncherChannel(os.getpid(), tmp_path, 0.0)
-    assert channel.exit_of(range(2)) is None
-    for error in (Preempted(7, "/kept", signal.SIGTERM), Stopped(signal.SIGUSR1, "the disk is full")):
-        channel = LauncherChannel(os.getpid(), tmp_path / str(int(error.received)), 0.0)
-        channel.folder.mkdir()
-        channel.report_exit(1, error)
-        found = channel.exit_of(range(2))
-        assert (type(found), str(found)) == (type(error), str(error))
+def test_ranks_that_end_by_a_signal_sent_to_them_alone_end_the_run_with_its_code() -> None:
+    for code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1):
+        with pytest.raises(SystemExit) as ended:
+            launch._raise({}, {1: code}, None)
+        assert ended.value.code == code
 
 
-def test_a_later_report_of_a_rank_keeps_the_earlier_ones(tmp_path: Path) -> None:
-    channel = LauncherChannel(os.getpid(), tmp_path, 0.0)
-    channel.report(1, in_job=True)
-    channel.report(1, error="no cheese")
-    channel.report(0, result=[1, None])
-    assert channel.status(1) == {"in_job": True, "error": "no cheese"}
-    assert (channel.status(0), channel.status(2)) == ({"result": [1, None]}, {})
-    assert channel.errors() == {1: "no cheese"}
+def test_what_a_rank_reports_reaches_the_launcher() -> None:
+    store = HashStore()
+    ranks = [RunStore(store, rank, 2) for rank in range(2)]
+    assert (ranks[0].get("result"), ranks[0].errors()) == (None, {})
+    ranks[0].set("result", [1, None])
+    for rank in (1, 0):
+        ranks[rank].add_error(f"no cheese on {rank},\nand no wine")
+    launcher = RunStore(store, 0, 2)
+    assert launcher.get("result") == [1, None]
+    assert launcher.errors() == {0: "no cheese on 0,\nand no wine", 1: "no cheese on 1,\nand no wine"}
+
+
+def test_only_the_first_attempt_says_which_directory_and_time_a_run_has() -> None:
+    store = HashStore()
+    first, second = (RunStore(store, 0, 1, attempt=name) for name in "12")
+    assert not first.begun()
+    first.begin("here", "")
+    second.begin("there", "")
+    assert second.begun()
+    assert second.run()["dir"] == "here"
+    assert second.run() == first.run()
+
+
+def test_only_the_main_thread_listens() -> None:
+    received: list[bool] = []
+    handler = PreemptionHandler(1.0, str)
+    asking = threading.Thread(target=lambda: received.append(handler.listen()))
+    asking.start()
+    asking.join(LIMIT_S)
+    assert received == [False]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert not preemption._listener.handlers

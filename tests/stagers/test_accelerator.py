@@ -381,14 +381,14 @@ def test_a_writer_process_without_an_accelerator_writes_a_copy_of_shared(storage
 def test_a_state_larger_than_the_bound_on_host_memory_is_written(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    borrowed: list[int] = []
-    borrow = bounded.Pool.borrow
+    taken: list[int] = []
+    take = bounded.Pool.take
 
     def counted(pool: Any, nbytes: int) -> Any:
-        borrowed.append(nbytes)
-        return borrow(pool, nbytes)
+        taken.append(nbytes)
+        return take(pool, nbytes)
 
-    monkeypatch.setattr(bounded.Pool, "borrow", counted)
+    monkeypatch.setattr(bounded.Pool, "take", counted)
     state = {str(i): torch.empty(2**20, device=device()) for i in range(32)}  # 128 MiB
     bound = 2**24
     stager = stagereg.build("stager", kind, max_in_flight=2, host_memory_gb=bound / 2**30)
@@ -400,7 +400,7 @@ def test_a_state_larger_than_the_bound_on_host_memory_is_written(
             checkpointer.save(step, state)
             for x in state.values():
                 x.fill_(-1)
-    assert borrowed
-    assert max(borrowed) * 2 <= bound
+    assert taken
+    assert max(taken) * 2 <= bound
     for i, x in enumerate(restored(tmp_path, state).values()):
         assert x.eq(200 + i).all()

@@ -34,8 +34,8 @@ class Stream:
 
 
 def test_the_future_is_done_when_what_was_queued_at_once_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(engine: Any, device: torch.device, pairs: Pairs) -> Queued:
-        return Queued(pairs)
+    def fetch(engine: Any, pairs: Pairs) -> list[tuple[torch.device, Queued]]:
+        return [(torch.device("cpu"), Queued(pairs))]
 
     monkeypatch.setattr(CopyEngine, "fetch", fetch)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ OTHERS = {
     "socket": socket.socket,
     "thread": threading.current_thread,
     "uncopyable": Uncopyable,
-    "non-leaf in an object": lambda: {torch.ones(1, requires_grad=True) * 2},
+    "non-leaf in an object": lambda: SimpleNamespace(x=torch.ones(1, requires_grad=True) * 2),
 }
 
 

@@ -247,9 +247,7 @@ def test_of_several_tasks_of_one_run_only_the_first_shows_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for index, value in ((0, 0.25), (1, None)):
-        monkeypatch.setattr(
-            SchedulerTask, "current", lambda index=index: SchedulerTask(index, 2, 1, "7", "127.0.0.1:1")
-        )
+        monkeypatch.setattr(SchedulerTask, "current", lambda index=index: SchedulerTask(index, 2, port=1))
         Compare().on_job_end(config(tmp_path), ended(value))
     assert JobResult.read(tmp_path / "0").returned == 0.25
 

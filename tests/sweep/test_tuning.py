@@ -19,8 +19,6 @@ from stagereg.sweep.search_space import Choices, Floats, Ints, search_space, tex
 from stagereg.sweep.study import Study
 from stagereg.sweep.tune_space import Parameter, Space
 
-PINNED = "stagereg.stagers.pinned_cached.PinnedCachedStager"
-
 
 def composed(stager: str = "pinned_cached", every: object = 100) -> Composed:
     target = registry.find("stager", stager).path

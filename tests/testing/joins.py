@@ -244,9 +244,13 @@ class Kept:
     """Where a checkpoint goes: saves like a checkpointer, together with all ranks, into this process's memory."""
 
     every = 4
+    preemption = None
 
     def __init__(self) -> None:
         self.saved: dict[int, Any] = {}
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0
 
     def save(self, step: int, state: Any) -> None:
         everywhere = torch.stack([p.detach().sum() for p in state["model"].parameters()])

@@ -131,7 +131,7 @@ def test_a_table_has_a_line_for_each_promise_and_a_column_for_each_contract() ->
     assert lines[-1] == "| One more | - | yes |"
 
 
-class TestLikeness:
+class TestSnapshot:
     @pytest.mark.parametrize(
         ("copied", "source", "shown"),
         [

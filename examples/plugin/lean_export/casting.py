@@ -64,17 +64,15 @@ class CastingCopier:
         """
         runs = [run for dtype in WIDE for run in _runs({i: x for i, x in enumerate(tensors) if x.dtype == dtype})]
         made = {i: _empty(x) for i, x in enumerate(tensors) if not x.numel()}
-        pairs: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         view, offset = self._pool.lease().view(self._pool.take(sum(run.nbytes for run in runs))), 0
         for run in runs:
             flat = torch.frombuffer(view, dtype=torch.bfloat16, count=run.source.numel(), offset=offset)
             offset += run.nbytes
-            pairs.setdefault(run.source.device, []).append((flat.as_strided(run.source.shape, run.stride), run.source))
+            pairs.append((flat.as_strided(run.source.shape, run.stride), run.source))
             made.update((i, flat.as_strided(*geometry)) for i, geometry in run.members.items())
-        events = [self._engine.fetch(device, some) for device, some in pairs.items()]
-        for event in events:
-            if event is not None:
-                event.synchronize()
+        for _, event in self._engine.fetch(pairs):
+            event.synchronize()
         return [made[i] for i in range(len(tensors))]
 
     def close(self) -> None:

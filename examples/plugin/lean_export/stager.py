@@ -72,7 +72,7 @@ class Bf16Stager(AsyncStager):
                 matches no tensor; nothing is handed out then.
             StagerClosedError: after ``close()``.
         """
-        self._rest.check_open()
+        self._rest.pool.check_open()
         with torch.no_grad():
             named = [(name, leaf) for name, leaf in _leaves(state_dict) if _castable(leaf)]
             self._refuse_idle([name for name, _ in named])

@@ -14,9 +14,10 @@ before a save the ranks compare how often each was stepped, and refuse if they d
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
 
 from stagereg.errors import JoinError
 from stagereg.join.joinable import JoinHook, notify, serves
@@ -34,52 +36,49 @@ from stagereg.join.step_tracker import TrackedJoinable
 from stagereg.kernel.channel import control_channel
 from stagereg.registry import register
 
-__all__ = ["CheckpointHook", "CheckpointJoinable", "Consensus", "Preemptible", "Saves", "Schedules"]
+__all__ = ["CheckpointHook", "CheckpointJoinable", "Saves"]
 
-_SIGNALS = 2
 _MOST = 2**51
+_NO_SIGNALS = [0.0, 0.0]
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Saves(Protocol):
     """What is needed of a :class:`stagereg.Checkpointer`."""
 
-    @property
-    def every(self) -> int:
-        """Steps from one checkpoint to the next."""
+    preemption: Any  # a PreemptionConsensus, or None
+
+    def due(self, step: int) -> bool:
+        """Whether to save after ``step``, which has just ended. Called once a step."""
 
     def save(self, step: int, state: MutableMapping[str, Any]) -> None:
         """Save; called on all ranks with the same steps."""
 
 
-@runtime_checkable
-class Schedules(Protocol):
-    """Of a checkpointer that decides itself after which steps to save."""
+@register("join_hook", "checkpoint")
+class CheckpointHook(JoinHook):
+    """Exchanges requests once a step, and saves what was requested; first of a join's hooks.
 
-    def due(self, step: int) -> bool:
-        """Whether to save after ``step``, which has just ended. Called once a step."""
-
-
-@runtime_checkable
-class Preemptible(Protocol):
-    """Of a checkpointer that saves when ranks are to leave."""
-
-    preemption: Consensus | None
-
-
-class Consensus(Protocol):
-    """How ranks learn that one of them is to leave.
-
-    Attributes:
-        exchanged_by_join: whether the join exchanges that, as not all ranks call ``due``.
+    Args:
+        joinable: what the ranks ask.
     """
 
-    exchanged_by_join: bool
+    def __init__(self, joinable: CheckpointJoinable, /) -> None:
+        self.joinable = serves(self, joinable, CheckpointJoinable)
 
-    def signal_flags(self) -> list[float]:
-        """Return what signals this rank has got: two numbers."""
+    def before_step(self) -> None:
+        """Exchange on a rank without data, ahead of the step's other hooks."""
+        self.joinable.shadow_step()
 
-    def update(self, sums: Sequence[float]) -> None:
-        """Take the sums over all ranks."""
+    def main_hook(self) -> None:
+        """Exchange in torch's ``Join``, which does not call :meth:`before_step`."""
+        if self.joinable.session is None:
+            self.joinable.shadow_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Exchange what was asked for after the last step."""
+        self.joinable.exchange(active=False)
+        self.joinable.detach()
 
 
 @register("joinable", "checkpoint")
@@ -93,8 +92,7 @@ class CheckpointJoinable(TrackedJoinable):
     which ``maybe`` or ``ask`` is called, and leave together.
 
     It comes first in the list and announces the rank for the model, so that the exchange comes before the model's own
-    collectives on every rank. All ranks construct theirs in the same order. In torch's ``Join``, make a new ``Join``
-    for each epoch.
+    collectives on every rank. In torch's ``Join``, make a new ``Join`` for each epoch.
 
     Args:
         checkpointer: the :class:`stagereg.Checkpointer`; in a join its ``save`` is not called directly.
@@ -114,6 +112,7 @@ class CheckpointJoinable(TrackedJoinable):
     """
 
     runs_first = True
+    own_hook = CheckpointHook
 
     def __init__(
         self,
@@ -129,11 +128,8 @@ class CheckpointJoinable(TrackedJoinable):
         self._asked: int | None = None  # the step that this rank asks to save
         self._shadows = False  # whether this rank takes part by hooks
         self._active: list[int] = []  # ranks with data in the last step that had any
+        self._steps: Counter[str] = Counter()  # of each optimizer
         self._channel: Any = None
-        self._steps: dict[str, int] = {}
-        self._handles: list[Any] = []
-        self._number = _numbers["checkpoint"]
-        _numbers["checkpoint"] += 1
 
     def ask(self, step: int) -> None:
         """Ask for a checkpoint of the step that has just ended; any rank that has data, after its optimizer's step.
@@ -147,7 +143,7 @@ class CheckpointJoinable(TrackedJoinable):
         Raises:
             JoinError: it is no whole number from 0 on.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _MOST:
+        if type(step) is not int or not 0 <= step < _MOST:
             raise JoinError(f"A step is a whole number from 0 on, not {step!r}.")
         if self.tracker is None or not self._join_config.enable:
             self.checkpointer.save(step, self.state)
@@ -155,56 +151,45 @@ class CheckpointJoinable(TrackedJoinable):
             self._asked = step
 
     def maybe(self, step: int) -> bool:
-        """Ask if that is due: ``step`` is a positive multiple of the checkpointer's ``every``, or is as it plans.
+        """Ask if the checkpointer says that a save is :meth:`due <stagereg.Checkpointer.due>`.
 
         Returns:
             Whether it asked. Ranks that call it after the same step get the same answer. It also asks where the ranks
             have agreed to leave.
         """
-        checkpointer = self.checkpointer
-        if isinstance(checkpointer, Schedules):
-            due = checkpointer.due(step)
-        else:
-            due = step > 0 and step % checkpointer.every == 0
+        due = self.checkpointer.due(step)
         if due:
             self.ask(step)
         return due
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook, and begin to watch the model. Collective where it is the first time."""
-        self.detach()
-        self._channel = control_channel(self.join_process_group, f"checkpoint/{self._number}")
-        self.watch()
-        return self.make_hook(CheckpointHook)
-
     def watch(self) -> None:
-        """Watch the model's forward, and count the optimizers' steps."""
-        self._model()
+        """Watch the model's forward, and count the optimizers' steps. Collective where it is the first time."""
+        self._channel = control_channel(self.join_process_group, "checkpoint")
         super().watch()
-        self._asked, self._shadows, self._active, self._steps = None, False, [], {}
-        optimizers = {name: value for name, value in self.state.items() if isinstance(value, Optimizer)}
-        self._handles = [value.register_step_post_hook(self._counts(name)) for name, value in optimizers.items()]
-        if (consensus := self._consensus) is not None:
-            consensus.exchanged_by_join = True
+        assert self.tracker is not None
+        for name, value in self.state.items():
+            if isinstance(value, Optimizer):
+                count = functools.partial(self._count_step, name)
+                self.tracker.handles.append(value.register_step_post_hook(count))
+        if self.checkpointer.preemption is not None:
+            self.checkpointer.preemption.exchanged_by_join = True
 
     def detach(self) -> None:
         """Stop watching the model and its optimizers."""
-        if self.tracker is not None and (consensus := self._consensus) is not None:
-            consensus.exchanged_by_join = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self.tracker is not None and self.checkpointer.preemption is not None:
+            self.checkpointer.preemption.exchanged_by_join = False
+        self._asked, self._shadows, self._active, self._steps, self._channel = None, False, [], Counter(), None
         super().detach()
 
     @property
     def join_device(self) -> torch.device:
         """The model's device."""
-        return self._model().join_device
+        return self._model.join_device
 
     @property
     def join_process_group(self) -> Any:
         """The ranks that train the model."""
-        return self._model().join_process_group
+        return self._model.join_process_group
 
     def on_step(self) -> None:
         """A step begins on this rank: announce it, and exchange requests before anything else happens."""
@@ -214,7 +199,7 @@ class CheckpointJoinable(TrackedJoinable):
         if self._shadows and (membership is None or not membership.expects_empty_step):
             return  # another hook runs the model, to take part in a step of ranks with data
         self._shadows = False
-        notify(self, torch.is_grad_enabled() and self._model().will_reduce)
+        notify(self, torch.is_grad_enabled() and self._model.will_reduce)
         self.exchange(active=True)
 
     def shadow_step(self) -> None:
@@ -234,14 +219,14 @@ class CheckpointJoinable(TrackedJoinable):
             SystemExit: on all ranks: they had a signal to leave, and this save was the last.
         """
         asked, self._asked = self._asked, None
-        channel, consensus = self._channel, self._consensus
+        channel, consensus = self._channel, self.checkpointer.preemption
         values = [0.0] * channel.size
         values[channel.rank] = float(active) if asked is None else 2.0 * (asked + 1) + active
-        signals = [0.0] * _SIGNALS if consensus is None else consensus.signal_flags()
+        signals = _NO_SIGNALS if consensus is None else consensus.signal_flags()
         sums = channel.add([*values, *signals]).wait()
-        requested, signals = [int(value) for value in sums[: channel.size]], sums[channel.size :]
+        requested = [int(value) for value in sums[: channel.size]]
         if consensus is not None:
-            consensus.update(signals)
+            consensus.update(sums[channel.size :])
         # At the end no rank is active; those that were in the last step have its state.
         self._active = [rank for rank, value in enumerate(requested) if value % 2] or self._active
         requests = {rank: value // 2 - 1 for rank, value in enumerate(requested) if value > 1}
@@ -249,37 +234,28 @@ class CheckpointJoinable(TrackedJoinable):
             self._save(requests)
 
     def _save(self, requests: Mapping[int, int]) -> None:
-        steps = sorted(set(requests.values()))
-        if len(steps) > 1:
-            each = ", ".join(f"rank {rank} for step {step}" for rank, step in requests.items())
+        step = next(iter(requests.values()))
+        if set(requests.values()) != {step}:
+            each = ", ".join(f"rank {rank} for step {asked}" for rank, asked in requests.items())
             raise JoinError(
                 f"ranks asked for checkpoints of different steps at the same time: {each}. Count the steps that the "
                 "ranks take together, not a rank's own batches."
             )
-        gathered = self._channel.gather((self._progress(), _plain(self.state)))
-        _refuse_stale(steps[0], [progress for progress, _ in gathered])
+        # Numbers, text, and containers of them are stale on a rank that has left the loop.
+        plain = {name: value for name, value in self.state.items() if _is_plain(value)}
+        schedules = {name: value.last_epoch for name, value in self.state.items() if isinstance(value, LRScheduler)}
+        gathered = self._channel.gather(({**schedules, **self._steps}, plain))
+        _refuse_stale(step, [taken for taken, _ in gathered])
         state = dict(self.state)
         if self._active and self._channel.rank not in self._active:
             current = gathered[self._active[-1]][1]
             state.update((name, current[name]) for name in state if name in current)
-        self.checkpointer.save(steps[0], state)
+        self.checkpointer.save(step, state)
 
-    def _progress(self) -> dict[str, int]:
-        schedules = {name: value.last_epoch for name, value in self.state.items() if isinstance(value, LRScheduler)}
-        return {**schedules, **self._steps}
-
-    def _counts(self, name: str) -> Callable[..., None]:
-        self._steps[name] = 0
-
-        def count(*_: Any) -> None:
-            self._steps[name] += 1
-
-        return count
+    def _count_step(self, name: str, *_: Any) -> None:
+        self._steps[name] += 1
 
     @property
-    def _consensus(self) -> Consensus | None:
-        return self.checkpointer.preemption if isinstance(self.checkpointer, Preemptible) else None
-
     def _model(self) -> TrackedJoinable:
         """A joinable of the model, which knows its device, its ranks, and when it reduces its gradients."""
         if self.module is None:
@@ -294,38 +270,6 @@ class CheckpointJoinable(TrackedJoinable):
         return ModuleJoinable(self.module, device=str(next((p.device for p in self.module.parameters()), "cpu")))
 
 
-@register("join_hook", "checkpoint")
-class CheckpointHook(JoinHook):
-    """Exchanges requests once a step, and saves what was requested; first of a join's hooks.
-
-    Args:
-        joinable: what the ranks ask.
-    """
-
-    def __init__(self, joinable: CheckpointJoinable, /) -> None:
-        self.joinable = serves(self, joinable, CheckpointJoinable)
-        self._exchanged = False
-
-    def before_step(self) -> None:
-        """Exchange on a rank without data, ahead of the step's other hooks."""
-        self.joinable.shadow_step()
-        self._exchanged = True
-
-    def main_hook(self) -> None:
-        """Exchange, if :meth:`before_step` has not: torch's ``Join`` calls nothing but this."""
-        if not self._exchanged:
-            self.before_step()
-        self._exchanged = False
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Exchange what was asked for after the last step."""
-        self.joinable.exchange(active=False)
-        self.joinable.detach()
-
-
-_numbers: Counter[str] = Counter()
-
-
 def _refuse_stale(step: int, progress: list[dict[str, int]]) -> None:
     for name in sorted({name for each in progress for name in each}):
         taken = [each.get(name, 0) for each in progress]
@@ -338,14 +282,5 @@ def _refuse_stale(step: int, progress: list[dict[str, int]]) -> None:
             )
 
 
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a state that are numbers, text, and containers of them: stale on a rank that has left the loop."""
-    return {name: value for name, value in state.items() if _is_plain(value)}
-
-
 def _is_plain(value: Any) -> bool:
-    if type(value) is dict:
-        return all(_is_plain(part) for pair in value.items() for part in pair)
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    return type(value) in (type(None), bool, int, float, complex, str, bytes)
+    return all(type(leaf) in _PLAIN for leaf in pytree.tree_leaves(value))

@@ -10,10 +10,29 @@ import torch.distributed as dist
 
 from stagereg.errors import ConfigError, JoinError, nearest
 from stagereg.join.joinable import BuiltInJoinable, JoinHook, notify, serves
-from stagereg.kernel.shadow import Collective, shadow
+from stagereg.kernel.shadow import Collective
 from stagereg.registry import register
 
 __all__ = ["CollectiveHook", "CollectiveJoinable"]
+
+
+@register("join_hook", "collective")
+class CollectiveHook(JoinHook):
+    """Runs the declared collectives once per step of the active ranks, with values that leave their results alone.
+
+    Args:
+        joinable: declares them.
+    """
+
+    def __init__(self, joinable: CollectiveJoinable, /) -> None:
+        self.joinable = serves(self, joinable, CollectiveJoinable)
+
+    def main_hook(self) -> None:
+        """Take part in all of them; the root of a broadcast goes on sending what it sent last."""
+        declared = self.joinable
+        for i, collective in enumerate(declared.collectives):
+            tensor = declared.last_sent.get(i, collective.neutral(declared.join_device))
+            collective.issue(tensor, declared.join_process_group)
 
 
 @register("joinable", "collective")
@@ -41,6 +60,8 @@ class CollectiveJoinable(BuiltInJoinable):
             for batch in loader:
                 (sums,) = total(torch.tensor([loss_sum, len(batch)]))
     """
+
+    own_hook = CollectiveHook
 
     def __init__(
         self,
@@ -82,27 +103,6 @@ class CollectiveJoinable(BuiltInJoinable):
             results.append(collective.issue(tensor, group))
         return tuple(results)
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook; takes no keyword arguments of its own."""
-        return self.make_hook(CollectiveHook)
-
-
-@register("join_hook", "collective")
-class CollectiveHook(JoinHook):
-    """Runs the declared collectives once per step of the active ranks, with values that leave their results alone.
-
-    Args:
-        joinable: declares them.
-    """
-
-    def __init__(self, joinable: CollectiveJoinable, /) -> None:
-        self.joinable = serves(self, joinable, CollectiveJoinable)
-
-    def main_hook(self) -> None:
-        """Take part in all of them."""
-        declared = self.joinable
-        shadow(declared.collectives, declared.join_process_group, declared.join_device, declared.last_sent)
-
 
 def _declared(collective: Any) -> Collective:
     if isinstance(collective, Collective):
@@ -117,4 +117,4 @@ def _declared(collective: Any) -> Collective:
             )
     if "op" not in collective:
         raise ConfigError("a collective needs an op, as in {op: all_reduce}")
-    return Collective(**{str(key): value for key, value in collective.items()})
+    return Collective(**collective)

@@ -13,7 +13,7 @@ used here are those of torch 2.13 (``distributed/fsdp/_fully_shard``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from stagereg.errors import JoinError
 from stagereg.join.batches import emptied, fetch, publish
-from stagereg.join.carryover import ZeroGradPolicy, policy_of
 from stagereg.join.joinable import JoinHook, notify, serves
-from stagereg.join.step_tracker import TrackedJoinable, differentiable
+from stagereg.join.kinds.reduction import ReducingJoinable, local
+from stagereg.join.step_tracker import differentiable
 from stagereg.kernel.channel import wait_for_keys
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
@@ -39,233 +39,6 @@ _ADVICE = (
     "Give the joinable a batch that can be emptied, stagereg.build('joinable', 'fsdp2', module=..., example=...), or "
     "use join.iterate, whose loop body runs on all ranks."
 )
-
-
-@register("joinable", "fsdp2")
-class Fsdp2Joinable(TrackedJoinable):
-    """Joins an FSDP2 module.
-
-    Joined ranks run the module on empty inputs and end every step with the step's reduced gradients in their shards'
-    ``grad``, so an optimizer that follows in the list of joinables keeps parameters and optimizer state right. The
-    module's forward has to take tensors whose first dimension is 0. ``set_requires_gradient_sync`` is to be called
-    before the forward, in the same steps on all ranks. In torch's ``Join``, make a new ``Join`` for each epoch.
-    ``Join`` wraps a bare FSDP2 module in this by itself.
-
-    Args:
-        module: the root module, to which ``fully_shard`` was applied last; the one that the loop calls.
-        example: a batch for ranks that never have one, or whose batches cannot be emptied: a tuple of the module's
-            arguments, or the only one. ``None``: ranks keep an empty version of their last inputs, and those that
-            never had any take that of another rank.
-        hook: another hook in the place of ``fsdp2``.
-
-    Attributes:
-        divides_by_world: whether gradients are divided by the number of ranks that train the module, or by the number
-            of active ones. Where the module has a divisor of its own, that is scaled alike.
-        is_shadowing: whether the hook runs the module, to take part in a step of other ranks.
-
-    Keyword arguments of ``Join`` that it takes:
-        divide_by_initial_world_size (bool): True (default): gradients are sums over the active ranks divided by the
-            number of ranks, as FSDP2 does it; False: divided by the number of active ranks.
-
-    Raises:
-        JoinError: the module is no FSDP2 module, its mesh has several dimensions and not all ranks, or the example
-            cannot be emptied.
-    """
-
-    reduces_gradients = True
-    module: Any  # an FSDPModule, which is an nn.Module too
-
-    def __init__(self, module: FSDPModule, example: Any = None, hook: Callable[..., JoinHook] | None = None) -> None:
-        if not isinstance(module, FSDPModule):
-            raise JoinError(
-                f"the fsdp2 joinable needs a module to which torch.distributed.fsdp.fully_shard was applied, not a "
-                f"{type(module).__name__}"
-            )
-        super().__init__(hook, _group_of(module), module._get_fsdp_state()._device)
-        self.module = module
-        self.reduced = False
-        self.divides_by_world = True
-        self.is_shadowing = False
-        self._example = example
-        self._inputs: _Inputs | None = None
-        self._settings: list[tuple[Any, ...]] = []
-        self._backward_due = False
-        self._reduces = True
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the module's hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
-        self.detach()
-        self.divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
-        hook = self.make_hook(Fsdp2Hook)
-        self.watch()
-        return hook
-
-    def watch(self) -> None:
-        """Have the module's forward announce through the join."""
-        self._inputs = _inputs_of(self.module, self.policy.store, self._example)
-        self._settings = [(g, g.gradient_divide_factor, g.force_sum_reduction_for_comms) for g in _groups(self.module)]
-        super().watch()
-        self.policy.steps = 0
-        if self._watched_shard() is not None:
-            self.policy.set_active(True)
-
-    def detach(self) -> None:
-        """Stop watching, and leave the module as it was."""
-        for group, factor, force in self._settings:
-            group.gradient_divide_factor, group.force_sum_reduction_for_comms = factor, force
-        self._settings = []
-        self.reduced, self._inputs = False, None
-        super().detach()
-
-    def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
-        """Whether a step depends on which ranks are active: through the divisor."""
-        return not divide_by_initial_world_size
-
-    @property
-    def policy(self) -> ZeroGradPolicy:
-        """What is known of what the loop does with its gradients."""
-        return policy_of(self.module, self._group)
-
-    @property
-    def will_reduce(self) -> bool:
-        """Whether the next backward reduces the gradients (``set_requires_gradient_sync``).
-
-        Raises:
-            JoinError: parts of the module do and others do not, or it stops half-way (``set_requires_all_reduce``).
-        """
-        answers = set()
-        for group in _groups(self.module):
-            if group.reduce_grads and not group.all_reduce_grads and group._is_hsdp:
-                raise JoinError(
-                    "in a join, gradients are reduced among all ranks or not at all: use set_requires_gradient_sync(), "
-                    "not set_requires_all_reduce()."
-                )
-            answers.add(bool(group.reduce_grads))
-        if len(answers) > 1:
-            raise JoinError(
-                "some parts of an FSDP2 module reduce their gradients and others do not. In a join all of them do or "
-                "none: call set_requires_gradient_sync() on the root."
-            )
-        return answers != {False}
-
-    def on_step(self) -> None:
-        """Announce the step, on a rank that has data."""
-        if self.is_shadowing:
-            return
-        self._backward_due = True
-        self._reduces = torch.is_grad_enabled() and self.will_reduce
-        notify(self, self._reduces)
-        if self._inputs is not None:
-            self._inputs.forget_last()
-
-    def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep an empty version of what the module is called with in a step."""
-        if self._inputs is not None and self.has_unfinished_step and torch.is_grad_enabled() and not self.is_shadowing:
-            try:
-                self._inputs.keep((args, kwargs))
-            except JoinError as error:
-                raise JoinError(f"The inputs of {type(self.module).__name__}: {error} {_ADVICE}") from error
-
-    def after_forward(self, is_step: bool) -> None:
-        """The forward of an active rank has ended: say whether its backward will reduce, and learn the divisor."""
-        if not is_step or self.is_shadowing:
-            return
-        membership = self.membership
-        if membership is None:
-            work = TorchWire(self._group, self.join_device).announce(self._reduces)
-            if not self.divides_by_world:
-                work.wait()
-                self.divide_by(int(work.get_future().value()[0].item()))
-        elif not self.divides_by_world:
-            self.divide_by(membership.read().syncing)
-
-    def on_backward(self) -> None:
-        """A backward has begun, which is about to add to the gradients. FSDP2 has gathered its first parameters.
-
-        It is the moment on all ranks at which a rank without data may wait for an active one to publish its policy.
-        """
-        if not self._backward_due:
-            return
-        self._backward_due = False
-        if self.is_shadowing:
-            self.policy.ask(self.session)
-            self.forget_gradients()
-            return
-        if self.will_reduce != self._reduces:
-            raise JoinError(
-                "set_requires_gradient_sync() was called between a forward and its backward, when ranks without data "
-                "had its announcement already. In a join, call it before the forward."
-            )
-        shard = self._watched_shard()
-        if shard is not None:
-            gradient = None if shard.grad is None else _local(shard.grad)
-            self.policy.observe(gradient)
-        self.policy.steps += self._reduces
-
-    def shadow(self) -> None:
-        """Joined rank: run one forward and backward on empty inputs; see :class:`Fsdp2Hook`."""
-        if self.tracker is None or self._inputs is None:
-            raise JoinError(
-                "an fsdp2 joinable has left its join, but ranks still take steps. torch's Join cannot be entered a "
-                "second time with it: make a new one for every epoch, or use stagereg.Join."
-            )
-        self.policy.set_active(False)
-        as_left = [(group, group.reduce_grads, group.all_reduce_grads) for group in _groups(self.module)]
-        self.is_shadowing = True
-        try:
-            with torch.enable_grad():
-                first, *others = self._inputs.last(self.join_device)
-                tensors = self._forward(first)
-                reducing = self.active_that_reduce()  # active ranks announce it after their first forward
-                tensors += [tensor for inputs in others for tensor in self._forward(inputs)]
-                self.reduced = reducing > 0
-                self.module.set_requires_gradient_sync(self.reduced)
-                if self.reduced and not self.divides_by_world:
-                    self.divide_by(reducing)
-                self._backward_due = True
-                if tensors:
-                    torch.autograd.backward(tensors, [torch.zeros_like(tensor) for tensor in tensors])
-        finally:
-            self.is_shadowing = False
-            for group, reduce, all_reduce in as_left:
-                group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
-        self.policy.steps += self.reduced
-
-    def divide_by(self, count: int) -> None:
-        """Have this step's backward divide as if ``count`` ranks trained the module; 0 where it does not reduce."""
-        share = (count or self._group.size()) / self._group.size()
-        for group, before, _ in self._settings:
-            info = group.mesh_info
-            whole = getattr(info, "shard_mesh_size", 1) * getattr(info, "replicate_mesh_size", 1)
-            group.gradient_divide_factor = (whole if before is None else before) * share
-            # With a divisor of one's own FSDP2 asks for a reduction that only NCCL has.
-            group.force_sum_reduction_for_comms = self._group._get_backend(group.device).name() != "nccl"
-
-    def forget_gradients(self) -> None:
-        """Do with the gradients of the step before what the loop of the active ranks has done."""
-        policy = self.policy.current()
-        for param in _shards(self.module):
-            if policy == "drops":
-                param.grad = None
-            elif policy == "zeroes" and param.grad is not None:
-                param.grad.zero_()
-
-    def _forward(self, inputs: Any) -> list[torch.Tensor]:
-        args, kwargs = inputs
-        try:
-            return differentiable(self.module(*args, **kwargs))
-        except JoinError:
-            raise
-        except Exception as error:
-            raise JoinError(
-                f"{type(self.module).__name__} cannot run on an empty batch, as a rank without data has to: "
-                f"{type(error).__name__}: {error}. Let its forward take tensors whose first dimension is 0. {_ADVICE}"
-            ) from error
-
-    def _watched_shard(self) -> torch.Tensor | None:
-        """The smallest shard that says something of the loop's policy; a rank may have nothing but empty ones."""
-        shards = [shard for shard in _shards(self.module) if shard.requires_grad and _local(shard).numel()]
-        return min(shards, key=lambda shard: _local(shard).numel(), default=None)
 
 
 @register("join_hook", "fsdp2")
@@ -285,7 +58,34 @@ class Fsdp2Hook(JoinHook):
         Raises:
             JoinError: the module cannot run on empty inputs, or no rank has published what inputs look like.
         """
-        self.joinable.shadow()
+        joinable, module = self.joinable, self.joinable.module
+        if joinable.tracker is None:
+            raise JoinError(
+                "an fsdp2 joinable has left its join, but ranks still take steps. torch's Join cannot be entered a "
+                "second time with it: make a new one for every epoch, or use stagereg.Join."
+            )
+        joinable.policy.set_active(False)
+        as_left = joinable.will_reduce
+        joinable.is_shadowing = True
+        try:
+            with torch.enable_grad():
+                first, *others = joinable.empty_inputs()
+                tensors = self._forward(first)
+                active = joinable.active_that_reduce()  # active ranks announce it after their first forward
+                for inputs in others:
+                    tensors += self._forward(inputs)
+                joinable.reduced = active > 0
+                module.set_requires_gradient_sync(joinable.reduced)
+                if joinable.reduced and not joinable.divides_by_world:
+                    joinable.divide_by(active)
+                joinable.reduces = joinable.reduced
+                if tensors:
+                    torch.autograd.backward(tensors, [torch.zeros_like(tensor) for tensor in tensors])
+        finally:
+            joinable.is_shadowing = False
+            module.set_requires_gradient_sync(as_left)
+        if joinable.reduced:
+            joinable.shadowed()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Stop watching. All shards are what they should be already; torch's ``Join`` calls nothing after this."""
@@ -293,68 +93,191 @@ class Fsdp2Hook(JoinHook):
         if not is_last_joiner:  # the others have done so after their last step, if that is their policy
             self.joinable.forget_gradients()
 
-
-class _Inputs:
-    """What one module is called with, emptied; its own last inputs, or those that another rank has published."""
-
-    def __init__(self, store: Any) -> None:
-        self.example: Any = None
-        self._last: list[Any] = []  # of each forward in the last step
-        self._store = store
-        self._published = False
-
-    def forget_last(self) -> None:
-        """A step begins, whose inputs take the place of those of the step before."""
-        self._last = []
-
-    def keep(self, inputs: Any) -> None:
-        """Keep inputs of the step that runs, and publish the first ones; raises ``JoinError`` if it cannot."""
-        if self.example is None:
-            if not self._published:
-                self._published = True
-                publish(self._store, "inputs", inputs)
-            self._last.append(emptied(inputs))
-
-    def last(self, device: torch.device) -> list[Any]:
-        """Return the empty inputs of the last step, of every forward in it; or those of another rank's first."""
-        if self.example is not None:
-            return [self.example]
-        if not self._last:
-            self._last = [self._of_other_rank(device)]
-        return self._last
-
-    def _of_other_rank(self, device: torch.device) -> Any:
-        """Wait for what another rank publishes; a rank that has begun a step does so first of all."""
-        if not wait_for_keys(self._store, "inputs", _EXAMPLE_S):
-            raise JoinError(
-                f"This rank never had a batch, and within {_EXAMPLE_S:g} s no other has published what one looks like. "
-                f"{_ADVICE}"
-            )
+    def _forward(self, inputs: Any) -> list[torch.Tensor]:
+        args, kwargs = inputs
+        module = self.joinable.module
         try:
-            return fetch(self._store, "inputs", device)
+            return differentiable(module(*args, **kwargs))
+        except JoinError:
+            raise
+        except Exception as error:
+            raise JoinError(
+                f"{type(module).__name__} cannot run on an empty batch, as a rank without data has to: "
+                f"{type(error).__name__}: {error}. Let its forward take tensors whose first dimension is 0. {_ADVICE}"
+            ) from error
+
+
+@register("joinable", "fsdp2")
+class Fsdp2Joinable(ReducingJoinable):
+    """Joins an FSDP2 module.
+
+    Joined ranks run the module on empty inputs and end every step with the step's reduced gradients in their shards'
+    ``grad``, so an optimizer that follows in the list of joinables keeps parameters and optimizer state right. The
+    module's forward has to take tensors whose first dimension is 0. ``set_requires_gradient_sync`` is to be called
+    before the forward, in the same steps on all ranks. In torch's ``Join``, make a new ``Join`` for each epoch.
+    ``Join`` wraps a bare FSDP2 module in this by itself.
+
+    Args:
+        module: the root module, to which ``fully_shard`` was applied last; the one that the loop calls.
+        example: a batch for ranks that never have one, or whose batches cannot be emptied: a tuple of the module's
+            arguments, or the only one. ``None``: ranks keep an empty version of their last inputs, and those that
+            never had any take that of another rank.
+        hook: another hook in the place of ``fsdp2``.
+
+    Attributes:
+        is_shadowing: whether the hook runs the module, to take part in a step of other ranks.
+
+    Keyword arguments of ``Join`` that it takes:
+        divide_by_initial_world_size (bool): True (default): gradients are sums over the active ranks divided by the
+            number of ranks, as FSDP2 does it; False: divided by the number of active ranks. Where the module has a
+            divisor of its own, that is scaled alike.
+
+    Raises:
+        JoinError: the module is no FSDP2 module, its mesh has several dimensions and not all ranks, or the example
+            cannot be emptied.
+    """
+
+    own_hook = Fsdp2Hook
+
+    def __init__(self, module: FSDPModule, example: Any = None, hook: Callable[..., JoinHook] | None = None) -> None:
+        if not isinstance(module, FSDPModule):
+            raise JoinError(
+                f"the fsdp2 joinable needs a module to which torch.distributed.fsdp.fully_shard was applied, not a "
+                f"{type(module).__name__}"
+            )
+        super().__init__(hook, _group_of(module), module._get_fsdp_state()._device)
+        self.module = module
+        self.is_shadowing = False
+        self._example: Any = None
+        if example is not None:
+            self._example = emptied(example if isinstance(example, tuple) else (example,)), {}
+        self._divisors: list[tuple[Any, Any, bool]] = []
+
+    def watch(self) -> None:
+        """Have the module's forward announce through the join."""
+        groups = _groups(self.module)
+        self._divisors = [(each, each.gradient_divide_factor, each.force_sum_reduction_for_comms) for each in groups]
+        # The smallest shard that says something of the loop's policy; a rank may have nothing but empty ones.
+        shards = [shard for shard in _shards(self.module) if shard.requires_grad and local(shard).numel()]
+        self.watched = sorted(shards, key=lambda shard: local(shard).numel())[:1]
+        super().watch()
+
+    def detach(self) -> None:
+        """Stop watching, and leave the module as it was."""
+        for group, factor, force in self._divisors:
+            group.gradient_divide_factor, group.force_sum_reduction_for_comms = factor, force
+        self._divisors = []
+        super().detach()
+
+    @property
+    def will_reduce(self) -> bool:
+        """Whether the next backward reduces the gradients (``set_requires_gradient_sync``).
+
+        Raises:
+            JoinError: parts of the module do and others do not, or it stops half-way (``set_requires_all_reduce``).
+        """
+        groups = _groups(self.module)
+        reduces = {bool(group.reduce_grads) for group in groups}
+        half_way = any(group._is_hsdp and group.reduce_grads and not group.all_reduce_grads for group in groups)
+        if half_way or len(reduces) > 1:
+            raise JoinError(
+                "in a join, all parts of an FSDP2 module reduce their gradients among all ranks, or none does: call "
+                "set_requires_gradient_sync() on the root, and not set_requires_all_reduce()."
+            )
+        return reduces != {False}
+
+    def on_step(self) -> None:
+        """Announce the step, on a rank that has data."""
+        if not self.is_shadowing:
+            self.reduces = torch.is_grad_enabled() and self.will_reduce
+            notify(self, self.reduces)
+
+    def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep an empty version of what the module is called with in a step, and publish that of the first."""
+        if self._example is not None or self.is_shadowing or not torch.is_grad_enabled():
+            return
+        try:
+            if self.module not in _inputs:
+                _inputs[self.module] = []
+                publish(self.policy.store, "inputs", (args, kwargs))
+            if is_step:
+                _inputs[self.module] = []
+            _inputs[self.module].append(emptied((args, kwargs)))
         except JoinError as error:
-            raise JoinError(f"This rank never had a batch, and no other's will do: {error} {_ADVICE}") from error
+            raise JoinError(f"The inputs of {type(self.module).__name__}: {error} {_ADVICE}") from error
+
+    def after_forward(self, is_step: bool) -> None:
+        """The forward of an active rank has ended: say whether its backward will reduce, and learn the divisor."""
+        if not is_step or self.is_shadowing:
+            return
+        membership = self.membership
+        if membership is None:
+            work = TorchWire(self._group, self.join_device).announce(bool(self.reduces))
+            if not self.divides_by_world:
+                work.wait()
+                self.divide_by(int(work.get_future().value()[0].item()))
+        elif not self.divides_by_world:
+            self.divide_by(membership.read().syncing)
+
+    def on_backward(self) -> None:
+        """A backward has begun, which is about to add to the gradients. FSDP2 has gathered its first parameters.
+
+        It is the moment on all ranks at which a rank without data may wait for an active one to publish its policy.
+        """
+        if self.is_shadowing and self.reduces is not None:
+            self.reduces = None
+            self.policy.ask(self.session)
+            self.forget_gradients()
+        elif self.reduces is not None and self.will_reduce != self.reduces:
+            raise JoinError(
+                "set_requires_gradient_sync() was called between a forward and its backward, when ranks without data "
+                "had its announcement already. In a join, call it before the forward."
+            )
+        super().on_backward()
+
+    def empty_inputs(self) -> list[Any]:
+        """Joined rank: return the empty inputs of the last step, of every forward in it; or another rank's first."""
+        if self._example is not None:
+            return [self._example]
+        if not _inputs.get(self.module):
+            # A rank that has begun a step publishes its inputs first of all.
+            if not wait_for_keys(self.policy.store, "inputs", _EXAMPLE_S):
+                raise JoinError(
+                    f"This rank never had a batch, and within {_EXAMPLE_S:g} s no other has published what one looks "
+                    f"like. {_ADVICE}"
+                )
+            try:
+                _inputs[self.module] = [fetch(self.policy.store, "inputs", self.join_device)]
+            except JoinError as error:
+                raise JoinError(f"This rank never had a batch, and no other's will do: {error} {_ADVICE}") from error
+        return _inputs[self.module]
+
+    def divide_by(self, count: int) -> None:
+        """Have this step's backward divide as if ``count`` ranks trained the module; 0 where it does not reduce."""
+        share = (count or self._group.size()) / self._group.size()
+        for group, before, _ in self._divisors:
+            info = group.mesh_info
+            whole = getattr(info, "shard_mesh_size", 1) * getattr(info, "replicate_mesh_size", 1)
+            group.gradient_divide_factor = (whole if before is None else before) * share
+            # With a divisor of one's own FSDP2 asks for a reduction that only NCCL has.
+            group.force_sum_reduction_for_comms = self._group._get_backend(group.device).name() != "nccl"
+
+    def forget_gradients(self) -> None:
+        """Do with the gradients of the step before what the loop of the active ranks has done."""
+        policy = self.policy.current()
+        for param in _shards(self.module):
+            if policy == "drops":
+                param.grad = None
+            elif policy == "zeroes" and param.grad is not None:
+                param.grad.zero_()
 
 
-def _inputs_of(module: FSDPModule, store: Any, example: Any) -> _Inputs:
-    key = cast(nn.Module, module)
-    if key not in _inputs:
-        _inputs[key] = _Inputs(store)
-    found = _inputs[key]
-    found.example = None if example is None else (emptied(example if isinstance(example, tuple) else (example,)), {})
-    return found
-
-
-_inputs: weakref.WeakKeyDictionary[nn.Module, _Inputs] = weakref.WeakKeyDictionary()
-"""Global, as the module is all that two joins over it have in common; it must not get attributes of ours."""
+_inputs: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+"""Empty inputs of each forward in a module's last step. Global, as the module is all that two joins have in common."""
 
 
 def _group_of(module: FSDPModule) -> Any:
-    """Return the ranks that train the module together.
-
-    Raises:
-        JoinError: its mesh has several dimensions and not all ranks.
-    """
+    """Return the ranks that train the module together. Raises: ``JoinError`` if they are a part of a larger mesh."""
     mesh = next(param.device_mesh for param in cast(nn.Module, module).parameters() if isinstance(param, DTensor))
     if mesh.ndim == 1:
         return mesh.get_group()
@@ -372,10 +295,6 @@ def _groups(module: FSDPModule) -> list[Any]:
     return list(unique.values())
 
 
-def _shards(module: FSDPModule) -> Iterator[torch.Tensor]:
+def _shards(module: FSDPModule) -> list[torch.Tensor]:
     """The sharded parameters, which the optimizer has; during a step the module's own may be whole ones."""
-    return (param.sharded_param for group in _groups(module) for param in group.fsdp_params)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return [param.sharded_param for group in _groups(module) for param in group.fsdp_params]

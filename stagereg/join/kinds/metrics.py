@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from stagereg.errors import JoinError
 from stagereg.join.joinable import BuiltInJoinable, JoinHook, serves
 from stagereg.join.responder import Responder
-from stagereg.kernel.channel import ControlChannel, control_channel
+from stagereg.kernel.channel import ControlChannel, control_channel, resources_of
 from stagereg.registry import register
 
 __all__ = ["MetricsHook", "MetricsJoinable"]
@@ -26,12 +25,36 @@ __all__ = ["MetricsHook", "MetricsJoinable"]
 Number = float | torch.Tensor
 
 
+@register("join_hook", "metrics")
+class MetricsHook(JoinHook):
+    """Answers for as long as this rank is in the join without data.
+
+    Args:
+        joinable: the metrics.
+    """
+
+    def __init__(self, joinable: MetricsJoinable, /) -> None:
+        self.joinable = serves(self, joinable, MetricsJoinable)
+
+    def on_exhausted(self) -> None:
+        """Begin to answer."""
+        self.joinable.answer()
+
+    def main_hook(self) -> None:
+        """Begin to answer, if that has not happened yet: torch's ``Join`` calls nothing before this."""
+        self.joinable.answer()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """End, together with all ranks."""
+        self.joinable.end_answers()
+
+
 @register("joinable", "metrics")
 class MetricsJoinable(BuiltInJoinable):
     """Adds up metrics on each rank, and over the ranks when asked to.
 
-    List it after the model, in stagereg's ``Join`` or in torch's; it announces nothing. All ranks construct their
-    metrics in the same order. Without ``torch.distributed`` it is this process's metrics alone.
+    List it after the model, in stagereg's ``Join`` or in torch's; it announces nothing. Without ``torch.distributed``
+    it is this process's metrics alone.
 
     Args:
         process_group: the ranks to add over; ``None`` is the default group.
@@ -50,6 +73,7 @@ class MetricsJoinable(BuiltInJoinable):
     """
 
     has_no_collectives = True
+    own_hook = MetricsHook
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, hook: Callable[..., JoinHook] | None = None
@@ -57,12 +81,8 @@ class MetricsJoinable(BuiltInJoinable):
         super().__init__(hook, process_group)  # on the CPU: what is exchanged are a few numbers
         self._totals: dict[str, tuple[Number, Number]] = {}
         self._lock = threading.Lock()
-        self._channel: ControlChannel | None = None
         self._responder: Responder | None = None
-        self._in_use = False  # whether some rank may still wait at the responder of a join that has not ended
-        self._number = _numbers["metrics"]
-        _numbers["metrics"] += 1
-        self._renewals = 0
+        self._in_use = False  # whether some rank may still wait at the responder, of a join that has not ended
 
     def add(self, **metrics: tuple[Number, Number]) -> None:
         """Add to this rank's totals; no collective.
@@ -101,9 +121,18 @@ class MetricsJoinable(BuiltInJoinable):
         Raises:
             JoinError: a rank without data called it, or a rank has ended the join already.
         """
-        answers = self._request((reset, self._local()))
-        self._reset_if_asked(answers)
-        shares = [share for _, share in answers]
+        channel: ControlChannel | None = None
+        if dist.is_available() and dist.is_initialized():
+            responder = self._open()
+            if responder.running:
+                raise JoinError(
+                    "this rank has no data any more, so it gives its metrics when the others ask, and cannot ask "
+                    "itself. Call compute() in the loop or after the join, not in a function that the join calls on "
+                    "ranks without data."
+                )
+            responder.request()
+            channel = responder.channel
+        shares = self._exchange(channel, reset)
         names = sorted({name for share in shares for name in share})
         columns = {name: [share.get(name, (0.0, 0.0)) for share in shares] for name in names}
         return {
@@ -117,21 +146,16 @@ class MetricsJoinable(BuiltInJoinable):
             self._totals.clear()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook; takes no keyword arguments of its own. Collective where it is the first time."""
+        """Return the hook. Collective where it is the first time."""
+        self.detach()
         self._open()
-        return self.make_hook(MetricsHook)
-
-    def attach(self, session: Any) -> None:
-        """The join has been entered."""
-        super().attach(session)
         self._in_use = True
+        return super().join_hook(**kwargs)
 
     def detach(self) -> None:
         """Leave a responder behind that was not closed, as the join failed; some rank may still wait for it."""
         if self._in_use:
-            self._in_use = False
-            self._responder = None
-            self._renewals += 1
+            self._in_use, self._responder = False, None
         super().detach()
 
     def answer(self) -> None:
@@ -143,83 +167,33 @@ class MetricsJoinable(BuiltInJoinable):
         self._in_use = False
         self._open().close()
 
-    def _local(self) -> dict[str, tuple[float, float]]:
+    def _exchange(self, channel: ControlChannel | None, reset: bool) -> list[dict[str, tuple[float, float]]]:
+        """Return the totals of all ranks, and start anew if one of them is to ``reset``."""
         with self._lock:
-            return {name: (float(total), float(count)) for name, (total, count) in self._totals.items()}
-
-    def _reset_if_asked(self, answers: list[tuple[bool, Any]]) -> None:
+            own = {name: (float(total), float(count)) for name, (total, count) in self._totals.items()}
+        answers = [(reset, own)] if channel is None else channel.gather((reset, own))
         if any(reset for reset, _ in answers):
             self.reset()
-
-    def _request(self, payload: Any) -> list[Any]:
-        if not (dist.is_available() and dist.is_initialized()):
-            return [payload]
-        responder = self._open()
-        if responder.running:
-            raise JoinError(
-                "this rank has no data any more, so it gives its metrics when the others ask, and cannot ask itself. "
-                "Call compute() in the loop or after the join, not in a function that the join calls on ranks without "
-                "data."
-            )
-        responder.request()
-        return self._gather(payload)
-
-    def _gather(self, payload: Any) -> list[Any]:
-        assert self._channel is not None
-        return self._channel.gather(payload)
+        return [totals for _, totals in answers]
 
     def _open(self) -> Responder:
         if self._responder is None:
-            self._channel = control_channel(self.join_process_group, f"metrics/{self._number}/{self._renewals}")
-            self._responder = Responder(
-                self._channel, follow=lambda: self._reset_if_asked(self._gather((False, self._local())))
-            )
+            group = self.join_process_group
+            channel = control_channel(group, resources_of(group).next_name("metrics"))
+            self._responder = Responder(channel, follow=lambda: self._exchange(channel, False))
         return self._responder
 
 
-@register("join_hook", "metrics")
-class MetricsHook(JoinHook):
-    """Answers for as long as this rank is in the join without data.
-
-    Args:
-        joinable: the metrics.
-    """
-
-    def __init__(self, joinable: MetricsJoinable, /) -> None:
-        self.joinable = serves(self, joinable, MetricsJoinable)
-
-    def on_exhausted(self) -> None:
-        """Begin to answer."""
-        self.joinable.answer()
-
-    def main_hook(self) -> None:
-        """Begin to answer, if that has not happened yet: torch's ``Join`` calls nothing before this."""
-        self.joinable.answer()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """End, together with all ranks."""
-        self.joinable.end_answers()
-
-
-_numbers: Counter[str] = Counter()
-"""Global, as all ranks number their metrics in the order in which they construct them."""
-
-
 def _pair(name: str, given: Any) -> tuple[Number, Number]:
-    if isinstance(given, tuple) and len(given) == 2:
-        total, count = (_number(value) for value in given)
-        if total is not None and count is not None:
-            return total, count
-    raise JoinError(
-        f"the metric {name!r} takes a sum and a count, as in metrics.add({name}=(loss_sum, len(batch))): numbers or "
-        f"tensors of one element, not {given!r}"
-    )
-
-
-def _number(value: Any) -> Number | None:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(torch.float64).reshape(()) if value.numel() == 1 else None
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
+        total, count = map(_number, given)
+        return total, count
+    except (TypeError, ValueError, RuntimeError):
+        raise JoinError(
+            f"the metric {name!r} takes a sum and a count, as in metrics.add({name}=(loss_sum, len(batch))): numbers "
+            f"or tensors of one element, not {given!r}"
+        ) from None
+
+
+def _number(value: Any) -> Number:
+    return value.detach().to(torch.float64).reshape(()) if isinstance(value, torch.Tensor) else float(value)

@@ -22,6 +22,26 @@ from stagereg.registry import register
 __all__ = ["ModuleHook", "ModuleJoinable"]
 
 
+@register("join_hook", "module")
+class ModuleHook(JoinHook):
+    """Refuses to shadow.
+
+    Args:
+        joinable: of a module whose collectives only its own forward and backward know.
+    """
+
+    def __init__(self, joinable: ModuleJoinable, /) -> None:
+        self.joinable = serves(self, joinable, ModuleJoinable)
+
+    def main_hook(self) -> None:
+        """Raise ``JoinError``: this rank has left a loop that others go on with."""
+        raise JoinError(
+            "this rank has left the loop while others go on, and nothing but the loop body can take part in the steps "
+            f"of a {type(self.joinable.module).__name__}. Loop over join.iterate(loader), which runs the body on all "
+            "ranks, and leave it on all of them at the same step."
+        )
+
+
 @register("joinable", "module")
 class ModuleJoinable(TrackedJoinable):
     """Joins a module of any kind, for ``join.iterate`` only. A step begins with the module's forward.
@@ -33,6 +53,7 @@ class ModuleJoinable(TrackedJoinable):
         hook: another hook in the place of ``module``: it can take part in the steps of ranks that go on.
     """
 
+    own_hook = ModuleHook
     module: nn.Module
 
     def __init__(
@@ -55,26 +76,4 @@ class ModuleJoinable(TrackedJoinable):
                 f"a {type(self.module).__name__} divides its gradients by the world size itself, so "
                 "divide_by_initial_world_size=False cannot be had; use join.mean(loss_sum, n, over='active')."
             )
-        self.detach()
-        self.watch()
-        return self.make_hook(ModuleHook)
-
-
-@register("join_hook", "module")
-class ModuleHook(JoinHook):
-    """Refuses to shadow.
-
-    Args:
-        joinable: of a module whose collectives only its own forward and backward know.
-    """
-
-    def __init__(self, joinable: ModuleJoinable, /) -> None:
-        self.joinable = serves(self, joinable, ModuleJoinable)
-
-    def main_hook(self) -> None:
-        """Raise ``JoinError``: this rank has left a loop that others go on with."""
-        raise JoinError(
-            "this rank has left the loop while others go on, and nothing but the loop body can take part in the steps "
-            f"of a {type(self.joinable.module).__name__}. Loop over join.iterate(loader), which runs the body on all "
-            "ranks, and leave it on all of them at the same step."
-        )
+        return super().join_hook(**kwargs)

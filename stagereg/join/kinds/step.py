@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,41 +18,6 @@ from stagereg.join.joinable import BuiltInJoinable, Joinable, JoinHook, serves
 from stagereg.registry import register
 
 __all__ = ["StepHook", "StepJoinable"]
-
-
-@register("joinable", "step")
-class StepJoinable(BuiltInJoinable):
-    """Has a function called on joined ranks, once per step of the active ranks. Cannot be the first joinable.
-
-    ``Join`` wraps optimizers, schedulers and functions in this by itself.
-
-    Args:
-        step: the function, or an optimizer or scheduler, whose ``step`` it is then. It may run collectives, if the
-            active ranks run the same ones.
-        after: the joinable of the model whose gradients it needs; the function is then left out in steps without a
-            reduction (``no_sync``). ``None``: the nearest one before it in the list of stagereg's ``Join``.
-        hook: another hook in the place of ``step``.
-    """
-
-    has_no_collectives = True
-
-    def __init__(
-        self,
-        step: Callable[[], object] | Optimizer | LRScheduler,
-        after: Joinable | None = None,
-        hook: Callable[..., JoinHook] | None = None,
-    ) -> None:
-        if after is None:
-            super().__init__(hook)
-        else:
-            super().__init__(hook, after.join_process_group, after.join_device)
-        self.step: Callable[[], object] = step.step if isinstance(step, (Optimizer, LRScheduler)) else step
-        self.after = after
-        _refuse_arguments(self.step)
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook; takes no keyword arguments of its own."""
-        return self.make_hook(StepHook)
 
 
 @register("join_hook", "step")
@@ -73,6 +37,38 @@ class StepHook(JoinHook):
             self.joinable.step()
 
 
+@register("joinable", "step")
+class StepJoinable(BuiltInJoinable):
+    """Has a function called on joined ranks, once per step of the active ranks. Cannot be the first joinable.
+
+    ``Join`` wraps optimizers, schedulers and functions in this by itself.
+
+    Args:
+        step: the function, or an optimizer or scheduler, whose ``step`` it is then. It may run collectives, if the
+            active ranks run the same ones.
+        after: the joinable of the model whose gradients it needs; the function is then left out in steps without a
+            reduction (``no_sync``). ``None``: the nearest one before it in the list of stagereg's ``Join``.
+        hook: another hook in the place of ``step``.
+    """
+
+    has_no_collectives = True
+    own_hook = StepHook
+
+    def __init__(
+        self,
+        step: Callable[[], object] | Optimizer | LRScheduler,
+        after: Joinable | None = None,
+        hook: Callable[..., JoinHook] | None = None,
+    ) -> None:
+        if after is None:
+            super().__init__(hook)
+        else:
+            super().__init__(hook, after.join_process_group, after.join_device)
+        self.step: Callable[[], object] = step.step if isinstance(step, (Optimizer, LRScheduler)) else step
+        self.after = after
+        _refuse_arguments(self.step)
+
+
 def _refuse_arguments(step: Callable[..., object]) -> None:
     """Refuse a function that joined ranks could not call, before any rank waits for one of them."""
     if not callable(step):
@@ -82,8 +78,8 @@ def _refuse_arguments(step: Callable[..., object]) -> None:
     except (TypeError, ValueError):  # written in C: the call itself will tell
         return
     # A scheduler wraps its optimizer's step in a function that still shows the unbound one's ``self``.
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needs = [p.name for p in parameters if p.default is p.empty and p.kind not in optional and p.name != "self"]
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "self"]
+    needs = [p.name for p in named if p.default is p.empty]
     if needs:
         name = getattr(step, "__qualname__", repr(step))
         raise JoinError(

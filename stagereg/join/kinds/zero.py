@@ -20,40 +20,6 @@ from stagereg.registry import register
 __all__ = ["ZeroHook", "ZeroJoinable"]
 
 
-@register("joinable", "zero")
-class ZeroJoinable(BuiltInJoinable):
-    """Joins a ``ZeroRedundancyOptimizer``: joined ranks go on stepping the shard they own.
-
-    ``Join`` wraps a bare optimizer of that class in this by itself.
-
-    Args:
-        optimizer: the optimizer, without ``overlap_with_ddp``: its step would happen inside DDP's backward.
-        after: the joinable of the model whose gradients it needs; ``no_sync`` steps are then left out. ``None``: the
-            nearest one before it in the list of stagereg's ``Join``.
-        hook: another hook in the place of ``zero``.
-    """
-
-    announces_itself = True
-
-    def __init__(
-        self,
-        optimizer: ZeroRedundancyOptimizer,
-        after: Joinable | None = None,
-        hook: Callable[..., JoinHook] | None = None,
-    ) -> None:
-        if not isinstance(optimizer, ZeroRedundancyOptimizer):
-            raise JoinError(f"the zero joinable needs a ZeroRedundancyOptimizer, not a {type(optimizer).__name__}")
-        super().__init__(hook, stands_for=optimizer)
-        self.optimizer = optimizer
-        self.after = after
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook; takes no keyword arguments of its own."""
-        if self.optimizer._overlap_with_ddp:
-            raise JoinError("a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be joined; build it without")
-        return self.make_hook(ZeroHook)
-
-
 @register("join_hook", "zero")
 class ZeroHook(JoinHook):
     """Steps the optimizer once per step of the active ranks.
@@ -76,3 +42,38 @@ class ZeroHook(JoinHook):
             optimizer.step()
         finally:
             optimizer._join_config = config
+
+
+@register("joinable", "zero")
+class ZeroJoinable(BuiltInJoinable):
+    """Joins a ``ZeroRedundancyOptimizer``: joined ranks go on stepping the shard they own.
+
+    ``Join`` wraps a bare optimizer of that class in this by itself.
+
+    Args:
+        optimizer: the optimizer, without ``overlap_with_ddp``: its step would happen inside DDP's backward.
+        after: the joinable of the model whose gradients it needs; ``no_sync`` steps are then left out. ``None``: the
+            nearest one before it in the list of stagereg's ``Join``.
+        hook: another hook in the place of ``zero``.
+    """
+
+    announces_itself = True
+    own_hook = ZeroHook
+
+    def __init__(
+        self,
+        optimizer: ZeroRedundancyOptimizer,
+        after: Joinable | None = None,
+        hook: Callable[..., JoinHook] | None = None,
+    ) -> None:
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise JoinError(f"the zero joinable needs a ZeroRedundancyOptimizer, not a {type(optimizer).__name__}")
+        super().__init__(hook, optimizer.join_process_group, optimizer.join_device, optimizer)
+        self.optimizer = optimizer
+        self.after = after
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook. Raises: ``JoinError`` if the optimizer steps inside DDP's backward."""
+        if self.optimizer._overlap_with_ddp:
+            raise JoinError("a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be joined; build it without")
+        return super().join_hook(**kwargs)

@@ -56,7 +56,6 @@ LINGER_S = 2.0  # for the other ranks to notice, which is no promise; a launcher
 ATTEMPTS = 4
 BEFORE, AFTER, BETWEEN = "before the commit", "after it", "between saves"
 BY_RANK_0 = {"locked", "swept", *list(failpoints.POINTS)[list(failpoints.POINTS).index("held") :]} - {"ended"}
-IN_THE_WRITER = {"writing", "flushed"}
 START = {"locked", "swept"}
 
 
