@@ -189,7 +189,7 @@ class _ComponentTrial:
         import stagereg.config.schema as schema
 
         OmegaConf.structured(schema.schema(self.entry))
-        found = ", ".join(schema.options(self.entry))
+        found = ", ".join(schema.options(self.entry.load()))
         return f"options: {found}" if found else "no options"
 
     def finds(self) -> str:
@@ -237,9 +237,11 @@ class _ComponentTrial:
 
         import stagereg.config.schema as schema
 
-        asked = [n for n, o in schema.options(self.entry).items() if o.default == MISSING and n not in self.options]
+        asked = [
+            n for n, o in schema.options(self.entry.load()).items() if o.default == MISSING and n not in self.options
+        ]
         parameters = inspect.signature(self.entry.load()).parameters
-        passed = [n for n in schema.runtime(self.entry) if parameters[n].default is inspect.Parameter.empty]
+        passed = [n for n in schema.runtime(self.entry.load()) if parameters[n].default is inspect.Parameter.empty]
         missing = []
         if asked:
             missing.append(f"it has no default for {', '.join(asked)}: add {' '.join(f'--set {n}=...' for n in asked)}")

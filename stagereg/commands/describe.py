@@ -118,11 +118,11 @@ def describe(entry: Entry) -> Described:
     """
     component = entry.load()
     schema.schema(entry)  # it has a config
-    fields = tuple(field for option in schema.options(entry).values() for field in _fields(option.name, option))
+    fields = tuple(field for option in schema.options(component).values() for field in _fields(option.name, option))
     parameters, helped = inspect.signature(component).parameters, docstring.parameters(component)
     runtime = tuple(
         Runtime(name, _written(p := parameters[name]), p.default is p.empty, _marked(helped.get(name, "")))
-        for name in schema.runtime(entry)
+        for name in schema.runtime(component)
     )
     summary, _, rest = (inspect.getdoc(component) or "").partition("\n\n")
     return Described(
@@ -151,7 +151,7 @@ def _fields(key: str, option: schema.Option) -> Iterator[Field]:
         choices = tuple(_choices(option.hint))
         yield Field(key, _type(key, option.hint), written, required, choices, _marked(option.help))
         return
-    for name, field in schema.fields(nested).items():
+    for name, field in schema.options(nested).items():
         yield from _fields(f"{key}.{name}", dataclasses.replace(field, default=default[name]))
 
 

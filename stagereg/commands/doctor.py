@@ -71,7 +71,7 @@ def load(kind: str, name: str) -> int:
 
     entry = registry.find(kind, name)
     schema.schema(entry)
-    return len(schema.options(entry))
+    return len(schema.options(entry.load()))
 
 
 def load_built_in() -> dict[str, str]:

@@ -22,17 +22,14 @@ from stagereg.registry import Entry
 
 __all__ = ["AllowedTarget", "TargetAllowList"]
 
-_SHOWN = 200
-"""Characters of a refused name that a message shows, so that it stays on one screen."""
+_SHOWN = 200  # characters of a refused name, so that a message stays on one screen
 
 
 @dataclass(frozen=True)
 class AllowedTarget:
-    """A class or function that is not registered, but that the program lets this one call's config name.
+    """A class or function that is not registered, but that the program lets this one call's config name by its path.
 
-    Attributes:
-        path: where it is, ``"package.module.Name"``.
-        component: itself, where the program gave it and not its path.
+    ``component`` is itself, where the program gave it and not its path.
     """
 
     path: str
@@ -99,10 +96,9 @@ class TargetAllowList:
 
 
 def _allowed(item: Any) -> AllowedTarget:
-    if isinstance(item, str):
-        if "." in item and all(part.isidentifier() for part in item.split(".")):
-            return AllowedTarget(_text(item))
-    elif callable(item) and hasattr(item, "__qualname__"):
+    if isinstance(item, str) and "." in item and all(part.isidentifier() for part in item.split(".")):
+        return AllowedTarget(_text(item))
+    if callable(item) and hasattr(item, "__qualname__"):
         return AllowedTarget(_text(item), item)
     raise ConfigError(
         f"allow has {item!r:.{_SHOWN}}: it takes classes, functions and dotted paths in full, "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["parameters"]
@@ -29,21 +28,15 @@ _STYLES = (
 
 def parameters(component: Any) -> dict[str, str]:
     """Return what the docstrings of a class or function say about its parameters, each as one line of text."""
+    texts = [inspect.getdoc(component)]
+    if isinstance(component, type):  # the nearest first; the last class is object
+        own = [vars(owner) for owner in component.__mro__[:-1]]
+        texts = [text for of in own for text in (getattr(of.get("__init__"), "__doc__", ""), of.get("__doc__"))]
     found: dict[str, str] = {}
-    for text in map(inspect.cleandoc, _docstrings(component)):
+    for text in (inspect.cleandoc(text) for text in texts if text):
         for section, item in _STYLES:
             for body in re.findall(section, text, re.MULTILINE):
                 for names, help_ in re.findall(item, textwrap.dedent(body), re.MULTILINE):
                     for name in re.findall(r"\w+", names):
                         found.setdefault(name, " ".join(help_.split()))
     return {name: help_ for name, help_ in found.items() if help_}
-
-
-def _docstrings(component: Any) -> Iterator[str]:
-    """The docstrings that may explain the parameters, the nearest first."""
-    if not isinstance(component, type):
-        yield inspect.getdoc(component) or ""
-        return
-    for owner in component.__mro__[:-1]:  # the last is object
-        yield getattr(vars(owner).get("__init__"), "__doc__", None) or ""
-        yield vars(owner).get("__doc__") or ""

@@ -2,10 +2,9 @@
 
 A config comes from files and command lines, and Hydra calls whatever its ``_target_`` names. Here a ``_target_`` must
 be the component of a registry entry, or allowed by the program's code (``allow_list``), wherever it stands: nested, in
-lists, in ``_args_``, or in the arguments given at run time. Only then is anything
-imported. Each argument is checked against the component's signature (``schema``), because a config may come from plain
-YAML: types, choices, unknown keys, missing values. Interpolations are resolved once, before the check and never after
-it: the plan that was checked is the plan that runs.
+lists, in ``_args_``, or in the arguments given at run time. Only then is anything imported. Each argument is checked
+against the component's signature (``schema``): types, choices, unknown keys, missing values. Interpolations are
+resolved once, before the check and never after it: the plan that was checked is the plan that runs.
 
 It is no sandbox: a registered component is trusted with its arguments (SECURITY.md). ``hydra.utils.instantiate`` builds
 the same configs without these checks; from Hydra 1.4 on it wants an allow-list, which :func:`targets` is. Components
@@ -16,10 +15,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import Container, DictConfig, OmegaConf
 
 import stagereg.config.schema as schema
 import stagereg.registry as registry
@@ -30,8 +29,6 @@ from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
 
 __all__ = ["instantiate", "targets"]
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[..., Any]] = (), **kwargs: Any) -> Any:
@@ -62,7 +59,7 @@ def instantiate(config: Any, /, *args: Any, allow: Collection[str | Callable[...
     _refuse_unregistered(tree, path, allow_list)
     if args or kwargs:
         if not isinstance(tree, dict) or "_target_" not in (tree.keys() | kwargs.keys()):
-            raise ConfigError(f"{path.label} has no _target_, so there is nothing to pass these arguments to.")
+            raise ConfigError(f"{path} has no _target_, so there is nothing to pass these arguments to.")
         tree = _with_arguments(tree, args, kwargs)
         _refuse_unregistered(tree, path, allow_list)
     return built(schema.from_config(path, tree, Any, functools.partial(_plan, allow_list=allow_list)))
@@ -86,28 +83,22 @@ def targets(kind: str | None = None) -> list[str]:
 def _refuse_unregistered(node: Any, path: NodePath, allow_list: TargetAllowList) -> None:
     """Refuse every ``_target_`` in ``node`` that is neither registered nor allowed, before anything is imported."""
     if isinstance(node, dict) and "_target_" in node:
-        allow_list.find(node["_target_"], path.label)
-    if isinstance(node, (dict, list)):
+        allow_list.find(node["_target_"], str(path))
+    if isinstance(node, (dict, list, tuple)):  # OmegaConf 2.4 keeps tuples
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             _refuse_unregistered(value, path.child(key), allow_list)
 
 
 def _with_arguments(tree: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a node with the program's arguments: configs among them are merged into it, resolved once only."""
-    configs = {n: v for n, v in kwargs.items() if n in schema.HYDRA_KEYS or _is_config(v, tree.get(n))}
-    resolved = {n: plain(schema.to_config(v)) if _is_container(v) else v for n, v in configs.items()}
-    objects = {n: Given(v) for n, v in kwargs.items() if n not in configs}
-    positional = {"_args_": [Given(v) for v in args]} if args else {}
-    return {**merged(tree, resolved), **objects, **positional}
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (dict, list, tuple)) or OmegaConf.is_config(value)
-
-
-def _is_config(value: Any, current: Any) -> bool:
-    """Whether a runtime argument joins the config, in which ``current`` has its name, rather than replacing it."""
-    return describes(value) or (isinstance(current, dict) and (isinstance(value, dict) or OmegaConf.is_dict(value)))
+    configs: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        joins = isinstance(tree.get(name), dict) and isinstance(value, (dict, DictConfig))
+        if name in schema.HYDRA_KEYS or joins or describes(value):
+            is_node = isinstance(value, (dict, list, tuple, Container))
+            configs[name] = plain(schema.to_config(value)) if is_node else value
+    objects = {name: Given(value) for name, value in kwargs.items() if name not in configs}
+    return {**merged(tree, configs), **objects, **({"_args_": [Given(value) for value in args]} if args else {})}
 
 
 class _Component:
@@ -123,7 +114,7 @@ class _Component:
             self.signed = lambda *args, **kwargs: None
         self.parameters = list(inspect.signature(self.signed).parameters.values())
         self.positional = [p.name for p in self.parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self.options = schema.options(target) if isinstance(target, Entry) else {}
+        self.options = schema.options(self.function) if isinstance(target, Entry) else {}
 
     def checked(self) -> Callable[..., Any]:
         """Return the component; what a function returns is held against its kind's protocol each time."""
@@ -137,7 +128,7 @@ class _Component:
 
         return checked
 
-    def refuse_misfit(self, args: list[Any], kwargs: Mapping[str, Any], path: NodePath) -> None:
+    def refuse_misfit(self, args: Sequence[Any], kwargs: Mapping[str, Any], path: NodePath) -> None:
         """Refuse arguments that the component does not take, and one that is given twice."""
         refuse_unknown(self.label, kwargs, self.signed)
         try:
@@ -147,28 +138,27 @@ class _Component:
 
     def refuse_missing(self, given: Collection[str], path: NodePath) -> None:
         """Refuse a call without what the component must have, and say where that is given."""
-        required = [p.name for p in self.parameters if p.default is p.empty and p.kind not in _VARIADIC]
-        for name in (name for name in required if name not in given):
-            if name in self.options or self.entry is None:
-                raise ConfigError(f"{path.child(name)} needs a value: {path.child(name).advice}.")
-            call = f"stagereg.instantiate(cfg.{path.key or '...'}, {name}=...)"
-            raise ConfigError(f"{self.label} needs {name} from the program: {call}.")
+        for p in self.parameters:
+            if p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) or p.name in given:
+                continue
+            if p.name in self.options or self.entry is None:
+                raise path.child(p.name).needs_value()
+            call = f"stagereg.instantiate(cfg.{path.key or '...'}, {p.name}=...)"
+            raise ConfigError(f"{self.label} needs {p.name} from the program: {call}.")
 
 
-def _plan(
-    path: NodePath, node: dict[str, Any], hint: Any, allow_list: TargetAllowList, kind: str | None = None
-) -> Call:
+def _plan(path: NodePath, node: dict[str, Any], hint: Any, allow_list: TargetAllowList, kind: str = "") -> Call:
     """Check the node of a component and everything in it; return the call that it describes.
 
     ``hint`` is the annotation of the parameter that it is for, ``kind`` what that takes by its name. Where the hint
     asks for a factory, the component that gets it makes the call.
     """
-    component, product = _Component(allow_list.find(node["_target_"], path.label)), schema.factory_of(hint)
+    component, product = _Component(allow_list.find(node["_target_"], str(path))), schema.factory_of(hint)
     needed = kind or product
     if needed and component.entry and component.entry.kind != needed:
         raise ConfigError(f"{path} takes a {needed}, not {component.label}.")
-    for key, type_, what in (("_partial_", bool, "true or false"), ("_args_", list, "a list")):
-        if not isinstance(node.get(key, type_()), type_):
+    for key, types, what in (("_partial_", (bool,), "true or false"), ("_args_", (list, tuple), "a list")):
+        if not isinstance(node.get(key, types[0]()), types):
             raise ConfigError(f"{path.child(key)} is {node[key]!r}; it is {what}.")
     if node.get("_recursive_", True) is not True:
         raise ConfigError(
@@ -177,7 +167,7 @@ def _plan(
         )
     partial, args = node.get("_partial_", False), node.get("_args_", [])
     # A factory is called with what no config holds, and with other components.
-    later = {*registry.kinds(), *schema.runtime(component.entry)} if component.entry and product is not None else ()
+    later = {*registry.kinds(), *schema.runtime(component.function)} if component.entry and product is not None else ()
     named = dict(zip(component.positional, args, strict=False))
     kwargs = {
         name: value

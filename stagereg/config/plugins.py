@@ -5,17 +5,15 @@ step for that, but it asks every source on the search path for every config it i
 :func:`note`, which reads the ``plugins`` of those that become part of the root of the config: the primary one, those
 beside it, and those of any group with ``# @package _global_``.
 
-Promises: a module is imported when an option of one of the registry's kinds is about to be looked up, not before, so an
-app that has none of these options may mean something else by ``plugins``; the lists of several configs add up, and an
-interpolation in one is resolved within its own file; an error about a module fits on one screen. It holds wherever
-Hydra composes: in runs, sweeps and their workers, TAB completion, ``--cfg`` and the compose API.
+A module is imported when an option of one of the registry's kinds is about to be looked up, not before, so an app that
+has none of these options may mean something else by ``plugins``. The lists of several configs add up; an interpolation
+in one is resolved within its own file. It holds wherever Hydra composes: in runs, sweeps and their workers, TAB
+completion, ``--cfg`` and the compose API. A config that names a module runs its code: trust it as the app.
 
 Hydra goes through a defaults list from its end. So the primary config is always in time, with all that defaults lists
 name without a choice (``- base``); a chosen one (``experiment: fast``) is in time when it comes after the option that
 needs its modules, where it has to be to override anything. Not seen are overrides, which are for
 :func:`from_overrides` (``stagereg.main`` calls it), and configs in folders that only ``hydra.searchpath`` adds.
-
-A config that names a module runs its code: it has to be trusted as the app is.
 """
 
 from __future__ import annotations
@@ -34,23 +32,18 @@ from omegaconf.errors import OmegaConfBaseException
 import stagereg.registry as registry
 from stagereg.errors import ConfigError, RegistryError, nearest
 
-__all__ = ["PluginError", "forget", "from_config", "from_overrides", "load", "note"]
+__all__ = ["PluginError", "from_config", "from_overrides", "load", "note", "noted"]
 
 _KEY = "plugins"
 _READABLE = ("file", "pkg", "structured")
 """Schemes of the sources that are asked for configs: Hydra's own, which have no side effects and need no network."""
 
-_noted: dict[str, Any] = {}
+noted: dict[str, Any] = {}
 """What the configs of an app name, by path. Global, as Hydra makes the sources of its search path without arguments."""
 
 
 class PluginError(ConfigError, ConfigCompositionException):
     """A config names as a plugin what cannot be imported, or what is no module."""
-
-
-def forget() -> None:
-    """Drop what was noted: another app is set up."""
-    _noted.clear()
 
 
 def note(config_path: str) -> None:
@@ -65,14 +58,14 @@ def load() -> None:
     Raises:
         PluginError: one of it cannot be imported, or is no module.
     """
-    for config_path in list(_noted):
-        _import_all(_noted.pop(config_path), f"The config {config_path.removesuffix('.yaml')!r}")
+    for config_path in list(noted):
+        _import_all(noted.pop(config_path), f"The config {config_path.removesuffix('.yaml')!r}")
 
 
 def _note(config_path: str) -> None:
     sources = GlobalHydra.instance().config_loader().get_sources()
     source = next((s for s in sources if s.scheme() in _READABLE and s.is_config(config_path)), None)
-    if source is None or config_path.startswith("hydra/") or config_path in _noted:
+    if source is None or config_path.startswith("hydra/") or config_path in noted:
         return
     read = source.load_config(config_path)
     group = config_path.strip("/").rpartition("/")[0]
@@ -80,7 +73,7 @@ def _note(config_path: str) -> None:
     # Without a header, the keys of a config in a group become those of a part of the config.
     is_root = package in ("_global_", "") if package is not None else not group
     if is_root and isinstance(read.config, DictConfig):
-        _noted[config_path] = _named(read.config)
+        noted[config_path] = _named(read.config)
         for below in read.config.get("defaults") or ():
             if isinstance(below, str) and "@" not in below and below != "_self_":  # nothing can replace it
                 _note(below.lstrip("/") if below.startswith("/") else f"{group}/{below}".lstrip("/"))
@@ -132,9 +125,9 @@ def _import_all(value: Any, where: str) -> None:
         try:
             registry.imported(module)
         except RegistryError as error:
-            near = advice = ""
+            near = ""
             if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == module:
                 near = nearest(module, (found.name for found in pkgutil.iter_modules()))
-                advice = "\nModules are looked for beside the script, on PYTHONPATH, and among the installed ones."
-            message = f"{where} names the plugin {module!r}, which cannot be imported.{near}\n{error}{advice}"
+                near += " Modules are looked for beside the script, on PYTHONPATH, and among the installed ones."
+            message = f"{where} names the plugin {module!r}, which cannot be imported.{near}\n{error}"
             raise PluginError(message) from error

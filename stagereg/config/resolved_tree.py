@@ -2,8 +2,7 @@
 
 OmegaConf's containers resolve an interpolation each time they are read, so a check of one says nothing about the next
 reading. Here a config becomes dicts and lists with everything resolved, once; :class:`NodePath` keeps where each node
-was in the original, for messages, and :class:`Call` is what a checked node turns into. What may stand in a config is
-decided elsewhere (``allow_list``, ``schema``).
+was in the original, for messages, and :class:`Call` is what a checked node turns into.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from stagereg.errors import ConfigError
@@ -42,16 +41,11 @@ class NodePath:
             return cls("")
         return cls(config._get_full_key(None), OmegaConf.to_container(config, resolve=False))
 
-    @property
-    def label(self) -> str:
+    def __str__(self) -> str:
         return self.key or "The config"
 
-    @property
-    def advice(self) -> str:
-        return f"add {self.key or '...'}=... to the command line"
-
-    def __str__(self) -> str:
-        return self.key
+    def needs_value(self) -> ConfigError:
+        return ConfigError(f"{self} needs a value: add {self.key or '...'}=... to the command line.")
 
     def child(self, name: Any) -> NodePath:
         try:
@@ -66,13 +60,9 @@ class NodePath:
 
 @dataclass(frozen=True)
 class Call:
-    """One checked call that is still to be made; its arguments may hold further calls.
+    """One checked call that is still to be made, or where it is ``partial``, a callable that makes it.
 
-    Attributes:
-        function: what is called.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        partial: it is not called here: the component gets, or the program, a callable with these arguments.
+    Its arguments may hold further calls.
     """
 
     function: Callable[..., Any]
@@ -107,29 +97,17 @@ def plain(config: Any, where: str = "") -> Any:
         ConfigError: an interpolation cannot be resolved, or it is no config; ``where`` is its key.
     """
     try:
-        return _with_lists(OmegaConf.to_container(_as_node(config), resolve=True))
+        if isinstance(config, (dict, list, tuple)):
+            config = OmegaConf.create(config, flags={"allow_objects": True})
+        elif is_dataclass(config):
+            config = OmegaConf.structured(config, flags={"allow_objects": True})
+        elif not OmegaConf.is_config(config):
+            raise ConfigError(f"{config!r} is a {type(config).__name__}, not a config: pass a node such as cfg.stager.")
+        return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where or 'The config'} cannot be resolved: {error}") from error
     except RecursionError:
         raise ConfigError(f"{where or 'The config'} is nested too deeply to be looked through.") from None
-
-
-def _with_lists(value: Any) -> Any:
-    """``value`` with its tuples made lists: OmegaConf 2.4 keeps them, and what is not looked into is not checked."""
-    if isinstance(value, dict):
-        return {key: _with_lists(item) for key, item in value.items()}
-    return [_with_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _as_node(config: Any) -> DictConfig | ListConfig:
-    """A mapping, list or dataclass as OmegaConf's container, in which any object may stand."""
-    if isinstance(config, (DictConfig, ListConfig)):
-        return config
-    if isinstance(config, (dict, list, tuple)):
-        return OmegaConf.create(config, flags={"allow_objects": True})
-    if is_dataclass(config):
-        return OmegaConf.structured(config, flags={"allow_objects": True})
-    raise ConfigError(f"{config!r} is a {type(config).__name__}, not a config: pass a node such as cfg.stager.")
 
 
 def merged(tree: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,13 @@ and a mapping or list of those: it gets callables that build what their configs 
 
 OmegaConf checks ``int``, ``float``, ``bool``, ``str``, paths and enums while a config is composed, and ``X | None`` and
 ``list[X]`` of those. Every other field is untyped: a config shows texts for objects (``texts``), and a dataclass as a
-mapping of its fields. :func:`from_config` checks and converts when the component is built, so what :func:`to_config`
-makes of a value becomes an equal one, also after a way through YAML. ``hydra.utils.instantiate`` passes it to a
-component as it is in the config.
+mapping of its fields. What :func:`to_config` makes of a value, :func:`from_config` checks and makes an equal one, also
+after a way through YAML. ``hydra.utils.instantiate`` passes it to a component as it is in the config.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -35,7 +35,7 @@ from stagereg.errors import ConfigError, StageregError, nearest
 from stagereg.registry import Entry
 from stagereg.spec import refuse_unknown
 
-__all__ = ["HYDRA_KEYS", "Option", "factory_of", "fields", "from_config", "options", "runtime", "schema", "to_config"]
+__all__ = ["HYDRA_KEYS", "Option", "factory_of", "from_config", "options", "runtime", "schema", "to_config"]
 
 HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_isolate_", "_partial_", "_recursive_")
 """What Hydra gives a meaning in a node: never options, though a component may have parameters of these names."""
@@ -66,25 +66,27 @@ class Option:
     help: str
 
 
-def options(entry: Entry) -> dict[str, Option]:
-    """Return the parameters of a component that a config can hold, by name; imports the component.
+@functools.cache
+def options(component: Callable[..., Any]) -> dict[str, Option]:
+    """Return the parameters of a component, or of a dataclass in an option, that a config can hold, by name."""
+    help_ = docstring.parameters(component)
+    found = {}
+    for name, (hint, default) in parameters(component).items():
+        nested = name in registry.kinds()
+        hint = Any if nested else hint
+        if not _can_hold(hint, anything=nested or default not in (MISSING, None)):
+            continue  # where neither annotation nor default says what a config has to hold, the program passes it
+        option = Option(name, hint, _config_type(hint), to_config(default), help_.get(name, ""))
+        with contextlib.suppress(OmegaConfBaseException, TypeError, ValueError):  # OmegaConf cannot hold the default
+            OmegaConf.structured(dataclasses.make_dataclass("probe", [_field(option)]))
+            found[name] = option
+    return found
 
-    Raises:
-        RegistryError: the component cannot be loaded.
-    """
-    return fields(entry.load())
 
-
-def runtime(entry: Entry) -> list[str]:
-    """Return the names of the parameters that only the program can pass, in their order; imports the component.
-
-    Raises:
-        RegistryError: the component cannot be loaded.
-    """
-    component = entry.load()
-    parameters = inspect.signature(component).parameters.values()
-    named = (p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-    return [name for name in named if name not in fields(component)]
+def runtime(component: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters that only the program can pass, in their order."""
+    others = [p for p in inspect.signature(component).parameters.values() if p.name not in options(component)]
+    return [p.name for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def schema(entry: Entry) -> type:
@@ -115,43 +117,19 @@ def __getattr__(name: str) -> type:
 
 @functools.cache
 def _schema(kind: str, name: str, path: str, component: Callable[..., Any]) -> type:
-    found = fields(component).values()
+    found = options(component).values()
     made: list[Any] = [("_target_", str, path)]
     if any(typing.get_origin(o.hint) in _SEQUENCES or isinstance(o.default, (list, dict, DictConfig)) for o in found):
         made.append(("_convert_", str, "object"))  # Hydra then passes lists and dicts, not OmegaConf's containers
-    made += [(o.name, o.type, _field(o.default, o.help)) for o in found]
-    class_ = dataclasses.make_dataclass(f"{kind}/{name}", made)
+    class_ = dataclasses.make_dataclass(f"{kind}/{name}", [*made, *map(_field, found)])
     class_.__module__ = __name__
     class_.__doc__ = inspect.getdoc(component)
     return class_
 
 
-@functools.cache
-def fields(component: Callable[..., Any]) -> dict[str, Option]:
-    """Return the parameters of a component, or of a dataclass in an option, that a config can hold."""
-    help_ = docstring.parameters(component)
-    found = (
-        _option(name, hint, default, help_.get(name, "")) for name, (hint, default) in parameters(component).items()
-    )
-    return {option.name: option for option in found if option is not None}
-
-
-def _option(name: str, hint: Any, default: Any, help_: str) -> Option | None:
-    """The option of one parameter, or ``None`` when no config can hold it or its default."""
-    nested = name in registry.kinds()
-    hint = Any if nested else hint
-    if not _can_hold(hint, anything=nested or default not in (MISSING, None)):
-        return None  # where neither annotation nor default says what a config has to hold, the program passes it
-    type_, shown = _config_type(hint), to_config(default)
-    try:
-        OmegaConf.structured(dataclasses.make_dataclass("probe", [(name, type_, _field(shown, ""))]))
-    except (OmegaConfBaseException, TypeError, ValueError):
-        return None
-    return Option(name, hint, type_, shown, help_)
-
-
-def _field(default: Any, help_: str) -> Any:
-    return dataclasses.field(default_factory=lambda: default, metadata={"help": help_})  # OmegaConf copies it
+def _field(option: Option) -> tuple[str, Any, Any]:
+    default: Any = dataclasses.field(default_factory=lambda: option.default, metadata={"help": option.help})
+    return option.name, option.type, default
 
 
 def to_config(value: Any) -> Any:
@@ -167,11 +145,11 @@ def to_config(value: Any) -> Any:
         return OmegaConf.create(shown, flags={"struct": False, "allow_objects": True})
     if isinstance(value, type) or not dataclasses.is_dataclass(value):
         return written(value)
-    original: Any = type(value)
-    held = fields(original)
-    for name, (_, default) in parameters(original).items():
-        if name not in held and getattr(value, name) is not default:
-            return value  # a mapping would lose this field
+    class_: Any = type(value)
+    held = options(class_)
+    others = {name: default for name, (_, default) in parameters(class_).items() if name not in held}
+    if any(getattr(value, name) is not default for name, default in others.items()):
+        return value  # a mapping would lose a field
     return {name: to_config(getattr(value, name)) for name in held}
 
 
@@ -247,7 +225,7 @@ def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]
     if isinstance(value, dict) and "_target_" in value:
         return build(path, value, hint)
     if is_missing(value):
-        raise ConfigError(f"{path.label} needs a value: {path.advice}.")
+        raise path.needs_value()
     if _is_union(hint):
         return _first_that_reads(path, value, arguments, inner)
     if known := value_type(hint):
@@ -255,8 +233,8 @@ def from_config(path: NodePath, value: Any, hint: Any, build: Callable[..., Any]
             return known.read(value)
         except ConfigError as refusal:
             raise ConfigError(f"{path}: {refusal}") from refusal
-    if not _fits(value, hint):
-        raise ConfigError(f"{path} is {'null' if value is None else repr(value)}{_needed(value, hint)}")
+    if misfit := _misfit(value, hint):
+        raise ConfigError(f"{path} is {'null' if value is None else repr(value)}{misfit}")
     if isinstance(value, (list, tuple)):
         return _sequence(path, value, plain, arguments, inner)
     if isinstance(value, dict) and _is_dataclass(hint):
@@ -278,7 +256,7 @@ def _first_that_reads(path: NodePath, value: Any, members: tuple[Any, ...], inne
     """What a union gets: from the first member that takes ``value``; ``str``, which takes most, is the last."""
     refusals = []
     found = [member for member in members if member is not type(None) or value is None]
-    for member in sorted(found, key=lambda m: (_parts(m)[0] is not Literal, not _fits(value, m), m is str)):
+    for member in sorted(found, key=lambda m: (_parts(m)[0] is not Literal, bool(_misfit(value, m)), m is str)):
         try:
             return inner(path, value, member)
         except ConfigError as refusal:
@@ -287,8 +265,7 @@ def _first_that_reads(path: NodePath, value: Any, members: tuple[Any, ...], inne
 
 
 def _dataclass(path: NodePath, value: dict[Any, Any], original: Any, inner: Callable[..., Any]) -> Call:
-    for name in value:
-        refuse_unknown(f"{path.child(name)}: {original.__name__}", [str(name)], original)
+    refuse_unknown(f"{path}: {original.__name__}", [str(name) for name in value], original)
     given = {}
     for name, (hint, default) in parameters(original).items():
         item = value.get(name, MISSING)
@@ -306,38 +283,27 @@ def _sequence(path: NodePath, value: Any, plain: Any, arguments: tuple[Any, ...]
     return tuple(items) if plain is tuple else items
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether ``value`` has the shape of what ``hint`` asks for."""
+def _misfit(value: Any, hint: Any) -> str:
+    """What ``hint`` asks for, where ``value`` does not even have the shape of that; empty where it has."""
     plain, arguments = _parts(hint)
-    known = value_type(hint)
+    known, classes, what = value_type(hint), plain, f"a {getattr(plain, '__name__', plain)}"
     if plain is Literal:
-        return any(value == choice and isinstance(value, type(choice)) for choice in arguments)
-    if _is_factory(hint):
-        return callable(value)
-    if known is not None and known.write is not None:
-        return isinstance(value, (hint, str))
-    if plain in _SEQUENCES or plain in _MAPPINGS:
-        return isinstance(value, (list, tuple) if plain in _SEQUENCES else Mapping)
-    if _is_dataclass(hint):
-        return isinstance(value, (hint, dict))
-    try:
-        return plain is Any or isinstance(value, (int, float) if plain is float else plain)
-    except TypeError:  # an annotation that isinstance does not know: a protocol, a name that was not resolved
-        return True
-
-
-def _needed(value: Any, hint: Any) -> str:
-    """What ``hint`` asks for, where ``value`` is something else."""
-    plain, arguments = _parts(hint)
-    if plain is Literal:
-        near = nearest(str(value), [str(choice) for choice in arguments])
-        return f".{near} It is one of: {', '.join(map(repr, arguments))}"
-    what = "a list" if plain in _SEQUENCES else "a mapping" if plain in _MAPPINGS else f"a {plain.__name__}"
+        is_one = any(value == choice and isinstance(value, type(choice)) for choice in arguments)
+        near = nearest(str(value), map(str, arguments))
+        return "" if is_one else f".{near} It is one of: {', '.join(map(repr, arguments))}"
     if _is_factory(hint):
         what = f"the config of a {factory_of(hint) or 'component'}"
-    if _is_dataclass(hint):
-        what = f"a mapping of the fields of {hint.__name__}"
-    return f", where {what} is needed."
+    elif plain in (*_SEQUENCES, *_MAPPINGS):
+        classes, what = ((list, tuple), "a list") if plain in _SEQUENCES else (Mapping, "a mapping")
+    elif _is_dataclass(hint):
+        classes, what = (hint, dict), f"a mapping of the fields of {hint.__name__}"
+    elif known is not None and known.write is not None:
+        classes = (hint, str)
+    try:
+        fits = plain is Any or isinstance(value, (int, float) if plain is float else classes)
+    except TypeError:  # an annotation that isinstance does not know: a protocol, a name that was not resolved
+        fits = True
+    return "" if fits else f", where {what} is needed."
 
 
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:

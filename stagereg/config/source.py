@@ -79,9 +79,8 @@ class RegistrySource(ConfigSource):
             plugins.load()
         # Within one composition, Hydra lists a group only after a name in it was found in no source, to report that.
         refusal, self._refusal = self._refusal, None
-        if isinstance(refusal, UnknownNameError) and "Did you mean" not in str(refusal):
-            refusal = None  # Hydra's list of all sources helps more
-        if refusal is not None:
+        # Where no name is near, Hydra's list of all sources helps more.
+        if refusal is not None and (type(refusal) is not UnknownNameError or "Did you mean" in str(refusal)):
             raise OptionError(str(refusal))
         return registry.names(kind)
 
@@ -108,7 +107,7 @@ class RegistrySearchPath(SearchPathPlugin):
     """Append the registry and the shipped YAML files to every app's search path, behind the app's own."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        plugins.forget()
+        plugins.noted.clear()  # of the app that was set up before
         search_path.prepend("stagereg", "stagereg://plugins")
         search_path.append("stagereg", "stagereg://")
         # A checkout that is not installed has the files beside the package.

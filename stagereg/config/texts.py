@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,9 +37,8 @@ class ValueType:
     """One type of single values.
 
     Attributes:
-        read: makes it from what a config has; raises a ``ConfigError`` that says what is wrong and what would be right.
-        write: makes the text that :attr:`read` takes for an equal object; ``None`` where a config holds the value as
-            it is.
+        read: makes it from what a config has; raises a ``ConfigError`` that says what would be right.
+        write: makes the text of an object, for :attr:`read`; ``None`` where a config holds the value as it is.
     """
 
     read: Callable[[Any], Any]
@@ -55,10 +53,8 @@ def value_type(hint: Any) -> ValueType | None:
         return ValueType(functools.partial(_member, hint))
     if hint in _NODES:
         return ValueType(functools.partial(_converted, hint))
-    if (text := _TEXTS.get(f"{hint.__module__}.{hint.__qualname__}")) is None:
-        return None
-    parse, write = text
-    return ValueType(functools.partial(_parsed, hint, parse), write)
+    text = _TEXTS.get(f"{hint.__module__}.{hint.__qualname__}")
+    return ValueType(functools.partial(_parsed, hint, text[0]), text[1]) if text else None
 
 
 def written(value: Any) -> Any:
@@ -106,10 +102,9 @@ def _dtype(text: str) -> Any:
     found = getattr(torch, text.strip().removeprefix("torch."), None)
     if isinstance(found, torch.dtype):
         return found
-    dtypes = sorted({str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)})
-    common = [d for d in dtypes if re.fullmatch(r"b?float\d+|u?int(8|16|32|64)|bool|complex\d+", d)]
-    near = nearest(text.removeprefix("torch."), common)
-    raise ConfigError(f"{text!r} is not a dtype.{near} It is one of: {', '.join(common)} and torch's other dtypes.")
+    dtypes = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
+    near = nearest(text.removeprefix("torch."), dtypes)
+    raise ConfigError(f"{text!r} is not a dtype.{near} Write the name of one of torch's, such as bfloat16.")
 
 
 def _device(text: str) -> Any:
@@ -117,9 +112,7 @@ def _device(text: str) -> Any:
     try:
         return torch.device(text.strip())
     except (RuntimeError, ValueError) as error:
-        kind, known = text.strip().partition(":")[0], ["cpu", "cuda", "mps", "xpu", "hpu", "xla", "mtia", "meta"]
-        near = "" if kind in known else nearest(kind, known)
-        raise ConfigError(f"{text!r} is not a device.{near} Write it as cpu, cuda or cuda:0.") from error
+        raise ConfigError(f"{text!r} is not a device, such as cpu, cuda or cuda:0. {error}") from error
 
 
 _TEXTS: dict[str, tuple[Callable[[str], Any], Callable[[Any], str]]] = {

@@ -108,12 +108,14 @@ class HostCopier:
     def plan(self, state: Any) -> TreeSpec:
         """Take ``state`` apart and plan where it goes; the short way if it is as it was the last time."""
         self.pool.check_open()
-        with torch.no_grad(), no_collection(), naming(state):
+        with torch.no_grad(), no_collection():
             known = None if self._recognizer is None else self._recognizer.match(state)
             if known is not None:
                 return known
             spec = flatten(state, self.type_check)
-            if self._replan(state, spec.tensors):
+            with naming(state):
+                is_new = self._replan(state, spec.tensors)
+            if is_new:
                 self._recognizer = None if self.type_check else Recognizer.of(state, spec.tensors)
             return spec
 

@@ -154,7 +154,7 @@ class _Builder:
         fields: set[str] = set()
         for name in names:
             entry = self._entry(kind, name)
-            of = schema.options(entry) if entry else {}
+            of = schema.options(entry.load()) if entry else {}
             fields |= of.keys()
             for key, values in self._values(kind, of):
                 meant.setdefault((key, values), []).append(name)
@@ -197,7 +197,7 @@ class _Builder:
         """Whether a stager is tried without having been named; the reason against it is noted."""
         why = _UNTRUSTED.get(name, "")
         try:
-            of = schema.options(registry.find("stager", name)) if not why else {}
+            of = schema.options(registry.find("stager", name).load()) if not why else {}
         except RegistryError as error:
             why = str(error).splitlines()[0]
         if not why:

@@ -179,7 +179,7 @@ def test_every_argument_of_a_component_is_an_option_or_passed_by_the_program(kin
     entry = registry.find(kind, name)
     seen = describe(entry)
     options = {option.name.partition(".")[0] for option in seen.options}
-    assert options == set(schema.options(entry))
+    assert options == set(schema.options(entry.load()))
     parameters = inspect.signature(entry.load()).parameters.values()
     named = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
     assert options | {argument.name for argument in seen.runtime} == named

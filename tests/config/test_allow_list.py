@@ -594,7 +594,7 @@ def test_targets_and_a_refusal_need_no_torch() -> None:
 
 def _only_the_top(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None:
     if isinstance(node, dict) and "_target_" in node:
-        targets_.find(node["_target_"], path.label)
+        targets_.find(node["_target_"], str(path))
 
 
 def _no_lists(node: Any, path: Any, targets_: allow_list.TargetAllowList) -> None:

@@ -351,7 +351,7 @@ def test_a_parameter_for_factories_gets_callables_that_build() -> None:
 
 def test_a_parameter_for_factories_is_an_option_that_takes_any_name() -> None:
     composed = OmegaConf.create({"join": node("join", "gathering")}, flags={"struct": True})
-    assert schema.runtime(registry.find("join", "gathering")) == []
+    assert schema.runtime(registry.find("join", "gathering").load()) == []
     composed = OmegaConf.merge(composed, {"join": {"parts": {"model": node("joinable", "part")}}})
     assert stagereg.instantiate(composed.join).kwargs["parts"]["model"]("m").kwargs == {"size": 1, "hook": None}
     with pytest.raises(ValidationError):
@@ -488,7 +488,7 @@ def test_plain_yaml_gets_its_types_back() -> None:
         ({"pin": "maybe"}, r"^pin: 'maybe' is not true or false\."),
         ({"mode": "fsat"}, r"^mode is 'fsat'\. Did you mean 'fast'\? It is one of: 'fast', 'slow'"),
         ({"codec": "GZIP"}, r"^codec: 'GZIP' is not a Codec\. It is one of: ZSTD, NONE"),
-        ({"net": {"prt": 1}}, r"^net\.prt: Net takes no 'prt'\. Did you mean 'port'\?"),
+        ({"net": {"prt": 1}}, r"^net: Net takes no 'prt'\. Did you mean 'port'\?"),
         ({"sizes": ["x"]}, r"^sizes\[0\]: 'x' is not"),
         ({"chunk_mb": "???"}, r"chunk_mb needs a value: add chunk_mb=\.\.\."),
         ({"_partial_": "yes"}, r"_partial_ is 'yes'; it is true or false"),

@@ -268,13 +268,13 @@ def test_an_interpolation_is_resolved_within_its_config(composed: Composed) -> N
     [
         (
             "[no_such_module]",
-            "The config 'app' names the plugin 'no_such_module', which cannot be imported.\nModuleNot",
+            "The config 'app' names the plugin 'no_such_module', which cannot be imported. Modules",
         ),
         ("[twoo]", "cannot be imported. Did you mean 'two'?"),
         ("[two.py]", "cannot be imported. Did you mean 'two'?"),
         (
             "[stagereg.config.plugin]",
-            "cannot be imported.\nModuleNotFoundError: No module named 'stagereg.config.plugin'",
+            "\nModuleNotFoundError: No module named 'stagereg.config.plugin'",
         ),
         ("[one two]", "the plugin 'one two', which cannot be imported."),
         ("[../two]", "the plugin '../two', which cannot be imported."),

@@ -120,13 +120,13 @@ FIELDS = {
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_parameter_becomes_a_field_of_its_type_and_default(name: str) -> None:
-    option = schema.options(registry.find("checkpoint", "sorts"))[name]
+    option = schema.options(registry.find("checkpoint", "sorts").load())[name]
     assert (option.type, option.default) == FIELDS[name]
 
 
 def test_parameters_that_no_config_can_hold_are_left_to_the_program() -> None:
-    assert list(schema.options(registry.find("checkpoint", "sorts"))) == list(FIELDS)
-    assert list(schema.options(registry.find("join", "joined"))) == ["throw"]
+    assert list(schema.options(registry.find("checkpoint", "sorts").load())) == list(FIELDS)
+    assert list(schema.options(registry.find("join", "joined").load())) == ["throw"]
 
 
 ELSEWHERE = """
@@ -156,13 +156,13 @@ def test_an_annotation_is_read_in_the_module_that_wrote_it(tmp_path: Path, monke
 
     registry.register("join", "child")(Child)
     registry.register("join", "logged")(Logged)
-    assert {n: o.hint for n, o in schema.options(registry.find("join", "child")).items()} == {
+    assert {n: o.hint for n, o in schema.options(registry.find("join", "child").load()).items()} == {
         "mode": Literal["a", "b"],
         "codec": Codec,
         "sizes": list[int],
     }
-    assert schema.options(registry.find("join", "child"))["sizes"].default == [1]
-    assert schema.options(registry.find("join", "logged"))["codec"].hint is Codec
+    assert schema.options(registry.find("join", "child").load())["sizes"].default == [1]
+    assert schema.options(registry.find("join", "logged").load())["codec"].hint is Codec
 
 
 def test_a_parameter_named_like_a_key_of_hydras_is_no_option() -> None:
@@ -171,18 +171,18 @@ def test_a_parameter_named_like_a_key_of_hydras_is_no_option() -> None:
 
     registry.register("join", "clever")(clever)
     entry = registry.find("join", "clever")
-    assert list(schema.options(entry)) == ["size"]
-    assert schema.runtime(entry) == ["_target_", "_partial_"]
+    assert list(schema.options(entry.load())) == ["size"]
+    assert schema.runtime(entry.load()) == ["_target_", "_partial_"]
 
 
 def test_parameters_left_to_the_program_are_listed() -> None:
-    assert schema.runtime(registry.find("checkpoint", "sorts")) == ["opaque", "group", "sentinel", "nothing"]
-    assert schema.runtime(registry.find("join", "joined")) == ["joinables", "parts", "enable"]
+    assert schema.runtime(registry.find("checkpoint", "sorts").load()) == ["opaque", "group", "sentinel", "nothing"]
+    assert schema.runtime(registry.find("join", "joined").load()) == ["joinables", "parts", "enable"]
 
 
 def test_an_option_and_its_field_have_the_docstrings_text() -> None:
     entry = registry.find("checkpoint", "sorts")
-    options = schema.options(entry)
+    options = schema.options(entry.load())
     assert (options["number"].help, options["text"].help) == ("how many, at most.", "")
     fields = {field.name: field.metadata.get("help") for field in dataclasses.fields(schema.schema(entry))}
     assert (fields["number"], fields["text"]) == ("how many, at most.", "")
@@ -190,7 +190,7 @@ def test_an_option_and_its_field_have_the_docstrings_text() -> None:
 
 @pytest.mark.parametrize("name", ["pinned_cached", "incremental", "overlapped", "shared", "blocking", "torch_default"])
 def test_every_option_of_a_built_in_stager_is_explained(name: str) -> None:
-    assert [o.name for o in schema.options(registry.find("stager", name)).values() if not o.help] == []
+    assert [o.name for o in schema.options(registry.find("stager", name).load()).values() if not o.help] == []
 
 
 def test_the_config_names_its_component() -> None:

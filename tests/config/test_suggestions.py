@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from stagereg.config.suggestions import explain
-
-
-class Codec(enum.Enum):
-    ZSTD = 1
-    NONE = 2
-
-
-@dataclass
-class Packed:
-    codecs: list[Codec] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -68,15 +55,6 @@ def test_unknown_option_of_the_apps_own_group_names_the_nearest_and_all(app: Pat
 def test_the_error_for_a_group_without_a_name_shows_how_to_leave_it_out(app: Path, override: str) -> None:
     line = message_of(app, override)
     assert line == "a config group takes the name of an option. For none write ~GROUP, in place of GROUP=null"
-
-
-def test_a_value_near_a_member_of_an_enum_names_the_member() -> None:
-    with pytest.raises(OmegaConfBaseException) as caught:
-        OmegaConf.merge({"net": OmegaConf.structured(Packed)}, {"net": {"codecs": ["ZSDT"]}})
-    assert explain(caught.value) == "net.codecs[0] is 'ZSDT'. Did you mean 'ZSTD'? It is one of: ZSTD, NONE"
-    with pytest.raises(OmegaConfBaseException) as caught:
-        OmegaConf.merge(OmegaConf.structured(Packed), {"codecs": ["GZIP2"]})
-    assert explain(caught.value) == ""
 
 
 @pytest.mark.parametrize("override", ["stager.max_in_flight=many", "join.throw=maybe", "~nothing"])

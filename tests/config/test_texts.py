@@ -31,11 +31,9 @@ def test_every_dtype_of_torch_is_read_again() -> None:
     assert read(torch.dtype, "half") is torch.float16
 
 
-@pytest.mark.parametrize(("text", "near"), [("flaot16", "float16"), ("bf16", "bfloat16"), ("torch.int46", "int64")])
+@pytest.mark.parametrize(("text", "near"), [("flaot16", "float16"), ("bf16", "bfloat16"), ("torch.flaot32", "float32")])
 def test_an_invalid_dtype_is_refused_with_the_nearest(text: str, near: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^'{text}' is not a dtype\. Did you mean '{near}'\? It is one of: bfloat16,"
-    ):
+    with pytest.raises(ConfigError, match=rf"^'{text}' is not a dtype\. Did you mean '{near}'\? Write the name of one"):
         read(torch.dtype, text)
 
 
@@ -51,11 +49,13 @@ def test_a_device_is_read_again(text: str) -> None:
     assert written(torch.device(text)) == text
 
 
-@pytest.mark.parametrize(("text", "near"), [("cuad:0", " Did you mean 'cuda'?"), ("cuda:x", ""), ("0", ""), ("", "")])
-def test_an_invalid_device_is_refused(text: str, near: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("cuad:0", "one of cpu, cuda, "), ("cuda:x", "Invalid"), ("0", "Invalid"), ("", "must not be empty")],
+)
+def test_an_invalid_device_is_refused_with_the_reason_that_torch_gives(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^'{text}' is not a device, such as cpu, cuda or cuda:0\. .*{why}"):
         read(torch.device, text)
-    assert str(caught.value) == f"{text!r} is not a device.{near} Write it as cpu, cuda or cuda:0."
 
 
 @pytest.mark.parametrize("type_", [timedelta, torch.dtype, torch.device])

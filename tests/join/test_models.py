@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -253,4 +254,42 @@ def test_a_join_in_a_part_of_the_world() -> None:
         (sum(module(batch(rank, 0, step)).sum() for rank in active) / len(lengths)).backward()
         optimizer.step()
     for outcome in run_ranks(subgroup, 3, args=(lengths,), timeout_s=30)[1:]:
+        assert difference(outcome, values(module)) < EXACT
+
+
+@dataclass
+class Output:
+    """What a model returns that is no container of torch's."""
+
+    loss: torch.Tensor
+
+
+class Wrapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = seeded()
+
+    def forward(self, x: torch.Tensor) -> Output:
+        return Output(self.inner(x).sum())
+
+
+def never_zeroing(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    ddp = DistributedDataParallel(Wrapping())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with stagereg.Join([ddp, optimizer]):
+        for step in range(lengths[rank]):
+            ddp(batch(rank, 0, step)).loss.backward()
+            optimizer.step()
+    return values(ddp)
+
+
+def test_gradients_carried_over_by_a_model_that_returns_a_dataclass() -> None:
+    lengths = (2, 4)
+    module = Wrapping()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    for step in range(max(lengths)):
+        for rank in (rank for rank in range(2) if lengths[rank] > step):
+            (module(batch(rank, 0, step)).loss / 2).backward()
+        optimizer.step()
+    for outcome in run_ranks(never_zeroing, 2, args=(lengths,), timeout_s=30):
         assert difference(outcome, values(module)) < EXACT
