@@ -68,7 +68,7 @@ class Responder:
         """Answer from now on, until all ranks do. Twice is harmless."""
         if not self.running:
             ended = self._ended = threading.Event()
-            self.channel.submit(lambda: self._answer(ended))
+            self.channel.thread.submit(lambda: self._answer(ended))
 
     def close(self) -> None:
         """End: answer until all ranks do. Raises: what answering failed with."""

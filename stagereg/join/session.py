@@ -6,9 +6,10 @@ it does not know what a joinable or a hook does in a step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from stagereg.errors import JoinError, nearest
 from stagereg.join.failure import FailureDetector
 from stagereg.join.responder import Responder
-from stagereg.kernel.channel import ControlChannel, PendingSum, control_channel, delete_keys, resources_of
+from stagereg.kernel.channel import ControlChannel, PendingSum, control_channel, resources_of
 from stagereg.kernel.membership import AllReduceMembership, Membership, StoreMembership
 
 __all__ = ["JoinSession", "Mode", "one_of"]
@@ -157,14 +158,14 @@ class JoinSession:
         if any(membership.over for membership in self._memberships):
             channel = control_channel(self._group, "membership", self._wait_for_ranks)
             for delete in resources.expired:
-                channel.submit(delete)
+                channel.thread.submit(delete)
             resources.expired = []
         for membership in self._memberships:
             if isinstance(membership, StoreMembership):
-                resources.expired.append(functools.partial(delete_keys, membership.store, membership.keys))
+                resources.expired.append(functools.partial(_delete, membership.store, membership.keys))
         if self.loops and self._group.rank() == 0:
             examples = [f"example/{number}" for number in range(self.loops + 1)]
-            resources.expired.append(functools.partial(delete_keys, store, examples))
+            resources.expired.append(functools.partial(_delete, store, examples))
 
     def start_loop(self, loader: Any) -> Callable[[], Membership]:
         """Enter a loop whose body runs on all ranks; returns what says who has data in it. Collective.
@@ -290,6 +291,13 @@ class _Entered(threading.local):
 
 _entered = _Entered()
 """Global, as a nested join does not know the one around it."""
+
+
+def _delete(store: Any, keys: Iterable[str]) -> None:
+    """Delete keys, as far as the store is still there."""
+    with contextlib.suppress(RuntimeError):
+        for key in keys:
+            store.delete_key(key)
 
 
 def _length_of(loader: Any) -> int | None:

@@ -9,7 +9,6 @@ Connections and threads cost milliseconds to make. They are made once for a proc
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import queue
 import threading
@@ -17,7 +16,7 @@ import time
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +30,6 @@ __all__ = [
     "Waiting",
     "WorkerThread",
     "control_channel",
-    "delete_keys",
     "resources_of",
     "wait_for_keys",
     "wait_until",
@@ -112,7 +110,7 @@ class ControlChannel:
         rank: this rank among them.
         size: how many there are.
         polled: whether its sums are only polled, so that no limit is put on them.
-        thread: of the channel alone.
+        thread: of the channel alone, for jobs that wait on it.
         backend: of gloo, not in torch's registry, so destroying groups does not touch it; ``None`` for a single rank.
     """
 
@@ -153,10 +151,6 @@ class ControlChannel:
         padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
         self.backend.allgather([tensors], [padded]).wait()
         return [pickle.loads(buffer) for buffer in buffers]  # what comes after the pickle is not read
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job``, which may use the channel, on the channel's own thread."""
-        self.thread.submit(job)
 
 
 class GroupResources:
@@ -235,13 +229,6 @@ def wait_for_keys(store: Store, key: str | Sequence[str], seconds: float) -> boo
             return False
         time.sleep(min(waited / 8, 0.002))
     return True
-
-
-def delete_keys(store: Store, keys: Iterable[str]) -> None:
-    """Delete keys, as far as the store is still there."""
-    with contextlib.suppress(RuntimeError):
-        for key in keys:
-            store.delete_key(key)
 
 
 _resources: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupResources] = weakref.WeakKeyDictionary()

@@ -11,6 +11,7 @@ laid out so.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,18 +22,7 @@ from stagereg.errors import StagingError
 from stagereg.kernel.state_dict import why_without_data
 from stagereg.kernel.transfer import Batch
 
-__all__ = [
-    "ALIGNMENT",
-    "Layout",
-    "Piece",
-    "Region",
-    "Signature",
-    "plan_layout",
-    "region_bytes",
-    "signature",
-    "span_of",
-    "tensors_over",
-]
+__all__ = ["ALIGNMENT", "Layout", "Region", "plan_layout", "region_bytes", "signature", "span_of", "tensors_over"]
 
 ALIGNMENT = 64
 """Bytes: where a region may start in host memory; a cache line, and a multiple of every dtype's size."""
@@ -121,7 +111,7 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple
     """
     pieces: list[Piece] = []
     runs: list[_Run] = []
-    packed: list[int] = []
+    holed: list[_Run] = []
     for i, (x, (address, _, shape, stride, base, available, device)) in enumerate(zip(tensors, rows, strict=True)):
         span = span_of(x)
         pieces.append(Piece(shape, stride, span))
@@ -131,12 +121,11 @@ def plan_layout(tensors: Sequence[torch.Tensor], rows: Signature, margins: tuple
         if address == 0 or address + nbytes > base + available:
             freed = f"it needs {nbytes} bytes but its storage holds {available}; was it freed or resized in use?"
             raise StagingError([i], why_without_data(x) or freed)
-        if nbytes > max(2 * x.nbytes, _PAGE):
-            packed.append(i)
-        else:
-            runs.append((device, address, address + nbytes, i))
+        wide = nbytes > max(2 * x.nbytes, _PAGE)
+        (holed if wide else runs).append((device, address, address + nbytes, i))
 
     regions = _merge(runs, rows)
+    packed = _adopt(holed, regions, rows)
     nbytes, alone = _assign(regions, packed, tensors, rows, pieces, margins)
     local = [r for r in regions if tensors[r.source].device.type == "cpu"]
     remote = [r for r in regions if tensors[r.source].device.type != "cpu"]
@@ -160,6 +149,19 @@ def _merge(runs: list[_Run], rows: Signature) -> list[Region]:
         regions.append(Region(i, aligned, end - aligned, [i]))
         last = (device, base)
     return regions
+
+
+def _adopt(holed: list[_Run], regions: list[Region], rows: Signature) -> list[int]:
+    """Give a view with holes to the region it lies in, if any; return those that must be packed."""
+    starts = [(rows[region.source][6], region.address) for region in regions]
+    packed: list[int] = []
+    for device, begin, end, i in holed:
+        at = bisect_right(starts, (device, begin)) - 1
+        if at >= 0 and starts[at][0] == device and end <= regions[at].address + regions[at].nbytes:
+            regions[at].members.append(i)
+        else:
+            packed.append(i)
+    return packed
 
 
 def _assign(

@@ -35,17 +35,7 @@ import torch
 
 from stagereg.errors import StagerClosedError, StagingError
 
-__all__ = [
-    "WAIT_WITHOUT_RELEASE_S",
-    "Block",
-    "BlockRef",
-    "Lease",
-    "Padding",
-    "Pool",
-    "padding_around",
-    "register_padding",
-    "view_of",
-]
+__all__ = ["Block", "BlockRef", "Lease", "Pool", "padding_around", "register_padding", "view_of"]
 
 log = logging.getLogger("stagereg")
 

@@ -3,28 +3,20 @@
 Each training step, an active rank *announces* itself (adds one) and a joined rank *counts* (adds zero) in the same
 all-reduce. If the join is to throw, a second all-reduce tells the active ranks to stop. The sequence, shapes and dtypes
 are those of ``torch.distributed.algorithms.join`` (torch 2.13), so ranks that run torch's ``Join`` and ranks that run
-this one can share a job. A joined rank then *shadows* what the active ranks do: the same collectives, on values that
-leave the others' result alone.
+this one can share a job. A joined rank then *shadows* what the active ranks do, by the hooks of the joinables.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
-
 import torch
 import torch.distributed as dist
 
-from stagereg.errors import JoinError, UnevenInputsError, nearest
+from stagereg.errors import UnevenInputsError
 
-__all__ = ["PEER_EXHAUSTED", "Collective", "TorchWire"]
+__all__ = ["PEER_EXHAUSTED", "TorchWire"]
 
 PEER_EXHAUSTED = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
 """What an active rank raises, in torch's words."""
-
-Op = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"]
-Reduction = Literal["sum", "avg", "product", "min", "max"]
 
 
 class TorchWire:
@@ -66,80 +58,3 @@ class TorchWire:
         total = torch.full((1,), mine, device=self.device)
         dist.all_reduce(total, group=self.group)
         return total.item()
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective that every rank runs each step, declared so that a joined rank can shadow it.
-
-    Attributes:
-        op: its name in ``torch.distributed``. ``all_reduce``, ``reduce`` and ``broadcast`` work in place.
-        shape: of the tensor that one rank puts in; ``reduce_scatter`` cuts its first dimension in world-size parts.
-        dtype: of that tensor, as a ``torch.dtype`` or its name.
-        reduce: how values are combined, where they are.
-        rank: the root of ``reduce`` and ``broadcast``: a global rank.
-    """
-
-    op: Op
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float32
-    reduce: Reduction = "sum"
-    rank: int = 0
-
-    def __post_init__(self) -> None:
-        for what, value, choices in (("op", self.op, get_args(Op)), ("reduce", self.reduce, get_args(Reduction))):
-            if value not in choices:
-                close = nearest(value, choices)
-                raise JoinError(f"a collective's {what} cannot be {value!r}.{close} One of: {', '.join(choices)}")
-        dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
-        if not isinstance(dtype, torch.dtype):
-            raise JoinError(f"a collective's dtype must be a torch dtype or its name, not {self.dtype!r}")
-        object.__setattr__(self, "dtype", dtype)
-        object.__setattr__(self, "shape", tuple(self.shape))
-
-    def check(self, tensor: torch.Tensor) -> None:
-        """Refuse a tensor that is not as declared, before ranks that trust the declaration meet it on the wire."""
-        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
-            raise JoinError(
-                f"{self.op} was declared for {self.dtype} of shape {self.shape} but got {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)}; joined ranks would answer with the declared one. Declare what the step sends."
-            )
-
-    def neutral(self, device: torch.device) -> torch.Tensor:
-        """The value that leaves the other ranks' result alone. An ``avg`` still divides by the whole world."""
-        value: float = 0
-        if self.reduce == "product":
-            value = 1
-        elif self.reduce in ("min", "max"):
-            value = _bound(self.dtype, lowest=self.reduce == "max")
-        return torch.full(self.shape, value, dtype=self.dtype, device=device)
-
-    def issue(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        """Run it and wait. Returns ``tensor``, or what ``all_gather`` (a list) and ``reduce_scatter`` (a part) made."""
-        op = getattr(dist.ReduceOp, self.reduce.upper())
-        if self.op == "barrier":
-            dist.barrier(group=group)
-        elif self.op == "all_reduce":
-            dist.all_reduce(tensor, op=op, group=group)
-        elif self.op == "reduce":
-            dist.reduce(tensor, self.rank, op=op, group=group)
-        elif self.op == "broadcast":
-            dist.broadcast(tensor, self.rank, group=group)
-        elif self.op == "all_gather":
-            gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(gathered, tensor, group=group)
-            return gathered
-        else:
-            parts = [part.contiguous() for part in tensor.chunk(dist.get_world_size(group))]
-            part = torch.empty_like(parts[0])
-            dist.reduce_scatter(part, parts, op=op, group=group)
-            return part
-        return tensor
-
-
-def _bound(dtype: torch.dtype, lowest: bool) -> float:
-    if dtype == torch.bool:
-        return not lowest
-    if dtype.is_floating_point:
-        return -math.inf if lowest else math.inf
-    return torch.iinfo(dtype).min if lowest else torch.iinfo(dtype).max

@@ -7,15 +7,42 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.errors import JoinError
-from stagereg.kernel.shadow import Collective
+from stagereg.join.kinds.collective import Collective
 from stagereg.testing import run_ranks
 
 from .reference import Case, batch, net
+
+REDUCTIONS = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
+
+
+@given(st.sampled_from(sorted(REDUCTIONS)), st.sampled_from(DTYPES), st.integers(-100, 100))
+def test_a_neutral_value_changes_no_result(reduce: Any, dtype: torch.dtype, value: int) -> None:
+    tensor = torch.full((2, 3), abs(value) if dtype == torch.uint8 else value).to(dtype)
+    neutral = Collective("all_reduce", (2, 3), dtype, reduce).neutral(torch.device("cpu"))
+    assert neutral.dtype == dtype
+    assert torch.equal(REDUCTIONS[reduce](tensor, neutral).to(dtype), tensor)
+
+
+def test_infinities_survive_beside_a_neutral_value() -> None:
+    for reduce, value in (("min", torch.inf), ("max", -torch.inf)):
+        neutral = Collective("all_reduce", (), torch.float32, reduce).neutral(torch.device("cpu"))  # type: ignore[arg-type]
+        assert REDUCTIONS[reduce](torch.tensor(value), neutral).item() == value
+
+
+def test_a_declaration_normalizes_names_and_lists() -> None:
+    declared = Collective("all_reduce", [2, 3], "bfloat16")  # type: ignore[arg-type]
+    assert (declared.shape, declared.dtype) == ((2, 3), torch.bfloat16)
+    with pytest.raises(JoinError, match=r"declared for torch\.bfloat16"):
+        declared.check(torch.zeros(2, 3))
+
 
 LENGTHS = (1, 3, 2)  # ranks 0, 1, 2 are active, then 1 and 2, then 1 alone
 
@@ -192,3 +219,15 @@ def iterating(rank: int, mode: str | None) -> list[float]:
 
 def test_it_announces_the_steps_of_iterate_too() -> None:
     assert run_ranks(all_iterating, 3, timeout_s=60) == [[[6.0, 4.0, 2.0]] * 3] * 3
+
+
+def mirror(rank: int, world_size: int) -> list[float]:
+    collectives = [Collective("all_reduce"), Collective("all_reduce", reduce="product"), Collective("broadcast")]
+    group = dist.group.WORLD
+    assert group is not None
+    tensors = [each.neutral(torch.device("cpu")) if rank == 0 else torch.tensor(5.0) for each in collectives]
+    return [collective.issue(tensor, group).item() for collective, tensor in zip(collectives, tensors, strict=True)]
+
+
+def test_neutral_values_leave_the_results_of_other_ranks_alone() -> None:
+    assert run_ranks(mirror, 2, timeout_s=30) == [[5.0, 5.0, 0.0]] * 2

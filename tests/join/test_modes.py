@@ -155,7 +155,7 @@ def epochs(rank: int, world_size: int) -> list[int]:
             for x in data:
                 ddp(x).sum().backward()
         idle = threading.Event()
-        control_channel(group, "membership").submit(idle.set)  # after what deletes the keys of the join before
+        control_channel(group, "membership").thread.submit(idle.set)  # after what deletes the keys of the join before
         idle.wait(20)
         dist.barrier()
         counts.append(group.get_group_store().num_keys())

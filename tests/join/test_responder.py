@@ -77,6 +77,10 @@ class Broken:
     def gather(self, thing: object) -> list[object]:
         raise NotImplementedError
 
+    @property
+    def thread(self) -> Broken:
+        return self
+
     def submit(self, job: Callable[[], None]) -> None:
         threading.Thread(target=job, daemon=True).start()
 

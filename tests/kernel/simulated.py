@@ -234,6 +234,10 @@ class SimulatedChannel:
         self._state.simulation.wait(lambda: call.full, f"a gather for {self._state.purpose}")
         return [call.things[rank] for rank in range(self.size)]
 
+    @property
+    def thread(self) -> SimulatedChannel:
+        return self
+
     def submit(self, job: Callable[[], None]) -> None:
         rank: _Actor = _here.actor
         self._state.simulation.enlist(f"the thread for {self._state.purpose} of {rank.name}", job)

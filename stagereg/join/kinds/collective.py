@@ -1,19 +1,95 @@
-"""``collective``: a declared list of collectives, for code that talks to other ranks by itself each step."""
+"""``collective``: a declared list of collectives, for code that runs them by itself each step.
+
+Joined ranks run the same ones, on values that leave the others' result alone.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from stagereg.errors import ConfigError, JoinError, nearest
 from stagereg.join.joinable import BuiltInJoinable, JoinHook, notify, serves
-from stagereg.kernel.shadow import Collective
 from stagereg.registry import register
 
-__all__ = ["CollectiveHook", "CollectiveJoinable"]
+__all__ = ["Collective", "CollectiveHook", "CollectiveJoinable"]
+
+Op = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"]
+Reduction = Literal["sum", "avg", "product", "min", "max"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that every rank runs each step, declared so that a joined rank can shadow it.
+
+    Attributes:
+        op: its name in ``torch.distributed``. ``all_reduce``, ``reduce`` and ``broadcast`` work in place.
+        shape: of the tensor that one rank puts in; ``reduce_scatter`` cuts its first dimension in world-size parts.
+        dtype: of that tensor, as a ``torch.dtype`` or its name.
+        reduce: how values are combined, where they are.
+        rank: the root of ``reduce`` and ``broadcast``: a global rank.
+    """
+
+    op: Op
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    reduce: Reduction = "sum"
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        for what, value, choices in (("op", self.op, get_args(Op)), ("reduce", self.reduce, get_args(Reduction))):
+            if value not in choices:
+                close = nearest(value, choices)
+                raise JoinError(f"a collective's {what} cannot be {value!r}.{close} One of: {', '.join(choices)}")
+        dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
+        if not isinstance(dtype, torch.dtype):
+            raise JoinError(f"a collective's dtype must be a torch dtype or its name, not {self.dtype!r}")
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that is not as declared, before ranks that trust the declaration meet it on the wire."""
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            raise JoinError(
+                f"{self.op} was declared for {self.dtype} of shape {self.shape} but got {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}; joined ranks would answer with the declared one. Declare what the step sends."
+            )
+
+    def neutral(self, device: torch.device) -> torch.Tensor:
+        """The value that leaves the other ranks' result alone. An ``avg`` still divides by the whole world."""
+        value: float = 0
+        if self.reduce == "product":
+            value = 1
+        elif self.reduce in ("min", "max"):
+            value = _bound(self.dtype, lowest=self.reduce == "max")
+        return torch.full(self.shape, value, dtype=self.dtype, device=device)
+
+    def issue(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        """Run it and wait. Returns ``tensor``, or what ``all_gather`` (a list) and ``reduce_scatter`` (a part) made."""
+        op = getattr(dist.ReduceOp, self.reduce.upper())
+        if self.op == "barrier":
+            dist.barrier(group=group)
+        elif self.op == "all_reduce":
+            dist.all_reduce(tensor, op=op, group=group)
+        elif self.op == "reduce":
+            dist.reduce(tensor, self.rank, op=op, group=group)
+        elif self.op == "broadcast":
+            dist.broadcast(tensor, self.rank, group=group)
+        elif self.op == "all_gather":
+            gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(gathered, tensor, group=group)
+            return gathered
+        else:
+            parts = [part.contiguous() for part in tensor.chunk(dist.get_world_size(group))]
+            part = torch.empty_like(parts[0])
+            dist.reduce_scatter(part, parts, op=op, group=group)
+            return part
+        return tensor
 
 
 @register("join_hook", "collective")
@@ -44,7 +120,7 @@ class CollectiveJoinable(BuiltInJoinable):
     ``Join.notify_join_context(this)`` before them instead.
 
     Args:
-        collectives: :class:`~stagereg.kernel.shadow.Collective` s, or mappings of their fields as they come from a
+        collectives: :class:`Collective` s, or mappings of their fields as they come from a
             config: ``[{op: all_reduce, shape: [2], dtype: float64, reduce: sum}]``.
         process_group: of the collectives; None is the default group.
         device: of the tensors.
@@ -118,3 +194,11 @@ def _declared(collective: Any) -> Collective:
     if "op" not in collective:
         raise ConfigError("a collective needs an op, as in {op: all_reduce}")
     return Collective(**collective)
+
+
+def _bound(dtype: torch.dtype, lowest: bool) -> float:
+    if dtype == torch.bool:
+        return not lowest
+    if dtype.is_floating_point:
+        return -math.inf if lowest else math.inf
+    return torch.iinfo(dtype).min if lowest else torch.iinfo(dtype).max
