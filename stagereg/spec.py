@@ -20,10 +20,7 @@ from stagereg.errors import ConfigError, RegistryError, nearest
 __all__ = ["OPTIONAL", "REQUIRED", "check", "check_component", "refuse_unknown"]
 
 _MISSING = object()
-
-_NEAR = 0.7
-"""How alike two names with one first letter are for one to be a slip of the other: ``pre_hook``, ``post_hook``."""
-
+_NEAR = 0.7  # how alike two names with one first letter are for one to be a slip of the other: pre_hook, post_hook
 
 REQUIRED = {
     "stager": [
@@ -81,6 +78,7 @@ OPTIONAL = {
 }
 """The members of each kind's protocol that a component may lack."""
 
+_BASES = {"join_hook": "stagereg.join.joinable.JoinHook", "joinable": "stagereg.join.joinable.Joinable"}
 _ABSTRACT = {"stage"}  # torch's protocol defines it only to raise: inherited, it does not count
 
 
@@ -106,10 +104,13 @@ def check(kind: str, name: str, subject: object) -> None:
     """
     cls = subject if isinstance(subject, type) else type(subject)
     optional = OPTIONAL.get(kind, [])
-    members = [*REQUIRED[kind], *optional]
-    found = [(line, _problem(line, subject, line in optional)) for line in members]
-    problems = [f"{problem}. Write:\n    {line}" for line, problem in found if problem]
-    misspelt = _misspelt(kind, cls, set(map(_name, members)))
+    found = {line: _problem(line, subject, line in optional) for line in (*REQUIRED[kind], *optional)}
+    problems = [f"{problem}. Write:\n    {line}" for line, problem in found.items() if problem]
+    base = _BASES.get(kind, "builtins.object")
+    if base not in [f"{c.__module__}.{c.__qualname__}" for c in cls.mro()]:
+        unused = [name for name in map(_name, optional) if hasattr(cls, name)]
+        problems += [f"{name!r} is only used of a subclass of {base}. Derive from that." for name in unused]
+    misspelt = _misspelt(kind, cls, set(map(_name, found)))
     if lines := "".join(f"\n  {problem}" for problem in (*problems, *misspelt)):
         raise RegistryError(f"{cls.__module__}.{cls.__qualname__} cannot be the {kind} {name!r}:{lines}")
 
@@ -169,8 +170,7 @@ def _problem(definition: str, subject: object, optional: bool) -> str:
 def _misspelt(kind: str, cls: type, members: set[str]) -> Iterator[str]:
     """A line for each public name that looks like a member of the protocol which the class itself does not define.
 
-    Only what the author of the class wrote counts: classes of the same top-level package. What it inherits from torch
-    or from this package, such as a ``main_hook`` that does nothing, is not the author's.
+    Only what its author wrote counts, in classes of the same top-level package.
     """
     package = cls.__module__.partition(".")[0]
     written = {name for c in cls.mro() if c.__module__.partition(".")[0] == package for name in vars(c)}

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.algorithms.join import Joinable as TorchJoinable
+from torch.distributed.algorithms.join import JoinHook as TorchJoinHook
 
 import stagereg
 import stagereg.checkpoint.storage.protocol as storage
@@ -24,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 def nothing(self: Any) -> None: ...
 
 
-class Hook:
+class Hook(stagereg.JoinHook):
     def main_hook(self) -> None: ...
 
     def post_hook(self, is_last_joiner: bool) -> None: ...
@@ -41,8 +43,10 @@ class Stager:
     def close(self) -> None: ...
 
 
-class Joinable:
+class Joinable(stagereg.Joinable):
     join_device = join_process_group = None
+
+    def __init__(self) -> None: ...
 
     def join_hook(self, **kwargs: Any) -> Hook:
         return Hook()
@@ -108,6 +112,16 @@ def test_every_optional_member_is_declared_in_a_protocol() -> None:
         if kind != "joinable":  # which has more attributes, none of them for a plugin to misspell
             required = {re.findall(r"(\w+)[(:]", line)[0] for line in spec.REQUIRED[kind]}
             assert {name for name in names if not name.startswith("_")} <= optional | required
+
+
+@pytest.mark.parametrize("kind", ["joinable", "join_hook"])
+def test_an_optional_member_of_a_class_on_which_it_is_never_used_is_refused(kind: str) -> None:
+    base = {"joinable": TorchJoinable, "join_hook": TorchJoinHook}[kind]
+    member = {"joinable": "attach", "join_hook": "on_exhausted"}[kind]
+    required = {name: value for name, value in vars(KINDS[kind]).items() if not name.startswith("_")}
+    spec.check(kind, "mine", type("Mine", (base,), required))
+    with pytest.raises(RegistryError, match=f"'{member}' is only used of a subclass of stagereg.join.joinable.Join"):
+        spec.check(kind, "mine", type("Mine", (base,), {**required, member: nothing}))
 
 
 @pytest.mark.parametrize("members", [{"_main_hok": nothing}, {"main_hok": nothing, "main_hook": nothing}])

@@ -118,7 +118,7 @@ class Checkpointer:
             the two signals alone.
 
     Attributes:
-        leaving: whether the ranks leave, and at which step; ``None`` without ``grace``.
+        preemption: whether the ranks are to leave; ``None`` without ``grace``.
 
     Raises:
         ConfigError: an option is of no use, or the ranks differ in ``every``.

@@ -45,7 +45,7 @@ step."""
 
 
 class PreemptionConsensus:
-    """Whether, and after which step, this process exits; for the training thread.
+    """Whether the ranks are to save and exit; for the training thread.
 
     Args:
         ranks: that exit together. Nothing else is exchanged on their group.

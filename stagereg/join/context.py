@@ -33,7 +33,7 @@ from stagereg.join.adapt import ForeignJoinable, adapt, announces_through_torch,
 from stagereg.join.batches import SampleCounter
 from stagereg.join.failure import discard_channels
 from stagereg.join.iterate import Loop
-from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
+from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, is_native, notify
 from stagereg.join.mean import Average, weighted
 from stagereg.join.session import JoinSession, Mode, one_of
 from stagereg.kernel.channel import resources_of
@@ -528,6 +528,6 @@ def _make(name: str, factory: Callable[..., Joinable], given: Mapping[str, Any])
             f"{name}=...).{close} Given: {', '.join(given) or 'nothing'}"
         ) from None
     joinable = factory(*args, **kwargs)
-    if joinable.hook is not None:
+    if is_native(joinable) and joinable.hook is not None:
         joinable.make_hook(joinable.hook)  # one of the wrong kind is refused here, and not when the join is entered
     return joinable

@@ -246,9 +246,11 @@ class JoinSession:
 
         @functools.cache
         def decided() -> Membership:
-            membership = None if lengths is None else self._planned(channel, lengths, number)
+            planned = None if lengths is None else self._planned(channel, lengths, number)
+            membership = planned
             if membership is None or self._needs_active_ranks:
                 membership = AllReduceMembership(channel, self._throw, self.detector.wait, length)
+                membership.even = planned is not None and planned.even
             self._memberships.append(membership)
             return membership
 

@@ -1,7 +1,7 @@
 """The command line of this program, and the one of its ranks that is made from it.
 
 Ranks run the same script in the same interpreter with the overrides of one job. What only the launcher uses, such as
-Hydra's launcher, sweeper and callbacks, is left out; the run directory is the launcher's.
+Hydra's launcher and sweeper, is left out; the run directory is the launcher's.
 """
 
 from __future__ import annotations

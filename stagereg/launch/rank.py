@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.crash_report import format_error
-from stagereg.errors import LaunchError, Preempted, Stopped, UnevenInputsError
+from stagereg.errors import LaunchError, PeerFailedError, Preempted, Stopped, UnevenInputsError
 from stagereg.launch.command_line import quoted
 from stagereg.launch.run_store import RunStore, name_attempt
 
@@ -275,7 +275,7 @@ def _is_consequence(error: BaseException) -> bool:
     """Whether the error only says that something went wrong on another rank."""
     if isinstance(error, UnevenInputsError):
         return error.rank is None
-    if error.__cause__ is not None and _is_consequence(error.__cause__):
+    if isinstance(error, PeerFailedError) or (error.__cause__ is not None and _is_consequence(error.__cause__)):
         return True
     return isinstance(error, (RuntimeError, OSError)) and any(sign in str(error).lower() for sign in _LOST_PEER)
 

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from torch import nn
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import Joinable as TorchJoinable
+from torch.distributed.algorithms.join import JoinHook as TorchJoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
@@ -105,6 +109,40 @@ def test_a_joinable_of_another_package_replaces_a_built_in_one(tmp_path: Any) ->
     ranks = run_ranks(trained, 2, args=(cfg,), timeout_s=40)
     assert [rank[3]["optimizer"] for rank in ranks] == ["OwnStep"] * 2
     assert torch.equal(ranks[0][0], ranks[1][0])
+
+
+class TorchSum(TorchJoinable):
+    """A joinable for torch's ``Join``, as other packages have them."""
+
+    join_device = torch.device("cpu")
+    join_process_group = property(lambda self: dist.group.WORLD)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        hook = TorchJoinHook()
+        hook.main_hook = lambda: dist.all_reduce(torch.zeros(()))
+        return hook
+
+    def add(self, value: float) -> None:
+        TorchJoin.notify_join_context(self)
+        mine = torch.tensor(value)
+        dist.all_reduce(mine)
+        self.total += mine
+
+
+def summed(rank: int, world_size: int) -> float:
+    join = stagereg.build("join", "default", joinables={"sum": TorchSum})
+    with join:
+        for _ in range(1 + rank):
+            join.joinables["sum"].add(1.0)
+    return join.joinables["sum"].total.item()
+
+
+def test_a_joinable_made_for_torchs_join_can_be_configured() -> None:
+    assert run_ranks(summed, 2, timeout_s=30) == [2.0, 3.0]
 
 
 def refusals(rank: int, world_size: int, cases: dict[str, Any]) -> dict[str, str]:

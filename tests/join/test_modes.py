@@ -239,6 +239,18 @@ def sealed(rank: int, world_size: int) -> list[int]:
     return lengths
 
 
+def sealed_evenly(rank: int, world_size: int) -> int:
+    ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).double())
+    join = stagereg.Join([ddp])
+    with join:
+        batches = list(join.iterate([Sealed(batch(rank, 0, step)) for step in range(2)]))
+    return len(batches)
+
+
+def test_a_batch_that_cannot_be_emptied_is_refused_only_where_a_rank_may_need_it() -> None:
+    assert run_ranks(sealed_evenly, 2, timeout_s=30) == [2, 2]
+
+
 def test_an_empty_example_of_any_kind_is_taken_as_it_is() -> None:
     assert run_ranks(sealed, 2, timeout_s=30) == [[0, 0], [3, 3]]
 

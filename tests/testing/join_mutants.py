@@ -388,15 +388,21 @@ class LateContract(Broken):
 
 
 class Eager(Sum):
+    added = 0.0
+
+    def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
+        self.added = 1.0
+        self.total += self.added
+        return super().needs_active_ranks(divide_by_initial_world_size)
+
     def join_hook(self, **kwargs: Any) -> Any:
-        self.total += 1.0
         hook = SumHook(self)
-        hook.post_hook = lambda is_last_joiner: self.total.sub_(1.0)
+        hook.post_hook = lambda is_last_joiner: self.total.sub_(self.added)
         return hook
 
 
 class EagerContract(Broken):
-    """Changes something as soon as there is a join, and takes it back at its regular end."""
+    """Changes something when a join is entered, and takes it back at its regular end."""
 
     kind = Eager
 
@@ -430,22 +436,14 @@ class BoundContract(Broken):
 
 
 class Expectant(Sum):
-    inside = False
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        self.inside = True
-        hook = SumHook(self)
-        hook.post_hook = lambda is_last_joiner: setattr(self, "inside", False)
-        return hook
-
     def take(self, mine: torch.Tensor) -> None:
-        if self.inside and not self._join_config.enable:
+        if self._join_config.is_first_joinable and not self._join_config.enable:
             raise AssertionError("in a join that is off")
         super().take(mine)
 
 
 class ExpectantContract(Broken):
-    """Takes the making of its hook for the beginning of a join that is on."""
+    """Takes being the first joinable for being in a join that is on."""
 
     kind = Expectant
 
