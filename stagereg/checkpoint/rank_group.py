@@ -100,7 +100,7 @@ class RankGroup:
 
     @property
     def without_timeout(self) -> RankGroup:
-        """The same ranks, waited for without a limit: for a thread that every other thread waits for with one."""
+        """The same ranks without a time limit, for a thread whose callers wait for it with one."""
         without_timeout = copy.copy(self)
         without_timeout._limit = None
         return without_timeout

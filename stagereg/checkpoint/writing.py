@@ -116,7 +116,7 @@ class Writing:
     called: float
 
     def run(self) -> None:
-        """Write and commit, with the other ranks. Raises: ``CheckpointError`` unless this rank knows already."""
+        """Write and commit, with the other ranks. Raises: ``CheckpointError``, unless it was raised here before."""
         save, saves = self.save, self.saves
         save.until = time.monotonic() + saves.timeout.total_seconds()
         try:

@@ -150,8 +150,8 @@ class _Component:
 def _plan(path: NodePath, node: dict[str, Any], hint: Any, allow_list: TargetAllowList, kind: str = "") -> Call:
     """Check the node of a component and everything in it; return the call that it describes.
 
-    ``hint`` is the annotation of the parameter that it is for, ``kind`` what that takes by its name. Where the hint
-    asks for a factory, the component that gets it makes the call.
+    ``hint`` is the annotation of the parameter that it is for. ``kind`` is that parameter's name if it is a kind. Where
+    the hint asks for a factory, the component that gets it makes the call.
     """
     component, product = _Component(allow_list.find(node["_target_"], str(path))), schema.factory_of(hint)
     needed = kind or product

@@ -53,7 +53,7 @@ class Option:
 
     Attributes:
         name: of the parameter.
-        hint: its annotation, resolved, with ``None`` where that is the default; ``typing.Any`` for a nested component.
+        hint: its annotation, resolved, ``| None`` added if the default is ``None``; ``typing.Any`` for a component.
         type: the annotation of the config field; ``typing.Any`` where OmegaConf checks nothing.
         default: the signature's default as the config shows it, or ``omegaconf.MISSING``.
         help: what the component's docstring says about it, one line; empty where it says nothing.

@@ -61,7 +61,7 @@ class ZeroGradPolicy:
             self.store.add("active", 1 if active else -1)
 
     def ask(self, session: JoinSession | None) -> None:
-        """Rank without data, in a step: end the doubt. An active rank that is watched publishes within this step.
+        """Rank without data, in a step: end the doubt. A rank with data publishes its policy within this step.
 
         It waits by ``session``, or in torch's ``Join``, where there is none, for as long as the store does.
         """

@@ -101,7 +101,7 @@ class FailureDetector:
         self.failure: PeerFailedError | None = None
         self._group, self._timeout_s, self._name, self._step = group, timeout_s, name, step
         self._grace_s = min(_GRACE_S, timeout_s / 5)
-        self._patience = max(1, int(timeout_s / self._grace_s) - 3)  # in such times
+        self._patience = max(1, int(timeout_s / self._grace_s) - 3)  # multiples of the grace
         ranks = dist.get_process_group_ranks(group)
         here = group.rank()
         self._rank = ranks[here]
@@ -110,7 +110,7 @@ class FailureDetector:
         self._limits = contextlib.ExitStack()  # puts them back
         self._waits_for = ""
         self._own: PeerFailedError | None = None  # to be published
-        self._poll: threading.Event | None = None  # asked for, and set when it is over
+        self._poll: threading.Event | None = None  # the poll that was asked for; set when it is over
         self._statuses: Mapping[int, RankStatus] = {}  # what it has found
         self._wake = threading.Event()
         self._left = threading.Event()

@@ -126,15 +126,15 @@ class JoinSession:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether :attr:`steps` has those of this rank, which a joinable of torch's announces without it."""
+        """Whether :attr:`steps` includes this rank's own; those of a joinable of torch's are announced elsewhere."""
         return not self._foreign
 
     def start(self, loader: Any) -> None:
         """Enter; the join around this one must not be used from now on. Collective.
 
         Args:
-            loader: that of a loop that ranks leave when they run out of data, if it is known. A join that does not
-                throw waits for the other ranks' lengths in its first step, when they have long arrived.
+            loader: that of a loop that ranks leave when they run out of data, if it is known. The ranks exchange its
+                length now. A join that throws waits for the others' lengths here, any other in its first step.
         """
         if _entered.sessions:
             _entered.sessions[-1]._suspended = _Unusable(_SUSPENDED)

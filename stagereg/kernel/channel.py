@@ -109,9 +109,10 @@ class ControlChannel:
     Attributes:
         rank: this rank among them.
         size: how many there are.
-        polled: whether its sums are only polled, so that no limit is put on them.
+        polled: whether its callers wait in turns of their own; then its collectives have no time limit.
         thread: of the channel alone, for jobs that wait on it.
-        backend: of gloo, not in torch's registry, so destroying groups does not touch it; ``None`` for a single rank.
+        backend: a gloo backend that torch's registry does not have, so ``destroy_process_group`` leaves it alone;
+            ``None`` for a single rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, key: str, waiting: Waiting | None) -> None:
