@@ -108,9 +108,12 @@ class Block:
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         advise(self.address, self.nbytes, _MADV_HUGEPAGE)
         share = -(-self.nbytes // threads // _HUGE_PAGE) * _HUGE_PAGE
+        starts = range(0, self.nbytes, share)
+        first, *others = [(self.address + at, min(share, self.nbytes - at), _MADV_POPULATE_WRITE) for at in starts]
         with ThreadPoolExecutor(threads) as workers:
-            for at in range(0, self.nbytes, share):
-                workers.submit(advise, self.address + at, min(share, self.nbytes - at), _MADV_POPULATE_WRITE)
+            for call in others:
+                workers.submit(advise, *call)
+            advise(*first)  # here: a thread cannot be started while another has the kernel back pages
 
 
 def view_of(memory: torch.Tensor) -> memoryview:
@@ -193,14 +196,13 @@ class Pool:
         self.wait_s = wait_s
         self.readers_release = False
         self.expected = 0
-        pin = pin is not False
         there = torch.accelerator.is_available()
         # Of the ranks on this machine, which would all log the same, the first does.
-        if keep and pin and not there and os.environ.get("LOCAL_RANK", "0") == "0":
+        if keep and pin is not False and not there and os.environ.get("LOCAL_RANK", "0") == "0":
             log.warning(
                 "stagereg: no accelerator here, so copies are staged in pre-faulted pageable memory, not page-locked"
             )
-        self._make = lambda nbytes: make(nbytes, pin and there, threads)
+        self._make = lambda nbytes: make(nbytes, pin is not False and there, threads)
         self._keep = keep
         # Finalizers on any thread change these two, by one atomic step each.
         self._out: weakref.WeakSet[Lease] = weakref.WeakSet()

@@ -1,9 +1,8 @@
 """The join wire: the collectives by which ranks with data and ranks without stay in step.
 
 Each training step, an active rank *announces* itself (adds one) and a joined rank *counts* (adds zero) in the same
-all-reduce. If the join is to throw, a second all-reduce tells the active ranks to stop. The sequence, shapes and dtypes
-are those of ``torch.distributed.algorithms.join`` (torch 2.13), so ranks that run torch's ``Join`` and ranks that run
-this one can share a job. A joined rank then *shadows* what the active ranks do, by the hooks of the joinables.
+all-reduce. If the join is to throw, a second all-reduce has the active ranks stop. The sequence, shapes and dtypes
+are those of ``torch.distributed.algorithms.join`` (torch 2.13), so ranks with torch's ``Join`` can share a job.
 """
 
 from __future__ import annotations

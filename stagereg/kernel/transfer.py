@@ -34,7 +34,6 @@ _Piece = Callable[[int], None]  # work on a block of memory, called with the add
 _SMALL_BYTES = 2**16  # below this, the call costs more than the copying
 _SPLIT_BYTES = 2**20  # less than this, or fewer small moves than that, and another thread costs more than it saves
 _SPLIT_COUNT = 2048
-_BLOCKS = 4
 _AT_ONCE = 1024  # pieces that one system call takes (IOV_MAX)
 
 
@@ -155,7 +154,7 @@ class _Small:
         self._nbytes = sum(sizes)
         self._sources = iovecs([source for _, source, _ in moves], sizes)
         # Blocks of memory are used in turns, so the last few are remembered.
-        self._targets = functools.lru_cache(_BLOCKS)(lambda base: iovecs([base + to for to, _, _ in moves], sizes))
+        self._targets = functools.lru_cache(4)(lambda base: iovecs([base + to for to, _, _ in moves], sizes))
 
     def __call__(self, base: int) -> None:
         if not read_many(self._targets(base), self._sources, self._nbytes):
