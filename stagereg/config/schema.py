@@ -292,7 +292,7 @@ def _misfit(value: Any, hint: Any) -> str:
         near = nearest(str(value), map(str, arguments))
         return "" if is_one else f".{near} It is one of: {', '.join(map(repr, arguments))}"
     if _is_factory(hint):
-        what = f"the config of a {factory_of(hint) or 'component'}"
+        what = f"the config of a {factory_of(hint) or 'component'} (GROUP@KEY=NAME; for none ~GROUP@KEY)"
     elif plain in (*_SEQUENCES, *_MAPPINGS):
         classes, what = ((list, tuple), "a list") if plain in _SEQUENCES else (Mapping, "a mapping")
     elif _is_dataclass(hint):

@@ -495,11 +495,6 @@ def configured(
 
 def _bound(factories: dict[str, Callable[..., Joinable]], given: dict[str, Any]) -> dict[str, Any]:
     """Return the objects, each made a joinable by the factory of its name, and what the other factories make alone."""
-    for name in (name for name, factory in factories.items() if factory is None):
-        raise JoinError(
-            f"join.joinables.{name} is null. Choose a joinable, as in joinable@join.joinables.{name}=ddp, or leave it "
-            f"out: ~joinable@join.joinables.{name}"
-        )
     bound = {name: _joinable(name, thing, factories, given) for name, thing in given.items()}
     return bound | {name: _make(name, factory, given) for name, factory in factories.items() if name not in given}
 
