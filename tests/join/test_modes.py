@@ -239,16 +239,20 @@ def sealed(rank: int, world_size: int) -> list[int]:
     return lengths
 
 
-def sealed_evenly(rank: int, world_size: int) -> int:
+def sealed_evenly(rank: int, world_size: int, mode: str | None) -> int | str:
     ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).double())
-    join = stagereg.Join([ddp])
-    with join:
-        batches = list(join.iterate([Sealed(batch(rank, 0, step)) for step in range(2)]))
-    return len(batches)
+    join = stagereg.Join([ddp], mode=mode)
+    try:
+        with join:
+            return len(list(join.iterate([Sealed(batch(rank, 0, step)) for step in range(2)])))
+    except JoinError as error:
+        return str(error)
 
 
 def test_a_batch_that_cannot_be_emptied_is_refused_only_where_a_rank_may_need_it() -> None:
-    assert run_ranks(sealed_evenly, 2, timeout_s=30) == [2, 2]
+    assert run_ranks(sealed_evenly, 2, args=(None,), timeout_s=30) == [2, 2]
+    for refusal in run_ranks(sealed_evenly, 2, args=("counted",), timeout_s=30):
+        assert "a batch that is a Sealed cannot be emptied" in refusal
 
 
 def test_an_empty_example_of_any_kind_is_taken_as_it_is() -> None:
