@@ -60,7 +60,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_none(root: Path) -> None
 
 def test_a_checkpoint_may_be_copied_to_a_name_of_its_own(root: Path) -> None:
     shutil.copytree(root / "step-00000001", root / "best")
-    found = LocalStore(root).open(str(root / "best"))
+    found = LocalStore(root).condition(str(root / "best")).checkpoint
     assert isinstance(found, Checkpoint)
     assert (found.manifest.step, found.path, found.name) == (1, str(root / "best"), "best")
 
@@ -102,7 +102,7 @@ def test_of_a_checkpoint_and_the_one_it_replaces_the_good_one_is_kept(
         if state == "damaged":
             (path / "__0_0.distcp").write_bytes(b"")
     LocalStore(root).sweep()
-    found = LocalStore(root).open(str(new))
+    found = LocalStore(root).condition(str(new)).checkpoint
     assert (found.manifest.serial if isinstance(found, Checkpoint) else None) == left
     assert not old.exists()
 
@@ -207,19 +207,16 @@ def test_content_that_changes_while_it_is_read_is_no_damage(
         assert str(found) == "manifest.json: missing"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("latest", Path.mkdir), ("latest", Path.touch), ("step-00000003", Path.touch)]
-)
-def test_a_file_in_the_way_of_a_save_is_moved_and_kept(
-    root: Path, caplog: pytest.LogCaptureFixture, name: str, kind: Callable[[Path], None]
-) -> None:
-    (root / name).unlink(missing_ok=True)
-    kind(root / name)
-    save(root, 3, 4, keep=1)
-    (moved,) = root.glob(f"{name}.*.moved")
-    assert f"{root / name} was in the way of a checkpoint, and is {moved.name} now" in caplog.text
-    assert sorted(os.listdir(root)) == sorted(["latest", moved.name, "step-00000004"])
-    assert os.readlink(root / "latest") == "step-00000004"
+def test_what_is_in_the_way_of_a_checkpoint_is_named_and_kept(root: Path) -> None:
+    (root / "step-00000003").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"Step 3 was not saved.*step-00000003"):
+        save(root, 3)
+    assert (root / "step-00000003").read_text() == "mine"
+    (root / "latest").unlink()
+    shutil.copytree(root / "step-00000002", root / "latest")
+    with pytest.raises(CheckpointError, match=r"latest"):
+        save(root, 4)
+    assert len(LocalStore(root).checkpoints()[0]) == 2
 
 
 def test_old_checkpoints_are_deleted_also_where_there_can_be_no_links(
