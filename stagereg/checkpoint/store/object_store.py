@@ -60,10 +60,7 @@ class ObjectStore:
         if self._known is None:
             from fsspec import url_to_fs
 
-            try:
-                self._known, _ = url_to_fs(self._url)
-            except ImportError as error:
-                raise _missing(self._url, self.protocol, error) from error
+            self._known, _ = url_to_fs(self._url)
         return self._known
 
     def path(self, url: str) -> str:
@@ -234,14 +231,10 @@ def _check(url: str, protocol: str) -> None:
             f"set FSSPEC_{protocol.upper()}_USERNAME and FSSPEC_{protocol.upper()}_PASSWORD."
         )
     try:
-        fsspec.get_filesystem_class(protocol)
+        fsspec.get_filesystem_class(protocol or "nothing")
     except ValueError as error:
         known = "a path, s3://bucket/…, gs://bucket/…, abfs://container/…"
         raise ConfigError(f"{url}: fsspec knows no {protocol}://. A directory of checkpoints is {known}") from error
     except ImportError as error:
-        raise _missing(url, protocol, error) from error
-
-
-def _missing(url: str, protocol: str, error: ImportError) -> ConfigError:
-    what = f"pip install '{_EXTRAS[protocol]}'" if protocol in _EXTRAS else str(error)
-    return ConfigError(f"{url} needs a package that is not installed: {what}")
+        what = f"pip install '{_EXTRAS[protocol]}'" if protocol in _EXTRAS else str(error)
+        raise ConfigError(f"{url} needs a package that is not installed: {what}") from error

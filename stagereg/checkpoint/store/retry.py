@@ -22,8 +22,6 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from stagereg.errors import StageregError
-
 __all__ = ["answer_of", "answered", "may_pass", "retrying", "until", "within"]
 
 T = TypeVar("T")
@@ -52,10 +50,8 @@ _ERRNO = {
 _FINAL_ERRNO = {errno.EEXIST, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EINVAL}
 _FINAL_ERRNO |= {errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG, errno.EOPNOTSUPP}
 _FINAL_ERRNO |= {getattr(errno, "EREMCHG", errno.EINVAL)}
-_MISTAKES = (StageregError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
-_MORE_MISTAKES = (MemoryError, RuntimeError, TypeError, ValueError)
-_PROGRAMS = ("_pickle", "pickle", "struct", "torch", "zipfile")
-_FINAL_NAMES = ("Credential", "Auth", "Param", "Profile", "Region", "InvalidEndpoint", "UnknownService", "Forbidden")
+# The clients of object stores have no common base for what goes wrong on the network.
+_PASSING_NAMES = ["Connect", "Timeout", "HTTPClient", "Incomplete", "Payload", "Protocol", "Transport", "Response"]
 
 _log = logging.getLogger(__name__)
 _thread = threading.local()
@@ -132,8 +128,9 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
             pause = min(FIRST_S * 2 ** (trial - 1), LONGEST_S) * random.uniform(0.5, 1.0)
             late = time.monotonic() + pause > until()
             if trial == TRIALS or late or not may_pass(error):
-                if _of_program(error):
-                    raise
+                of_store = isinstance(error, OSError) or answer_of(error)[1] is not None or may_pass(error)
+                if not of_store and "Credential" not in type(error).__name__:
+                    raise  # a mistake in a program
                 often = f", tried {trial} times" if trial > 1 else ""
                 raise OSError(_errno(error), f"{_text(error)} ({doing}{often})", url) from error
             if trial == 1:
@@ -149,8 +146,7 @@ def may_pass(error: BaseException) -> bool:
         return code in _PASSING_CODES or status in _PASSING_STATUS or (status >= 500 and status != _NOT_IMPLEMENTED)
     if isinstance(error, OSError):
         return _errno(error) not in _FINAL_ERRNO
-    # What is left are errors of the clients of object stores, which have no common base.
-    return not _of_program(error) and not any(part in name for part in _FINAL_NAMES for name in _kinds(error))
+    return any(part in kind.__name__ for part in _PASSING_NAMES for kind in type(error).__mro__)
 
 
 def answer_of(error: BaseException) -> tuple[str | None, int | None]:
@@ -166,22 +162,12 @@ def answer_of(error: BaseException) -> tuple[str | None, int | None]:
     return None, None
 
 
-def _of_program(error: BaseException) -> bool:
-    """Whether it is a mistake in a program, or an error of this project, which stay what they are."""
-    module = type(error).__module__.partition(".")[0]
-    return not isinstance(error, OSError) and (isinstance(error, _MISTAKES + _MORE_MISTAKES) or module in _PROGRAMS)
-
-
-def _kinds(error: BaseException) -> list[str]:
-    return [kind.__name__ for kind in type(error).__mro__]
-
-
 def _errno(error: BaseException) -> int:
     own = getattr(error, "errno", None)
     if isinstance(own, int) and own in errno.errorcode:
         return own
     known = (number for kind, number in _ERRNO.items() if isinstance(error, kind))
-    return next(known, errno.EACCES if any("Credential" in name for name in _kinds(error)) else errno.EIO)
+    return next(known, errno.EACCES if "Credential" in type(error).__name__ else errno.EIO)
 
 
 def _text(error: BaseException) -> str:
