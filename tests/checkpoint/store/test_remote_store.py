@@ -19,10 +19,13 @@ import stagereg.checkpoint.store.object_store as objects
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest, file_mark
+from stagereg.checkpoint.pending_save import PendingSave, SaveTarget, write_and_commit
+from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.remote_store import RemoteStore
 from stagereg.checkpoint.store.retry import within
 from stagereg.errors import CheckpointError
+from stagereg.registry import build
 
 
 @pytest.fixture
@@ -380,6 +383,24 @@ def test_a_store_that_cannot_be_looked_at_is_reported_by_the_commands(
     for command in (["ls", url], ["verify", url], ["convert", url, "out.pt"]):
         assert cli.main(command) == 2
         assert f"stagereg: {url} could not be looked at: " in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_hang_before_the_first_file_is_reported_by_its_phase(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = RankGroup(None, datetime.timedelta(seconds=60))
+    target = SaveTarget(RemoteStore(url), 1, build("storage", "dcp"), ranks, None, "0123456789ab")
+    save = PendingSave(1, target, staged={"x": torch.ones(3)})
+    save.settled.set()
+    at: list[str] = []
+    real = ObjectStore.exists
+
+    def exists(self: ObjectStore, path: str) -> bool:
+        at.append(save.at)
+        return real(self, path)
+
+    monkeypatch.setattr(ObjectStore, "exists", exists)
+    write_and_commit(save)
+    assert at[0] == "preparing its files"
 
 
 def test_a_start_gives_an_unresponsive_store_up_at_the_timeout_and_holds_nothing(
