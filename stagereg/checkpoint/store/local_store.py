@@ -56,6 +56,7 @@ class LocalStore(CheckpointStore):
     def __init__(self, root: str | os.PathLike[str]) -> None:
         super().__init__(str(Path(root).expanduser().absolute()))
         self._latest = Path(self.root) / LATEST
+        self._new_latest = self._latest.with_name(f".{LATEST}.tmp")
 
     # -- reading
 
@@ -115,6 +116,7 @@ class LocalStore(CheckpointStore):
                 aside.rename(final)
             elif there.certain:
                 self.discard(str(aside))
+        self._new_latest.unlink(missing_ok=True)
         super().sweep()
 
     def temporary(self, step: int, token: str) -> str:
@@ -148,26 +150,21 @@ class LocalStore(CheckpointStore):
         if complete.damages:
             raise CheckpointError(f"{written} did not reach the disk as it was written: {complete}")
         failpoint("described")
-        aside = _rename(hidden, final)
+        replaced = [written] if final.is_dir() else []  # which gets the other name
+        _rename(hidden, final)
         failpoint("renamed")
         try:
             _sync(Path(self.root))
         except OSError:
             with contextlib.suppress(OSError):  # as far as it can be undone where the disk fails
-                if aside == [hidden]:
-                    _exchange(hidden, final)
-                else:
-                    final.rename(hidden)
-                    for old in aside:
-                        old.rename(final)
+                _rename(hidden, final) if replaced else final.rename(hidden)
             raise
-        return str(final), [str(old) for old in aside]
+        return str(final), replaced
 
     def _point(self, name: str) -> None:
-        link = self._latest.with_name(f".{LATEST}.tmp")
-        link.unlink(missing_ok=True)
-        link.symlink_to(name)
-        link.replace(self._latest)
+        self._new_latest.unlink(missing_ok=True)
+        self._new_latest.symlink_to(name)
+        self._new_latest.replace(self._latest)
         _sync(Path(self.root))
 
     def _delete(self, path: str) -> None:
@@ -202,22 +199,20 @@ def _size(path: Path) -> Found:
     return found.st_size if stat.S_ISREG(found.st_mode) else _NO_FILE
 
 
-def _rename(hidden: Path, final: Path) -> list[Path]:
-    """Give a directory its name; return where what had that name is now, to be deleted when the name is on the disk."""
+def _rename(hidden: Path, final: Path) -> None:
+    """Give a directory its name; what has had that name gets the other one."""
     if not final.is_dir():
         hidden.rename(final)
-        return []
-    if _exchange(hidden, final):
-        return [hidden]
-    aside = hidden.with_suffix(".old")
-    final.rename(aside)
-    failpoint("aside")
-    try:
-        hidden.rename(final)
-    except OSError:
-        aside.rename(final)
-        raise
-    return [aside]
+    elif not _exchange(hidden, final):
+        aside = hidden.with_suffix(".old")
+        final.rename(aside)
+        failpoint("aside")
+        try:
+            hidden.rename(final)
+        except OSError:
+            aside.rename(final)
+            raise
+        aside.rename(hidden)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -63,6 +63,11 @@ class ObjectStore:
             self._known, _ = url_to_fs(self._url)
         return self._known
 
+    @property
+    def _fresh(self) -> Any:
+        self.fs.invalidate_cache()  # of listings: other processes write too
+        return self.fs
+
     def path(self, url: str) -> str:
         """Return what fsspec calls ``url``, without its protocol."""
         return str(self.fs._strip_protocol(url))
@@ -76,7 +81,6 @@ class ObjectStore:
         """
 
         def act() -> dict[str, int]:
-            self.fs.invalidate_cache()
             path = self.path(url)
             found = {}
             try:
@@ -132,21 +136,16 @@ class ObjectStore:
         path = self.path(url)
 
         def fetch(start: int, end: int) -> bytes:
-            return retrying("reading", url, lambda: bytes(self.fs.cat_file(path, start=start, end=end)))
+            return retrying("reading", url, lambda: bytes(self.fs.cat_file(path, start=start, end=min(end, size))))
 
-        size = retrying("reading", url, lambda: int(self.fs.size(path)))
+        size = retrying("reading", url, lambda: int(self._fresh.size(path)))
         file = AbstractBufferedFile(self.fs, path, "rb", size=size)
         file.cache = BlockCache(_BLOCK_BYTES, fetch, size, _BLOCKS_KEPT)
         return io.BufferedReader(file, _READ_BYTES)
 
     def exists(self, url: str) -> bool:
         """Whether there is an object of that name."""
-
-        def act() -> bool:
-            self.fs.invalidate_cache()
-            return bool(self.fs.exists(self.path(url)))
-
-        return retrying("looking for", url, act)
+        return retrying("looking for", url, lambda: bool(self._fresh.exists(self.path(url))))
 
     def delete(self, url: str) -> None:
         """Delete one object, if it is there."""
@@ -161,14 +160,13 @@ class ObjectStore:
         """Delete all objects below ``url``."""
 
         def act() -> None:
-            self.fs.invalidate_cache()
             path = self.path(url)
             with contextlib.suppress(FileNotFoundError):
                 if not set(path) & _PATTERNS:
-                    self.fs.rm(path, recursive=True)
+                    self._fresh.rm(path, recursive=True)
                     return
                 # One by one, as fsspec would take the URL for a pattern, and delete what it matches.
-                for name in self.fs.find(path):
+                for name in self._fresh.find(path):
                     self.fs.rm_file(name)
 
         retrying("deleting", url, act)
@@ -209,9 +207,9 @@ class ObjectStore:
 
     def _find(self, path: str, prefix: str) -> dict[str, Any]:
         if self.protocol in _LIST_BY_PREFIX:
-            return dict(self.fs.find(path, detail=True, prefix=prefix))
+            return dict(self._fresh.find(path, detail=True, prefix=prefix))
         found: dict[str, Any] = {}
-        for entry in self.fs.ls(path, detail=True):  # which raises what `find` passes over
+        for entry in self._fresh.ls(path, detail=True):  # which raises what `find` passes over
             name = entry["name"].rstrip("/")
             if name.rpartition("/")[2].startswith(prefix) and name != path:
                 found.update(self.fs.find(name, detail=True) if entry["type"] == "directory" else {name: entry})
