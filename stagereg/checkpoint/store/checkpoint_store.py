@@ -178,8 +178,8 @@ class CheckpointStore(ABC):
         serials = [each.manifest.serial for each in before if each.manifest is not None]  # damaged ones count as well
         manifest = Manifest(step, world_size, 1 + max(serials, default=0), files, storage, int(time.time()))
         path, aside = self._commit(written, manifest)
-        failpoint("committed")
         try:  # the checkpoint is complete, so the save must not fail
+            failpoint("committed")
             try:
                 self._point(path.rpartition("/")[2])
                 failpoint("pointed")
