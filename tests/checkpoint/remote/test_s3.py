@@ -147,7 +147,7 @@ def test_a_flipped_bit_is_found_and_the_one_before_is_loaded(store: Store, caplo
         expect_restored(store, 2, resume="latest")
 
 
-def test_a_checkpoint_without_its_manifest_is_deleted_at_the_next_start(store: Store) -> None:
+def test_one_without_a_manifest_is_deleted_at_the_next_start(store: Store) -> None:
     with Checkpointer(store.url) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state(step))
@@ -215,9 +215,7 @@ def test_a_missing_bucket_is_an_error_that_names_it(store: Store) -> None:
         Checkpointer("s3://nowhere/gpt")
 
 
-def test_a_server_killed_in_the_middle_of_an_upload_and_started_again_gets_the_checkpoint(
-    store: Store, small_parts: dict[str, str]
-) -> None:
+def test_a_server_started_again_amid_an_upload_gets_all_of_it(store: Store, small_parts: dict[str, str]) -> None:
     with Checkpointer(store.url) as checkpointer:
         checkpointer.save(1, state(1))
         checkpointer.wait()
@@ -307,9 +305,7 @@ def running(store: Store, small_parts: dict[str, str], tmp_path: Path) -> Iterat
 
 
 @pytest.mark.slow
-def test_the_next_run_deletes_what_a_run_killed_during_an_upload_left(
-    running: subprocess.Popen[bytes], store: Store
-) -> None:
+def test_the_next_run_clears_the_uploads_of_a_killed_run(running: subprocess.Popen[bytes], store: Store) -> None:
     store.hit()
     assert len(store.uploads()) == 1
     running.kill()
@@ -326,9 +322,7 @@ def test_the_next_run_deletes_what_a_run_killed_during_an_upload_left(
 
 
 @pytest.mark.slow
-def test_a_run_that_writes_is_not_disturbed_by_one_that_is_refused(
-    running: subprocess.Popen[bytes], store: Store
-) -> None:
+def test_a_refused_run_does_not_disturb_the_one_that_writes(running: subprocess.Popen[bytes], store: Store) -> None:
     store.hit()
     with pytest.raises(CheckpointError, match=str(running.pid)):
         Checkpointer(store.url)
@@ -340,9 +334,7 @@ def test_a_run_that_writes_is_not_disturbed_by_one_that_is_refused(
 
 
 @pytest.mark.slow
-def test_a_server_that_stays_dead_is_an_error_and_complete_checkpoints_outlive_it(
-    store: Store, small_parts: dict[str, str]
-) -> None:
+def test_a_server_that_stays_dead_is_an_error(store: Store, small_parts: dict[str, str]) -> None:
     checkpointer = Checkpointer(store.url, timeout=datetime.timedelta(seconds=60))
     checkpointer.save(1, state(1))
     checkpointer.wait()

@@ -79,7 +79,7 @@ def note(**changes: Any) -> bytes:
     return json.dumps({**seen, **changes}).encode()
 
 
-def test_a_second_checkpointer_is_refused_until_the_first_is_closed(store: Store) -> None:
+def test_a_second_one_is_refused_until_the_first_is_closed(store: Store) -> None:
     first = Checkpointer(store.root)
     with pytest.raises(CheckpointError, match=r"another Checkpointer of this process; close\(\)"):
         Checkpointer(store.root)

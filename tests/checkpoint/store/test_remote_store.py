@@ -72,7 +72,7 @@ def test_a_checkpoint_is_there_when_its_manifest_is(url: str) -> None:
     assert "flipped bits" in str(store.examine(path))
 
 
-def test_no_manifest_is_written_where_a_file_differs_from_its_mark(url: str) -> None:
+def test_no_manifest_is_written_where_a_file_differs(url: str) -> None:
     store = RemoteStore(url)
     path, files = write(url, 5, "aa")
     for wrong in ({**files, "more": FileMark(1, 2)}, {"__0_0.distcp": FileMark(3, 4)}):
@@ -218,9 +218,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, at: int, error: Callable[[], BaseE
     return made
 
 
-def test_a_kill_before_any_change_of_the_store_leaves_complete_checkpoints(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_change_leaves_complete_checkpoints(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = committed = 0
     for at in range(100):
         root = f"{url}/{at}"
@@ -295,9 +293,7 @@ def test_a_url_that_looks_like_a_pattern_is_none(url: str) -> None:
     assert names(theirs) == ["latest", "step-00000001.aa/__0_0.distcp", "step-00000001.aa/manifest.json"]
 
 
-def test_a_store_that_is_gone_is_reported_with_the_url_and_the_time_is_kept(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_gone_is_reported_in_time_with_the_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(RemoteStore(url), 1, "aa")
 
     def gone(*args: Any, **kwargs: Any) -> bytes:
@@ -308,7 +304,7 @@ def test_a_store_that_is_gone_is_reported_with_the_url_and_the_time_is_kept(
         ObjectStore(url).get(f"{url}/x")
 
 
-def test_a_committed_checkpoint_stays_when_the_save_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_stays_when_the_save_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(point: str) -> None:
         if point == "retained":
             raise CheckpointError("another rank has died")
@@ -355,9 +351,7 @@ def test_a_failed_lookup_is_not_reported_as_a_missing_object(url: str, monkeypat
         ObjectStore(url).create(f"{url}/x", b"1")
 
 
-def test_a_store_that_cannot_be_reached_is_asked_no_longer_than_the_timeout(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_asks_no_longer_than_the_timeout(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
     def gone(self: Any, path: str, *args: Any, **kwargs: Any) -> None:
@@ -371,7 +365,7 @@ def test_a_store_that_cannot_be_reached_is_asked_no_longer_than_the_timeout(
     assert len(tried) == 1
 
 
-def test_a_store_that_cannot_be_looked_at_is_reported_by_the_commands(
+def test_commands_report_a_store_that_cannot_be_looked_at(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(RemoteStore(url), 1, "aa")
@@ -403,9 +397,7 @@ def test_a_hang_before_the_first_file_is_reported_by_its_phase(url: str, monkeyp
     assert at[0] == "preparing its files"
 
 
-def test_a_start_gives_an_unresponsive_store_up_at_the_timeout_and_holds_nothing(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_gives_an_unresponsive_store_up_at_the_timeout(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answer, released = threading.Event(), threading.Event()
     probe, lock = RemoteStore.probe, RemoteStore.lock
 

@@ -155,7 +155,7 @@ def test_waits_double_up_to_a_minute_and_differ(monkeypatch: pytest.MonkeyPatch)
         assert len(set(of_trial)) == 5
 
 
-def test_an_unresponsive_store_is_not_waited_for_and_a_late_answer_is_given_back() -> None:
+def test_an_unresponsive_store_is_left_and_its_answer_given_back() -> None:
     answer, given_back, given = threading.Event(), threading.Event(), list[str]()
 
     def give_back(late: str) -> None:
