@@ -54,6 +54,8 @@ def path_or_url(path: str) -> Path | str:
 
 
 def _plain(path: str | os.PathLike[str]) -> Path:
+    if isinstance(path, str) and path.startswith(_LOCAL) and not path.startswith(f"{_LOCAL}/"):
+        raise ConfigError(f"{path} names another machine; a directory of this one has three slashes: file:///runs.")
     try:
         return Path(os.fspath(path).removeprefix(_LOCAL)).expanduser()
     except RuntimeError:

@@ -58,6 +58,7 @@ def test_urls_are_remote_and_not_changed() -> None:
         ("s3://", r"names no bucket.*s3://bucket/runs"),
         ("s3:///runs", r"names no bucket.*s3://bucket/runs"),
         ("://x", r"fsspec knows no ://"),
+        ("file://host/x", "has three slashes: file:///runs"),
         ("ftp://user:secret@host/x", r"ftp://\*\*\*@host/x has a password.*FSSPEC_FTP_PASSWORD"),
     ],
 )
