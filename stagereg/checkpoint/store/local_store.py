@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import re
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from stagereg.checkpoint.damage import Condition, Found, Unclear, of_error
@@ -69,6 +69,11 @@ class LocalStore(CheckpointStore):
             return self.condition(path) if moved else found
         except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, up to Python 3.12
             return nothing_known(path, Unclear(f"cannot be looked at ({error})"))
+
+    def contents(self, path: str, names: Iterable[str]) -> dict[str, Found]:
+        sizes = {name: _size(Path(path) / name) for name in names}
+        files = [name for name, size in sizes.items() if isinstance(size, int)]
+        return {**sizes, **super().contents(path, files)}
 
     def holder(self) -> Owner | None:
         return holder(self.root)
@@ -127,8 +132,6 @@ class LocalStore(CheckpointStore):
 
     def mark(self, written: str, name: str) -> FileMark:
         path = Path(written) / name
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise OSError(errno.EBADMSG, _NO_FILE, str(path))
         _sync(path)
         return mark_file(path)
 
