@@ -17,7 +17,6 @@ from stagereg.errors import ConfigError
 from stagereg.sweep.checkpoints import Saved, saved
 from stagereg.sweep.curves import curves_figure, logged
 from stagereg.sweep.run import RankRecord, Run, Span
-from stagereg.sweep.steps import with_data, without_stalls
 from stagereg.sweep.timeline import timeline_figure, usual_window
 
 from .samples import BEGAN, Sample, write_run
@@ -69,15 +68,6 @@ def test_stalls_staging_and_writing_lie_where_the_ranks_recorded_them(read: Read
         seen = [(span.start - run.began, span.end - run.began) for rank in run.ranks for span in getattr(rank, name)]
         assert [bar[:2] for bar in drawn] == [pytest.approx(each, abs=1e-6) for each in seen]
         assert len({bar[2] for bar in drawn}) == 2, "each rank has a lane of its own"
-
-
-def test_lanes_of_a_rank_are_below_each_other_and_ranks_too(read: Read) -> None:
-    figure = timeline_figure(read(ranks=2))
-    lanes = [sorted({bar[2] for bar in bars(figure, colour)}) for colour in (STEP, STAGE, WRITE)]
-    order = [lane[rank] for rank in (0, 1) for lane in lanes]
-    assert order == sorted(order)
-    assert figure.axes[0].get_ylim()[0] > figure.axes[0].get_ylim()[1], "the first rank is on top"
-    assert {bar[2] for bar in bars(figure, STALL)} == set(lanes[0]), "a stall is where training would be"
 
 
 def test_steps_fill_the_time_between_stalls(read: Read) -> None:
@@ -148,7 +138,7 @@ def test_many_steps_in_one_window_are_drawn_as_stretches(read: Read) -> None:
     drawn = bars(figure, STEP)
     assert len(drawn) == 10
     assert sum(end - start for start, end, _ in drawn) == pytest.approx(
-        sum(step.seconds for step in without_stalls(run.ranks[0])[1:])
+        sum(step.seconds for step in run.ranks[0].step_spans()[1:])
     )
 
 
@@ -229,7 +219,7 @@ def test_a_first_checkpoint_that_outlasts_the_next_ones_is_in_the_usual_window_a
 @given(runs())
 def test_steps_and_stalls_never_overlap_and_leave_no_gap(run: Run) -> None:
     for rank in run.ranks:
-        steps = without_stalls(rank)
+        steps = rank.step_spans()
         assert [step.step for step in steps] == [step for step, _ in rank.steps]
         assert all(step.seconds >= 0 for step in steps)
         if steps:
@@ -242,9 +232,9 @@ def test_steps_and_stalls_never_overlap_and_leave_no_gap(run: Run) -> None:
 
 def test_the_number_of_steps_with_data_is_that_of_the_join() -> None:
     rank = RankRecord(0, steps=tuple((step, float(step)) for step in range(10)))
-    assert with_data(rank) == 10
-    assert with_data(replace(rank, join={"steps": 7, "shadowed": 3})) == 7
-    assert with_data(replace(rank, join={"steps": 10, "shadowed": 3})) == 10, "it shadowed after its loop"
+    assert rank.steps_with_data == 10
+    assert replace(rank, join={"steps": 7, "shadowed": 3}).steps_with_data == 7
+    assert replace(rank, join={"steps": 10, "shadowed": 3}).steps_with_data == 10, "it shadowed after its loop"
 
 
 # -- the checkpoints and the curves beside it

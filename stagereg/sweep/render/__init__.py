@@ -77,7 +77,7 @@ def _timelines(comparison: Comparison) -> Iterator[page.Picture]:
     from stagereg.sweep.timeline import timeline_figure
 
     drawn = 0
-    for row in tables.ordered(comparison):
+    for row in (one.row for one in tables.ComparisonTable.of(comparison).rows):
         job = next((job for job in row.jobs if job.status == "completed"), None)
         if job is None or row.again or drawn == _MOST_TIMELINES:
             continue

@@ -287,10 +287,6 @@ def test_the_page_of_a_run_shows_figures_tables_pictures_and_how_it_ended(opened
     assert "H200" in view.locator(".facts").inner_text()
 
 
-def test_the_same_comparison_gives_the_same_page(comparison: Comparison, usual: str) -> None:
-    assert page.compare_page(comparison, [page.Picture("stall", SVG, caption="All runs.")]) == usual
-
-
 @pytest.mark.parametrize(
     ("runs", "ties", "answer"),
     [((1, 1), False, "not proven"), ((2, 2), False, "likely"), ((3, 3), False, "real"), ((3, 3), True, "a tie")],
