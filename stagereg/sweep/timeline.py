@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from stagereg.errors import ConfigError
 from stagereg.sweep.checkpoints import Saved, saved
 from stagereg.sweep.metric import counted, quantity
-from stagereg.sweep.render.plots import COLOURS, plain, styled
+from stagereg.sweep.render.plots import COLOURS, legend, plain, styled
 from stagereg.sweep.run import RankRecord, Run, Span
 
 if TYPE_CHECKING:
@@ -90,10 +90,7 @@ def timeline_figure(run: Run, window: Window | None = None) -> Figure:
         figure.text(0.012, 1 - 0.12 / height, plain(title), fontsize=12, weight="bold", va="top", color=_INK)
         subtitle = "; ".join(_subtitle(run, checkpoints, usual=window is None and (start, end) != _whole(run)))
         figure.text(0.012, 1 - 0.38 / height, plain(subtitle), fontsize=9, va="top", color=_FAINT)
-        artists, labels = axes.get_legend_handles_labels()
-        each = dict(zip(labels, artists, strict=True))
-        space = {"bbox_to_anchor": (0.08, 0.0), "handlelength": 1.4, "columnspacing": 1.4}
-        figure.legend(each.values(), each, loc="lower left", ncols=6, fontsize=8.5, **space)
+        legend(figure, axes, loc="lower left", bbox_to_anchor=(0.08, 0.0))
     return figure
 
 

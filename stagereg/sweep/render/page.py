@@ -47,13 +47,11 @@ class Picture:
     Attributes:
         title: its heading; for timelines of a sweep what the run is.
         svg: an SVG document as ``plots.svg_text`` makes it; it goes into the page and follows light and dark.
-        png: a PNG file's bytes, for what is too much for SVG; used where ``svg`` is empty.
         caption: what there is to see, also for a screen reader.
     """
 
     title: str
-    svg: str = ""
-    png: bytes = b""
+    svg: str
     caption: str = ""
 
 
@@ -200,16 +198,13 @@ class _Drawn:
         self._count = 0
 
     def __call__(self, picture: Picture) -> Any:
-        """The SVG without a size of its own and with colours that the page may change, or the PNG.
+        """The SVG without a size of its own and with colours that the page may change.
 
         Trusts the document: matplotlib escapes all text in it.
         """
         from markupsafe import Markup, escape
 
         shown = escape(f"{picture.title}. {picture.caption}")
-        if not picture.svg:
-            address = f"data:image/png;base64,{base64.b64encode(picture.png).decode()}"
-            return Markup(f'<img src="{address}" alt="{shown}">')
         self._count += 1
         text = picture.svg[picture.svg.index("<svg") :]
         text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stagereg.sweep.comparison import Comparison
     from stagereg.sweep.metric import Metric
 
-__all__ = ["COLOURS", "compare_figure", "plain", "png_bytes", "styled", "svg_text"]
+__all__ = ["COLOURS", "compare_figure", "legend", "plain", "png_bytes", "styled", "svg_text"]
 
 COLOURS = {
     "surface": "#fefefe",
@@ -124,7 +124,7 @@ def compare_figure(comparison: Comparison) -> Figure | None:
         for index, metric in enumerate(small):
             line, column = divmod(index, across)
             _draw(figure.add_subplot(grid[1 + line, column]), rows, metric, small=True, labelled=column == 0)
-        _legend(figure, rows)
+        legend(figure, axes, loc="outside upper left")
     return figure
 
 
@@ -136,11 +136,11 @@ def svg_text(figure: Figure) -> str:
     return kept.getvalue()
 
 
-def png_bytes(figure: Figure, dots_per_inch: float = _DOTS_PER_INCH) -> bytes:
+def png_bytes(figure: Figure) -> bytes:
     """Return ``figure`` as a PNG file."""
     kept = io.BytesIO()
     with styled(), _muted():
-        figure.savefig(kept, format="png", dpi=dots_per_inch, metadata={"Software": None})
+        figure.savefig(kept, format="png", dpi=_DOTS_PER_INCH, metadata={"Software": None})
     return kept.getvalue()
 
 
@@ -178,19 +178,26 @@ def _draw(axes: Axes, rows: Sequence[TableRow], metric: Metric, small: bool = Fa
         if cell is None:
             continue
         verdict = "A/A" if one.row.again else cell.verdict
-        shape, area, name, _ = _SHAPES[verdict]
+        shape, area, name, label = _SHAPES[verdict]
         colour = COLOURS[name]
         values = [value for value in cell.values if math.isfinite(value)]
         drawn += [*values, cell.median]
         if len(values) > 1:
             low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-            axes.plot([low, high], [index, index], color=colour, linewidth=5 * factor, alpha=0.35, zorder=2)
-            single = {"s": 16 * factor, "facecolors": "none", "edgecolors": colour, "linewidths": 0.9}
-            axes.scatter(values, [index] * len(values), **single, zorder=3)  # type: ignore[arg-type]
+            half: dict[str, Any] = {
+                "color": colour,
+                "linewidth": 5 * factor,
+                "alpha": 0.35,
+                "label": "middle half of the runs",
+            }
+            axes.plot([low, high], [index, index], zorder=2, **half)
+            single: dict[str, Any] = {"s": 16 * factor, "facecolors": "none", "edgecolors": colour, "label": "one run"}
+            axes.scatter(values, [index] * len(values), zorder=3, **single)
         if verdict == "best" and len(rows) > 1:
             axes.axvline(cell.median, color=colour, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.7, zorder=1)
         face, edge = (colour, COLOURS["surface"]) if verdict != "A/A" else (COLOURS["surface"], colour)
-        axes.scatter([cell.median], [index], s=area * factor, marker=shape, facecolors=face, edgecolors=edge, zorder=4)
+        median: dict[str, Any] = {"s": area * factor, "marker": shape, "facecolors": face, "edgecolors": edge}
+        axes.scatter([cell.median], [index], zorder=4, label=label, **median)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     labels = _labels(rows) if labelled else [""] * len(rows)
     axes.set_yticks(range(len(rows)), [plain(label) for label in labels], fontsize=7.5 if small else 9.0)
@@ -235,21 +242,11 @@ def _label(axes: Axes, rows: Sequence[TableRow], metric: Metric) -> None:
             axes.text(0.008, index, text, transform=across, **style)
 
 
-def _legend(figure: Figure, rows: Sequence[TableRow]) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = []
-    for verdict, (shape, area, name, label) in _SHAPES.items():
-        if any(one.verdict == verdict for one in rows):
-            face = COLOURS["surface"] if verdict == "A/A" else COLOURS[name]
-            size = math.sqrt(area) * 0.9
-            look: dict[str, Any] = {"marker": shape, "linestyle": "", "color": face, "mec": COLOURS[name], "ms": size}
-            handles.append(Line2D([], [], **look, label=label))
-    if any(len(cell.values) > 1 for one in rows for cell in one.row.cells.values()):
-        grey = COLOURS["plain"]
-        handles.append(Line2D([], [], marker="o", linestyle="", color="none", mec=grey, ms=4, label="one run"))
-        handles.append(Line2D([], [], color=grey, alpha=0.35, linewidth=5, label="middle half of the runs"))
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), fontsize=8.0)
+def legend(figure: Figure, axes: Axes, **where: Any) -> None:
+    """Add a legend of what has a label in ``axes``, each label once."""
+    artists, labels = axes.get_legend_handles_labels()
+    each = dict(zip(labels, artists, strict=True))
+    figure.legend(each.values(), each, ncols=6, handlelength=1.4, columnspacing=1.4, fontsize=8.5, **where)
 
 
 def _labels(rows: Sequence[TableRow]) -> list[str]:
