@@ -2,4 +2,4 @@
 
 from setuptools import find_packages, setup
 
-setup(packages=["hydra_plugins", "stagereg.conf", *find_packages(include=["stagereg", "stagereg.*"])])
+setup(packages=["hydra_plugins", "stagereg.conf", "stagereg.example", *find_packages(include=["stagereg", "stagereg.*"])])

@@ -24,9 +24,7 @@ from stagereg.commands import (
     planning,
     reporting,
     scaffold,
-    showing,
     tune,
-    verifying,
 )
 from stagereg.errors import StageregError, nearest
 from stagereg.machine import tunables
@@ -35,7 +33,6 @@ __all__ = ["main"]
 
 _COMMANDS = (
     listing,
-    showing,
     scaffold,
     checking,
     doctor,
@@ -44,7 +41,6 @@ _COMMANDS = (
     tune,
     planning,
     inventory,
-    verifying,
     converting,
 )
 

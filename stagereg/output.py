@@ -17,10 +17,20 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["add_output_options", "as_json", "echo", "line_width", "progress", "stdout_to_stderr", "table"]
+__all__ = [
+    "add_command",
+    "add_output_options",
+    "as_json",
+    "echo",
+    "line_width",
+    "progress",
+    "size_text",
+    "stdout_to_stderr",
+    "table",
+]
 
 _WIDTH = 120
 """Columns of a line where there is no terminal."""
@@ -43,6 +53,28 @@ _STYLES = {
     "unfinished": "yellow",
 }
 """Styles of verdicts on a terminal; any other text is plain."""
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    help_: str,
+    run: Callable[[argparse.Namespace], int],
+    more: str = "",
+) -> argparse.ArgumentParser:
+    """Add a command with ``--json``, and return its parser.
+
+    Args:
+        commands: of the program.
+        name: of the command.
+        help_: one line without a full stop.
+        run: takes the parsed arguments and returns the exit code.
+        more: sentences for its own help.
+    """
+    parser = commands.add_parser(name, help=help_, description=f"{help_[0].upper()}{help_[1:]}. {more}")
+    parser.set_defaults(run=run)
+    add_output_options(parser)
+    return parser
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +135,16 @@ def progress(what: str = "") -> None:
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1
         print(f"\r\033[K{what[:width]}", end="", file=sys.stderr, flush=True)
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes as people read it, to three digits: ``"139 GiB"``."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 999.5 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.3g} {unit}"
 
 
 def _rich() -> bool:

@@ -23,61 +23,26 @@ import stagereg.config.schema as schema
 import stagereg.registry as registry
 from stagereg.registry import Entry
 
-__all__ = ["Described", "Field", "Runtime", "describe"]
-
-_SAMPLES = {
-    "bool": "true",
-    "int": "1",
-    "float": "0.5",
-    "list": "[]",
-    "Sequence": "[]",
-    "tuple": "[]",
-    "dict": "{}",
-    "Mapping": "{}",
-    "dtype": "bfloat16",
-    "device": "cpu",
-    "timedelta": "30s",
-    "ByteSize": "4GiB",
-}
-"""What an example gives for a value that has no default, by its type."""
+__all__ = ["Described", "Field", "describe"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One key of a component's config.
+    """One key of a component's config, or an argument that the program passes to ``stagereg.instantiate``.
 
     Attributes:
         name: its key; in a nested dataclass with dots, ``"optimizer.lr"``.
-        type: as a person writes it.
-        default: as YAML shows it in the config; empty where a value must be given.
+        type: as a person writes it; of an argument its annotation, empty without one.
         required: a value must be given.
-        choices: the values it is one of, where it has a list of them.
         help: from its docstring, in one line.
-    """
-
-    name: str
-    type: str
-    default: str
-    required: bool
-    choices: tuple[str, ...] = ()
-    help: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Runtime:
-    """An argument that no config holds: the program passes it to ``stagereg.instantiate``.
-
-    Attributes:
-        name: of the parameter.
-        type: its annotation as it is written; empty without one.
-        required: the program has to pass it.
-        help: from its docstring, in one line.
+        default: as YAML shows it in the config; empty where a value must be given, and for an argument.
     """
 
     name: str
     type: str
     required: bool
-    help: str = ""
+    help: str
+    default: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +70,7 @@ class Described:
     summary: str
     doc: str
     options: tuple[Field, ...]
-    runtime: tuple[Runtime, ...]
+    runtime: tuple[Field, ...]
     example: tuple[str, ...]
 
 
@@ -121,7 +86,7 @@ def describe(entry: Entry) -> Described:
     fields = tuple(field for option in schema.options(component).values() for field in _fields(option.name, option))
     parameters, helped = inspect.signature(component).parameters, docstring.parameters(component)
     runtime = tuple(
-        Runtime(name, _written(p := parameters[name]), p.default is p.empty, _marked(helped.get(name, "")))
+        Field(name, _written(p := parameters[name]), p.default is p.empty, _marked(helped.get(name, "")))
         for name in schema.runtime(component)
     )
     summary, _, rest = (inspect.getdoc(component) or "").partition("\n\n")
@@ -148,8 +113,7 @@ def _fields(key: str, option: schema.Option) -> Iterator[Field]:
     if nested is None or not isinstance(default, dict):
         required = default == MISSING
         written = "" if required else _yaml(default)
-        choices = tuple(_choices(option.hint))
-        yield Field(key, _type(key, option.hint), written, required, choices, _marked(option.help))
+        yield Field(key, _type(key, option.hint), required, _marked(option.help), written)
         return
     for name, field in schema.options(nested).items():
         yield from _fields(f"{key}.{name}", dataclasses.replace(field, default=default[name]))
@@ -181,17 +145,6 @@ def _type(key: str, hint: Any) -> str:
     return f"{named}[{', '.join(inside)}]" if inside else named
 
 
-def _choices(hint: Any) -> Iterator[str]:
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        yield from (member.name for member in hint)
-    elif typing.get_origin(hint) is Literal:
-        yield from map(_plain, typing.get_args(hint))
-    elif typing.get_origin(hint) in (Union, types.UnionType):
-        every = [list(_choices(a)) or (["null"] if a is type(None) else []) for a in typing.get_args(hint)]
-        if all(every):  # otherwise it takes other values, too
-            yield from (choice for some in every for choice in some)
-
-
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) else _yaml(value)
 
@@ -215,21 +168,14 @@ def _simple(value: Any) -> Any:
 
 def _signature(component: Callable[..., Any]) -> str:
     parts: list[str] = []
-    kinds = inspect.Parameter
-    starred = False
     for parameter in inspect.signature(component).parameters.values():
-        if parameter.kind is kinds.KEYWORD_ONLY and not starred:
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
             parts.append("*")
-        starred = starred or parameter.kind in (kinds.KEYWORD_ONLY, kinds.VAR_POSITIONAL)
-        star = "*" * (parameter.kind is kinds.VAR_POSITIONAL) + "**" * (parameter.kind is kinds.VAR_KEYWORD)
-        written = _written(parameter)
-        part = star + parameter.name + (f": {written}" if written else "")
-        if parameter.default is not kinds.empty:
-            part += (" = " if written else "=") + repr(parameter.default)
-        parts.append(part)
-    name = component.__qualname__
-    line = f"{name}({', '.join(parts)})"
-    return line if len(line) <= 90 else f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + ")"
+        quoted = isinstance(parameter.annotation, str)
+        text = str(parameter)
+        parts.append(text.replace(repr(parameter.annotation), parameter.annotation, 1) if quoted else text)
+    line = f"{component.__qualname__}({', '.join(parts)})"
+    return line if len(line) <= 90 else f"{component.__qualname__}(\n" + "".join(f"    {p},\n" for p in parts) + ")"
 
 
 def _written(parameter: inspect.Parameter) -> str:
@@ -258,25 +204,12 @@ def _marked(text: str) -> str:
     return re.sub(r"``([^`]+)``", r"`\1`", text)
 
 
-def _example(entry: Entry, fields: tuple[Field, ...], runtime: tuple[Runtime, ...]) -> Iterator[str]:
+def _example(entry: Entry, fields: tuple[Field, ...], runtime: tuple[Field, ...]) -> Iterator[str]:
     # What `defaults: [stagereg]` does not choose by itself is added.
     plus = "" if entry.kind in ("stager", "storage", "join", "checkpoint") else "+"
-    given = [field for field in fields if field.required]
-    if not given:
-        given = [f for f in fields if f.choices or f.default in ("true", "false") or f.default[:1].isdigit()][:1]
-    parts = [f"{plus}{entry.kind}={entry.name}", *(f"{entry.kind}.{f.name}={_sample(f)}" for f in given)]
-    yield f"python train.py {' '.join(parts)}"
+    required = [f"{entry.kind}.{f.name}={f.name.rpartition('.')[2].upper()}" for f in fields if f.required]
+    settings = required or [f"{entry.kind}.{f.name}={f.default}" for f in fields if f.default.isalnum()][:1]
+    yield " ".join(["python train.py", f"{plus}{entry.kind}={entry.name}", *settings])
     passed = [f"{argument.name}={argument.name}" for argument in runtime if argument.required]
     if passed:
         yield f"stagereg.instantiate(cfg.{entry.kind}, {', '.join(passed)})"
-
-
-def _sample(field: Field) -> str:
-    """A value to write on the command line: not the default where another one is known."""
-    if field.choices:
-        return next((choice for choice in field.choices if choice not in (field.default, "null")), field.choices[0])
-    if field.default in ("true", "false"):
-        return {"true": "false", "false": "true"}[field.default]
-    types_ = [written.partition("[")[0] for written in field.type.split(" | ")]
-    by_type = next((_SAMPLES[type_] for type_ in types_ if type_ in _SAMPLES), None)
-    return field.default or by_type or field.name.rpartition(".")[2].upper()

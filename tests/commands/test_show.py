@@ -113,21 +113,21 @@ def test_every_type_of_option_is_reported_as_a_config_has_it(
 ) -> None:
     install("theirs_shown", STAGER, {"stager.theirs": "Theirs"})
     seen = shown(capsys, "theirs")
-    options = {o["name"]: (o["type"], None if o["required"] else o["default"], o["choices"]) for o in seen["options"]}
+    options = {o["name"]: (o["type"], None if o["required"] else o["default"]) for o in seen["options"]}
     assert options == {
-        "must": ("str", None, []),
-        "count": ("int", None, []),
-        "codec": ("ZSTD | LZ4", "LZ4", ["ZSTD", "LZ4"]),
-        "mode": ("a | b | null", "null", ["a", "b", "null"]),
-        "mixed": ("int | auto", "auto", []),
-        "limit": ("ByteSize", "4GiB", []),
-        "inner.rate": ("float", "0.5", []),
-        "inner.limit": ("ByteSize", "1MiB", []),
-        "wait": ("timedelta", "1m30s", []),
-        "shape": ("tuple[int, ...]", "[1, 2]", []),
-        "where": ("Path", "/x", []),
-        "table": ("dict[str, float]", "{a: 0.5}", []),
-        "text": ("str", "'yes'", []),
+        "must": ("str", None),
+        "count": ("int", None),
+        "codec": ("ZSTD | LZ4", "LZ4"),
+        "mode": ("a | b | null", "null"),
+        "mixed": ("int | auto", "auto"),
+        "limit": ("ByteSize", "4GiB"),
+        "inner.rate": ("float", "0.5"),
+        "inner.limit": ("ByteSize", "1MiB"),
+        "wait": ("timedelta", "1m30s"),
+        "shape": ("tuple[int, ...]", "[1, 2]"),
+        "where": ("Path", "/x"),
+        "table": ("dict[str, float]", "{a: 0.5}"),
+        "text": ("str", "'yes'"),
     }
     helps = {o["name"]: o["help"] for o in seen["options"] if o["help"]}
     assert helps == {"must": "what must be.", "inner.rate": "how fast."}
@@ -137,7 +137,7 @@ def test_every_type_of_option_is_reported_as_a_config_has_it(
     ]
     assert (seen["summary"], seen["doc"]) == ("Stages `well` and `Quickly`.", "More of it.")
     assert seen["example"] == [
-        "python train.py stager=theirs stager.must=MUST stager.count=1",
+        "python train.py stager=theirs stager.must=MUST stager.count=COUNT",
         "stagereg.instantiate(cfg.stager, group=group)",
     ]
     assert "    *,\n    codec: Codec = " in seen["signature"]

@@ -229,7 +229,7 @@ def test_a_checkpoint_that_a_run_deletes_while_it_is_read_is_not_reported_as_dam
     monkeypatch.setattr(LocalStore, "contents", contents)
     code, seen = verify(capsys, tmp_path)
     assert code == 0
-    assert "1 checkpoint, it is good." in seen
+    assert "1 checkpoint, all good." in seen
     path_of(tmp_path, 200).rename(path_of(tmp_path, 100))
     (tmp_path / "latest").unlink()
     manifest = path_of(tmp_path, 100) / "manifest.json"
