@@ -24,7 +24,6 @@ from stagereg.commands import (
     planning,
     reporting,
     scaffold,
-    tune,
 )
 from stagereg.errors import StageregError, nearest
 from stagereg.machine import tunables
@@ -38,7 +37,6 @@ _COMMANDS = (
     doctor,
     bench,
     reporting,
-    tune,
     planning,
     inventory,
     converting,

@@ -1,8 +1,8 @@
 """``stagereg ls`` and ``stagereg verify``: what checkpoints there are, and whether they are what was written.
 
 ``ls`` reads manifests and sizes, ``verify`` reads the content of every file. Both change nothing, load nothing, and do
-not disturb a run that writes there. ``verify`` exits with 0 if all are good, 1 if something is wrong with one, 2 if there
-is nothing to look at; so a shell can ask before it resumes, copies or deletes.
+not disturb a run that writes there. ``verify`` exits with 0 if all are good, 1 if something is wrong with one, 2 if
+there is nothing to look at; so a shell can ask before it resumes, copies or deletes.
 """
 
 from __future__ import annotations
