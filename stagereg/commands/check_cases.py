@@ -1,7 +1,7 @@
 """The part of ``stagereg check`` that runs in a child process: imports plugins, and runs their contracts by pytest.
 
-Whatever is tried is a case, with a section, a name and a promise. A line of JSON is written before each case and one
-with its verdict after it, so that the parent knows which one was running when the process crashed or hung.
+Whatever is tried is a case, with a section, a name and a promise. It is written down before it is tried, as a line of
+JSON, and once more with its verdict, so that the parent knows which one was running when the process crashed or hung.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import importlib
 import inspect
 import json
 import os
-import sys
 import threading
 import types
 import unittest
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -34,21 +33,20 @@ from stagereg.registry import Entry
 from stagereg.stagers.async_stager import AsyncStager
 from stagereg.testing import Contract, StagerContract
 
-__all__ = ["KINDS", "ConfiguredContract", "run"]
+__all__ = ["ConfiguredContract", "run"]
 
-KINDS = {"stager": "StagerContract", "join_hook": "JoinHookContract", "joinable": "JoinableContract"}
+_KINDS = {"stager": "StagerContract", "join_hook": "JoinHookContract", "joinable": "JoinableContract"}
 """The kinds that have a contract, and its class in ``stagereg.testing``."""
 _CONFIG = "STAGEREG_CHECK_CONFIG"
 """Of the environment: the ranks that a promise is tried on get it, too."""
 
 
-def run(folder: str, what: str, target: str, options: str) -> str:
+def run(folder: str, target: str, options: str) -> str:
     """Try a target; return why it cannot be tried, or nothing.
 
     Args:
         folder: where ``events``, the lines of JSON, are written.
-        what: ``"component"``, ``"file"`` or ``"module"``.
-        target: ``kind/name``, the path of a file, or the dotted name of a module.
+        target: ``kind/name`` of a component, or the dotted name of a module.
         options: of a stager that has no contract, as JSON.
     """
     import torch  # not the plugin's time
@@ -56,19 +54,18 @@ def run(folder: str, what: str, target: str, options: str) -> str:
     torch.set_num_threads(1)
     cases = _Cases(Path(folder))
     try:
-        if what == "component":
-            kind, _, name = target.partition("/")
-            entry = registry.find(kind, name)
-            cases.component(entry, _announced_contract(entry), json.loads(options))
+        if "/" in target:
+            entry = registry.find(*target.split("/", 1))
+            cases.component(entry, _announced(entry), json.loads(options))
         else:
-            _module(cases, what, target, json.loads(options))
+            _module(cases, target, json.loads(options))
     except ConfigError as error:
         return str(error)
     cases.run_contracts()
-    kept_alive = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
-    if kept_alive:
-        cases.begin(target, "ends", "The process that has used it comes to its end.")
-        cases.end("broken", f"these threads would hold it up: {', '.join(thread.name for thread in kept_alive)}")
+    left = [thread.name for thread in threading.enumerate() if not thread.daemon]
+    if len(left) > 1:  # the main one is there
+        promise = "The process that has used it comes to its end."
+        cases.write(target, "ends", promise, "broken", f"threads hold it up: {', '.join(left[1:])}")
     return ""
 
 
@@ -84,35 +81,33 @@ class ConfiguredContract(StagerContract):
 
 
 class _Cases:
-    """What is tried, and how it went; also the plugin that pytest reports to."""
+    """What is tried, and how it went; also the plugin that pytest reports to.
+
+    Attributes:
+        contracts: the sections and the contracts that are run.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._contracts: list[tuple[str, type[Contract]]] = []
-        self._row: dict[str, str] = {}
+        self.contracts: list[tuple[str, type[Contract]]] = []
 
-    def begin(self, section: str, name: str, promise: str, verdict: str = "running") -> None:
-        """Write that a case begins."""
-        self._row = {"section": section, "name": name, "promise": promise}
-        self.end(verdict, "not tried: the process has ended" if verdict == "skipped" else "")
-
-    def end(self, verdict: str, seen: str = "") -> None:
-        """Write how the case went that has begun."""
+    def write(self, section: str, name: str, promise: str, verdict: str = "running", seen: str = "") -> None:
+        """Write how far a case is."""
+        row = {"section": section, "name": name, "promise": promise, "verdict": verdict, "seen": seen.strip()}
         with (self._folder / "events").open("a") as file:
-            file.write(json.dumps({**self._row, "verdict": verdict, "seen": seen.strip()}) + "\n")
+            file.write(json.dumps(row) + "\n")
 
     def attempt(self, section: str, name: str, promise: str, do: Callable[[], str]) -> bool:
         """Try one thing, of which ``do`` returns what was seen; return whether it was good."""
-        self.begin(section, name, promise)
+        self.write(section, name, promise)
         try:
-            self.end("kept", do())
+            verdict, seen = "kept", do()
         except StageregError as error:
-            self.end("broken", str(error))
+            verdict, seen = "broken", str(error)
         except BaseException as error:  # such as SystemExit: it would have ended the training
-            self.end("broken", summarize_exception(error, __file__))
-        else:
-            return True
-        return False
+            verdict, seen = "broken", summarize_exception(error, __file__)
+        self.write(section, name, promise, verdict, seen)
+        return verdict == "kept"
 
     def component(self, entry: Entry, contract: str | type[Contract], options: Mapping[str, Any]) -> None:
         """Try what every component has to have, and add its contract to those that are run.
@@ -125,35 +120,29 @@ class _Cases:
         if not self.attempt(section, "loads", promise, lambda: _loaded(entry)):
             return
         if options and (contract or entry.kind != "stager"):
-            raise ConfigError(
-                f"--set is for stagers without a contract; that of {entry.kind}/{entry.name} builds its own."
-            )
+            raise ConfigError(f"--set is for stagers without a contract: {entry.kind}/{entry.name} is none.")
         promise = f"It keeps what a {kind} promises."
-        if entry.kind not in KINDS:
-            self.begin(section, "contract", promise)
-            self.end("skipped", f"there is no contract of a {kind}")
+        if entry.kind not in _KINDS:
+            self.write(section, "contract", promise, "skipped", f"there is no contract of a {kind}")
         elif contract:
             self.attempt(
                 section, "contract", "Its contract can be imported.", lambda: self._add(section, entry, contract)
             )
         elif lacking := "only its author knows a step of it" if entry.kind != "stager" else _configured(entry, options):
-            self.begin(section, "contract", promise)
-            self.end("not shown", f"{lacking}; {_how_to_show(entry)}")
+            where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "module:Name"'
+            write = f"write a class that inherits stagereg.testing.{_KINDS[entry.kind]}, and {where}"
+            self.write(section, "contract", promise, "not shown", f"{lacking}; {write}")
         else:
-            self.contract(section, ConfiguredContract)
-
-    def contract(self, section: str, contract: type[Contract]) -> None:
-        """Add a contract to those that are run."""
-        self._contracts.append((section, contract))
+            self.contracts.append((section, ConfiguredContract))
 
     def _add(self, section: str, entry: Entry, given: str | type[Contract]) -> str:
         found: Any = given
         if isinstance(given, str):
             module, _, name = given.partition(":")
             found = vars(importlib.import_module(module)).get(name)
-        if not isinstance(found, type) or not issubclass(found, getattr(stagereg.testing, KINDS[entry.kind])):
-            raise ConfigError(f"{given} is no class that inherits stagereg.testing.{KINDS[entry.kind]}")
-        self.contract(section, found)
+        if not _is_contract(found, entry.kind):
+            raise ConfigError(f"{given} is no class that inherits stagereg.testing.{_KINDS[entry.kind]}")
+        self.contracts.append((section, found))
         return ""
 
     def run_contracts(self) -> None:
@@ -161,19 +150,9 @@ class _Cases:
         os.environ.pop("PYTEST_ADDOPTS", None)
         file = self._folder / "contracts"
         file.touch()
-        options = (
-            "-s",
-            "-c",
-            os.devnull,
-            "--rootdir",
-            str(self._folder),
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:faulthandler",
-        )
-        if self._contracts:
-            pytest.main([*options, str(file)], plugins=[self])
+        options = ["-s", "-c", os.devnull, "--rootdir", str(self._folder)]
+        if self.contracts:
+            pytest.main([*options, "-p", "no:cacheprovider", "-p", "no:faulthandler", str(file)], plugins=[self])
 
     # -- hooks of pytest
 
@@ -181,38 +160,34 @@ class _Cases:
         """Return a module in memory, which has every contract under a name that pytest takes for one of a test."""
         module: pytest.Module = pytest.Module.from_parent(parent, path=file_path)
         module.obj = types.ModuleType("contracts")
-        for number, (_, contract) in enumerate(self._contracts):
+        for number, (_, contract) in enumerate(self.contracts):
             setattr(module.obj, f"Test{number}", contract)
         return module
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Write what is going to be tried, in case that the process ends before."""
         for item in session.items:
-            self._begin(item, "skipped")
+            self.write(*self._case(item), "skipped", "not tried: the process has ended")
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Write that a case begins."""
-        self._begin(item)
+        self.write(*self._case(item))
 
-    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         """Write how a case went."""
         error = call.excinfo.value if call.excinfo else None
         if isinstance(error, (unittest.SkipTest, pytest.skip.Exception)):
-            self.end("skipped", str(error))
+            self.write(*self._case(item), "skipped", str(error))
         elif error is not None:
             seen = str(error) if isinstance(error, BrokenPromiseError) else summarize_exception(error, __file__)
-            self.end("broken", seen)
+            self.write(*self._case(item), "broken", seen)
         elif call.when == "call":
-            self.end("kept")
+            self.write(*self._case(item), "kept")
 
-    def _begin(self, item: pytest.Item, verdict: str = "running") -> None:
+    def _case(self, item: pytest.Item) -> tuple[str, str, str]:
         assert isinstance(item, pytest.Function)
         number = int(item.nodeid.split("::")[1].removeprefix("Test"))
-        promise = (inspect.getdoc(item.obj) or item.name).splitlines()[0]
-        self.begin(self._contracts[number][0], item.name, promise, verdict)
-
-
-# -- one component
+        return self.contracts[number][0], item.name, (inspect.getdoc(item.obj) or item.name).splitlines()[0]
 
 
 def _loaded(entry: Entry) -> str:
@@ -225,7 +200,7 @@ def _loaded(entry: Entry) -> str:
     return f"options: {options}" if options else ""
 
 
-def _announced_contract(entry: Entry) -> str:
+def _announced(entry: Entry) -> str:
     """Where the contract of a component is, ``"package.module:Name"``, as its own package announces it."""
     for point in entry_points(group=CONTRACTS, name=f"{entry.kind}.{entry.bare}"):
         if point.dist is not None and normalized(point.dist.name) == normalized(entry.distribution):
@@ -245,65 +220,38 @@ def _configured(entry: Entry, options: Mapping[str, Any]) -> str:
     return ""
 
 
-def _how_to_show(entry: Entry) -> str:
-    module = entry.target.partition(":")[0].partition(".")[0]
-    group = f'[project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "{module}.contract:Name"'
-    where = f"announce it: {group}" if entry.distribution else "put it beside the plugin"
-    return f"write a class that inherits stagereg.testing.{KINDS[entry.kind]}, and {where}"
-
-
-# -- a file or a module
-
-
-def _module(cases: _Cases, what: str, target: str, options: Mapping[str, Any]) -> None:
-    """Try what a file or module registers, and the contracts that are in it."""
+def _module(cases: _Cases, name: str, options: Mapping[str, Any]) -> None:
+    """Try what a module registers, and the contracts that are in it."""
     loaded: list[types.ModuleType] = []
-
-    def imports() -> str:
-        loaded.append(importlib.import_module(target) if what == "module" else _from_file(Path(target).resolve()))
-        return ""
-
-    if not cases.attempt(target, "imports", "It can be imported.", imports):
+    if not cases.attempt(
+        name, "imports", "It can be imported.", lambda: loaded.append(importlib.import_module(name)) or ""
+    ):
         return
-    top = loaded[0].__name__.partition(".")[0]
-    entries = [e for e in registry.entries() if e.target.partition(":")[0].partition(".")[0] == top]
-    contracts = list(_contracts_in(loaded[0]))
+    top = name.partition(".")[0]
+    found = [e for e in registry.entries() if e.target.partition(":")[0].partition(".")[0] == top]
+    entries = list({(e.kind, e.name): e for e in found}.values())
+    contracts = [c for c in vars(loaded[0]).values() if _is_contract(c) and not c.__module__.startswith("stagereg.")]
     if not entries and not contracts:
         raise ConfigError(
-            f"{target} registers no plugin and has no contract.\n"
+            f"{name} registers no plugin and has no contract.\n"
             'Put @stagereg.register("stager", "name") on a class in it, or write a class that inherits a contract.'
         )
-    for entry in {(e.kind, e.name): e for e in entries}.values():
+    for entry in entries:
         own = _matching(entry, entries, contracts)
         contracts = [contract for contract in contracts if contract is not own]
         cases.component(entry, own or "", options)
-    for contract in contracts:
-        cases.contract(contract.__name__, contract)
-
-
-def _from_file(file: Path) -> types.ModuleType:
-    """Import a file under the name that it has for its neighbours: packages above it are those with ``__init__.py``."""
-    parts, root = [file.stem], file.parent
-    while (root / "__init__.py").is_file():
-        parts, root = [root.name, *parts], root.parent
-    sys.path.insert(0, str(root))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
-    if Path(module.__file__ or "").resolve() != file:
-        raise ConfigError(f"{file.name} has the name of another module, {module.__file__ or module}: rename it")
-    return module
-
-
-def _contracts_in(module: types.ModuleType) -> Iterator[type[Contract]]:
-    for found in list(vars(module).values()):
-        if isinstance(found, type) and issubclass(found, Contract) and not found.__module__.startswith("stagereg."):
-            yield found
+    cases.contracts += [(contract.__name__, contract) for contract in contracts]
 
 
 def _matching(entry: Entry, entries: Sequence[Entry], contracts: Sequence[type[Contract]]) -> type[Contract] | None:
     """The contract of a component: the one with its name in it, or the only one of the only component of a kind."""
-    fitting = [c for c in contracts if issubclass(c, getattr(stagereg.testing, KINDS.get(entry.kind, ""), ()))]
+    fitting = [contract for contract in contracts if _is_contract(contract, entry.kind)]
     name = entry.name.replace("_", "").replace("-", "").lower()
     named = [contract for contract in fitting if name in contract.__name__.lower()]
-    alone = sum(other.kind == entry.kind for other in entries) == 1 and len(fitting) == 1
-    return named[0] if named else fitting[0] if alone else None
+    alone = len(fitting) == 1 and sum(other.kind == entry.kind for other in entries) == 1
+    return (named or fitting)[0] if named or alone else None
+
+
+def _is_contract(found: object, kind: str = "") -> bool:
+    base = getattr(stagereg.testing, _KINDS[kind]) if kind in _KINDS else Contract
+    return isinstance(found, type) and issubclass(found, base)

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+import sys
 import tempfile
 import textwrap
 import tomllib
@@ -44,8 +45,6 @@ _USAGE = (
 _LINES = 12
 """Lines of what was seen that the table shows."""
 
-Job = tuple[str, str]
-"""What one process tries: ``"component"``, ``"file"`` or ``"module"``, and its ``kind/name``, path or dotted name."""
 Case = dict[str, str]
 """One promise: its ``section``, ``name`` and ``promise``, the ``verdict`` (one of ``_VERDICTS``), what was ``seen``."""
 
@@ -82,8 +81,8 @@ def run(asked: argparse.Namespace) -> int:
         raise ConfigError(f"Contracts are run by pytest, which is not installed: pip install '{DISTRIBUTION}[check]'")
     options = _options(asked.set)
     jobs, cases = resolve(asked.target)
-    for what, target in jobs:
-        cases += _tried(what, target, options, asked.timeout)
+    for job in jobs:
+        cases += _tried(job, options, asked.timeout)
     output.progress()
     counts = Counter(case["verdict"] for case in cases)
     bad = counts["broken"] + counts["not shown"]
@@ -99,18 +98,18 @@ def run(asked: argparse.Namespace) -> int:
     return int(bad > 0)
 
 
-def _tried(what: str, target: str, options: dict[str, Any], limit_s: float) -> list[Case]:
+def _tried(target: str, options: dict[str, Any], limit_s: float) -> list[Case]:
     """Run the cases of a target in a child process."""
     with tempfile.TemporaryDirectory(prefix="stagereg-") as folder:
         events = Path(folder, "events")
         events.touch()
 
         def progress() -> int:
-            lines = events.read_text().splitlines()
+            lines = events.read_text().rpartition("\n")[0].splitlines()
             output.progress(f"{target}: {json.loads(lines[-1])['promise']}" if lines else target)
             return len(lines)
 
-        with ChildCall("stagereg.commands.check_cases:run", folder, what, target, json.dumps(options)) as child:
+        with ChildCall("stagereg.commands.check_cases:run", folder, target, json.dumps(options)) as child:
             refusal, failure = child.result(limit_s, progress, _START_S)
         if refusal:
             raise ConfigError(refusal)
@@ -155,11 +154,11 @@ def _options(given: list[str]) -> dict[str, Any]:
 # -- what the target means
 
 
-def resolve(target: str) -> tuple[list[Job], list[Case]]:
+def resolve(target: str) -> tuple[list[str], list[Case]]:
     """Find what ``target`` means: a file, a folder with a ``pyproject.toml``, ``kind/name``, a package, a module.
 
     Returns:
-        What is to be tried, each in a process; and of a package, whether its metadata is right.
+        What is to be tried, each in a process: ``kind/name``, or a module; and whether a package's metadata is right.
 
     Raises:
         ConfigError: it is none of these, or there is nothing in it to check; the message has what to give.
@@ -169,7 +168,7 @@ def resolve(target: str) -> tuple[list[Job], list[Case]]:
     if target.endswith(".py"):
         if not path.is_file():
             raise ConfigError(f"There is no file {target}.")
-        return [("file", target)], []
+        return [_module_of(path.resolve())], []
     if (path / "pyproject.toml").is_file():
         return _project(path)
     if "/" in target and (target.partition("/")[0] in registry.kinds() or not path.exists()):
@@ -183,14 +182,23 @@ def resolve(target: str) -> tuple[list[Job], list[Case]]:
         return [_job(find(target))], []
     inside = [_job(e) for e in entries if f"{e.target.partition(':')[0]}.".startswith(f"{target}.")]
     if inside or _importable(target):
-        return inside or [("module", target)], []
+        return inside or [target], []
     known = [*(d.name for d in importlib.metadata.distributions() if d.name), *(entry.name for entry in entries)]
     near = f" Did you mean '{target}.py'?" if Path(f"{target}.py").is_file() else nearest(target, known)
     raise ConfigError(f"{target!r} is no installed package, module or component.{near}{_USAGE}")
 
 
-def _job(entry: Entry) -> Job:
-    return "component", f"{entry.kind}/{entry.name}"
+def _job(entry: Entry) -> str:
+    return f"{entry.kind}/{entry.name}"
+
+
+def _module_of(file: Path) -> str:
+    """The name that a file has for its neighbours, packages above it being those with ``__init__.py``."""
+    parts, root = [file.stem], file.parent
+    while (root / "__init__.py").is_file():
+        parts, root = [root.name, *parts], root.parent
+    sys.path.insert(0, str(root))  # the child process has it then
+    return ".".join(parts)
 
 
 def _importable(module: str) -> bool:
@@ -198,7 +206,7 @@ def _importable(module: str) -> bool:
     return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
-def _project(folder: Path) -> tuple[list[Job], list[Case]]:
+def _project(folder: Path) -> tuple[list[str], list[Case]]:
     try:
         name = str(tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"])
     except (KeyError, tomllib.TOMLDecodeError) as error:
@@ -211,7 +219,7 @@ def _project(folder: Path) -> tuple[list[Job], list[Case]]:
     )
 
 
-def _package(name: str) -> tuple[list[Job], list[Case]] | None:
+def _package(name: str) -> tuple[list[str], list[Case]] | None:
     """The components of the installed distribution of that name, if there is one, and whether its metadata is right."""
     try:
         found = importlib.metadata.distribution(name)

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
-import mmap
 import os
 import platform
 import re
@@ -60,15 +59,19 @@ def run(asked: argparse.Namespace) -> int:
     """
     if not asked.timeout > 0:
         raise ConfigError(f"--timeout must be above 0 seconds, not {asked.timeout:g}.")
-    folder, parts = Path(asked.dir or "."), __name__
-    with ChildCall(f"{parts}:torch_findings") as child:
-        found = [*versions(), *limits(), *directory(folder, chosen=bool(asked.dir)), _hydra_options()]
+    in_hydra, do = False, "Install stagereg (`pip install .` in a checkout)."
+    with contextlib.suppress(ImportError):  # no plugin of any package is installed
+        in_hydra = importlib.util.find_spec("hydra_plugins.stagereg_plugin") is not None
+    options = "in every Hydra app" if in_hydra else "only in apps that import stagereg"
+    with ChildCall(f"{__name__}:torch_findings") as child:
+        found = [*versions(), *limits(), directory(Path(asked.dir or "."), chosen=bool(asked.dir))]
+        found.append(_judged("Hydra options", in_hydra, options, do))
         of_torch, failure = child.result(_TORCH_LIMIT_S)
-    do = "Install a build of PyTorch that imports on this machine."
-    found += (
-        [Finding(*each) for each in of_torch or []] if not failure else [Finding("torch works", "broken", failure, do)]
-    )
-    found += [*_components(asked.timeout), *_unreadable()]
+    found += [Finding(*each) for each in of_torch or ()]
+    if failure:
+        do = "Install a build of PyTorch that imports on this machine."
+        found.append(Finding("torch works", "broken", failure, do))
+    found += components(asked.timeout)
     output.progress()
     broken, warned = (sum(one.verdict == verdict for one in found) for verdict in ("broken", "warn"))
     if asked.json:
@@ -78,6 +81,10 @@ def run(asked: argparse.Namespace) -> int:
         output.table("", ("what", "verdict", "found"), rows, verdict="verdict")
         output.echo(f"\n{broken} broken, {warned} to look at." if broken or warned else "\nNothing is broken.")
     return int(broken > 0)
+
+
+def _judged(what: str, good: bool, found: str, do: str, otherwise: str = "warn") -> Finding:
+    return Finding(what, "ok", found) if good else Finding(what, otherwise, found, do)
 
 
 def versions() -> Iterator[Finding]:
@@ -100,35 +107,32 @@ def versions() -> Iterator[Finding]:
             of = f"; of the extra {extra!r}" if extra else ""
             yield Finding(need.name, "missing" if extra else "broken", f"not installed{of}", do)
             continue
-        if need.specifier.contains(there, prereleases=True):
-            yield Finding(need.name, "ok", there)
-        else:
-            yield Finding(need.name, "warn" if extra else "broken", f"{there}, but stagereg needs {need.specifier}", do)
+        good = need.specifier.contains(there, prereleases=True)
+        found = there if good else f"{there}, but stagereg needs {need.specifier}"
+        yield _judged(need.name, good, found, do, "warn" if extra else "broken")
 
 
 def limits() -> Iterator[Finding]:
     """Processor, memory, shared memory and open files."""
-    yield Finding(
-        "cores", "ok", f"{machine.cores()} of {os.cpu_count()} for this process, load {os.getloadavg()[0]:.1f}"
-    )
-    memory, bound = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), None
+    load = os.getloadavg()[0]
+    yield Finding("cores", "ok", f"{machine.cores()} of {os.cpu_count()} for this process, load {load:.1f}")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            bound = int(Path(file).read_text())
-    of = f"{size_text(bound)}, the container's bound, of " if bound is not None and bound < memory else ""
-    yield Finding("memory", "ok", of + size_text(memory))
+            memory = min(memory, int(Path(file).read_text()))
+    yield Finding("memory", "ok", f"{size_text(memory)}, the container's bound included")
     if sys.platform == "linux":
         shared = os.statvfs("/dev/shm")
         free = shared.f_frsize * shared.f_bavail
         do = "DataLoader workers and NCCL need more: `docker run --shm-size=8g` or `--ipc=host`."
-        text = f"{size_text(shared.f_frsize * shared.f_blocks)}, {size_text(free)} free"
-        yield Finding("/dev/shm", "warn", text, do) if free < 2**30 else Finding("/dev/shm", "ok", text)
+        found = f"{size_text(shared.f_frsize * shared.f_blocks)}, {size_text(free)} free"
+        yield _judged("/dev/shm", free >= 2**30, found, do)
     soft, hard = (n if n != resource.RLIM_INFINITY else 2**20 for n in resource.getrlimit(resource.RLIMIT_NOFILE))
-    text, do = f"at most {soft}, can be raised to {hard}", f"`ulimit -n {min(hard, 65536)}` before training"
-    yield Finding("open files", "warn", text, do) if soft < 1024 else Finding("open files", "ok", text)
+    do = f"`ulimit -n {min(hard, 65536)}` before training"
+    yield _judged("open files", soft >= 1024, f"at most {soft}, can be raised to {hard}", do)
 
 
-def directory(where: Path, chosen: bool) -> Iterator[Finding]:
+def directory(where: Path, chosen: bool) -> Finding:
     """The file system that checkpoints in ``where`` would be on: space, and whether it takes ``O_DIRECT``.
 
     Args:
@@ -136,31 +140,21 @@ def directory(where: Path, chosen: bool) -> Iterator[Finding]:
         chosen: the user named it, so a directory of no use is an error.
     """
     folder = next(path for path in (where.absolute(), *where.absolute().parents) if path.is_dir())
-    file = folder / f".stagereg-doctor-{os.getpid()}"
+    file, takes = folder / f".stagereg-doctor-{os.getpid()}", False
     try:
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        takes = "yes" if _takes_direct(file) else "no: checkpoints are written through the page cache"
+        with contextlib.suppress(OSError, AttributeError):  # macOS has no O_DIRECT
+            os.close(os.open(file, os.O_WRONLY | os.O_DIRECT))
+            takes = True
     except OSError as error:
-        do = "Choose a directory that can be written." if chosen else "Name the directory for checkpoints with --dir."
-        yield Finding(f"{folder}", "broken" if chosen else "warn", f"cannot be written: {error.strerror}", do)
-        return
+        do = "Choose a directory that can be written, with --dir."
+        return Finding(f"{folder}", "broken" if chosen else "warn", f"cannot be written: {error.strerror}", do)
     finally:
         file.unlink(missing_ok=True)
     space = os.statvfs(folder)
     kind, free = machine.file_system(folder) or "file system unknown", size_text(space.f_frsize * space.f_bavail)
-    yield Finding(f"{folder}", "ok" if takes == "yes" else "warn", f"{kind}, {free} free, O_DIRECT {takes}")
-
-
-def _takes_direct(file: Path) -> bool:
-    try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_DIRECT)
-        try:
-            with mmap.mmap(-1, 4096) as block:  # aligned, as O_DIRECT wants it
-                return os.write(descriptor, block) == len(block)
-        finally:
-            os.close(descriptor)
-    except (OSError, AttributeError):  # macOS has no O_DIRECT
-        return False
+    found = f"{kind}, {free} free, O_DIRECT {'yes' if takes else 'no'}"
+    return _judged(f"{folder}", takes, found, "Checkpoints are written through the page cache here.")
 
 
 def torch_findings() -> list[Finding]:
@@ -168,24 +162,20 @@ def torch_findings() -> list[Finding]:
     import torch
     import torch.distributed as dist
 
-    kind = str(torch.accelerator.current_accelerator() or "") if torch.accelerator.is_available() else ""
+    kind = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else ""
     count = torch.accelerator.device_count() if kind else 0
     names = [torch.cuda.get_device_name(i) for i in range(count)] if kind == "cuda" else [kind] * count
     there = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     backends = [name for name, available in there.items() if dist.is_available() and available()]
-    if count:
-        found = [Finding("accelerators", "ok", f"{count} of {kind}: {', '.join(names)}")]
-    else:
-        found = [Finding("accelerators", "missing", "none: tensors and checkpoints stay in host memory")]
-    if "gloo" not in backends:
-        do = "Install a build of PyTorch with torch.distributed and gloo."
-        found.append(Finding("collectives", "broken", f"no gloo among {backends or 'no backends'}", do))
-    elif kind == "cuda" and "nccl" not in backends:
-        do = "Install a build of PyTorch with NCCL, or train with gloo."
-        found.append(Finding("collectives", "warn", "gloo, and no nccl beside CUDA devices", do))
-    else:
-        found.append(Finding("collectives", "ok", ", ".join(backends)))
-    return [*found, _page_locked(bool(count))]
+    missing = {"gloo", *(["nccl"] if kind == "cuda" else [])} - set(backends)
+    do = f"Install a build of PyTorch with {' and '.join(sorted(missing))}; without nccl, train with gloo."
+    found = f"{', '.join(backends) or 'none'}" + (f", no {' and '.join(sorted(missing))}" if missing else "")
+    devices = f"{count} of {kind}: {', '.join(names)}" if count else "none: checkpoints stay in host memory"
+    return [
+        Finding("accelerators", "ok" if count else "missing", devices),
+        _judged("collectives", not missing, found, do, "broken" if "gloo" in missing else "warn"),
+        _page_locked(bool(count)),
+    ]
 
 
 def _page_locked(needed: bool) -> Finding:
@@ -218,16 +208,16 @@ def load(*components: str) -> str:
     return "\n".join(failures)
 
 
-def _components(limit_s: float) -> Iterator[Finding]:
+def components(limit_s: float) -> Iterator[Finding]:
     """Whether the built-in components and those of other packages load; a few processes at once."""
     own = [f"{e.kind}/{e.name}" for e in registry.entries() if e.distribution == DISTRIBUTION]
-    others = [e for e in registry.entries() if e.distribution not in ("", DISTRIBUTION)]
     do = "Install stagereg again, with the versions of torch and hydra-core that it takes."
-    asked = [("built-in components", own, f"{len(own)}, all of them load", do)]
-    for each in others:
-        what, who = f"{each.kind}/{each.name}", f"{each.distribution} {each.version}"
-        do = f"Repair, update or uninstall {each.distribution}. Until then only runs that choose {what} fail."
-        asked.append((what, [what], who, do))
+    asked = [("built-in components", own, f"{len(own)} of stagereg", do)]
+    for each in registry.entries():
+        if each.distribution not in ("", DISTRIBUTION):
+            what = f"{each.kind}/{each.name}"
+            do = f"Repair, update or uninstall {each.distribution}. Until then only runs that choose {what} fail."
+            asked.append((what, [what], f"{each.distribution} {each.version}", do))
     for first in range(0, len(asked), machine.cores()):
         some = asked[first : first + machine.cores()]
         output.progress(f"importing {', '.join(what for what, *_ in some)}")
@@ -236,18 +226,6 @@ def _components(limit_s: float) -> Iterator[Finding]:
             for (what, names, who, do), call in zip(some, calls, strict=True):
                 failed, failure = call.result(max(limit_s, _TORCH_LIMIT_S) if names is own else limit_s)
                 wrong = failed or failure
-                yield Finding(what, "broken", f"{who}: {wrong}", do) if wrong else Finding(what, "ok", who)
-
-
-def _hydra_options() -> Finding:
-    with contextlib.suppress(ImportError):  # no plugin of any package is installed
-        if importlib.util.find_spec("hydra_plugins.stagereg_plugin") is not None:
-            return Finding("Hydra options", "ok", "in every Hydra app")
-    do = "Install stagereg (`pip install .` in a checkout)."
-    return Finding("Hydra options", "warn", "only in apps that import stagereg", do)
-
-
-def _unreadable() -> Iterator[Finding]:
+                yield _judged(what, not wrong, f"{who}: {wrong}" if wrong else who, do, "broken")
     do = "Install it again, update it, or report it to its author. Its other plugins are there, if they can be read."
-    for package, reason in registry.unreadable():
-        yield Finding(package, "broken", reason, do)
+    yield from (Finding(package, "broken", reason, do) for package, reason in registry.unreadable())

@@ -185,10 +185,10 @@ def test_a_thread_that_delays_the_end_is_reported(tmp_path: Path, capsys: pytest
     )
     result = check(str(file), capsys=capsys, code=1)
     assert [(case["section"], case["name"], case["verdict"]) for case in result["cases"]] == [
-        (str(file), "imports", "kept"),
+        ("staying", "imports", "kept"),
         ("Leaves", "test_it", "kept"),
         ("Innocent", "test_it", "kept"),
-        (str(file), "ends", "broken"),
+        ("staying", "ends", "broken"),
     ]
     assert "mine" in rows(result)["ends"][1]
 
@@ -292,12 +292,12 @@ class TestResolve:
         plugins = "stager.one = the_two:One\njoinable.two = the_two:Two"
         package(site, "the_two", bomb, plugins, "joinable.two = the_two:TwoContract")
         jobs, [case] = checking.resolve("The-Two")  # as pip takes it
-        assert jobs == [("component", "joinable/two"), ("component", "stager/one")]
+        assert jobs == ["joinable/two", "stager/one"]
         assert (case["section"], case["verdict"]) == ("the_two 1.2", "kept")
 
     def test_a_component_is_its_kind_and_name_or_its_name(self) -> None:
         for target in ("stager/pinned_cached", "pinned_cached"):
-            assert checking.resolve(target) == ([("component", "stager/pinned_cached")], [])
+            assert checking.resolve(target) == (["stager/pinned_cached"], [])
         with pytest.raises(UnknownNameError, match="Choose one: join_hook/ddp or joinable/ddp"):
             checking.resolve("ddp")
 
@@ -306,20 +306,20 @@ class TestResolve:
         package(site, "b_one", "", "stager.shared_name = b_one:Mine")
         with pytest.raises(RegistryError, match="say which"):
             checking.resolve("stager/shared_name")
-        assert checking.resolve("stager/shared_name@b_one")[0] == [("component", "stager/shared_name@b-one")]
+        assert checking.resolve("stager/shared_name@b_one")[0] == ["stager/shared_name@b-one"]
 
     def test_a_folder_is_the_package_that_it_holds(self, site: Path, tmp_path: Path) -> None:
         (tmp_path / "pyproject.toml").write_text('[project]\nname = "the-held"\n')
         with pytest.raises(ConfigError, match="pip install --editable"):
             checking.resolve(str(tmp_path))
         package(site, "the_held", "", "stager.held = the_held:Mine")
-        assert checking.resolve(str(tmp_path))[0] == [("component", "stager/held")]
+        assert checking.resolve(str(tmp_path))[0] == ["stager/held"]
 
     def test_a_module_is_what_packages_announce_in_it_or_itself(self, site: Path) -> None:
         package(site, "dist_name", "", "stager.inner = module_name.inner:Mine")
         (site / "plain.py").write_text("raise RuntimeError('imported')")
-        assert checking.resolve("module_name") == ([("component", "stager/inner")], [])
-        assert checking.resolve("plain") == ([("module", "plain")], [])
+        assert checking.resolve("module_name") == (["stager/inner"], [])
+        assert checking.resolve("plain") == (["plain"], [])
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def _refusing(condition: Callable[[int], bool], error: int) -> Callable[..., int
 
 def test_a_file_system_without_o_direct_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", _refusing(lambda flags: bool(flags & os.O_DIRECT), 22))
-    found = row(doctor.directory(tmp_path, chosen=True), str(tmp_path))
+    found = doctor.directory(tmp_path, chosen=True)
     assert found.verdict == "warn"
     assert "O_DIRECT no" in found.found
     assert list(tmp_path.iterdir()) == []
@@ -228,7 +228,7 @@ def test_a_directory_that_cannot_be_written_is_reported(
     chosen: bool, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "open", _refusing(lambda flags: bool(flags & os.O_CREAT), 30))
-    found = row(doctor.directory(tmp_path, chosen), str(tmp_path))
+    found = doctor.directory(tmp_path, chosen)
     assert (found.verdict, found.found) == (verdict, "cannot be written: Read-only file system")
 
 

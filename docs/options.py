@@ -1,4 +1,4 @@
-"""The option reference, ``docs/options.md``, written from the registry: ``python -m stagereg.commands.reference``.
+"""Writes the option reference from the registry: ``python docs/options.py > docs/options.md``.
 
 It has every component of stagereg itself, whatever else is installed, and imports all of them.
 """
@@ -25,7 +25,7 @@ _KINDS = {
 _HEAD = """\
 # Options
 
-Everything that can be chosen and set, written by `python -m stagereg.commands.reference`: edit docstrings,
+Everything that can be chosen and set, written by `python docs/options.py`: edit docstrings,
 not this page. An option is set where its component is chosen, `python train.py stager=pinned_cached
 stager.max_in_flight=3`; `null` is `None`. What the program passes is no option: it goes to `stagereg.instantiate`.
 `stagereg show KIND/NAME` shows the same of the plugins of other packages.
