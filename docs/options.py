@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import stagereg.registry as registry
-from stagereg.commands.describe import Described, Field, describe
+from stagereg.commands.describe import Field, describe
 from stagereg.installed import DISTRIBUTION
+from stagereg.registry import Entry
 
 __all__ = ["page"]
 
@@ -38,14 +39,15 @@ def page() -> str:
     parts = [_HEAD]
     for kind in (*_KINDS, *sorted({entry.kind for entry in own} - set(_KINDS))):
         parts.append(f"\n## {_KINDS.get(kind, kind)}\n")
-        parts += ["\n".join(_component(describe(entry))) + "\n" for entry in own if entry.kind == kind]
+        parts += ["\n".join(_component(entry)) + "\n" for entry in own if entry.kind == kind]
     return "".join(parts)
 
 
-def _component(described: Described) -> Iterator[str]:
+def _component(entry: Entry) -> Iterator[str]:
+    described = describe(entry)
     # The name alone, also where another package of this machine announces it, too.
-    yield f"\n### {described.kind}/{described.name.partition('@')[0]}\n"
-    yield f"{described.summary} (`{described.target}`)"
+    yield f"\n### {entry.kind}/{entry.bare}\n"
+    yield f"{described.summary} (`{entry.target}`)"
     if described.options:
         yield ""
         yield from _table(

@@ -25,7 +25,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = output.add_command(commands, "list", help_, list_components)
     parser.add_argument("kind", nargs="?", default="", help=f"only this kind: {', '.join(registry.kinds())}")
     add_plugins_option(parser)
-    help_ = "show one component: signature, options, doc, where it is defined"
+    help_ = "show one component: options, arguments, doc, where it is defined"
     parser = output.add_command(commands, "show", help_, show)
     parser.add_argument("component", help="kind/name, as in stager/pinned_cached, or the name alone if one kind has it")
     add_plugins_option(parser)
@@ -68,8 +68,7 @@ def list_components(asked: argparse.Namespace) -> int:
     found = [e for e in registry.entries() if asked.kind in ("", e.kind)]
     unreadable = registry.unreadable()
     if asked.json:
-        shown = ("kind", "name", "target", "distribution", "version", "file")
-        components = [{name: vars(entry)[name] for name in shown} for entry in found]
+        components = [_plain(entry) for entry in found]
         names = [{"distribution": name, "reason": reason} for name, reason in unreadable]
         output.as_json({"components": components, "unreadable": names})
         return 0
@@ -95,13 +94,13 @@ def show(asked: argparse.Namespace) -> int:
 
         shown = describe(entry)
     if asked.json:
-        output.as_json(dataclasses.asdict(shown))
+        output.as_json(_plain(entry) | dataclasses.asdict(shown))
         return 0
-    output.echo(f"{shown.kind}/{shown.name}", "bold")
+    output.echo(f"{entry.kind}/{entry.name}", "bold")
     output.echo(f"{shown.summary}\n")
-    package = f"{shown.distribution} {shown.version}".strip() or "-"
-    output.table("", (), [("defined in", shown.file or "-"), ("target", shown.target), ("package", package)])
-    output.echo(f"\n{shown.signature}\n")
+    package = f"{entry.distribution} {entry.version}".strip() or "-"
+    output.table("", (), [("defined in", shown.file or "-"), ("target", entry.target), ("package", package)])
+    output.echo()
     if shown.options:
         rows = [(f.name, f.type, "must be given" if f.required else f.default, f.help) for f in shown.options]
         output.table("Options", ("name", "type", "default", "what it is for"), rows)
@@ -115,6 +114,10 @@ def show(asked: argparse.Namespace) -> int:
     output.echo("\n".join(f"  {line}" for line in shown.example))
     output.echo(f"\n{shown.doc}" if shown.doc else "")
     return 0
+
+
+def _plain(entry: Entry) -> dict[str, str]:
+    return {name: vars(entry)[name] for name in ("kind", "name", "target", "distribution", "version", "file")}
 
 
 def find(text: str) -> Entry:

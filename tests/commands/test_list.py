@@ -94,7 +94,7 @@ cli.main(["list"])
 cli.main(["list", "--json"])
 with contextlib.suppress(SystemExit):
     cli.main(["--help"])
-heavy = [name for name in ("torch", "hydra", "omegaconf", "rich", "stagereg.stagers") if name in sys.modules]
+heavy = [name for name in ("torch", "hydra", "omegaconf", "stagereg.stagers") if name in sys.modules]
 sys.exit(f"imported: {heavy}" if heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
