@@ -129,7 +129,8 @@ class _Cases:
                 section, "contract", "Its contract can be imported.", lambda: self._add(section, entry, contract)
             )
         elif lacking := "only its author knows a step of it" if entry.kind != "stager" else _configured(entry, options):
-            where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "module:Name"'
+            module = f"{entry.target.partition(':')[0].partition('.')[0]}.contract"
+            where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "{module}:Name"'
             write = f"write a class that inherits stagereg.testing.{_KINDS[entry.kind]}, and {where}"
             self.write(section, "contract", promise, "not shown", f"{lacking}; {write}")
         else:
@@ -222,15 +223,13 @@ def _configured(entry: Entry, options: Mapping[str, Any]) -> str:
 
 def _module(cases: _Cases, name: str, options: Mapping[str, Any]) -> None:
     """Try what a module registers, and the contracts that are in it."""
-    loaded: list[types.ModuleType] = []
-    if not cases.attempt(
-        name, "imports", "It can be imported.", lambda: loaded.append(importlib.import_module(name)) or ""
-    ):
+    if not cases.attempt(name, "imports", "It can be imported.", lambda: str(importlib.import_module(name) and "")):
         return
+    loaded = importlib.import_module(name)
     top = name.partition(".")[0]
     found = [e for e in registry.entries() if e.target.partition(":")[0].partition(".")[0] == top]
     entries = list({(e.kind, e.name): e for e in found}.values())
-    contracts = [c for c in vars(loaded[0]).values() if _is_contract(c) and not c.__module__.startswith("stagereg.")]
+    contracts = [c for c in vars(loaded).values() if _is_contract(c) and not c.__module__.startswith("stagereg.")]
     if not entries and not contracts:
         raise ConfigError(
             f"{name} registers no plugin and has no contract.\n"

@@ -31,6 +31,8 @@ _TESTS = {"stager": ("test_stager",), "joinable": ("test_average", "test_join"),
 _NAMES = {"stager": ("bf16", "Bf16"), "joinable": ("ema", "Ema"), "join_hook": ("ddp_timed", "TimedDdp")}
 """The name of the example's component, and how the names of its classes begin."""
 _CHOSEN = {"joinable": "+joinable@join.joinables.mine", "join_hook": "join_hook@join.joinables.model.hook"}
+_CLASSES = ("Async", "Ddp", "Host", "Join", "JoinHook", "Joinable", "Stager")
+"""Names of which the classes would have a name that the example imports."""
 _LEGAL = re.compile(r"[A-Za-z]([A-Za-z0-9_-]{0,26}[A-Za-z0-9])?")
 _HYDRA_LITERALS = ("null", "true", "false", "nan", "inf")
 """What Hydra reads as something else than a text in ``stager=...``."""
@@ -111,6 +113,7 @@ def _files(kind: str, name: str, package: str) -> dict[str, str]:
     sources = [*modules, *(f"tests/{test}.py" for test in _TESTS[kind]), "pyproject.toml"]
     old, camel = _NAMES[kind]
     component = "".join(part[:1].upper() + part[1:] for part in re.split(r"[_-]+", name))
+    component = f"My{component}" if component in _CLASSES else component
     texts = {file: (example / file).read_text(encoding="utf-8") for file in sources}
     project = texts["pyproject.toml"]
     project = re.sub('^description = ".*"', f'description = "The {kind} {name} for stagereg."', project, flags=re.M)

@@ -18,6 +18,7 @@ import pytest
 import stagereg.commands.checking as checking
 from stagereg.cli import main
 from stagereg.errors import ConfigError, RegistryError, UnknownNameError
+from stagereg.registry import REGISTRY
 
 # Contracts of no kind need no training to break their promises; each of these does it in another way.
 HARMFUL = """
@@ -256,10 +257,12 @@ def test_errors_in_the_metadata_of_a_package_are_reported(site: Path, capsys: py
     ):
         assert part in seen
     assert "is no class that inherits stagereg.testing.StagerContract" in found["contract"][1]
+    REGISTRY.refresh()
     package(site, "older", STAGER.format(name="other"), "stager.older = older:Mine", needs="Requires-Dist: stagereg\n")
     found = rows(check("older", capsys=capsys, code=1))
     assert "requires 'stagereg', which is an unrelated project" in found["metadata"][1]
     assert found["loads"][0] == "broken"
+    REGISTRY.refresh()
     package(site, "two", STAGER.format(name="other"), "stager.two = two:Mine")
     assert "announced as 'two', and decorated as 'other'" in rows(check("two", capsys=capsys, code=1))["loads"][1]
 

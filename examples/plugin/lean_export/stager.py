@@ -6,7 +6,7 @@ and copied to host memory by stagereg's own stager, so an export takes half the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from stagereg.kernel.memory import Pool
 from stagereg.kernel.state_dict import flatten
 from stagereg.stagers.async_stager import StateDict
 from stagereg.stagers.host import HostStager
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 __all__ = ["WIDE", "Bf16Stager"]
@@ -27,8 +28,8 @@ class Bf16Stager(HostStager):
     """Copies a state dict, its float32 and float64 tensors as bfloat16.
 
     Everything else of the contract of a stager holds as it does for stagereg's own: what is handed out never changes,
-    structure, strides and tied weights stay. Of a DTensor each rank casts what it has. Other wrappers, sparse and
-    quantized tensors, and tensors that are attributes of others are copied as they are.
+    structure, strides and tied weights stay. Of a DTensor or ShardedTensor each rank casts its part. Other wrappers,
+    sparse and quantized tensors, and tensors that are attributes of others are copied as they are.
 
     Each parameter is an option: its name, type, default and text are what users see.
 
@@ -50,43 +51,46 @@ class Bf16Stager(HostStager):
         """
         with torch.no_grad():
             spec = flatten(state_dict)
-            return super().stage(spec.unflatten(_narrow(spec.tensors, list(_leaves(state_dict)))))
+            return super().stage(spec.unflatten(_narrow(spec.tensors, _leaves(state_dict))))
 
 
-def _narrow(tensors: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _narrow(tensors: Sequence[torch.Tensor], leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, bfloat16 in place of the wide ones among the leaves; those that shared memory share it again."""
-    whole: dict[tuple[object, ...], torch.Tensor] = {}
     wanted = {_memory(x) for x in leaves}
+    whole: dict[tuple[object, ...], torch.Tensor] = {}
     found = []
     for x in tensors:
-        storage = x.untyped_storage() if x.layout is torch.strided and x.dtype in WIDE else None
-        # One that reaches beyond its storage is refused by the copier, with its path.
-        last = (
-            x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-            if storage
-            else 0
-        )
-        if storage is None or _memory(x) not in wanted or last * x.itemsize >= storage.nbytes():
-            found.append(x)
-            continue
-        if _memory(x) not in whole:
-            whole[_memory(x)] = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage).to(torch.bfloat16)
-        found.append(whole[_memory(x)].as_strided(x.shape, x.stride(), x.storage_offset()))
+        memory = _memory(x)
+        if x.dtype in WIDE and memory in wanted and _is_complete(x):
+            if memory not in whole:
+                storage = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+                whole[memory] = storage.to(torch.bfloat16)
+            x = whole[memory].as_strided(x.shape, x.stride(), x.storage_offset())
+        found.append(x)
     return found
 
 
 def _memory(x: torch.Tensor) -> tuple[object, ...]:
-    return (x.device, x.dtype, x.untyped_storage().data_ptr()) if x.layout is torch.strided else (id(x),)
+    return x.device, x.dtype, x.untyped_storage().data_ptr()
+
+
+def _is_complete(x: torch.Tensor) -> bool:
+    """Whether all of a tensor lies in its storage; one that does not is refused by the copier, with its path."""
+    last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return not x.numel() or (last + 1) * x.itemsize <= x.untyped_storage().nbytes()
 
 
 def _leaves(x: Any) -> Iterator[torch.Tensor]:
-    """Every plain tensor of a state dict, and the part of this rank of every DTensor."""
-    todo, entered = [x], set()
+    """Every plain strided tensor of a state dict, and the parts of this rank of DTensors and ShardedTensors."""
+    todo: list[Any] = [x]
+    entered: set[int] = set()
     while todo:
         x = todo.pop()
         if isinstance(x, DTensor):
-            yield x.to_local()
-        elif isinstance(x, torch.Tensor):
+            todo.append(x.to_local())
+        elif isinstance(x, ShardedTensor):
+            todo += [shard.tensor for shard in x.local_shards()]
+        elif isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_quantized:
             yield x
         elif isinstance(x, (dict, list, tuple)) and id(x) not in entered:
             entered.add(id(x))
