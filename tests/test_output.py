@@ -39,7 +39,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_columns_are_aligned_and_bare_of_colour_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_are_aligned_and_plain_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [("a", "kept", "x"), ("longer", "broken", "[red]y[/red]")]
     output.table("Title", ("name", "verdict", "seen"), rows, verdict="verdict")
     title, head, rule, *body = printed(capsys)

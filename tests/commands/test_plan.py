@@ -39,7 +39,7 @@ def test_the_interval_is_the_best_for_each_ranks_share(capsys: pytest.CaptureFix
     assert lost == interval.lost_fraction(seen["interval_s"], 0.5, 6 * 3600, 300, 2.5)
 
 
-def test_of_machines_that_fail_one_by_one_the_job_fails_as_often_as_all_of_them(
+def test_a_job_fails_as_often_as_all_its_machines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     seen = plan(capsys, "--mtbf-per-node", "50000h", "--nodes", "128", "--state", "8GiB", *GIVEN)
@@ -47,7 +47,7 @@ def test_of_machines_that_fail_one_by_one_the_job_fails_as_often_as_all_of_them(
     assert seen["steps"] is None
 
 
-def test_where_writing_takes_longest_it_sets_the_interval_and_that_is_reported(
+def test_slow_writing_sets_the_interval(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = ("--mtbf", "10h", "--state", "20GiB", "--stage-gib-s", "20", "--write-gib-s", "0.01")
@@ -66,7 +66,7 @@ def test_it_is_reported_if_training_would_hardly_get_on(
     assert ("hardly get on" in capsys.readouterr().out) == hardly
 
 
-def test_the_text_names_the_setting_the_assumptions_and_the_sources(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_names_settings_assumptions_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--mtbf", "6h", "--state", "1TiB", "--ranks", "1024", "--step", "1.2s", *GIVEN]) == 0
     seen = capsys.readouterr().out
     assert "checkpoint.every=122" in seen
@@ -151,9 +151,7 @@ TIMES = st.floats(-3, 6).map(lambda power: 10.0**power)
 
 @settings(deadline=None)
 @given(TIMES, TIMES, st.floats(0, 1e5), TIMES)
-def test_the_parts_make_up_the_whole_and_as_good_means_at_most_one_percent_more(
-    cost: float, write: float, restart: float, mtbf: float
-) -> None:
+def test_the_parts_make_up_the_whole(cost: float, write: float, restart: float, mtbf: float) -> None:
     job = Job(1, 1, cost, write, [], restart_s=restart, mtbf_s=mtbf)
     best_s = interval.best(cost, mtbf, write)
     low, high = job.edge(1e-4), job.edge(1e4)
