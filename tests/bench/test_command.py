@@ -165,18 +165,15 @@ def test_help_is_instant_and_the_module_is_the_command() -> None:
 
 
 def test_tables_fit_120_columns_whatever_is_in_them() -> None:
-    samples = {"seconds": [12345.678, 99999.9]}
-    lines = [
-        Line("overlapped:blocked", samples, ratio=1234.5),
-        Line("first:torch_default", missing="x" * 300),
-        Line("pinned_cached+direct", failure="RuntimeError: " + "y\n" * 300),
-        Line("torch:async_save", {"lost": [-1234.5, 1e4], "blocked": [100.0, 1e4]}, step_seconds=1e-3),
-    ]
+    missing = Line("first:torch_default", missing="x" * 300)
+    failed = Line("pinned_cached+direct", failure="RuntimeError: " + "y\n" * 300)
+    copy = Line("overlapped:blocked", {"seconds": [12345.678, 99999.9]}, ratio=1234.5)
+    stall = Line("torch:async_save", {"lost": [-1234.5, 1e4], "blocked": [100.0, 1e4]}, step_seconds=1e-3)
     figures = {"p20": 1234.5, "collectives": 3.125, "blocking": 1.125}
-    joins = [Line("iterate+mean:planned", {"x": [12.3, 1234.5], "step": [99.9]}, ratio=1234.5, figures=figures), *lines]
+    join = Line("iterate+mean:planned", {"x": [12.3, 1234.5], "step": [99.9]}, ratio=1234.5, figures=figures)
     verdicts = [Verdict(target, 12345.67, 12345.67, "reached, aim missed") for target in TARGETS]
-    groups = [Group("g", "title", lines), Group("h", "title", lines[:3]), Group("j", "title", joins[:1])]
-    text = tables(groups, verdicts, [])
+    groups = [Group("g", "title", [line, missing, failed]) for line in (copy, stall, join)]
+    text = tables([*groups, Group("h", "title", [missing])], verdicts, [])
     assert max(map(len, text.splitlines())) <= 120
     assert "not there: xxx" in text
     assert "failed: RuntimeError: y y" in text

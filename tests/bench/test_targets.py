@@ -11,46 +11,38 @@ import stagereg.bench.write as write
 from stagereg.bench.join_rank import MODELS
 from stagereg.bench.report import Group, Line, figures
 from stagereg.bench.states import STATES
-from stagereg.bench.targets import TARGETS, Noise, Target, judge
+from stagereg.bench.targets import NOISE, TARGETS, Target, judge
 
 RATIO = Target("staging", "copy", "large", "mine", "torch", "5", reach=1.3, aim=1.05)
-LOST = Target("stall", "lost", "1", "mine", "torch", "113", reach=20, aim=Noise(), unit="ms lost")
+LOST = Target("stall", "lost", "1", "mine", "torch", "113", reach=20, aim=NOISE, unit="ms lost")
+
+
+WITHIN = Target("join", "step", "medium/2", "mine", "torch", "1.01", reach=NOISE, aim=NOISE)
 
 
 @pytest.mark.parametrize(
-    ("measured", "mark"),
+    ("target", "measured", "noise", "mark"),
     [
-        (0.9, "aim reached"),
-        (1.05, "aim reached"),
-        (1.0549, "aim reached"),  # printed as 1.05
-        (1.06, "reached, aim missed"),
-        (1.3, "reached, aim missed"),
-        (1.31, "missed"),
+        (RATIO, 1.05, 0.0, "aim reached"),
+        (RATIO, 1.0549, 0.0, "aim reached"),  # printed as 1.05
+        (RATIO, 1.06, 0.0, "reached, aim missed"),
+        (RATIO, 1.3, 0.0, "reached, aim missed"),
+        (RATIO, 1.31, 0.0, "missed"),
+        (LOST, 4.0, 5.0, "aim reached"),
+        (LOST, -3.0, 0.0, "aim reached"),
+        (LOST, 6.0, 5.0, "reached, aim missed"),
+        (LOST, 21.0, 5.0, "missed"),
+        (LOST, 21.0, 100.0, "missed"),  # a run that is all noise shows nothing
+        (WITHIN, 1.03, 1.034, "aim reached"),
+        (WITHIN, 1.04, 1.034, "missed"),
     ],
 )
-def test_a_ratio_is_marked_by_the_target_that_it_reaches(measured: float, mark: str) -> None:
-    verdict = judge(RATIO, {("large", "mine", "x"): measured, ("large", "torch", "x"): 5.5})
+def test_a_figure_is_marked_by_the_target_that_it_reaches(
+    target: Target, measured: float, noise: float, mark: str
+) -> None:
+    found = {(target.group, "mine", target.unit): measured, (target.group, "torch", target.unit): 5.5}
+    verdict = judge(target, found, noise)
     assert (verdict.mark, verdict.measured, verdict.torchs) == (mark, measured, 5.5)
-
-
-@pytest.mark.parametrize(
-    ("lost", "noise", "mark"),
-    [
-        (4.0, 5.0, "aim reached"),
-        (-3.0, 0.0, "aim reached"),
-        (6.0, 5.0, "reached, aim missed"),
-        (21.0, 5.0, "missed"),
-        (21.0, 100.0, "missed"),  # a run that is all noise shows nothing
-    ],
-)
-def test_nothing_lost_means_no_more_than_the_noise(lost: float, noise: float, mark: str) -> None:
-    assert judge(LOST, {("1", "mine", "ms lost"): lost}, noise).mark == mark
-
-
-@pytest.mark.parametrize(("ratio", "mark"), [(1.0, "aim reached"), (1.03, "aim reached"), (1.04, "missed")])
-def test_within_noise_means_no_more_than_the_noise_of_the_run(ratio: float, mark: str) -> None:
-    target = Target("join", "step", "medium/2", "mine", "torch", "1.01", reach=Noise(), aim=Noise())
-    assert judge(target, {("medium/2", "mine", "x"): ratio}, noise=1.034).mark == mark
 
 
 def test_a_row_of_another_group_or_unit_is_no_measurement() -> None:
@@ -64,7 +56,7 @@ def test_each_target_names_an_existing_row_and_group(target: Target) -> None:
     groups = {"stall": ["1", "2"], "join": [join.group_name(model, ranks) for model in MODELS for ranks in (2, 4)]}
     assert {target.row, target.torchs} <= set(rows[target.kind])
     assert target.group in groups.get(target.kind, STATES)
-    assert isinstance(target.aim, Noise) or isinstance(target.reach, Noise) or target.aim <= target.reach
+    assert NOISE in (target.aim, target.reach) or target.aim <= target.reach
 
 
 def test_the_figures_of_targets_are_ratios_and_milliseconds() -> None:
