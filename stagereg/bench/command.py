@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagereg.bench.measure import Stopwatch, interleave, quiet, spread
+from stagereg.bench.measure import Stopwatch, interleave, quiet
 from stagereg.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ def run(asked: argparse.Namespace) -> int:
     rows = _check(asked)
     import stagereg.bench.report as report
     import stagereg.machine as machine
-    from stagereg.bench.targets import TARGETS, judge
 
     environment = machine.describe(asked.device)
     notes: list[str] = []
@@ -86,15 +85,9 @@ def run(asked: argparse.Namespace) -> int:
         notes.append(busy)
     with quiet():
         groups = _MEASURE[asked.kind](asked, rows, notes)
-    if asked.kind in _SCALES and asked.scale != _SCALES[asked.kind]:
-        notes.append("The targets are for full size: at this --scale the marks mean nothing.")
-    figures, noise = report.figures(groups), _noise(asked.kind, groups)
-    measured = {group.name for group in groups}
-    targets = [target for target in TARGETS if target.kind == asked.kind and target.group in measured]
-    verdicts = [judge(target, figures, noise.get(target.group, 0.0)) for target in targets]
     notes = list(dict.fromkeys(notes))
-    print(report.tables(groups, verdicts, notes))
-    _write_json(asked, environment, report.plain(groups, verdicts, notes))
+    print(report.tables(groups, notes))
+    _write_json(asked, environment, report.plain(groups, notes))
     return int(any(line.failure for group in groups for line in group.lines))
 
 
@@ -284,15 +277,3 @@ def _write_json(asked: argparse.Namespace, environment: dict[str, Any], found: d
         settings = {name: value for name, value in vars(asked).items() if not callable(value)}
         content = {"environment": environment, "settings": settings, **found}
         Path(asked.json).write_text(json.dumps(content, indent=1) + "\n")
-
-
-def _noise(kind: str, groups: Sequence[Group]) -> dict[str, float]:
-    """The noise of the run by group, in the unit of that kind's targets."""
-    import stagereg.bench.join_rows as join
-    import stagereg.bench.stall as stall
-
-    row = {"stall": f"again:{stall.BASE}", "join": join.AGAIN}.get(kind)
-    again = {g.name: line.samples for g in groups for line in g.lines if line.row == row and line.samples}
-    if kind == "join":
-        return {name: join.noise(samples["x"]) for name, samples in again.items()}
-    return {name: max(abs(edge) for edge in spread(samples["lost"])) * 1e3 for name, samples in again.items()}

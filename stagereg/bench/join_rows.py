@@ -20,7 +20,7 @@ from stagereg.bench.report import Group, Line
 from stagereg.errors import LaunchError
 from stagereg.testing.ranks import RankFailure, run_ranks
 
-__all__ = ["AGAIN", "BASE", "group", "group_name", "measured", "noise", "row_names"]
+__all__ = ["AGAIN", "BASE", "group", "measured", "noise", "row_names"]
 
 BASE = "off"
 """The row without a join, which all others are held against."""
@@ -35,11 +35,6 @@ _CONFIDENCE = 1.96  # standard deviations of a binomial count on either side: 95
 def row_names() -> list[str]:
     """The names of all rows there are."""
     return [*WAYS, *(f"{ENTRY}{row}" for row in _ENTERED)]
-
-
-def group_name(model: str, ranks: int) -> str:
-    """What the rows of a model on so many ranks are called together."""
-    return f"{model}/{ranks}"
 
 
 def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[Taken]:
@@ -63,7 +58,9 @@ def group(model: str, ranks: int, taken: Sequence[Taken]) -> Group:
     ways = list(taken[0][1])
     lines = [_line(row, taken, base) for row in [*ways, *(f"{ENTRY}{row}" for row in ways if row in _ENTERED)]]
     title = f"join {model}, {ranks} rank{'s' * (ranks > 1)}: DDP, {MODELS[model].parameters:,} parameters"
-    return Group(group_name(model, ranks), title, lines)
+    for again in (line for line in lines if line.row == AGAIN and line.samples):
+        title += f"; below {noise(again.samples['x']):.2f} x off there is only noise"
+    return Group(f"{model}/{ranks}", title, lines)
 
 
 def noise(ratios: Sequence[float]) -> float:

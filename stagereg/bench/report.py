@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from stagereg.bench.measure import Series, spread
-from stagereg.bench.targets import Verdict
 
-__all__ = ["Group", "Line", "aligned", "figures", "of_series", "plain", "progress", "tables"]
+__all__ = ["Group", "Line", "aligned", "of_series", "plain", "progress", "tables"]
 
 _REASON_WIDTH = 88
 _HEADS = {
@@ -19,7 +18,6 @@ _HEADS = {
     "x": ["step ms", "x off", "IQR", "x, p20", "+ collectives", "+ blocking"],
 }
 """The columns of a table, by a figure that only its rows have."""
-_TARGETS = ["target", "group", "torch then", "torch here", "reach", "aim", "here", "mark"]
 
 
 @dataclass(frozen=True)
@@ -70,21 +68,7 @@ def of_series(name: str, title: str, series: Sequence[Series], ceiling: str) -> 
     return Group(name, title, lines)
 
 
-def figures(groups: Sequence[Group]) -> dict[tuple[str, str, str], float]:
-    """The figures that targets are held against, by group, row and unit."""
-    found: dict[tuple[str, str, str], float] = {}
-    for group in groups:
-        for line in group.lines:
-            if line.ratio is not None:
-                found[group.name, line.row, "x"] = line.ratio
-            found.update({(group.name, line.row, name): value for name, value in line.figures.items()})
-            for name in ("blocked", "lost"):
-                if name in line.samples:
-                    found[group.name, line.row, f"ms {name}"] = line.median(name) * 1e3
-    return found
-
-
-def tables(groups: Sequence[Group], verdicts: Sequence[Verdict], notes: Sequence[str]) -> str:
+def tables(groups: Sequence[Group], notes: Sequence[str]) -> str:
     """Plain text of at most 120 columns."""
     parts = []
     for group in groups:
@@ -95,13 +79,6 @@ def tables(groups: Sequence[Group], verdicts: Sequence[Verdict], notes: Sequence
         parts.append(
             "\n".join([group.title, next(rows), *(reasons.get(line.row) or next(rows) for line in group.lines)])
         )
-    if verdicts:
-        of = (
-            "the step without a join, or collectives a step"
-            if verdicts[0].target.kind == "join"
-            else "the ceiling, or ms"
-        )
-        parts.append("\n".join([f"Targets (x of {of})", *aligned([_TARGETS, *map(_target, verdicts)])]))
     if notes:
         parts.append("\n".join(notes))
     return "\n\n".join(parts)
@@ -117,15 +94,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def plain(groups: Sequence[Group], verdicts: Sequence[Verdict], notes: Sequence[str]) -> dict[str, Any]:
+def plain(groups: Sequence[Group], notes: Sequence[str]) -> dict[str, Any]:
     """The same and every sample, for JSON; times are seconds."""
-    return {
-        "groups": [
-            {"name": group.name, "title": group.title, "rows": [_row(line) for line in group.lines]} for group in groups
-        ],
-        "targets": [{**asdict(v.target), "torch": v.torchs, "measured": v.measured, "mark": v.mark} for v in verdicts],
-        "notes": list(notes),
-    }
+    shown = [
+        {"name": group.name, "title": group.title, "rows": [_row(line) for line in group.lines]} for group in groups
+    ]
+    return {"groups": shown, "notes": list(notes)}
 
 
 def progress(what: str, rounds: int, stream: TextIO) -> Callable[[int], None]:
@@ -163,14 +137,6 @@ def _cells(line: Line) -> list[str]:
         ratios = _iqr(line.samples["x"], "{:.2f}".format)
         return [_ms(line.median("step")), f"{line.ratio:.3f}", ratios, f"{line.figures['p20']:.3f}", *counts]
     return [_ms(line.median("seconds")), _iqr(line.samples["seconds"], _ms), _number(line.ratio)]
-
-
-def _target(verdict: Verdict) -> list[str]:
-    target = verdict.target
-    what = f"{target.what}, ms" if target.unit.startswith("ms ") else target.what
-    wanted = [figure if isinstance(figure, str) else f"{figure:g}" for figure in (target.reach, target.aim)]
-    here = _number(verdict.measured)
-    return [what, target.group, target.today, _number(verdict.torchs), *wanted, here, verdict.mark]
 
 
 def _number(value: float | None) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import stagereg
 import stagereg.bench.endurance as endurance
 from stagereg import cli
 from stagereg.bench.endurance import HEADS, MARKS, Mark, endure, grown, measured, table
 from stagereg.errors import LaunchError
-from stagereg.registry import build, register
+from stagereg.registry import register
 
 FLAT: Mark = dict(zip(HEADS, (50, 0.03, 300 << 20, 295_000, 430, 12, 4, 2, 1_600_000, 9, 1, 0), strict=True))
 
@@ -70,34 +70,18 @@ def folders(tmp_path: Path) -> list[Path]:
     return places
 
 
-@pytest.fixture
-def leaking(registry_as_before: None) -> Iterator[None]:
-    """A stager that leaves with each copy a file descriptor open and a temporary file lying about."""
+def test_a_stager_that_leaves_files_open_is_seen_in_a_real_run(registry_as_before: None, folders: list[Path]) -> None:
     held: list[int] = []
 
     @register("stager", "leaking")
-    class Leaking:
-        should_synchronize_after_execute = False
-
-        def __init__(self) -> None:
-            self._good = build("stager", "blocking")
-
-        def synchronize_staging(self) -> None: ...
-
-        def close(self) -> None:
-            self._good.close()
-
+    class Leaking(stagereg.BlockingAsyncStager):
         def stage(self, state_dict: dict[str, Any]) -> Any:
             held.append(os.open(os.devnull, os.O_RDONLY))
-            return self._good.stage(state_dict)
+            return super().stage(state_dict)
 
-    yield
+    seen = endure("leaking", "dcp", 10, 2, *folders)
     for descriptor in held:
         os.close(descriptor)
-
-
-def test_a_stager_that_leaves_files_open_is_seen_in_a_real_run(leaking: None, folders: list[Path]) -> None:
-    seen = endure("leaking", "dcp", 10, 2, *folders)
     assert [mark["saves"] for mark in seen] == list(range(1, 11))
     assert seen[-1]["descriptors"] - seen[0]["descriptors"] == 9
     assert "descriptors" in " ".join(grown(seen))
@@ -120,26 +104,6 @@ def test_a_process_that_fails_is_an_error_of_the_project(tmp_path: Path) -> None
     with pytest.raises(LaunchError, match=r"(?s)process that measures failed: .*nowhere"):
         measured("nowhere", "dcp", 10, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--saves", "9"], "--saves must be at least 10"),
-        (["--keep", "0"], "--keep must be at least 1"),
-        (["--stager", "pined_cached"], "Did you mean 'pinned_cached'"),
-        (["--storage", "dpc"], "Did you mean 'dcp'"),
-        (["--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
-        (["--json", "/"], "is a directory"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_is_saved(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["bench", "endurance", *arguments]) == 2
-    shown = capsys.readouterr()
-    assert message in shown.err
-    assert shown.out == ""
 
 
 @pytest.mark.slow

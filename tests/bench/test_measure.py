@@ -42,7 +42,7 @@ class Worker(Case):
         self.closed += 1
 
 
-def test_cases_take_turns_and_only_their_own_time_of_later_rounds_counts() -> None:
+def test_cases_take_turns_and_later_rounds_count() -> None:
     clock, log = Clock(), []
 
     def change() -> None:
@@ -55,7 +55,7 @@ def test_cases_take_turns_and_only_their_own_time_of_later_rounds_counts() -> No
     assert (first.samples, second.samples) == ([1.0, 2.0], [3.0, 4.0])
 
 
-def test_a_shuffled_order_is_another_in_each_round_and_the_same_everywhere() -> None:
+def test_a_shuffled_order_is_another_in_each_round() -> None:
     orders = []
     for _ in range(2):
         clock, log = Clock(), []
@@ -66,7 +66,7 @@ def test_a_shuffled_order_is_another_in_each_round_and_the_same_everywhere() -> 
     assert {"".join(sorted(order)) for order in orders[0]} == {"ABCDEFGH"}
 
 
-def test_a_ratio_is_median_by_median_and_a_spread_the_middle_half() -> None:
+def test_a_ratio_is_of_medians_and_a_spread_the_middle_half() -> None:
     ceiling, row = Series("ceiling", [1.0, 4.0, 2.0]), Series("row", [3.0, 1.0, 100.0])
     assert [line.ratio for line in of_series("name", "title", [ceiling, row], "ceiling").lines] == [1.0, 1.5]
     assert spread([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 4.0)
@@ -103,7 +103,7 @@ def test_a_case_that_fails_is_left_out_and_the_others_go_on() -> None:
     assert log == list("ABABBBB")[:7]
 
 
-def test_a_case_that_cannot_be_measured_here_is_missing_and_no_failure() -> None:
+def test_a_case_that_cannot_be_measured_is_no_failure() -> None:
     case = Broken("A", Clock(), ["A", "A"])
     case.error = NotThere("no such stager")
     (series,) = interleave([case], 1, Stopwatch())

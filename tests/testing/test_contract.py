@@ -55,7 +55,7 @@ class Larger(Small):
         """One more."""
 
 
-def test_promises_are_the_test_methods_with_the_first_line_of_their_doc() -> None:
+def test_promises_are_test_methods_and_their_first_line() -> None:
     assert list(Small.promises().items())[:2] == [("test_kept", "It is kept."), ("test_broken", "It is broken.")]
     assert list(Small.promises()) == ["test_kept", "test_broken", "test_skipped", "test_odd", "test_leaving"]
 
@@ -78,7 +78,7 @@ def test_every_end_of_a_trial_is_an_outcome() -> None:
     assert "SystemExit: that was all" in Small.outcome("test_leaving").seen
 
 
-def test_an_interrupt_is_no_outcome_and_each_trial_has_an_instance() -> None:
+def test_an_interrupt_is_no_outcome() -> None:
     seen = []
 
     class Interrupted(Contract):
@@ -100,7 +100,7 @@ def test_a_bounded_call_returns_and_raises_what_the_call_does() -> None:
         Small().within(sys.exit)
 
 
-def test_a_bounded_call_that_hangs_is_a_broken_promise_with_its_stack() -> None:
+def test_a_bounded_call_that_hangs_is_broken_with_its_stack() -> None:
     never = threading.Event()
 
     def wait_for_ever() -> None:
@@ -146,7 +146,7 @@ def test_what_is_expected_of_a_copy_may_be_another_tensor() -> None:
     assert "strides" in str(difference({"w": cast.view(3, 2)}, source, lambda x: x.to(torch.bfloat16)))
 
 
-def test_the_contracts_are_there_by_name_and_the_package_imports_no_torch() -> None:
+def test_contracts_are_there_by_name_without_importing_torch() -> None:
     program = "import sys, stagereg.testing; assert 'torch' not in sys.modules; assert 'pytest' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     assert set(stagereg.testing.__all__) <= set(dir(stagereg.testing))

@@ -149,7 +149,7 @@ def test_a_contract_may_be_in_the_main_module(author: Path) -> None:
     assert run.stdout == f"{kept} {len(SKIPPED)} 0\n", run.stdout + run.stderr
 
 
-def test_the_pages_example_keeps_the_contract_imported_from_a_file_by_path(tmp_path: Path) -> None:
+def test_the_pages_example_keeps_it_from_a_file_by_path(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text().partition("## Joins")[2], re.S)
     file = tmp_path / "example.py"
     file.write_text(example)
@@ -165,7 +165,7 @@ def test_the_pages_example_keeps_the_contract_imported_from_a_file_by_path(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13")
-def test_torchs_joinables_break_exactly_the_promises_that_the_page_lists() -> None:
+def test_torchs_joinables_break_what_the_page_lists() -> None:
     recorded = re.search(r"<!-- torch's joinables -->\n(.*?)\n<!-- -->", PAGE.read_text(), re.S)
     assert recorded
     assert table(joins.TORCHS) == recorded[1]

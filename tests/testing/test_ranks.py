@@ -176,7 +176,7 @@ def test_a_rank_goes_on_in_a_new_group_even_after_an_abort(spoils):
     assert run_ranks(sum_in_new_groups, args=(spoils,), timeout_s=30) == [[3.0, 5.0, 7.0]] * 2
 
 
-def test_a_limited_block_that_does_not_end_ends_its_rank_and_reports_where():
+def test_a_limited_block_that_hangs_ends_its_rank_with_its_stack():
     with pytest.raises(RankFailure) as caught:
         run_ranks(wait_in_a_limit, timeout_s=30)
     assert next(iter(caught.value.failed)) == 1
@@ -201,7 +201,7 @@ def test_backward_and_ddp_never_hang_in_repeated_runs():
         assert torch.equal(first, second)
 
 
-def test_a_raising_rank_is_named_with_its_traceback_and_the_others_end():
+def test_a_raising_rank_is_named_and_the_others_end():
     with pytest.raises(RankFailure, match="1 of 2 ranks failed: rank 1\n") as caught:
         run_ranks(raise_on, args=(1, sleep_long))
     failure = pickle.loads(pickle.dumps(caught.value))
@@ -219,7 +219,7 @@ def test_the_cause_is_reported_before_its_consequences():
 
 
 @pytest.mark.parametrize("name", ["SIGABRT", "SIGKILL", "SIGSEGV"])
-def test_a_rank_that_dies_is_reported_with_its_signal_and_last_output(name):
+def test_a_rank_that_dies_is_named_with_signal_and_last_output(name):
     with pytest.raises(RankFailure) as caught:
         run_ranks(die_on, args=(1, int(getattr(signal, name))))
     assert name in caught.value.failed[1]
@@ -231,7 +231,7 @@ def test_leaving_without_a_result_is_a_failure():
         run_ranks(leave_without_return)
 
 
-def test_a_hung_rank_is_named_with_its_stack_and_no_process_is_left(tmp_path):
+def test_a_hung_rank_is_named_with_stack_and_no_process_stays(tmp_path):
     run_ranks(count_who_comes, 1)  # the limit is for the ranks, and not for the server to import torch
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 hung: still running after 4 s; ended in time: rank 0") as caught:
@@ -296,7 +296,7 @@ def test_ranks_end_when_their_caller_is_killed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["importlib", "prepend"])
-def test_functions_and_their_neighbours_are_found_under_every_import_mode(tmp_path, tmp_path_factory, mode):
+def test_functions_are_found_under_every_import_mode(tmp_path, tmp_path_factory, mode):
     """``tests/deep`` has a neighbour that is imported relatively; the rank must find it where the test did."""
     deep = tmp_path / "tests" / "deep"
     deep.mkdir(parents=True)

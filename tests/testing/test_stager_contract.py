@@ -134,7 +134,7 @@ def test_every_stager_of_the_project_is_held_to_it() -> None:
     assert held >= {f"Held_{name}" for name in stagereg.names("stager") if name != "torch_default"}
 
 
-def test_a_stager_that_casts_declares_it_and_keeps_all_other_promises() -> None:
+def test_a_stager_that_casts_declares_it_and_keeps_the_rest() -> None:
     casting = {"test_dtypes_may_change", "test_strides_are_kept", "test_tied_tensors_stay_tied", "test_keys_may_change"}
     casting |= {"test_later_writes_do_not_show", "test_structure_is_kept", "test_every_dtype_keeps_its_bits"}
     casting |= {"test_torchs_async_save_writes_what_was_staged", "test_a_view_costs_its_own_bytes"}
@@ -143,7 +143,7 @@ def test_a_stager_that_casts_declares_it_and_keeps_all_other_promises() -> None:
     assert (shown.kept, "has the dtype torch.bfloat16, not torch.float32" in shown.seen) == (False, True)
 
 
-def test_a_stager_may_raise_an_error_again_whose_future_may_not_have_been_read() -> None:
+def test_a_stager_may_raise_the_error_of_a_future_again() -> None:
     names = ("test_an_error_leaves_the_stager_usable", "test_errors_that_nobody_looked_at_surface")
     assert [held_to(RaisesTwice).outcome(name).seen for name in names] == ["", ""]
 
@@ -207,7 +207,7 @@ class TestTorchsStagers:
         shown = held_to(lambda: staging.BlockingAsyncStager(True)).outcome("test_keys_may_change")
         assert "Cannot access accelerator device" in shown.seen
 
-    def test_reading_freed_memory_costs_the_process_of_a_rank_and_no_more(self) -> None:
+    def test_reading_freed_memory_costs_only_the_process_of_a_rank(self) -> None:
         shown = TORCHS["`BlockingAsyncStager`"].outcome("test_a_storage_that_shrank_is_an_error")
         assert shown.kept is False
         assert "tried in a process of its own, died of SIGSEGV" in shown.seen
