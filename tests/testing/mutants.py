@@ -52,7 +52,16 @@ def single(state: State) -> Tensor | None:
 
 
 class Plain(BlockingAsyncStager):
-    """Right in everything; the mutants change one thing."""
+    """Right in everything; the mutants change one thing, and have some places to remember things in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+        self.seen: dict[Any, Any] = {}
+
+    def close(self) -> None:
+        super().close()
+        self.held.clear()
 
     def stage(self, state_dict: State) -> Any:
         return self.change(state_dict, super().stage(state_dict))
@@ -104,21 +113,21 @@ class WithoutSynchronize:
 
 
 class TrustsVersionCounters(Plain):
-    seen: Any = None
+    known: Any = None
     last: Any = None
 
     def change(self, source: State, copied: State) -> State:
         seen: list[Any] = [(key, type(value)) for key, value in source.items()]
         paired(source, copied, lambda s, c: seen.append((s.data_ptr(), s._version, s.shape, s.dtype, s.stride())) or c)
-        if seen != self.seen or len(seen) == len(source) or self.last[0]() is None:
+        if seen != self.known or len(seen) == len(source) or self.last[0]() is None:
             first = next((x for x in copied.values() if is_plain(x)), None)
             if first is None:
                 return copied
-            self.seen, self.last = seen, (weakref.ref(first), dict(copied))
+            self.known, self.last = seen, (weakref.ref(first), dict(copied))
         return dict(self.last[1])
 
     def close(self) -> None:
-        self.seen = self.last = None
+        self.known = self.last = None
         super().close()
 
 
@@ -165,24 +174,16 @@ class OneBlockForAll(Plain):
 class LooksOnlyAtTensors(Plain):
     """Uses memory again when the tensor it handed out is gone, although views of it may exist."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.free: list[Tensor] = []
-
     def change(self, source: State, copied: State) -> State:
         new = single(copied)
         if new is None:
             return copied
-        fitting = [x for x in self.free if (x.shape, x.dtype) == (new.shape, new.dtype)]
-        self.free.clear()
+        fitting = [x for x in self.held if (x.shape, x.dtype) == (new.shape, new.dtype)]
+        self.held.clear()
         memory = fitting[0].copy_(new) if fitting else new
         handed_out = memory.view(memory.shape)
-        weakref.finalize(handed_out, self.free.append, memory).atexit = False
+        weakref.finalize(handed_out, self.held.append, memory).atexit = False
         return {"w": handed_out}
-
-    def close(self) -> None:
-        super().close()
-        self.free.clear()
 
 
 class WaitsForThreeToBeDropped(Plain):
@@ -215,17 +216,9 @@ class SharesItsBuffers(Plain):
 
 
 class KeepsEveryCopy(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[State] = []
-
     def change(self, source: State, copied: State) -> State:
-        self.kept.append(dict(copied))
+        self.held.append(dict(copied))
         return copied
-
-    def close(self) -> None:
-        self.kept.clear()
-        super().close()
 
 
 class WholeStorages(Plain):
@@ -338,17 +331,13 @@ class GoesOnAfterClose(Plain):
 
 
 class TakesCopiesBack(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.handed_out: list[Any] = []
-
     def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
         if is_plain(copied) and not copied.requires_grad:
-            self.handed_out.append(weakref.ref(copied))
+            self.held.append(weakref.ref(copied))
         return copied
 
     def close(self) -> None:
-        for known in self.handed_out:
+        for known in self.held:
             if (x := known()) is not None:
                 x.zero_()
         super().close()
@@ -389,10 +378,6 @@ class CopiesWhenSynchronized(Plain):
 class Broadcasts(Plain):
     """Remembers shapes by key, and broadcasts to them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[Any, Any] = {}
-
     def change(self, source: State, copied: State) -> State:
         return {k: self.compare(k, x) if is_plain(x) else x for k, x in copied.items()}
 
@@ -413,10 +398,6 @@ class Casts(Broadcasts):
 
 class SizesOfTheFirst(Plain):
     """Remembers the size of each tensor by the object it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, tuple[Any, Any]] = {}
 
     def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
         if not is_plain(source) or source.dim() != 1 or not source.is_contiguous():
