@@ -92,7 +92,8 @@ def test_a_ratio_is_that_of_one_round_on_the_slowest_rank() -> None:
 
 def test_a_row_that_failed_has_no_figures() -> None:
     broken = taken([1.0], [], [], (3, 0))
-    broken[0]["planned"].failure = "rank 0: JoinError: no"
+    for row in ("planned", "enter+leave:planned"):
+        broken[0][row].failure = "rank 0: JoinError: no"
     line = join.group("small", 1, [broken]).lines[1]
     assert (line.samples, line.ratio, line.failure) == ({}, None, "rank 0: JoinError: no")
     broken[0]["off"] = Series("off", failure="gone")
