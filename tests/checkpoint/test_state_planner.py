@@ -56,7 +56,7 @@ def plans(*ranks: list[WriteItem]) -> list[SavePlan]:
     return [SavePlan(items, planner_data={}) for items in ranks]
 
 
-def test_shards_of_ranks_make_up_a_whole_and_replicas_are_left_out() -> None:
+def test_shards_make_up_a_whole_and_replicas_are_left_out() -> None:
     half, other = shard("x", 0, 4, 6), shard("x", 4, 6, 6)
     global_plans, metadata = StatePlanner().create_global_plan(plans([half], [other], [half]))
     assert [plan.items for plan in global_plans] == [[half], [other], []]
