@@ -51,61 +51,6 @@ def test_every_case_gives_the_references_numbers_on_every_rank(mode: str, names:
     assert {where: value for where, value in apart.items() if not value < EXACT} == {}
 
 
-def broken(
-    rank: int, world_size: int, mode: str, announced: tuple[int, ...], taken: tuple[int, ...], divide: bool
-) -> Any:
-    """Rank r announces so many batches and takes so many steps."""
-    ddp = DistributedDataParallel(net(Case()))
-    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.05)
-    with stagereg.Join([ddp, optimizer], mode=mode, loader=range(announced[rank]), divide_by_initial_world_size=divide):
-        for step in range(taken[rank]):
-            optimizer.zero_grad()
-            ddp(batch(rank, 0, step)).sum().backward()
-            optimizer.step()
-    state = optimizer.state_dict()["state"]
-    return [p.detach() for p in ddp.parameters()], {(i, k): v for i, s in state.items() for k, v in s.items()}
-
-
-def single(taken: tuple[int, ...], divide: bool) -> Any:
-    module = net(Case())
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
-    for step in range(max(taken)):
-        active = [rank for rank, length in enumerate(taken) if length > step]
-        optimizer.zero_grad()
-        for rank in active:
-            (module(batch(rank, 0, step)).sum() / (len(taken) if divide else len(active))).backward()
-        optimizer.step()
-    state = optimizer.state_dict()["state"]
-    return [p.detach() for p in module.parameters()], {(i, k): v for i, s in state.items() for k, v in s.items()}
-
-
-PLANS = {
-    "one leaves early": ((4, 4, 4), (4, 2, 4)),
-    "all leave early": ((6, 5, 4), (2, 2, 2)),
-    "the longest leaves early": ((2, 3, 8), (2, 3, 5)),
-    "one goes on for longer": ((2, 3, 3), (5, 3, 3)),
-    "all go on for longer": ((1, 1, 1), (2, 4, 3)),
-    "one never begins": ((3, 3, 3), (3, 0, 2)),
-    "no rank begins": ((3, 3, 3), (0, 0, 0)),
-}
-
-
-def all_plans(rank: int, world_size: int) -> dict[Any, Any]:
-    return {
-        (mode, name, divide): broken(rank, world_size, mode, *PLANS[name], divide)
-        for mode in MODES
-        for name in PLANS
-        for divide in (True, False)
-    }
-
-
-def test_the_steps_that_ranks_take_count_and_not_their_announced_lengths() -> None:
-    for outcome in run_ranks(all_plans, 3, timeout_s=100):
-        assert len(outcome) == 2 * 2 * len(PLANS)
-        for (mode, name, divide), found in outcome.items():
-            assert difference(list(found), list(single(PLANS[name][1], divide))) < EXACT, (mode, name, divide)
-
-
 def sent() -> int:
     """How many collectives this rank has begun, in all process groups and their control channels."""
     groups = list(_world.pg_map)

@@ -106,10 +106,6 @@ def test_every_rank_has_the_numbers_of_a_single_process() -> None:
     assert {where: value for where, value in differences(CASES, "ours").items() if not value < EXACT} == {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_every_rank_has_the_numbers_of_a_single_process_in_a_process_of_its_own(name: str) -> None:
-    hold(CASES[name])
 
 
 def hold(case: Case, library: str = "ours") -> None:
