@@ -188,6 +188,7 @@ CASES = {
     "uneven evaluation after": Case(after=True, columns=("ddp", "zero")),
     "infinite gradients, then no data": Case(poisoned=True, extras=frozenset({"scaler", "loss"})),
     "buffers": Case(net=("norm",), lengths=((2, 4, 6), (6, 4, 2)), columns=("ddp", "zero"), average="world"),
+    "buffers, even": Case(net=("norm",), lengths=((3, 3, 3),), columns=("ddp", "zero")),
     "buffers, a rank without batches": Case(net=("norm",), lengths=((0, 3, 5),), columns=("ddp", "zero")),
     "static graph": Case(lengths=((0, 3, 5),), wrap={"static_graph": True}, columns=("ddp", "zero")),
     "many buckets": Case(lengths=((0, 3, 5),), wrap={"bucket_cap_mb": 1e-5}, columns=("ddp", "zero")),
