@@ -216,6 +216,7 @@ class EnteredLoop:
             session.responder = Responder(channel, 2, session.detector.wait)
         self._responder = session.responder
         self._closed = False
+        self._membership: Membership | None = None
         self.store: Any = PrefixStore(f"loop/{len(session.loops)}", session.store)
         self._length = _length_of(loader)
         self._lengths: PendingSum | None = None
@@ -230,9 +231,9 @@ class EnteredLoop:
     @property
     def is_decided(self) -> bool:
         """Whether :attr:`membership` has been asked for."""
-        return "membership" in vars(self)
+        return self._membership is not None
 
-    @functools.cached_property
+    @property
     def membership(self) -> Membership:
         """Who still has data; waits for the lengths of all ranks the first time.
 
@@ -240,6 +241,11 @@ class EnteredLoop:
             JoinError: the join is to plan, and some rank has no length.
             UnevenInputsError: the join is to throw, and the lengths differ.
         """
+        if self._membership is None:
+            self._membership = self._decided()
+        return self._membership
+
+    def _decided(self) -> Membership:
         session = self._session
         planned = None if self._lengths is None else self._planned(self._lengths)
         if planned is not None and not session.needs_active_ranks:
@@ -279,8 +285,7 @@ class EnteredLoop:
     @property
     def keys(self) -> list[str]:
         """This rank's share of the keys that the loop leaves in the store."""
-        membership = self.membership if self.is_decided else None
-        begun = membership.keys if isinstance(membership, StoreMembership) else ()
+        begun = self._membership.keys if isinstance(self._membership, StoreMembership) else ()
         return [*begun, *(["example"] if self._channel.rank == 0 else [])]
 
     def _planned(self, lengths: PendingSum) -> Membership | None:
