@@ -29,7 +29,7 @@ import stagereg.checkpoint.sources as sources
 import stagereg.checkpoint.structure as structure
 import stagereg.checkpoint.torchfiles as torchfiles
 import stagereg.registry as registry
-from stagereg.checkpoint.causes import causes
+from stagereg.checkpoint.advice import causes
 from stagereg.checkpoint.manifest import Checkpoint, new_token
 from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.storage.lookup import named

@@ -17,7 +17,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import zlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +24,7 @@ from types import TracebackType
 
 import torch
 
+from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.kernel.memory import Block
@@ -149,7 +149,7 @@ class AlignedFile:
         memory = memoryview(block).cast("B")
         for at in range(0, nbytes, _CHUNK_BYTES):
             self._submit(memory[at : at + _CHUNK_BYTES], begin + at)
-            self._crc32 = zlib.crc32(memory[at : min(at + _CHUNK_BYTES, used)], self._crc32)
+            self._crc32 = crc32(memory[at : min(at + _CHUNK_BYTES, used)], self._crc32)
         self._begin += used
         return begin
 
@@ -202,7 +202,7 @@ class AlignedFile:
         padded = -(-self._filled // PAGE) * PAGE
         buffer.view[self._filled : padded] = bytes(padded - self._filled)
         written = self._submit(buffer.view[:padded], self._begin)
-        self._crc32 = zlib.crc32(buffer.view[: self._filled], self._crc32)
+        self._crc32 = crc32(buffer.view[: self._filled], self._crc32)
         self._buffers.append((buffer, written))
         self._begin += self._filled
         self._filled = 0

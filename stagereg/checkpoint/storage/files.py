@@ -12,7 +12,6 @@ import io
 import math
 import os
 import time
-import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
+from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.lookup import expect_fit
@@ -96,7 +96,7 @@ class _Marking(io.FileIO):
             self.whole = False
             raise
         self._bytes += written
-        self._crc32 = zlib.crc32(memoryview(data)[:written], self._crc32)
+        self._crc32 = crc32(memoryview(data)[:written], self._crc32)
         failpoint("writing")
         return written
 

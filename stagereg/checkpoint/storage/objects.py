@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
+from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.store.object_store import ObjectStore
@@ -79,7 +79,7 @@ class MarkedObjects(FileSystemBase):
         url = os.fspath(new_path)
         data = self._waiting.pop(os.fspath(path))
         self._store(url).put(url, data)
-        self.marks[_name(url)] = FileMark(len(data), zlib.crc32(data))
+        self.marks[_name(url)] = FileMark(len(data), crc32(data))
         failpoint("flushed")
 
     def exists(self, path: StrPath) -> bool:
@@ -169,7 +169,7 @@ class _Upload(io.RawIOBase):
             piece = rest[at : at + _PIECE_BYTES]
             self._file.write(piece)
             self._bytes += len(piece)
-            self._crc32 = zlib.crc32(piece, self._crc32)
+            self._crc32 = crc32(piece, self._crc32)
         failpoint("writing")
         return len(rest)
 
