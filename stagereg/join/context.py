@@ -347,7 +347,7 @@ class Join:
         was_last = self._loop is None or self._loop.leave()
         if session.plain is not None:
             was_last = session.plain.leave() and was_last
-        else:
+        elif not session.cannot_plan:
             while self._wire.count_active():
                 if self._throw:
                     self._wire.raise_if_exhausted(joined=True)

@@ -59,6 +59,7 @@ class JoinSession:
         responder: sums for :meth:`stagereg.Join.mean`; ``None`` on torch's wire.
         awaits_step: whether a loop has given its body a batch of which no step has begun.
         suspended: whether another join has been entered inside this one.
+        cannot_plan: whether a loop that ranks leave is an error, as it is to be planned and has no length.
     """
 
     group: dist.ProcessGroup
@@ -77,7 +78,7 @@ class JoinSession:
     responder: Responder | None = None
     awaits_step: bool = False
     suspended: bool = False
-    _cannot_plan: bool = False  # in a loop that ranks leave
+    cannot_plan: bool = False
 
     def __post_init__(self) -> None:
         name = resources_of(self.group).next_name("join")
@@ -141,8 +142,8 @@ class JoinSession:
                 f"join.mode={self.mode} needs a first joinable that announces through stagereg's Join, but "
                 f"{self.foreign} does so through torch's. Put a DDP module first, or use join.mode=torch."
             )
-        self._cannot_plan = self.mode == "planned" and loader is None
-        if not self._cannot_plan:
+        self.cannot_plan = self.mode == "planned" and loader is None
+        if not self.cannot_plan:
             self.plain = EnteredLoop(self, loader)
 
     def stop(self) -> None:
@@ -175,7 +176,7 @@ class JoinSession:
         """
         self.awaits_step = False
         membership = self.membership
-        if membership is None and self._cannot_plan:
+        if membership is None and self.cannot_plan:
             raise JoinError(
                 "join.mode=planned has to know how many batches there are: loop over join.iterate(loader), or give the "
                 "loader to the join, as in stagereg.instantiate(cfg.join, [model, optimizer], loader=loader)."
