@@ -210,7 +210,7 @@ def odd_batches(rank: int, world_size: int) -> dict[str, list[int] | str]:
         "counted": looped(boxes, read, "counted"),
     }
     new_group()  # a failed join may have aborted this one
-    return found | {"unkept": looped(Unkept(dicts) if rank == 0 else dicts, lambda taken: taken["x"])}
+    return found | {"unkept": looped(Unkept(boxes) if rank == 0 else boxes, read)}
 
 
 def test_only_batches_that_a_rank_may_need_have_to_be_emptied() -> None:
