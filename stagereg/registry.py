@@ -45,8 +45,9 @@ _BUILT_IN = {
     ("joinable", "checkpoint"): "stagereg.checkpoint.saves_in_join:CheckpointJoinable",
     ("join_hook", "checkpoint"): "stagereg.checkpoint.saves_in_join:CheckpointHook",
     ("storage", "dcp"): "stagereg.checkpoint.storage.dcp:DcpStorage",
-    ("storage", "direct"): "stagereg.checkpoint.storage.direct:DirectStorage",
+    ("storage", "direct"): "stagereg.checkpoint.storage.dcp:direct",
     ("storage", "safetensors"): "stagereg.checkpoint.storage.safetensors:SafetensorsStorage",
+    ("storage", "torch_dcp"): "stagereg.checkpoint.storage.dcp:TorchDcpStorage",
     ("join", "default"): "stagereg.join.context:configured",
     ("checkpoint", "default"): "stagereg.checkpoint.checkpointer:Checkpointer",
 }

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -118,7 +119,7 @@ def test_a_step_right_after_the_call_does_not_show(
     assert not torch.equal(expected["net"]["inner.weight"], net.inner.weight)
 
 
-def test_the_call_copies_nothing_that_only_a_known_optimizer_writes(gate: Gate, stager: OverlappedStager) -> None:
+def test_the_call_copies_nothing_that_only_an_optimizer_writes(gate: Gate, stager: OverlappedStager) -> None:
     net = Net()
     optimizer = torch.optim.Adam(net.parameters())
     train_step(net, optimizer)
@@ -171,7 +172,7 @@ def test_parameters_that_need_no_gradient_are_copied_in_the_call(gate: Gate, sta
     assert future.result(WAIT_S)["codebook"].eq(0).all()
 
 
-def test_tensors_that_no_optimizer_owns_any_more_are_copied_in_the_call(gate: Gate, stager: OverlappedStager) -> None:
+def test_tensors_without_an_optimizer_are_copied_in_the_call(gate: Gate, stager: OverlappedStager) -> None:
     weight = torch.nn.Parameter(torch.zeros(100_000))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     stager.watch(optimizer)
@@ -185,7 +186,7 @@ def test_tensors_that_no_optimizer_owns_any_more_are_copied_in_the_call(gate: Ga
     assert free.result(WAIT_S)["w"].eq(0).all()
 
 
-def test_several_optimizers_gradient_accumulation_and_two_saves_in_flight(
+def test_several_optimizers_accumulation_and_two_saves_in_flight(
     gate: Gate, stager: OverlappedStager, assert_same: Callable[[Any, Any], None]
 ) -> None:
     net = Net()
@@ -205,7 +206,7 @@ def test_several_optimizers_gradient_accumulation_and_two_saves_in_flight(
         assert_same(future.result(WAIT_S), expected)
 
 
-def test_a_step_that_the_gradient_scaler_skips_leaves_the_copy_to_the_next(
+def test_a_step_that_the_scaler_skips_leaves_the_copy_for_later(
     gate: Gate, stager: OverlappedStager, assert_same: Callable[[Any, Any], None]
 ) -> None:
     net = Net()
@@ -273,7 +274,7 @@ def step_with_zero(rank: int, world_size: int) -> None:
         stager.close()
 
 
-def test_parameters_that_zero_receives_from_other_ranks_do_not_show() -> None:
+def test_parameters_that_zero_receives_from_ranks_do_not_show() -> None:
     run_ranks(step_with_zero, 2, timeout_s=WAIT_S)
 
 
@@ -288,9 +289,7 @@ SIDE_DOORS: dict[str, Callable[[torch.nn.Parameter], object]] = {
 
 
 @pytest.mark.parametrize("door", SIDE_DOORS)
-def test_an_unforeseen_write_is_reported_and_its_copy_never_handed_out(
-    door: str, gate: Gate, stager: OverlappedStager
-) -> None:
+def test_a_copy_with_an_unforeseen_write_is_never_handed_out(door: str, gate: Gate, stager: OverlappedStager) -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     train_step(net, optimizer)
@@ -318,6 +317,30 @@ def reduce_parameters(rank: int, world_size: int) -> None:
         future.result(WAIT_S)
     patch.undo()
     stager.close()
+
+
+def leave_join(rank: int, world_size: int) -> None:
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    stager = OverlappedStager()
+    patch = pytest.MonkeyPatch()
+    gate = Gate(patch)
+    with stagereg.Join([ddp, optimizer]):
+        for _ in range(1 + rank):
+            train_step(ddp, optimizer)
+        future = stager.stage(state_of(net))
+        expected = copy.deepcopy(state_of(net))
+    gate.open()
+    for name, x in expected["net"].items():
+        assert torch.equal(future.result(WAIT_S)["net"][name], x), name
+    patch.undo()
+    stager.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_final_model_that_a_join_sends_does_not_show(world_size: int) -> None:
+    run_ranks(leave_join, world_size, timeout_s=WAIT_S)
 
 
 def test_a_collective_that_moves_no_version_counter_is_reported() -> None:
