@@ -137,6 +137,13 @@ def test_a_directory_that_may_not_be_entered_is_reported(root: Path, monkeypatch
     assert len(refused) == 2
 
 
+def test_a_file_that_was_not_marked_on_its_way_is_flushed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(local, "_sync", flushed.append)
+    LocalStore(root).mark(str(root / "step-00000002"), "__0_0.distcp")
+    assert flushed == [root / "step-00000002" / "__0_0.distcp"]
+
+
 def save(root: Path, *steps: int, keep: int = 2, text: str = "") -> None:
     with Checkpointer(str(root), keep=keep) as checkpointer:
         for step in steps:
