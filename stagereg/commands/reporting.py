@@ -112,19 +112,21 @@ class SweepReport:
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        comparison = self._comparison
-        known = ("directory", "repeats", "parameters", "constant", "warnings")
-        rows = []
+        comparison, rows = self._comparison, []
         for row in comparison.rows:
             cells = {name: dataclasses.asdict(cell) for name, cell in row.cells.items()}
-            shown = {name: vars(row)[name] for name in ("parameters", "status", "again", "error", "note")}
-            rows.append({**shown, "cells": cells, "jobs": [job.directory for job in row.jobs]})
+            shown = {"parameters": row.parameters, "status": row.status, "again": row.again, "error": row.error}
+            rows.append({**shown, "note": row.note, "cells": cells, "jobs": [job.directory for job in row.jobs]})
         return {
             "kind": "sweep",
+            "directory": comparison.directory,
             "answer": sentences(comparison),
             "metric": comparison.ranking.name,
             "better": comparison.ranking.better,
-            **{name: vars(comparison)[name] for name in known},
+            "repeats": comparison.repeats,
+            "parameters": comparison.parameters,
+            "constant": comparison.constant,
+            "warnings": comparison.warnings,
             "rows": rows,
         }
 
