@@ -23,6 +23,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
@@ -130,7 +131,7 @@ class FaultyStorage(Storage):
         return self.wraps.write_data(plan, planner)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """As the storage inside, which is given more than ``is_coordinator`` only where it takes that, as by torch."""
+        """As the storage inside, which gets more than ``is_coordinator`` only where it takes that, as from torch."""
         takes_more = "kwargs" in inspect.signature(self.wraps.set_up_storage_writer).parameters
         self.wraps.set_up_storage_writer(is_coordinator, **(kwargs if takes_more else {}))
 
