@@ -28,7 +28,7 @@ from stagereg.checkpoint.storage.archive import expect_stored
 from stagereg.checkpoint.trusted import exactly
 from stagereg.errors import CheckpointError
 
-__all__ = ["WHY", "expect_loadable", "load", "names_of"]
+__all__ = ["WHY", "allowed_by_user", "expect_loadable", "load", "names_of"]
 
 _PLAIN = frozenset({NoneType, bool, float, str, bytes})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor})
@@ -41,6 +41,11 @@ _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 _loadable: set[frozenset[Any]] = set()
 """A cache of sets of names that load; what loads depends on the installed torch alone, so it holds for a process."""
+
+
+def allowed_by_user() -> dict[str, Any]:
+    """Return by dotted path what the program has allowed with ``torch.serialization.add_safe_globals``."""
+    return {path: maker.make for path, maker in trusted.allowed_by_user().names.items()}
 
 
 def expect_loadable(name: str, value: Any) -> None:

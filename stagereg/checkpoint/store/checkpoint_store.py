@@ -139,6 +139,10 @@ class CheckpointStore(ABC):
         """Return the names of the files in the directory ``written``, in no order. Any rank."""
 
     @abstractmethod
+    def put(self, written: str, name: str, data: bytes) -> None:
+        """Write one small file into the directory ``written``; :meth:`mark` has it safely stored."""
+
+    @abstractmethod
     def mark(self, written: str, name: str) -> FileMark:
         """Have one file in ``written`` safely stored, read it back, and return its mark. Any rank."""
 

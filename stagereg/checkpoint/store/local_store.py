@@ -160,6 +160,10 @@ class LocalStore(CheckpointStore):
         """See :class:`.CheckpointStore`."""
         return os.listdir(written)
 
+    def put(self, written: str, name: str, data: bytes) -> None:
+        """See :class:`.CheckpointStore`."""
+        (Path(written) / name).write_bytes(data)
+
     def mark(self, written: str, name: str) -> FileMark:
         """See :class:`.CheckpointStore`. Flushes the file to the disk."""
         path = Path(written) / name

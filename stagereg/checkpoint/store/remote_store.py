@@ -145,6 +145,10 @@ class RemoteStore(CheckpointStore):
         """See :class:`.CheckpointStore`."""
         return list(self.objects.sizes(written))
 
+    def put(self, written: str, name: str, data: bytes) -> None:
+        """See :class:`.CheckpointStore`."""
+        self.objects.put(f"{written}/{name}", data)
+
     def mark(self, written: str, name: str) -> FileMark:
         """See :class:`.CheckpointStore`."""
         with self.objects.open(f"{written}/{name}") as stream:

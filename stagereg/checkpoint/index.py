@@ -1,0 +1,371 @@
+"""The index of a checkpoint: where the bytes of every tensor lie, and the structure of the state, as one JSON file.
+
+``index.json`` is written at the commit, is listed in the manifest, and is all that is needed to read a checkpoint:
+docs/format.md specifies it, so that another program can read it too. Here it is made of what the ranks have written
+(:func:`attached` on each rank, :func:`collected` on rank 0), and read with every number in it checked
+(:meth:`Index.loads`): against the sizes of the files, against each other, and against what memory can hold. What has
+passed needs no further check; nothing is opened, allocated or loaded before.
+
+The structure of the state is text in :mod:`stagereg.checkpoint.encoding`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from stagereg.checkpoint.encoding import Encoded
+from stagereg.errors import CheckpointError
+
+__all__ = ["DTYPES", "INDEX", "INDEX_BYTES", "Chunk", "Extent", "Index", "TensorEntry", "attached", "collected"]
+
+INDEX = "index.json"
+INDEX_BYTES = 1 << 30
+"""What is longer is not read: with less than a hundred bytes for each entry, that is far more than any run writes."""
+_NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("q")}  # quantized ones are not saved
+"""torch's dtypes by the names that the index has for them."""
+_FORMAT = 1
+_PART = "stagereg.index"
+_MOST = (1 << 63) - 1
+_MOST_DIMENSIONS = 64
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""A part of a tensor: where it begins and how large it is, in each dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where something lies in a file: what a storage reports of each item that it has written.
+
+    Attributes:
+        file: its name in the checkpoint's directory.
+        offset: of the first byte.
+        length: how many bytes.
+        strides: of a tensor whose elements do not lie in row-major order, in elements; they leave no holes.
+        raw: whether the bytes are a tensor's elements. Otherwise they are what ``torch.save`` makes of the item.
+    """
+
+    file: str
+    offset: int
+    length: int
+    strides: tuple[int, ...] | None = None
+    raw: bool = True
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor in a file: :class:`Extent`, and ``start`` and ``shape`` of the part in the whole tensor."""
+
+    file: str
+    offset: int
+    length: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: its dtype.
+        shape: of the whole tensor.
+        chunks: its parts, which cover it once; ``None`` if only the storage that wrote it can read it.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    chunks: tuple[Chunk, ...] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class Index:
+    """What :meth:`loads` has read, and found to be right.
+
+    Attributes:
+        state: the structure of each entry, as :mod:`stagereg.checkpoint.encoding` decodes it.
+    """
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._files: list[str] = data["files"]
+        self._tensors: dict[str, Any] = data["tensors"]
+        self._objects: dict[str, Any] = data["objects"]
+        self.state: dict[str, Any] = data["state"]
+
+    @classmethod
+    def loads(cls, data: bytes, sizes: Mapping[str, int]) -> Index:
+        """Read the content of ``index.json``.
+
+        Args:
+            data: the content.
+            sizes: of the files of the checkpoint, by name, as the manifest has them.
+
+        Raises:
+            CheckpointError: it is none, or something in it does not fit.
+        """
+        try:
+            with _without_gc():
+                content = json.loads(data)
+                _check(content, sizes)
+        except RecursionError:
+            raise CheckpointError(f"{INDEX} is nested too deeply to be one.") from None
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+            raise CheckpointError(f"{INDEX} is not what an index is: {str(error)[:300]}.") from error
+        return cls(content)
+
+    def tensor(self, name: str) -> TensorEntry | None:
+        """Return the tensor of that name; ``None`` if there is none."""
+        found = self._tensors.get(name)
+        if found is None:
+            return None
+        dtype, shape, chunks = found
+        if chunks is not None:
+            chunks = tuple(self._chunk(shape, *chunk) for chunk in chunks)
+        return TensorEntry(DTYPES[dtype], torch.Size(shape), chunks)
+
+    def has_object(self, name: str) -> bool:
+        """Whether there is an object of that name, which ``torch.save`` has written."""
+        return name in self._objects
+
+    def object(self, name: str) -> Extent | None:
+        """Return where an object lies; ``None`` if only the storage that wrote it can read it."""
+        found = self._objects[name]
+        return None if found is None else Extent(self._files[found[0]], found[1], found[2], raw=False)
+
+    def _chunk(
+        self,
+        whole: list[int],
+        file: int,
+        offset: int,
+        length: int,
+        start: Sequence[int] | None = None,
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> Chunk:
+        begin = (0,) * len(whole) if start is None else tuple(start)
+        sizes = tuple(whole if shape is None else shape)
+        return Chunk(self._files[file], offset, length, begin, sizes, None if strides is None else tuple(strides))
+
+
+# -- writing
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank knows: where it has written what, if its storage reports that, and the structures as text."""
+
+    extents: Mapping[MetadataIndex, Extent] | None
+    structures: Mapping[str, Encoded]
+
+
+def attached(
+    results: Iterable[WriteResult], extents: Mapping[MetadataIndex, Extent] | None, structures: Mapping[str, Encoded]
+) -> list[WriteResult]:
+    """Return the results of one rank's ``write_data`` with its part of the index among them, for :func:`collected`.
+
+    Args:
+        results: of the write.
+        extents: where each item lies; ``None`` if the storage does not report it.
+        structures: of this rank's entries, as :func:`.encoding.encode` returns them.
+    """
+    return [*results, WriteResult(MetadataIndex(_PART), 0, _Part(extents, structures))]
+
+
+def collected(metadata: Metadata, results: list[list[WriteResult]]) -> tuple[list[list[WriteResult]], bytes]:
+    """Return the results of all ranks without the parts of the index, and the content of ``index.json``.
+
+    Args:
+        metadata: of the checkpoint, as torch has planned it.
+        results: of each rank, from :func:`attached`.
+
+    Raises:
+        CheckpointError: a tensor is sharded and its shards are of a kind that has to be saved whole.
+    """
+    parts = [result.storage_data for rank in results for result in rank if result.index.fqn == _PART]
+    plain = [[result for result in rank if result.index.fqn != _PART] for rank in results]
+    structures: dict[str, Encoded] = {}
+    for part in parts:
+        for name, encoded in part.structures.items():
+            structures.setdefault(name, encoded)  # the lowest rank's, as of everything that several ranks have
+    objects = {leaf for encoded in structures.values() for leaf in encoded.objects}
+    with _without_gc():
+        located = all(part.extents is not None for part in parts)
+        extents = {index: extent for part in parts if part.extents for index, extent in part.extents.items()}
+        table = _Table({}, {}, {}, extents if located else None)
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                table.add_tensor(name, entry)
+            elif name in objects:  # all else that is no tensor stands in the structure; torch alone reads it
+                table.add_object(name)
+        head = {"format": _FORMAT, "files": [*table.files], "tensors": table.tensors, "objects": table.objects}
+        state = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in structures.items())
+        return plain, f'{json.dumps(head)[:-1]},\n"state": {{\n{state}\n}}}}\n'.encode()
+
+
+@dataclass
+class _Table:
+    files: dict[str, int]
+    tensors: dict[str, Any]
+    objects: dict[str, Any]
+    extents: Mapping[MetadataIndex, Extent] | None
+
+    def add_tensor(self, name: str, entry: TensorStorageMetadata) -> None:
+        chunks: list[Any] | None = None
+        if self.extents is not None:
+            chunks = []
+            for part in entry.chunks:
+                extent = self.extents.get(MetadataIndex(name, part.offsets))
+                if part.sizes.numel() == 0 or extent is None:
+                    continue
+                if not extent.raw and len(entry.chunks) > 1:
+                    raise CheckpointError(f"{name!r} is sharded, and a shard is no plain dense tensor; make it one.")
+                if not extent.raw:
+                    self.objects[name] = self._place(extent)
+                    return
+                chunks.append([*self._place(extent), *_position(entry, part.offsets, part.sizes, extent.strides)])
+        self.tensors[name] = [_NAMES[entry.properties.dtype], list(entry.size), chunks]
+
+    def add_object(self, name: str) -> None:
+        extent = None if self.extents is None else self.extents[MetadataIndex(name)]
+        self.objects[name] = None if extent is None else self._place(extent)
+
+    def _place(self, extent: Extent) -> list[int]:
+        return [self.files.setdefault(extent.file, len(self.files)), extent.offset, extent.length]
+
+
+def _position(
+    entry: TensorStorageMetadata, start: torch.Size, shape: torch.Size, strides: tuple[int, ...] | None
+) -> list[list[int]]:
+    if strides is not None:
+        return [list(start), list(shape), list(strides)]
+    return [] if shape == entry.size else [list(start), list(shape)]
+
+
+# -- checking
+
+
+def _check(data: Any, sizes: Mapping[str, int]) -> None:
+    if type(data) is not dict or data.get("format") != _FORMAT:
+        raise ValueError("it is of another format")
+    files, tensors, objects = data["files"], data["tensors"], data["objects"]
+    if type(files) is not list or any(type(kind) is not dict for kind in (tensors, objects, data["state"])):
+        raise TypeError("a part of it is of the wrong kind")
+    for name in files:
+        if name not in sizes:
+            raise ValueError(f"it names {name!r:.100}, which is no file of the checkpoint")
+    ends = [sizes[name] for name in files]
+    extents: list[tuple[int, int, int]] = []
+    for name, (dtype, shape, chunks) in tensors.items():
+        itemsize = DTYPES[dtype].itemsize
+        elements = _elements(shape)
+        if chunks is None:
+            continue
+        if len(chunks) == 1 and len(chunks[0]) == 3:
+            if chunks[0][2] != elements * itemsize:
+                raise ValueError(f"{name!r:.100} has another size than what is stored of it")
+        else:
+            _check_chunks(name, shape, elements, chunks, itemsize)
+        extents += [tuple(chunk[:3]) for chunk in chunks]
+    extents += [tuple(place) for place in objects.values() if place is not None]
+    _check_extents(extents, ends)
+
+
+def _elements(shape: Any) -> int:
+    if type(shape) is not list or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError("there is no shape where one belongs")
+    elements = 1
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise ValueError(f"{size!r:.50} is no size")
+        elements *= size
+    if elements > _MOST:
+        raise ValueError("a tensor has more elements than memory has addresses")
+    return elements
+
+
+def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any], itemsize: int) -> None:
+    """Make sure that chunks lie within their tensor and cover each element of it once."""
+    boxes: list[Box] = []
+    for _, _, length, *place in chunks:
+        start, shape, strides = (*place, None, None, None)[:3] if place else ([0] * len(whole), whole, None)
+        if not len(start) == len(shape) == len(whole) or _elements(shape) * itemsize != length or length == 0:
+            raise ValueError(f"a chunk of {name!r:.100} has another size than what is stored of it")
+        for begin, size, limit in zip(start, shape, whole, strict=True):
+            if type(begin) is not int or not 0 <= begin <= limit - size:
+                raise ValueError(f"a chunk of {name!r:.100} lies outside of the tensor")
+        if strides is not None:
+            _check_strides(shape, strides)
+        boxes.append((tuple(start), tuple(shape)))
+    if sum(math.prod(shape) for _, shape in boxes) != elements or _overlap(boxes):
+        raise ValueError(f"the chunks of {name!r:.100} do not cover it once")
+
+
+def _check_strides(shape: list[int], strides: Any) -> None:
+    if len(strides) != len(shape) or any(type(stride) is not int for stride in strides):
+        raise ValueError("there are no strides where some belong")
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride != expected:
+            raise ValueError("the elements of a chunk overlap, or leave holes")
+        expected *= size
+
+
+def _overlap(boxes: list[Box]) -> bool:
+    """Whether two of them have an element in common."""
+    if len(boxes) < 2:
+        return False
+    along = max(range(len(boxes[0][0])), key=lambda i: len({start[i] for start, _ in boxes}), default=None)
+    if along is None:
+        return True
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[0][along]):
+        active = [other for other in active if other[0][along] + other[1][along] > box[0][along]]
+        if any(_meet(box, other) for other in active):
+            return True
+        active.append(box)
+    return False
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
+
+
+def _check_extents(extents: list[Any], ends: list[int]) -> None:
+    """Make sure that all lie within their files, and that none overlaps another one; tied tensors may share one."""
+    for file, offset, length in extents:
+        if type(file) is not int or type(offset) is not int or type(length) is not int:
+            raise TypeError("there is something else where a number belongs")
+        if file < 0 or offset < 0 or length < 0 or offset + length > ends[file]:
+            raise ValueError(f"bytes {offset} to {offset + length} lie outside of their file")
+    extents.sort()
+    for one, other in itertools.pairwise(extents):
+        if one != other and one[0] == other[0] and one[1] + one[2] > other[1]:
+            raise ValueError(f"what lies at byte {one[1]} of a file overlaps what lies at byte {other[1]}")
+
+
+@contextlib.contextmanager
+def _without_gc() -> Generator[None, None, None]:
+    """Keep the collector from going through the new containers again and again: a million of them take four times
+    as long with it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
