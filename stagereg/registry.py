@@ -43,8 +43,9 @@ _BUILT_IN = {
     ("stager", "torch_default"): "stagereg.stagers.torch_default:TorchDefaultStager",
     ("joinable", "auto"): "stagereg.join.adapt:auto",
     ("storage", "dcp"): "stagereg.checkpoint.storage.dcp:DcpStorage",
-    ("storage", "direct"): "stagereg.checkpoint.storage.direct:DirectStorage",
+    ("storage", "direct"): "stagereg.checkpoint.storage.dcp:direct",
     ("storage", "safetensors"): "stagereg.checkpoint.storage.safetensors:SafetensorsStorage",
+    ("storage", "torch_dcp"): "stagereg.checkpoint.storage.dcp:TorchDcpStorage",
     ("join", "default"): "stagereg.join.context:configured",
     ("checkpoint", "default"): "stagereg.checkpoint.checkpointer:Checkpointer",
 }

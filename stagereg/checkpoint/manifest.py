@@ -19,9 +19,10 @@ from __future__ import annotations
 import json
 import re
 import uuid
-import zlib
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+
+from stagereg.checkpoint.checksum import crc32
 
 __all__ = [
     "LATEST",
@@ -54,7 +55,7 @@ _LATEST_TIME = 1 << 37  # in the year 6325; a date can be made of it everywhere
 
 @dataclass(frozen=True)
 class FileMark:
-    """The size of one file in bytes and the CRC-32 of its content (``zlib.crc32``)."""
+    """The size of one file in bytes and the CRC-32 of its content (:mod:`.checksum`)."""
 
     bytes: int
     crc32: int
@@ -158,7 +159,7 @@ def file_mark(stream: _Readable) -> FileMark:
     size = crc = 0
     while block := stream.read(_BLOCK_BYTES):
         size += len(block)
-        crc = zlib.crc32(block, crc)
+        crc = crc32(block, crc)
     return FileMark(size, crc)
 
 
@@ -169,7 +170,7 @@ def newest_first(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
 
 def _crc32(data: dict[str, Any]) -> int:
     """Return the checksum of a manifest without one: of its JSON with sorted keys, no spaces, and ASCII only."""
-    return zlib.crc32(json.dumps(data, sort_keys=True, separators=(",", ":")).encode())
+    return crc32(json.dumps(data, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _checked(data: Any) -> dict[str, Any]:

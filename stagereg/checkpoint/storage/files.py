@@ -1,4 +1,4 @@
-"""Files in torch's format, marked on their way: what the storages have in common.
+"""Files that are marked while they are written: what the storages have in common.
 
 Torch's ``FileSystemWriter`` asks a file system object for its streams. :class:`MarkedFiles` is one whose streams take
 the CRC-32 of what passes through and flush it to the disk, so that no file is read again for its mark.
@@ -8,15 +8,15 @@ again as a whole: what is to be written is still there.
 
 from __future__ import annotations
 
-import io
+import logging
 import math
 import os
 import time
-import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -25,6 +25,7 @@ from torch.futures import Future
 
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.lookup import expect_fit
 from stagereg.checkpoint.storage.objects import MarkedObjects
 from stagereg.checkpoint.storage.protocol import Storage
@@ -33,125 +34,85 @@ from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.retry import retrying, until, within
 from stagereg.errors import CheckpointError
 
-__all__ = ["FileStorage", "MarkedFiles", "StrPath", "raising_os_errors"]
+__all__ = ["FileStorage", "MarkedFiles", "StrPath"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
-T = TypeVar("T")
 
-_BUFFER_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
 
 
 class MarkedFiles(FileSystem):
     """The local file system, with a mark of each file that was written through it.
 
+    Args:
+        direct: whether to bypass the page cache where that can be.
+        buffer_bytes: of each of the two buffers that small writes go through, a multiple of a page.
+
     Attributes:
         marks: by the name of the file; what is not closed yet, or was not written to its end, has none.
-        error: what a stream has failed with; torch loses the errors of its own threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, direct: bool = False, buffer_bytes: int = 1 << 20) -> None:
         super().__init__()
         self.marks: dict[str, FileMark] = {}
-        self.error: BaseException | None = None
+        self._direct = direct
+        self._buffer_bytes = buffer_bytes
+        self._buffers: list[mmap] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a writer in another process, which makes buffers of its own."""
+        return {**vars(self), "_buffers": []}
 
     @contextmanager
-    def create_stream(self, path: StrPath, mode: str) -> Generator[io.IOBase, None, None]:
-        """Open a file; one opened with ``"wb"`` is on the disk, and has its mark, once closed without an error."""
+    def create_stream(self, path: StrPath, mode: str) -> Generator[Any, None, None]:
+        """Open a file; one opened with ``"wb"`` is on the disk, and has its mark, after the block."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        name = Path(path).name
-        self.marks.pop(name, None)
-        file = _Marking(path, lambda mark: self.marks.update({name: mark}))
-        with io.BufferedWriter(file, _BUFFER_BYTES) as stream:
-            try:
-                yield stream
-            except BaseException as error:
-                file.whole = False
-                self.error = error
-                raise
+        path = Path(path)
+        self.marks.pop(path.name, None)
+        if not self._buffers:
+            self._buffers = [mmap(-1, self._buffer_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS) for _ in range(2)]
+        with AlignedFile(path, self._buffers, self._direct) as file:
+            yield file
+            self.marks[path.name] = file.finish()
+        if file.refused:
+            self._direct = False
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine would log the same
+                text = "%s is on a file system that refuses O_DIRECT: written through the page cache."
+                _log.warning(text, path.parent)
 
     def rename(self, path: StrPath, new_path: StrPath) -> None:
         """Rename a file; its mark goes with it."""
         super().rename(path, new_path)
-        moved = self.marks.pop(Path(path).name, None)
-        if moved is not None:
-            self.marks[Path(new_path).name] = moved
-
-
-class _Marking(io.FileIO):
-    """A file written from its beginning to its end, which reports its mark when it is on the disk."""
-
-    def __init__(self, path: StrPath, report_mark: Callable[[FileMark], None]) -> None:
-        super().__init__(path, "w")
-        self._report_mark = report_mark
-        self._bytes = self._crc32 = 0
-        self.whole = True
-
-    def write(self, data: Any, /) -> int:
-        try:
-            written = super().write(data)
-        except OSError:
-            self.whole = False
-            raise
-        self._bytes += written
-        self._crc32 = zlib.crc32(memoryview(data)[:written], self._crc32)
-        failpoint("writing")
-        return written
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        raise io.UnsupportedOperation("a marked file is written from its beginning to its end")
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        try:
-            if self.whole:
-                os.fsync(self.fileno())
-                self._report_mark(FileMark(self._bytes, self._crc32))
-                failpoint("flushed")
-        finally:
-            super().close()
-
-
-@contextmanager
-def raising_os_errors() -> Generator[None, None, None]:
-    """Raise the operating system's error where torch would raise another one on top of it.
-
-    When the disk refuses a write, torch's archive writer fails once more while it unwinds and raises about positions in
-    the archive. Other ranks get the error that is raised, not those behind it.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from error
-        raise
+        self.marks[Path(new_path).name] = self.marks.pop(Path(path).name)
 
 
 class FileStorage(FileSystemWriter, Storage):
-    """Base of the storages that write torch's own format; what they write, ``torch.distributed.checkpoint.load`` reads.
+    """Base of the storages that write files; writes them as torch does, unless a subclass does it another way.
 
-    Files go to a directory, or to a URL that fsspec knows (torch reads those through its ``FsspecReader``). One thread
-    at a time may use it, for one checkpoint after the other.
+    Files go to a directory, or to a URL that fsspec knows. One thread at a time may use it, for one checkpoint after
+    the other.
 
     Args:
         path: the directory or URL; torch and the checkpointer name another for each checkpoint.
-        thread_count: threads that write, one file each.
+        direct: whether files bypass the page cache where that can be.
+        buffer_bytes: see :class:`MarkedFiles`.
 
     Attributes:
         remote: whether it can write to URLs.
+        files: the file system that ``path`` is in.
     """
 
     remote: ClassVar[bool] = True
 
-    def __init__(self, path: StrPath | None = None, thread_count: int = 1) -> None:
-        # Flushed by the streams when they are closed: this writer's own flush comes before its buffers are written out.
-        super().__init__("", sync_files=False, thread_count=thread_count)
+    def __init__(self, path: StrPath | None = None, direct: bool = False, buffer_bytes: int = 1 << 20) -> None:
+        super().__init__("", sync_files=False)  # the streams are flushed when they end
         self._named = bool(path)
         self._until = math.inf
-        self.files: MarkedFiles | MarkedObjects = MarkedFiles()
+        self._local = MarkedFiles(direct, buffer_bytes)
+        self.files: MarkedFiles | MarkedObjects = self._local
         self._go_to(path or "")
 
     @property
@@ -180,31 +141,28 @@ class FileStorage(FileSystemWriter, Storage):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files. Raises: ``OSError``, with the error of the operating system or the store."""
 
-        def write() -> Future[list[WriteResult]]:
+        def write() -> list[WriteResult]:
             self.files.marks.clear()
-            with self.failing_as_its_streams():
-                return super(FileStorage, self).write_data(plan, planner)
+            return self.write_files(plan, planner)
 
-        return self.persistently(write)
-
-    @contextmanager
-    def failing_as_its_streams(self) -> Generator[None, None, None]:
-        """Raise what a stream has failed with meanwhile: torch loses the errors of its own threads."""
-        self.files.error = None  # that is left of an earlier checkpoint
+        done: Future[list[WriteResult]] = Future()
         try:
-            with raising_os_errors():
-                yield
-            if self.files.error is not None:
-                raise self.files.error
-        finally:
-            self.files.error = None  # which would hold on to what was to be written
+            if is_url(self.path):
+                with within(self._until - time.monotonic()):
+                    done.set_result(retrying("writing", str(self.path), write))
+            else:
+                done.set_result(write())
+        except RuntimeError as error:
+            # When the disk refuses a write, torch's archive writer fails once more while it unwinds and raises about
+            # positions in the archive. Other ranks get the error that is raised, not those behind it.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+        return done
 
-    def persistently(self, write: Callable[[], T]) -> T:
-        """Return what ``write`` returns; where files go to a URL, it is called again as long as that may help."""
-        if not is_url(self.path):
-            return write()
-        with within(self._until - time.monotonic()):
-            return retrying("writing", str(self.path), write)
+    def write_files(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Write this rank's files through :attr:`files`; called again where the network has lost something."""
+        return super().write_data(plan, planner).wait()
 
     def reader(self, path: StrPath) -> StorageReader:
         """See :class:`.Storage`."""
@@ -217,8 +175,7 @@ class FileStorage(FileSystemWriter, Storage):
     def _go_to(self, path: StrPath) -> None:
         """Write to ``path``, through the file system that it is in."""
         expect_fit(self, os.fspath(path))
-        remote = is_url(path)
-        if remote is not isinstance(self.files, MarkedObjects):
-            self.files = MarkedObjects() if remote else MarkedFiles()
+        if is_url(path) is not isinstance(self.files, MarkedObjects):
+            self.files = MarkedObjects() if is_url(path) else self._local
         self.fs = self.files  # type: ignore[assignment]
         self.path = self.files.init_path(path)

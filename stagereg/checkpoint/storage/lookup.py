@@ -16,6 +16,7 @@ __all__ = ["expect_fit", "name_of", "named"]
 
 _OURS = f"@{DISTRIBUTION}"
 _MEMORY = "memory://"
+_FORMER = {"direct": "dcp"}  # names in manifests of storages that have another one now
 
 
 def name_of(storage: Storage) -> str:
@@ -50,6 +51,7 @@ def named(name: str, own: Storage) -> Storage:
     Raises:
         CheckpointError: it is not there, or cannot be built.
     """
+    name = _FORMER.get(name, name)
     if name == name_of(own):
         return own
     known = registry.names("storage")

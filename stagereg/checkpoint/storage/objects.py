@@ -1,9 +1,8 @@
 """Files in an object store, marked on their way: what :class:`.MarkedFiles` is for a local directory.
 
-Torch's writer asks it for streams, and gets uploads: in parts of the size that fsspec has for that store, so that no
-more than a part lies in memory, and given up where the writing fails, since an upload that is merely closed would leave
-half a file under its name. A store has no rename; what torch writes under a temporary name waits in memory until it has
-its last one.
+Writers get uploads: in parts of the size that fsspec has for that store, so that no more than a part lies in memory,
+and given up where the writing fails, since an upload that is merely closed would leave half a file under its name. A
+store has no rename; what torch writes under a temporary name waits in memory until it has its last one.
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
+from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.store.object_store import ObjectStore
-from stagereg.errors import CheckpointError
 
-__all__ = ["MarkedObjects"]
+__all__ = ["MarkedObjects", "Upload"]
 
 StrPath = str | os.PathLike[str]
 
@@ -36,31 +34,29 @@ class MarkedObjects(FileSystemBase):
 
     Attributes:
         marks: by the last part of the name; what is not closed yet, or was not written to its end, has none.
-        error: what an upload has failed with; torch loses the errors of its own threads.
     """
 
     def __init__(self) -> None:
         self.marks: dict[str, FileMark] = {}
-        self.error: BaseException | None = None
         self._objects: ObjectStore | None = None
         self._waiting: dict[str, bytes] = {}
 
     @contextmanager
-    def create_stream(self, path: StrPath, mode: str) -> Generator[io.IOBase, None, None]:
-        """Open an object; one opened with ``"wb"`` is stored, and has its mark, once closed without an error."""
+    def create_stream(self, path: StrPath, mode: str) -> Generator[Any, None, None]:
+        """Open an object; one that is not opened with ``"rb"`` is stored, and has its mark, after the block."""
         url = os.fspath(path)
         if mode == "rb":
             with self._store(url).open(url) as stream:
                 yield stream
-        elif mode != "wb":
-            raise CheckpointError(f"{url} can be opened with 'rb' and 'wb', not with {mode!r}")
         elif url.endswith(_TEMPORARY):
             with io.BytesIO() as kept:
                 yield kept
                 self._waiting[url] = kept.getvalue()
         else:
-            with self._upload(url) as upload:
+            self.marks.pop(_name(url), None)
+            with Upload(self._store(url), url) as upload:
                 yield upload
+                self.marks[_name(url)] = upload.finish()
 
     def concat_path(self, path: StrPath, suffix: str) -> str:
         """Return the URL of something below ``path``."""
@@ -79,7 +75,7 @@ class MarkedObjects(FileSystemBase):
         url = os.fspath(new_path)
         data = self._waiting.pop(os.fspath(path))
         self._store(url).put(url, data)
-        self.marks[_name(url)] = FileMark(len(data), zlib.crc32(data))
+        self.marks[_name(url)] = FileMark(len(data), crc32(data))
         failpoint("flushed")
 
     def exists(self, path: StrPath) -> bool:
@@ -90,29 +86,10 @@ class MarkedObjects(FileSystemBase):
         """Delete one object."""
         self._store(os.fspath(path)).delete(os.fspath(path))
 
-    def ls(self, path: StrPath) -> list[str]:
-        """Return the URLs of all objects below ``path``."""
-        url = os.fspath(path)
-        return [self.concat_path(url, name) for name in self._store(url).sizes(url)]
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Whether it is a URL."""
-        return isinstance(checkpoint_id, str) and "://" in checkpoint_id
-
-    @contextmanager
-    def _upload(self, url: str) -> Generator[_Upload, None, None]:
-        self.marks.pop(_name(url), None)
-        upload = _Upload(self._store(url), url)
-        try:
-            yield upload
-            mark = upload.finish()
-        except BaseException as error:
-            self.error = upload.error or error  # torch's archive writer raises another one on top of it
-            upload.give_up()
-            raise self.error from error
-        self.marks[_name(url)] = mark
-        failpoint("flushed")
+        return "://" in os.fspath(checkpoint_id)
 
     def _store(self, url: str) -> ObjectStore:
         if self._objects is None or self._objects.protocol != url.partition("://")[0]:
@@ -120,58 +97,68 @@ class MarkedObjects(FileSystemBase):
         return self._objects
 
 
-class _Upload(io.RawIOBase):
-    """An object that is written from its beginning to its end."""
+class Upload:
+    """A new object at ``url``, written from its beginning to its end.
+
+    As a context manager it leaves nothing of what is not finished, if the store can be reached, and raises the error
+    of the store where torch's archive writer has raised another one on top of it.
+    """
 
     def __init__(self, objects: ObjectStore, url: str) -> None:
-        super().__init__()
-        self._objects, self._url = objects, url
         self._file: Any = objects.fs.open(objects.path(url), "wb")
         self._bytes = self._crc32 = 0
-        self.error: Exception | None = None
+        self._error: Exception | None = None
 
-    def writable(self) -> bool:
-        return True
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        with contextlib.suppress(Exception):
+            self._file.discard()
+        with contextlib.suppress(Exception):
+            self._file.closed = True  # or else it would send itself when it is let go of
+        if self._error is not None:
+            raise self._error from error
 
     def tell(self) -> int:
+        """Return how many bytes have been written."""
         return self._bytes
 
     def flush(self) -> None:
         """Nothing yet: ``torch.save`` asks for it after each tensor, and a part has a least size."""
 
-    def write(self, data: Any, /) -> int:
-        if self.error is not None:
-            raise self.error
+    def close(self) -> None:
+        """Nothing yet: torch closes a stream before the block ends that opened it."""
+
+    def align(self, address: int, nbytes: int) -> None:
+        """Nothing: parts have no pages."""
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write bytes; return how many. Raises: what the store has failed with, now or before."""
+        if self._error is not None:
+            raise self._error
+        rest = memoryview(data).cast("B")
         try:
-            return self._write(memoryview(data).cast("B"))
+            # A large tensor whole would be a part of its own size, and as much memory once more.
+            for at in range(0, len(rest), _PIECE_BYTES):
+                self._file.write(rest[at : at + _PIECE_BYTES])
         except Exception as error:
-            self.error = error
+            self._error = error
             raise
-
-    def finish(self) -> FileMark:
-        """Send what is left; the object is there, whole, when this returns."""
-        if self.error is not None:
-            raise self.error
-        self._file.close()
-        return FileMark(self._bytes, self._crc32)
-
-    def give_up(self) -> None:
-        """Leave nothing of the upload, if the store can be reached; what is left goes with the directory."""
-        file, self._file = self._file, None
-        with contextlib.suppress(Exception):
-            file.discard()
-        with contextlib.suppress(Exception):
-            file.closed = True  # or else it would send itself when it is let go of
-
-    def _write(self, rest: memoryview) -> int:
-        # A large tensor whole would be a part of its own size, and as much memory once more.
-        for at in range(0, len(rest), _PIECE_BYTES):
-            piece = rest[at : at + _PIECE_BYTES]
-            self._file.write(piece)
-            self._bytes += len(piece)
-            self._crc32 = zlib.crc32(piece, self._crc32)
+        self._bytes += len(rest)
+        self._crc32 = crc32(rest, self._crc32)
         failpoint("writing")
         return len(rest)
+
+    write_memory = write
+
+    def finish(self) -> FileMark:
+        """Send what is left, and return the mark of the object, which is there, whole."""
+        self._file.close()
+        failpoint("flushed")
+        return FileMark(self._bytes, self._crc32)
 
 
 def _name(url: str) -> str:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from stagereg.checkpoint.manifest import FileMark
 
-__all__ = ["MarksFiles", "Storage", "UsesPadding", "WrapsStorage", "WritesUrls"]
+__all__ = ["MarksFiles", "Storage", "TensorResult", "UsesPadding", "WrapsStorage", "WritesUrls"]
 
 
 class Storage(StorageWriter):
@@ -50,6 +51,20 @@ class Storage(StorageWriter):
     def marks(self) -> Mapping[str, FileMark]:
         """See :class:`MarksFiles`; none unless a subclass has them."""
         return {}
+
+
+@dataclass(frozen=True)
+class TensorResult(WriteResult):
+    """What ``write_data`` may return of a tensor in place of torch's ``WriteResult``: where its own bytes are.
+
+    Attributes:
+        content: the byte of the file, ``storage_data.relative_path``, at which they begin; there are as many as the
+            elements of the written part have, with nothing between them.
+        stride: of the elements, as ``Tensor.stride`` has it; None where they are in row-major order.
+    """
+
+    content: int
+    stride: tuple[int, ...] | None = None
 
 
 @runtime_checkable

@@ -1,42 +1,80 @@
 """``safetensors``: tensors as ``.safetensors`` files, which other tools read; everything else in a file of torch's.
 
-Torch's ``HuggingFaceStorageWriter`` writes one file of tensors a rank, named in that format after the rank as
-``shard-00001-model-00001-of-00001.safetensors``. A whole tensor is in one of them; of a ``DTensor`` each has a shard,
-with its offsets in the file's metadata. Numbers, text and what else is no tensor cannot be in such a file: it goes into
-``__0_0.distcp``, and ``.metadata`` has where everything is, as in torch's own format.
-
-A rank's tensors are gathered in host memory once more, as torch's writer does it.
+A rank's tensors are in one file, named after the rank as torch's ``HuggingFaceStorageWriter`` names it. A whole tensor
+is in one of them; of a ``DTensor`` each has a shard, with its offsets in the file's metadata as torch has them there.
+Numbers, text and what else is no tensor cannot be in such a file: it goes into ``__0_0.distcp``, and ``.metadata`` has
+where everything is, as in torch's own format.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
-    WriteItem,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from stagereg.checkpoint.storage.files import FileStorage, StrPath
+from stagereg.checkpoint.storage.protocol import TensorResult
 from stagereg.checkpoint.storage.reader import CheckpointReader
 from stagereg.errors import CheckpointError, ConfigError
+from stagereg.kernel.memory import view_of
 from stagereg.registry import register
 
-__all__ = ["SafetensorsReader", "SafetensorsStorage"]
+__all__ = ["DTYPES", "METADATA", "SafetensorsReader", "SafetensorsStorage", "head"]
 
+METADATA = "__metadata__"
+"""The name in a file's head that no tensor can have."""
+
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+"""The names that the format has for dtypes."""
+
+_ALIGNMENT = 8
 _SUFFIX = ".safetensors"
+
+
+def head(tensors: Mapping[str, tuple[torch.dtype, torch.Size]], metadata: Mapping[str, str]) -> bytes:
+    """Return what a file begins with; the bytes of the tensors follow in the order of ``tensors``, row-major.
+
+    The dtypes must be in :data:`DTYPES`. Tensors of larger elements must come first, so that each is aligned.
+    """
+    table: dict[str, object] = {METADATA: dict(metadata)}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + shape.numel() * dtype.itemsize
+        table[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 @register("storage", "safetensors")
@@ -57,44 +95,55 @@ class SafetensorsStorage(FileStorage):
     remote = False  # the package reads local files only
 
     def __init__(self, path: StrPath | None = None) -> None:
-        _expect_package()
+        try:
+            import safetensors  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                "storage=safetensors needs a package that is not installed: pip install 'hydra-stagereg[safetensors]'"
+            ) from error
         super().__init__(path)
-        self._tensors = HuggingFaceStorageWriter("", save_distributed=True)
-        self._tensors.fs = self.fs
-        self._tensors.sync_files = False  # the streams do it
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory. Raises: ``CheckpointError``, with the name of a tensor that cannot be written."""
+        names = set()
         for item in plan.items:
-            _check_dtype(item)
-        if len({item.index.fqn for item in plan.items if _is_tensor(item)}) < sum(map(_is_tensor, plan.items)):
-            raise CheckpointError("safetensors: this rank has two parts of one tensor; use storage=dcp or direct.")
+            if item.tensor_data is None:
+                continue
+            dtype = item.tensor_data.properties.dtype
+            if dtype not in DTYPES:
+                raise CheckpointError(
+                    f"safetensors cannot hold {item.index.fqn!r}: the format has no {dtype}; use storage=dcp."
+                )
+            if item.index.fqn in names:
+                raise CheckpointError("safetensors: this rank has two parts of one tensor; use storage=dcp.")
+            names.add(item.index.fqn)
         return super().prepare_local_plan(plan)
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name each rank's files. Called on the coordinator."""
-        ours, theirs = super().prepare_global_plan(plans), self._tensors.prepare_global_plan(plans)
-        return [
-            replace(plan, storage_data=_Names(our.storage_data, their.storage_data))
-            for plan, our, their in zip(plans, ours, theirs, strict=True)
-        ]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_files(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Write this rank's files. Raises: ``OSError``; ``CheckpointError``, with the name of a sparse tensor."""
-        names: _Names = plan.storage_data
-        others = [item for item in plan.items if not _is_tensor(item)]
-        tensors = [item for item in plan.items if _is_tensor(item)]
-        results: list[WriteResult] = []
-        self.files.marks.clear()
-        if others:
-            results += super().write_data(replace(plan, items=others, storage_data=names.others), planner).wait()
-        self._tensors.path = self.path
-        flat: Any = _Flat(planner)
-        with self.failing_as_its_streams():
-            results += self._tensors.write_data(replace(plan, items=tensors, storage_data=names.tensors), flat).wait()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        others = [item for item in plan.items if item.tensor_data is None]
+        results = super().write_files(replace(plan, items=others), planner) if others else []
+        items = {item.index.fqn: item for item in plan.items}
+        kinds = {name: item.tensor_data for name, item in items.items() if item.tensor_data is not None}
+        if not kinds:
+            return results
+        order = sorted(kinds, key=lambda name: (-kinds[name].properties.dtype.itemsize, name))
+        tensors = {name: (kinds[name].properties.dtype, kinds[name].chunk.sizes) for name in order}
+        # As torch's HuggingFaceStorageWriter has it.
+        offsets = {name: {"saved_offsets": list(kind.chunk.offsets)} for name, kind in kinds.items()}
+        about = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+        rank = int(plan.storage_data.prefix.strip("_"))
+        file_name = f"shard-{rank + 1:05}-model-00001-of-00001{_SUFFIX}"
+        with self.files.create_stream(self.files.concat_path(self.path, file_name), "wb") as file:
+            file.write(head(tensors, about))
+            for name in order:
+                x = _dense(name, planner.resolve_data(items[name]))
+                begin = file.tell()
+                if x.nbytes:
+                    file.write_memory(view_of(x))
+                info = _StorageInfo(file_name, begin, x.nbytes)
+                results.append(TensorResult(items[name].index, x.nbytes, info, begin, x.stride()))
+        return results
 
     def reader(self, path: StrPath) -> StorageReader:
         """See :class:`.Storage`."""
@@ -122,63 +171,9 @@ class SafetensorsReader(CheckpointReader):
         return Path(self.path) / self.storage_data[item.storage_index].relative_path
 
 
-@dataclass(frozen=True)
-class _Names:
-    """What the two writers have to know to name a rank's files; torch carries it from the coordinator to the ranks."""
-
-    others: Any
-    tensors: Any
-
-
-class _Flat:
-    """A planner that gives each tensor in memory of its own, contiguous, as the format has it."""
-
-    def __init__(self, planner: SavePlanner) -> None:
-        self._planner = planner
-        self._seen: set[int] = set()
-
-    def resolve_data(self, item: WriteItem) -> torch.Tensor:
-        x = self._planner.resolve_data(item)
-        assert isinstance(x, torch.Tensor)
-        if x.layout is not torch.strided:
-            raise CheckpointError(f"safetensors cannot hold {item.index.fqn!r}: it is {x.layout}, not dense.")
-        x = x.detach().resolve_conj().resolve_neg().contiguous()
-        begin = x.untyped_storage().data_ptr()
-        if begin in self._seen:
-            return x.clone()
-        self._seen.add(begin)
-        return x
-
-
-def _is_tensor(item: WriteItem) -> bool:
-    return item.type is not WriteItemType.BYTE_IO
-
-
-def _check_dtype(item: WriteItem) -> None:
-    if item.tensor_data is None:
-        return
-    dtype = item.tensor_data.properties.dtype
-    if not _has(dtype):
-        raise CheckpointError(
-            f"safetensors cannot hold {item.index.fqn!r}: the format has no {dtype}; use storage=dcp or direct."
-        )
-
-
-@functools.cache
-def _has(dtype: torch.dtype) -> bool:
-    """Whether the installed version of the package can write and read tensors of ``dtype``."""
-    from safetensors.torch import load, save
-
-    try:
-        return load(save({"x": torch.empty(1, dtype=dtype)}))["x"].dtype == dtype
-    except (KeyError, RuntimeError, ValueError):
-        return False
-
-
-def _expect_package() -> None:
-    try:
-        import safetensors  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "storage=safetensors needs a package that is not installed: pip install 'hydra-stagereg[safetensors]'"
-        ) from error
+def _dense(name: str, x: object) -> torch.Tensor:
+    """Return a tensor as the format has it: in host memory, row-major."""
+    assert isinstance(x, torch.Tensor)
+    if x.layout is not torch.strided:
+        raise CheckpointError(f"safetensors cannot hold {name!r}: it is {x.layout}, not dense.")
+    return x.detach().cpu().resolve_conj().resolve_neg().contiguous()
