@@ -53,19 +53,21 @@ class Leaf:
     Attributes:
         name: its dotted name in the checkpoint.
         live: the tensor that the program has in its place, if that was looked up.
+        in_place: whether its memory may be written to.
         value: what was read.
     """
 
-    __slots__ = ("live", "name", "value")
+    __slots__ = ("in_place", "live", "name", "value")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.live: torch.Tensor | None = None
+        self.in_place = False
         self.value: Any = None
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of each leaf, plain values included, of an entry called ``name``."""
+    """Yield dotted name and value of each leaf of a state or structure called ``name``, plain values included."""
     if not _walked(value):
         yield name, value
         return
@@ -76,7 +78,7 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _walked(value: object) -> bool:
     if isinstance(value, Mapping):
         return True
-    return isinstance(value, list) and any(isinstance(item, torch.Tensor) or _walked(item) for item in value)
+    return isinstance(value, list) and any(isinstance(item, (torch.Tensor, Leaf)) or _walked(item) for item in value)
 
 
 def _children(value: Any, name: str) -> Iterator[tuple[str, Any]]:

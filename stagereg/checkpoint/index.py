@@ -1,12 +1,12 @@
 """The index of a checkpoint: where the bytes of every tensor lie, and the structure of the state, as one JSON file.
 
 ``index.json`` is written at the commit, is listed in the manifest, and is all that is needed to read a checkpoint:
-docs/format.md specifies it, so that another program can read it too. Here it is made of what the ranks have written
-(:func:`attached` on each rank, :func:`collected` on rank 0), and read with every number in it checked
-(:meth:`Index.loads`): against the sizes of the files, against each other, and against what memory can hold. What has
-passed needs no further check; nothing is opened, allocated or loaded before.
+docs/format.md specifies it, so that another program can read it too. :func:`make_index` makes it, on rank 0, of what
+the ranks have written. :meth:`Index.loads` reads it with every number in it checked: against the sizes of the files,
+against each other, and against what memory can hold. What has passed needs no further check; nothing is opened,
+allocated or loaded before.
 
-The structure of the state is text in :mod:`stagereg.checkpoint.encoding`.
+The structure of the state is text of :mod:`stagereg.checkpoint.encoding`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stagereg.checkpoint.encoding import Encoded
+from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
 from stagereg.errors import CheckpointError
 
-__all__ = ["DTYPES", "INDEX", "INDEX_BYTES", "Chunk", "Extent", "Index", "TensorEntry", "attached", "collected"]
+__all__ = ["ARCHIVE", "DTYPES", "INDEX", "INDEX_BYTES", "Chunk", "Index", "TensorEntry", "make_index"]
 
 INDEX = "index.json"
 INDEX_BYTES = 1 << 30
@@ -35,8 +36,9 @@ INDEX_BYTES = 1 << 30
 _NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("q")}  # quantized ones are not saved
 """torch's dtypes by the names that the index has for them."""
+ARCHIVE = "archive"
+"""What a chunk says that lies in its file as ``torch.save`` has made it."""
 _FORMAT = 1
-_PART = "stagereg.index"
 _MOST = (1 << 63) - 1
 _MOST_DIMENSIONS = 64
 
@@ -44,34 +46,25 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """A part of a tensor: where it begins and how large it is, in each dimension."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Where something lies in a file: what a storage reports of each item that it has written.
+class Chunk(NamedTuple):
+    """A part of a tensor in a file.
 
     Attributes:
         file: its name in the checkpoint's directory.
         offset: of the first byte.
         length: how many bytes.
-        strides: of a tensor whose elements do not lie in row-major order, in elements; they leave no holes.
-        raw: whether the bytes are a tensor's elements. Otherwise they are what ``torch.save`` makes of the item.
+        start: where the part begins in the whole tensor, in each dimension.
+        shape: of the part.
+        layout: ``None`` if the bytes are the elements in row-major order; the strides, in elements, if they lie in
+            another order, without holes; ``"archive"`` if they are what ``torch.save`` has made of the part.
     """
-
-    file: str
-    offset: int
-    length: int
-    strides: tuple[int, ...] | None = None
-    raw: bool = True
-
-
-class Chunk(NamedTuple):
-    """A part of a tensor in a file: :class:`Extent`, and ``start`` and ``shape`` of the part in the whole tensor."""
 
     file: str
     offset: int
     length: int
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
+    layout: tuple[int, ...] | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +101,7 @@ class Index:
         self.state: dict[str, Any] = data["state"]
 
     @classmethod
-    def loads(cls, data: bytes, sizes: Mapping[str, int]) -> Index:
+    def loads(cls, data: bytes | bytearray, sizes: Mapping[str, int]) -> Index:
         """Read the content of ``index.json``.
 
         Args:
@@ -138,14 +131,14 @@ class Index:
             chunks = tuple(self._chunk(shape, *chunk) for chunk in chunks)
         return TensorEntry(DTYPES[dtype], torch.Size(shape), chunks)
 
-    def has_object(self, name: str) -> bool:
-        """Whether there is an object of that name, which ``torch.save`` has written."""
-        return name in self._objects
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor or object of that name."""
+        return name in self._tensors or name in self._objects
 
-    def object(self, name: str) -> Extent | None:
-        """Return where an object lies; ``None`` if only the storage that wrote it can read it."""
+    def object(self, name: str) -> tuple[str, int, int] | None:
+        """Return file, offset and length of an object; ``None`` if only the storage that wrote it can read it."""
         found = self._objects[name]
-        return None if found is None else Extent(self._files[found[0]], found[1], found[2], raw=False)
+        return None if found is None else (self._files[found[0]], found[1], found[2])
 
     def _chunk(
         self,
@@ -155,105 +148,96 @@ class Index:
         length: int,
         start: Sequence[int] | None = None,
         shape: Sequence[int] | None = None,
-        strides: Sequence[int] | None = None,
+        layout: list[int] | str | None = None,
     ) -> Chunk:
         begin = (0,) * len(whole) if start is None else tuple(start)
         sizes = tuple(whole if shape is None else shape)
-        return Chunk(self._files[file], offset, length, begin, sizes, None if strides is None else tuple(strides))
+        strides = tuple(layout) if isinstance(layout, list) else layout
+        return Chunk(self._files[file], offset, length, begin, sizes, strides)
 
 
 # -- writing
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What one rank knows: where it has written what, if its storage reports that, and the structures as text."""
-
-    extents: Mapping[MetadataIndex, Extent] | None
-    structures: Mapping[str, Encoded]
-
-
-def attached(
-    results: Iterable[WriteResult], extents: Mapping[MetadataIndex, Extent] | None, structures: Mapping[str, Encoded]
-) -> list[WriteResult]:
-    """Return the results of one rank's ``write_data`` with its part of the index among them, for :func:`collected`.
-
-    Args:
-        results: of the write.
-        extents: where each item lies; ``None`` if the storage does not report it.
-        structures: of this rank's entries, as :func:`.encoding.encode` returns them.
-    """
-    return [*results, WriteResult(MetadataIndex(_PART), 0, _Part(extents, structures))]
-
-
-def collected(metadata: Metadata, results: list[list[WriteResult]]) -> tuple[list[list[WriteResult]], bytes]:
-    """Return the results of all ranks without the parts of the index, and the content of ``index.json``.
+def make_index(
+    metadata: Metadata, results: Iterable[Iterable[WriteResult]], structures: Iterable[Mapping[str, Encoded]]
+) -> bytes:
+    """Return the content of ``index.json``.
 
     Args:
         metadata: of the checkpoint, as torch has planned it.
-        results: of each rank, from :func:`attached`.
-
-    Raises:
-        CheckpointError: a tensor is sharded and its shards are of a kind that has to be saved whole.
+        results: of each rank's ``write_data``.
+        structures: of each rank's entries, by name.
     """
-    parts = [result.storage_data for rank in results for result in rank if result.index.fqn == _PART]
-    plain = [[result for result in rank if result.index.fqn != _PART] for rank in results]
-    structures: dict[str, Encoded] = {}
-    for part in parts:
-        for name, encoded in part.structures.items():
-            structures.setdefault(name, encoded)  # the lowest rank's, as of everything that several ranks have
-    objects = {leaf for encoded in structures.values() for leaf in encoded.objects}
     with _without_gc():
-        located = all(part.extents is not None for part in parts)
-        extents = {index: extent for part in parts if part.extents for index, extent in part.extents.items()}
-        table = _Table({}, {}, {}, extents if located else None)
+        state: dict[str, Encoded] = {}
+        for each in structures:
+            state = {**each, **state}  # the lowest rank's, as of everything that several ranks have
+        objects = {leaf for encoded in state.values() for leaf in encoded.objects}
+        table = _Table({result.index: result for rank in results for result in rank})
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 table.add_tensor(name, entry)
             elif name in objects:  # all else that is no tensor stands in the structure; torch alone reads it
                 table.add_object(name)
         head = {"format": _FORMAT, "files": [*table.files], "tensors": table.tensors, "objects": table.objects}
-        state = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in structures.items())
-        return plain, f'{json.dumps(head)[:-1]},\n"state": {{\n{state}\n}}}}\n'.encode()
+        texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
+        return f'{json.dumps(head)[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
 
 
-@dataclass
 class _Table:
-    files: dict[str, int]
-    tensors: dict[str, Any]
-    objects: dict[str, Any]
-    extents: Mapping[MetadataIndex, Extent] | None
+    def __init__(self, results: Mapping[MetadataIndex, WriteResult]) -> None:
+        self.files: dict[str, int] = {}
+        self.tensors: dict[str, Any] = {}
+        self.objects: dict[str, Any] = {}
+        self._results = results
 
     def add_tensor(self, name: str, entry: TensorStorageMetadata) -> None:
-        chunks: list[Any] | None = None
-        if self.extents is not None:
-            chunks = []
-            for part in entry.chunks:
-                extent = self.extents.get(MetadataIndex(name, part.offsets))
-                if part.sizes.numel() == 0 or extent is None:
-                    continue
-                if not extent.raw and len(entry.chunks) > 1:
-                    raise CheckpointError(f"{name!r} is sharded, and a shard is no plain dense tensor; make it one.")
-                if not extent.raw:
-                    self.objects[name] = self._place(extent)
-                    return
-                chunks.append([*self._place(extent), *_position(entry, part.offsets, part.sizes, extent.strides)])
-        self.tensors[name] = [_NAMES[entry.properties.dtype], list(entry.size), chunks]
+        chunks: list[Any] = []
+        located = True
+        for part in entry.chunks:
+            result = self._results[MetadataIndex(name, part.offsets)]
+            if not isinstance(result, (TensorResult, ArchiveResult)):
+                located = False
+            elif part.sizes.numel():
+                chunks.append(self._chunk(entry, part.offsets, part.sizes, result))
+        self.tensors[name] = [_NAMES[entry.properties.dtype], list(entry.size), chunks if located else None]
 
     def add_object(self, name: str) -> None:
-        extent = None if self.extents is None else self.extents[MetadataIndex(name)]
-        self.objects[name] = None if extent is None else self._place(extent)
+        result = self._results[MetadataIndex(name)]
+        if not isinstance(result, ArchiveResult):
+            self.objects[name] = None
+            return
+        info = result.storage_data
+        self.objects[name] = [self._number(info.relative_path), info.offset, info.length]
 
-    def _place(self, extent: Extent) -> list[int]:
-        return [self.files.setdefault(extent.file, len(self.files)), extent.offset, extent.length]
+    def _chunk(
+        self,
+        entry: TensorStorageMetadata,
+        start: torch.Size,
+        shape: torch.Size,
+        result: TensorResult | ArchiveResult,
+    ) -> list[Any]:
+        file = self._number(result.storage_data.relative_path)
+        if isinstance(result, ArchiveResult):
+            return [file, result.storage_data.offset, result.storage_data.length, [*start], [*shape], ARCHIVE]
+        length = shape.numel() * entry.properties.dtype.itemsize
+        if not _is_row_major(shape, result.stride):
+            return [file, result.content, length, [*start], [*shape], [*(result.stride or ())]]
+        place = [] if shape == entry.size else [[*start], [*shape]]
+        return [file, result.content, length, *place]
+
+    def _number(self, file: str) -> int:
+        return self.files.setdefault(file, len(self.files))
 
 
-def _position(
-    entry: TensorStorageMetadata, start: torch.Size, shape: torch.Size, strides: tuple[int, ...] | None
-) -> list[list[int]]:
-    if strides is not None:
-        return [list(start), list(shape), list(strides)]
-    return [] if shape == entry.size else [list(start), list(shape)]
+def _is_row_major(shape: torch.Size, stride: tuple[int, ...] | None) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride or ()), strict=False):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
 
 
 # -- checking
@@ -302,14 +286,17 @@ def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any],
     """Make sure that chunks lie within their tensor and cover each element of it once."""
     boxes: list[Box] = []
     for _, _, length, *place in chunks:
-        start, shape, strides = (*place, None, None, None)[:3] if place else ([0] * len(whole), whole, None)
-        if not len(start) == len(shape) == len(whole) or _elements(shape) * itemsize != length or length == 0:
+        start, shape, layout = (*place, None)[:3] if place else ([0] * len(whole), whole, None)
+        nbytes = _elements(shape) * itemsize
+        if not len(start) == len(shape) == len(whole) or not (
+            nbytes == length or (layout == ARCHIVE and 0 < nbytes < length)
+        ):
             raise ValueError(f"a chunk of {name!r:.100} has another size than what is stored of it")
         for begin, size, limit in zip(start, shape, whole, strict=True):
             if type(begin) is not int or not 0 <= begin <= limit - size:
                 raise ValueError(f"a chunk of {name!r:.100} lies outside of the tensor")
-        if strides is not None:
-            _check_strides(shape, strides)
+        if layout not in (None, ARCHIVE):
+            _check_strides(shape, layout)
         boxes.append((tuple(start), tuple(shape)))
     if sum(math.prod(shape) for _, shape in boxes) != elements or _overlap(boxes):
         raise ValueError(f"the chunks of {name!r:.100} do not cover it once")

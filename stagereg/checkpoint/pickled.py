@@ -1,13 +1,12 @@
-"""Values in a checkpoint that are no tensors: checks before writing that they can be read without running code.
+"""Objects of a state that JSON cannot carry: checked before they are written, read without running code.
 
-Torch stores such a leaf of a state dict with ``torch.save`` and reads it with a loader that can run any code in it.
-Here it is read with ``torch.load(weights_only=True)``: numbers, text, bytes, tensors, and lists, tuples, dicts and sets
-of these. NumPy's numbers are made here from their bytes. Other types the program has to allow:
-``torch.serialization.add_safe_globals([T])``.
+Such an object, a tuple with a tensor in it or a value of a type that the program has allowed
+(``torch.serialization.add_safe_globals([T])``), lies in a file as ``torch.save`` has made it, and is read with
+``torch.load(weights_only=True)``.
 
-A checkpoint that cannot be read is worth nothing, so what is saved is held against that at the first save. Whether a
-leaf can be read depends on what its pickle names. So the names are listed at each save, by the pickler that torch uses
-as well, and only a set of names that has not been seen before is tried out, by writing the leaf and reading it.
+A checkpoint that cannot be read is worth nothing, so what is saved is held against that at the first save. Whether an
+object can be read depends on what its pickle names. So the names are listed at each save, by the pickler that torch
+uses as well, and only a set of names that has not been seen before is tried out, by writing the object and reading it.
 """
 
 from __future__ import annotations
@@ -15,24 +14,21 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import zipfile
 from dataclasses import dataclass
-from types import FunctionType, NoneType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
-import stagereg.checkpoint.trusted as trusted
-from stagereg.checkpoint.storage.archive import expect_stored
-from stagereg.checkpoint.trusted import exactly
 from stagereg.errors import CheckpointError
 
-__all__ = ["WHY", "allowed_by_user", "expect_loadable", "load", "names_of"]
+__all__ = ["WHY", "allowed_by_user", "expect_loadable", "load"]
 
-_PLAIN = frozenset({NoneType, bool, float, str, bytes})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor})
-_LONGEST_INTEGER_BITS = 255 * 8 - 1
+_TORCHS_OWN = ("torch.distributed.", "torch.nested.")
 _LONG_INTEGER = re.compile(rb"\x8b..\x00\x00", re.DOTALL)  # the instruction for an integer of more than 255 bytes
 _MESH = b"ctorch.distributed.device_mesh\n"  # the instruction that names one; torch reads no other, nor compressed ones
 _SHOWN = 5
@@ -44,16 +40,24 @@ _loadable: set[frozenset[Any]] = set()
 
 
 def allowed_by_user() -> dict[str, Any]:
-    """Return by dotted path what the program has allowed with ``torch.serialization.add_safe_globals``."""
-    return {path: maker.make for path, maker in trusted.allowed_by_user().names.items()}
+    """Return by dotted path what the program has allowed with ``torch.serialization.add_safe_globals``.
+
+    Not what torch allows there by itself for its tensors: making a ``DeviceMesh`` connects this process with others.
+    """
+    found = {}
+    for entry in torch.serialization.get_safe_globals():
+        what, path = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
+        if not path.startswith(_TORCHS_OWN):
+            found[path] = what
+    return found
 
 
 def expect_loadable(name: str, value: Any) -> None:
-    """Let a leaf pass that can be read back; takes microseconds for a kind of leaf that has been here before.
+    """Let a tensor or an object pass that can be read back; quick for a kind of object that has been here before.
 
     Args:
         name: its dotted name in the state, for the message.
-        value: the leaf.
+        value: the tensor or object.
 
     Raises:
         CheckpointError: it could not be read back, and what to do.
@@ -62,10 +66,8 @@ def expect_loadable(name: str, value: Any) -> None:
     if kind in _TENSORS:
         _expect_dense(name, value)
         return
-    if kind in _PLAIN or (kind is int and value.bit_length() <= _LONGEST_INTEGER_BITS):
-        return
     try:
-        data, names = names_of(value, protocol=2)
+        data, names = _names_of(value)
         if names in _loadable and not _LONG_INTEGER.search(data):
             return
         refused = _refused_tensor(value) if isinstance(value, torch.Tensor) else _refused(value)
@@ -91,14 +93,15 @@ def _expect_dense(name: str, x: torch.Tensor) -> None:
         raise CheckpointError(f"{name!r} cannot be saved: it is {kind}, not dense. Save the dense tensors it has.")
 
 
-def load(name: str, stream: io.BytesIO) -> Any:
-    """Read a leaf that ``torch.save`` has written.
+def load(name: str, data: bytes | bytearray) -> Any:
+    """Return the object called ``name``, of which ``data`` is what ``torch.save`` has written.
 
     Raises:
         CheckpointError: it has something else than data and allowed types, or is damaged.
     """
+    stream = io.BytesIO(data)
     try:
-        expect_stored(stream)
+        _expect_stored(stream)
         return _read(stream)
     except CheckpointError as error:
         raise CheckpointError(f"{name!r:.100} was not read: {error}.") from error
@@ -110,14 +113,25 @@ def load(name: str, stream: io.BytesIO) -> Any:
         ) from error
 
 
+def _expect_stored(stream: io.BytesIO) -> None:
+    """Make sure that nothing in an archive of torch's would be inflated, or takes more memory than it has bytes."""
+    try:
+        records = zipfile.ZipFile(stream).infolist()
+    except zipfile.BadZipFile:
+        raise CheckpointError("it is no archive as torch writes them") from None
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise CheckpointError("it has compressed records, which torch does not write")
+    if sum(record.file_size for record in records) > len(stream.getbuffer()):
+        raise CheckpointError("its records claim to have more bytes than there are")
+    stream.seek(0)
+
+
 def _read(stream: io.BytesIO) -> Any:
     # Torch allows its type by itself. Making one connects this process with others, by environment variables.
     if _MESH in stream.getvalue():
         raise CheckpointError("it has a DeviceMesh, which is made by connecting ranks")
     # Bytes without any are pickled as a call of ``bytes``, which torch does not take; here it can make nothing else.
     more: list[Any] = [(_no_bytes, "builtins.bytes")]
-    allowed = trusted.allowed_by_user().names
-    more += [(maker, name) for name, maker in _NUMBERS.items() if name not in allowed]
     with torch.serialization.safe_globals(more):
         return torch.load(stream, map_location="cpu", weights_only=True)
 
@@ -126,41 +140,13 @@ def _no_bytes() -> bytes:
     return b""
 
 
-class _Dtype:
-    """Stands for ``numpy.dtype`` in a file: the kind of one plain number, and nothing else that a dtype may be."""
-
-    def __init__(self, name: str, align: bool = False, copy: bool = True) -> None:
-        if not _NUMBER.fullmatch(name):
-            raise ValueError(f"there is {name!r:.50} where the dtype of a number belongs")
-        self.name = name
-
-    def __setstate__(self, state: Any) -> None:
-        if state[1] not in ("<", "|") or any(part is not None for part in state[2:5]):
-            raise ValueError("there is something else where the dtype of a number belongs")
-
-
-def _number(dtype: _Dtype, data: bytes) -> Any:
-    """Stands for what NumPy makes its scalars with."""
-    import numpy
-
-    (number,) = numpy.frombuffer(exactly(bytes, data), "<" + exactly(_Dtype, dtype).name)
-    return number
-
-
-_NUMBER = re.compile(r"b1|[iu][1248]|f[248]|c8|c16")
-_NUMBERS = {
-    "numpy.dtype": _Dtype,
-    **{f"numpy.{core}.multiarray.scalar": _number for core in ("core", "_core")},
-}
-
-
-def names_of(value: Any, protocol: int) -> tuple[bytes, frozenset[Any]]:
+def _names_of(value: Any) -> tuple[bytes, frozenset[Any]]:
     """Pickle a value, and return the pickle and the classes, functions and kinds of tensors that it needs to be read.
 
     The content of tensors is left out. Raises: what pickling raises.
     """
     stream = io.BytesIO()
-    pickler = _Listing(stream, protocol)
+    pickler = _Listing(stream, protocol=2)
     pickler.dump(value)
     return stream.getvalue(), frozenset(pickler.names)
 

@@ -6,7 +6,7 @@ understand, and torch returns a new tensor each time, for which a stager would h
 the program made itself are not covered: put their states into the saved state.
 
 The bytes are torch's own, and JSON with the words of Python's and NumPy's generators as hexadecimal text, least byte
-first. Older checkpoints have pickles in place of the JSON, which are read with :mod:`stagereg.checkpoint.trusted`.
+first.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from typing import Any
 
 import torch
 
-from stagereg.checkpoint.trusted import Maker, Record, Vocabulary, exactly, loads
 from stagereg.errors import CheckpointError
 
 __all__ = ["capture", "restore"]
 
-_PICKLE = b"\x80"
 _MERSENNE = "MT19937"
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
 """The last index that NumPy's generators may have in the block they draw from. NumPy does not check it."""
@@ -75,7 +73,7 @@ def _bytes(x: torch.Tensor) -> bytes:
 
 
 def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(exactly(bytes, data)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _json(*parts: Any) -> bytes:
@@ -92,8 +90,6 @@ def _words(text: str) -> tuple[int, ...]:
 
 
 def _python_from(data: bytes) -> Any:
-    if exactly(bytes, data).startswith(_PICKLE):
-        return loads(data, Vocabulary({}))
     version, words, gauss = json.loads(data)
     return version, _words(words), gauss
 
@@ -106,10 +102,6 @@ def _numpy_state(numpy: Any) -> bytes:
 
 
 def _numpy_from(data: bytes, numpy: Any) -> Any:
-    if exactly(bytes, data).startswith(_PICKLE):
-        name, words, position, *rest = loads(data, _NUMPY)
-        rest.insert(0, _position("pos", position))
-        return name, numpy.array(_words(exactly(bytes, words.state[-1]).hex()), dtype="uint32"), *rest
     state = json.loads(data)
     if state["bit_generator"] == _MERSENNE:
         state["state"]["key"] = numpy.array(_words(state["state"]["key"]), dtype="uint32")
@@ -119,19 +111,6 @@ def _numpy_from(data: bytes, numpy: Any) -> Any:
 
 
 def _position(name: str, value: Any) -> int:
-    if not 0 <= exactly(int, value) <= _POSITIONS[name]:
+    if type(value) is not int or not 0 <= value <= _POSITIONS[name]:
         raise ValueError(f"{name} is out of its block")
-    return int(value)
-
-
-_NUMPY = Vocabulary(
-    {
-        **{
-            f"numpy.{core}.multiarray._reconstruct": Maker("_reconstruct", lambda *args: Record("array", args))
-            for core in ("core", "_core")
-        },
-        "numpy.ndarray": None,
-        "numpy.dtype": Record.maker("numpy.dtype"),
-    }
-)
-"""What the pickled state of NumPy's generator names: one array, of 32-bit words."""
+    return value

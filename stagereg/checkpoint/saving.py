@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,9 @@ from torch.futures import Future as TorchFuture
 
 import stagereg.checkpoint.torchfiles as torchfiles
 import stagereg.record as record
+from stagereg.checkpoint.encoding import Encoded, encode, leaves
 from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.index import INDEX, make_index
 from stagereg.checkpoint.manifest import FileMark, new_token
 from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.process_writer import ProcessWriter
@@ -35,7 +38,6 @@ from stagereg.checkpoint.storage.lookup import name_of
 from stagereg.checkpoint.storage.protocol import MarksFiles, Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
-from stagereg.checkpoint.structure import leaves
 from stagereg.errors import CheckpointError
 
 __all__ = ["Save", "SaveResult", "carry_out"]
@@ -155,23 +157,26 @@ def carry_out(
     copies: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
 
-    def ready() -> tuple[int, str]:
+    def ready() -> tuple[int, str, dict[str, Encoded]]:
         copies.append(save.take())
-        state.update({**copies[0], **torchfiles.skeletons(copies[0])})  # refuses what cannot be saved
+        state.update(copies[0])
+        structures = {name: encode(value, name) for name, value in copies[0].items()}  # refuses what cannot be saved
         save.nbytes = _tensor_bytes(copies[0])
         failpoint("staged")
         save.now("waiting for the others to stage")
-        return save.step, new_token()
+        return save.step, new_token(), structures
 
     save.now("waiting for its copy")
     posts = ranks.run_on_all(failing, ready)
     failpoint("agreed")
     began = record.now()
-    if len({step for step, _ in posts}) > 1:
-        raise CheckpointError(f"The ranks saved different steps at the same time: {[step for step, _ in posts]}.")
+    if len({step for step, *_ in posts}) > 1:
+        raise CheckpointError(f"The ranks saved different steps at the same time: {[step for step, *_ in posts]}.")
     written = store.temporary(save.step, posts[0][1])
     try:
         writer = _Watched(storage if process is None else ProcessWriter(storage, process, save.until), save, ranks)
+        writer.structures = [structures for _, _, structures in posts]
+        writer.write_index = partial(store.put, written, INDEX)
         with within(_TRYING * (save.until - time.monotonic())):
             torchfiles.write(state, written, writer, plans, ranks.group, failing)
             state.clear()
@@ -190,6 +195,9 @@ def carry_out(
 class _Watched(ForwardingWriter):
     """Notes when this rank makes ready to write, when it writes, and when it waits for the others to have written."""
 
+    structures: list[dict[str, Encoded]]
+    write_index: Callable[[bytes], None]
+
     def __init__(self, inner: StorageWriter, save: Save, ranks: RankGroup) -> None:
         super().__init__(inner)
         self._save, self._ranks = save, ranks
@@ -207,6 +215,7 @@ class _Watched(ForwardingWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         self._save.now("writing the metadata")
         super().finish(metadata, results)
+        self.write_index(make_index(metadata, results, self.structures))
         self._save.now("waiting for the others")
 
 

@@ -1,61 +1,28 @@
-"""Torch's distributed checkpoint: writing entries through a storage, reading them back with their types.
+"""Torch's distributed checkpoint: writing entries through a storage.
 
 What is written is an ordinary torch checkpoint: ``torch.distributed.checkpoint.load`` with a template of the same names
-and the storage's reader reads it, without this project. Each entry has a skeleton beside it
-(:mod:`stagereg.checkpoint.structure`), and reading uses that instead of a template, so an optimizer that has not
-stepped yet, or a scheduler with integer keys, comes back whole. Only tensors that are sharded over ranks (``DTensor``)
-need a template: the current value.
+and the storage's reader reads it, without this project.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.storage import StorageWriter
 
-import stagereg.checkpoint.pickled as pickled
-import stagereg.checkpoint.structure as structure
-from stagereg.checkpoint.entries import RESERVED
-from stagereg.checkpoint.rank_group import reason, reasons
-from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.rank_group import reasons
 from stagereg.errors import CheckpointError
 
-__all__ = [
-    "Plans",
-    "entry_names",
-    "expect_one_process",
-    "kinds",
-    "read",
-    "read_leaves",
-    "shapes",
-    "skeletons",
-    "write",
-]
+__all__ = ["Plans", "expect_one_process", "write"]
 
-_STRUCTURE = f"{RESERVED}.structure."
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"
-
-
-def skeletons(entries: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the entries to be saved beside ``entries`` so that :func:`read` can give them back.
-
-    Raises:
-        CheckpointError: something in them could not be read back without running code, with its name and what to do.
-    """
-    return {_STRUCTURE + name: structure.dump(value, name) for name, value in entries.items()}
 
 
 class Plans:
@@ -126,100 +93,3 @@ def expect_one_process() -> None:
     """Keep torch from warning at each save that there is only this process, where that is meant."""
     # Not around the save itself: it runs on a background thread, and the filters belong to the whole process.
     warnings.filterwarnings("ignore", message=_ALONE, category=UserWarning)
-
-
-def entry_names(storage: Storage, path: str) -> set[str]:
-    """Return the names of the entries that a checkpoint has, those of the project's own included."""
-    known = storage.reader(path).read_metadata().state_dict_metadata
-    return {name.removeprefix(_STRUCTURE) for name in known if name.startswith(_STRUCTURE)}
-
-
-def shapes(storage: Storage, path: str, names: Iterable[str]) -> dict[str, Any]:
-    """Return the skeletons of entries by name, for :func:`read`: their containers, with ``...`` for each leaf.
-
-    Raises:
-        CheckpointError: one is damaged, or has a leaf that the checkpoint does not have.
-    """
-    reader = storage.reader(path)
-    bones = _load(reader, dict.fromkeys(_STRUCTURE + name for name in names))
-    found = {name.removeprefix(_STRUCTURE): structure.load(data) for name, data in bones.items()}
-    known = reader.read_metadata().state_dict_metadata
-    for name, skeleton in found.items():
-        lost = next((leaf for leaf in structure.leaf_names(skeleton, name) if leaf not in known), None)
-        if lost is not None:
-            raise CheckpointError(f"{name!r:.100} has {lost!r:.100} by its structure, and nothing of that is stored.")
-    return found
-
-
-def read(storage: Storage, path: str, wanted: Mapping[str, Any], live: Mapping[str, DTensor]) -> dict[str, Any]:
-    """Read entries, each rank on its own and into fresh host memory.
-
-    Args:
-        storage: the one that wrote them.
-        path: a complete checkpoint, a path or a URL.
-        wanted: their skeletons by name, from :func:`shapes`, or what is wanted of them.
-        live: what tensors are sharded like, by dotted name. One under the name of a container goes for all tensors of
-            its shape in that container. All others are read whole.
-
-    Returns:
-        The entries by name, in the containers and types they were saved from.
-    """
-    reader = storage.reader(path)
-    metadata = reader.read_metadata()
-    templates: dict[str, Any] = {}
-    for name, skeleton in wanted.items():
-        for leaf in structure.leaf_names(skeleton, name):
-            templates[leaf] = _template(metadata, leaf, live.get(leaf, live.get(leaf.rpartition(".")[0])))
-    values = _load(reader, templates)
-    return {name: structure.rebuild(skeleton, name, values) for name, skeleton in wanted.items()}
-
-
-def kinds(storage: Storage, path: str) -> dict[str, torch.Tensor | None]:
-    """Return what the leaves of a checkpoint are, by dotted name: of a tensor a ``meta`` tensor, else ``None``."""
-    known = storage.reader(path).read_metadata().state_dict_metadata
-    return {
-        name: torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
-        if isinstance(saved, TensorStorageMetadata)
-        else None
-        for name, saved in known.items()
-    }
-
-
-def read_leaves(storage: Storage, path: str, names: Iterable[str]) -> dict[str, Any]:
-    """Read single leaves by dotted name, whole, in this process alone."""
-    metadata = storage.reader(path).read_metadata()
-    return _load(storage.reader(path), {name: _template(metadata, name, None) for name in names})
-
-
-def _template(metadata: Metadata, leaf: str, live: Any) -> torch.Tensor | None:
-    """Memory for one leaf: sharded as ``live`` is, whatever number of ranks it was sharded over when it was saved."""
-    saved = metadata.state_dict_metadata[leaf]
-    if not isinstance(saved, TensorStorageMetadata):
-        return None
-    if isinstance(live, DTensor) and live.shape == saved.size:
-        return torch.empty_like(live, dtype=saved.properties.dtype)
-    return torch.empty(saved.size, dtype=saved.properties.dtype)
-
-
-def _load(reader: StorageReader, wanted: dict[str, Any]) -> dict[str, Any]:
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_ALONE)
-            load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
-    except CheckpointException as failed:
-        error = next(error for error, _ in failed.failures.values())
-        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
-            raise error from None
-        raise CheckpointError(reason(error)) from error
-    return wanted
-
-
-class _Planner(DefaultLoadPlanner):
-    """Reads what is no tensor without running it, where torch's own planner unpickles."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        name = read_item.dest_index.fqn
-        self.state_dict[name] = pickled.load(name, value)

@@ -148,10 +148,10 @@ def save(root: Path, *states: dict[str, Any]) -> Path:
 
 
 def tensors_of_every_kind() -> dict[str, torch.Tensor]:
-    import stagereg.checkpoint.export as export
+    from stagereg.checkpoint.storage.safetensors import DTYPES
 
     tied = torch.arange(12, dtype=torch.float32).reshape(3, 4)
-    made = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in export._DTYPES}
+    made = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
     return {**made, "tied": tied, "tied too": tied, "transposed": tied.t(), "one": tied[1, 2], "none": tied[:, :0]}
 
 
@@ -215,7 +215,7 @@ def test_a_pt_file_has_only_types_that_torch_loads(tmp_path: Path) -> None:
 def test_a_full_disk_and_an_interruption_leave_nothing(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import stagereg.checkpoint.torchfiles as torchfiles
+    from stagereg.checkpoint.reading import CheckpointFiles
 
     class Full(io.FileIO):
         def write(self, content: Any) -> int:
@@ -238,8 +238,7 @@ def test_a_full_disk_and_an_interruption_leave_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(torchfiles._Planner, "load_bytes", interrupted)
-        broken.setattr(torchfiles._Planner, "resolve_tensor", interrupted)
+        broken.setattr(CheckpointFiles, "read", interrupted)
         assert cli.main(["convert", str(root), arguments]) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
