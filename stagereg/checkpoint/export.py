@@ -69,7 +69,7 @@ class Export:
 
     def __init__(self, checkpoint: Checkpoint, only: str | None = None) -> None:
         self._path, self._step, self._only = checkpoint.path, checkpoint.manifest.step, only
-        self._files = CheckpointFiles(checkpoint, registry.build("storage", "dcp"))
+        self._files = CheckpointFiles(checkpoint, registry.build("storage", "dcp"), foreign=True)
         parts, merged = sources.parts(self._files, checkpoint.manifest.world_size)
         if only is not None and only not in parts:
             known = sources.listed(list(parts))

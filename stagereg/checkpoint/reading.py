@@ -11,6 +11,7 @@ storage's own reader and torch's planner.
 from __future__ import annotations
 
 import ctypes
+import io
 import math
 import os
 import stat
@@ -20,10 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from io import BytesIO
-from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -37,6 +36,7 @@ import stagereg.checkpoint.encoding as encoding
 import stagereg.checkpoint.pickled as pickled
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.encoding import Leaf
+from stagereg.checkpoint.foreign import METADATA, index_of_metadata
 from stagereg.checkpoint.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, TensorEntry
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.storage.lookup import named
@@ -59,6 +59,7 @@ class CheckpointFiles:
     Args:
         checkpoint: a complete one.
         own: the storage of the program; another one that wrote the checkpoint is built by its name.
+        foreign: whether a checkpoint without an index may be read by torch's ``.metadata`` (:mod:`.foreign`).
 
     Attributes:
         index: what is in the checkpoint.
@@ -68,17 +69,22 @@ class CheckpointFiles:
             storage that is not there. ``OSError``.
     """
 
-    def __init__(self, checkpoint: Checkpoint, own: Storage) -> None:
+    def __init__(self, checkpoint: Checkpoint, own: Storage, foreign: bool = False) -> None:
         self._path, self._marks = checkpoint.path, checkpoint.manifest.files
         self._storage = named(checkpoint.manifest.storage, own)
         self._opened = ExitStack()
         self._files: dict[str, _File] = {}
-        if INDEX not in self._marks:
+        self._sizes = {name: mark.bytes for name, mark in self._marks.items()}
+        if INDEX in self._marks:
+            self.index = self._read_index()
+        elif foreign and METADATA in self._marks:
+            data = self._file(METADATA).read(0, self._sizes[METADATA])
+            self.index = Index.checked(index_of_metadata(data), self._sizes)
+        else:
             raise CheckpointError(
                 f"{self._path} has no {INDEX}: an earlier version wrote it. `stagereg convert {self._path} OUT.pt` "
                 "makes a file of it that torch.load reads."
             )
-        self.index = self._read_index()
 
     def __enter__(self) -> CheckpointFiles:
         return self
@@ -172,89 +178,59 @@ class CheckpointFiles:
         if crc32(data) != mark.crc32:
             raise CheckpointError(f"{INDEX} of {self._path} is not what was written.") from ValueError("CRC-32")
         try:
-            return Index.loads(data, {name: each.bytes for name, each in self._marks.items()})
+            return Index.loads(data, self._sizes)
         except CheckpointError as error:
             raise CheckpointError(f"{self._path} was refused: {error}") from error
 
     def _file(self, name: str) -> _File:
         found = self._files.get(name)
         if found is None:
-            found = _RemoteFile(self._path, name) if is_url(self._path) else _LocalFile(self._path, name)
+            found = _File(self._path, name)
             self._opened.callback(found.close)
             self._files[name] = found
         return found
 
 
-# -- files
-
-
-class _File(Protocol):
+class _File:
     """A file of a checkpoint, open for reading."""
 
-    threads: int
-
-    def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory``. Raises: ``OSError``, also if the file ends before."""
-
-    def read(self, offset: int, length: int) -> bytearray:
-        """Return bytes of it."""
-
-    def close(self) -> None: ...
-
-
-class _LocalFile:
-    threads = _THREADS
-
     def __init__(self, path: str, name: str) -> None:
-        self._path = Path(path) / name
+        self._name = f"{path}/{name}"
+        self._stream: io.RawIOBase | io.BufferedReader
+        self.threads = 1
+        if is_url(path):
+            from stagereg.checkpoint.store.object_store import ObjectStore
+
+            self._stream = ObjectStore(path).open(self._name)
+            return
         # What is no regular file is never waited for, and no link is followed.
-        if not stat.S_ISREG(os.lstat(self._path).st_mode):
+        if not stat.S_ISREG(os.lstat(self._name).st_mode):
             raise CheckpointError(f"{name} of {path} is no regular file")
-        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._stream = io.FileIO(os.open(self._name, flags))
+        self.threads = _THREADS
 
     def read_into(self, offset: int, memory: memoryview) -> None:
+        """Fill ``memory``; on any of :attr:`threads` at once. Raises: ``OSError``, also if the file ends before."""
         while memory:
-            count = os.preadv(self._descriptor, [memory], offset)
+            if self.threads > 1:
+                count = os.preadv(self._stream.fileno(), [memory], offset)
+            else:
+                self._stream.seek(offset)
+                count = self._stream.readinto(memory) or 0
             if count == 0:
-                raise OSError(f"{self._path} ends at byte {offset}")
+                raise OSError(f"{self._name} ends at byte {offset}")
             memory, offset = memory[count:], offset + count
 
     def read(self, offset: int, length: int) -> bytearray:
+        """Return bytes of it."""
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return data
 
     def close(self) -> None:
-        os.close(self._descriptor)
-
-
-class _RemoteFile:
-    threads = 1
-
-    def __init__(self, path: str, name: str) -> None:
-        from stagereg.checkpoint.store.object_store import ObjectStore
-
-        self._url = f"{path}/{name}"
-        self._stream = ObjectStore(path).open(self._url)
-
-    def read_into(self, offset: int, memory: memoryview) -> None:
-        self._stream.seek(offset)
-        while memory:
-            count = self._stream.readinto(memory)
-            if count == 0:
-                raise OSError(f"{self._url} ends before byte {offset + len(memory)}")
-            memory = memory[count:]
-
-    def read(self, offset: int, length: int) -> bytearray:
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return data
-
-    def close(self) -> None:
+        """Close it."""
         self._stream.close()
-
-
-# -- tensors
 
 
 def _memory_for(leaf: Leaf, entry: TensorEntry) -> torch.Tensor:
@@ -398,6 +374,6 @@ class _Planner(DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         self.state_dict[name] = pickled.load(name, value.getvalue())

@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.manifest import Manifest
 from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.errors import CheckpointError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
@@ -345,3 +348,43 @@ def test_names_and_types_in_a_file_cannot_control_the_terminal(
     shown = capsys.readouterr()
     assert "\x1b" not in shown.out + shown.err
     assert r"'\x1b[2Jx'" in shown.out
+
+
+def test_a_directory_of_plain_torch_and_one_of_an_earlier_version_are_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model = network()
+    state = {"model": model.state_dict(), "values": {"lr": 0.1, "list": [torch.ones(2), {"a": (1, "b")}]}}
+    dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
+    save(tmp_path / "run", state)
+    earlier = tmp_path / "run" / "step-00000001"
+    (earlier / "index.json").unlink()
+    manifest = Manifest.loads((earlier / "manifest.json").read_text())
+    del manifest.files["index.json"]
+    (earlier / "manifest.json").write_text(manifest.dumps())
+    with (
+        Checkpointer(str(tmp_path / "run")) as reading,
+        pytest.raises(CheckpointError, match=r"`stagereg convert .*` makes"),
+    ):
+        reading.restore({"values": None})
+    for root in (tmp_path / "plain", tmp_path / "run"):
+        assert cli.main(["convert", str(root), str(tmp_path / "x.pt"), "--force"]) == 0
+        found = torch.load(tmp_path / "x.pt", weights_only=True)
+        assert bits(found["model"]) == bits(dict(state["model"]))
+        assert found["values"]["lr"] == 0.1
+        assert found["values"]["list"][0].tolist() == [1, 1]
+        assert found["values"]["list"][1] == {"a": (1, "b")}
+        assert cli.main(["convert", str(root), str(tmp_path / "x.safetensors"), "--only", "model", "--force"]) == 0
+    (tmp_path / "plain" / ".metadata").write_bytes(pickle.dumps(Fires()))
+    capsys.readouterr()
+    assert cli.main(["convert", str(tmp_path / "plain"), str(tmp_path / "y.pt")]) == 2
+    assert "which is no metadata; nothing was imported" in capsys.readouterr().err
+
+
+class Fires:
+    """Becomes a call when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("it was run",)
