@@ -36,7 +36,7 @@ _LONGEST_INTEGER_BITS = 255 * 8 - 1  # what torch reads back
 _PLAIN = frozenset({NoneType, bool, str})
 _CONTAINERS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-_COLLECTIONS: dict[str, type] = {kind.__name__: kind for kind in (tuple, set, frozenset, torch.Size)}
+_COLLECTIONS: dict[str, type] = {kind.__name__: kind for kind in (tuple, set, frozenset)}
 _NUMBER = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
 
 
@@ -150,14 +150,10 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if kind is float:
         return {"type": "float", "value": str(value)}
-    if kind is complex:
-        return {"type": "complex", "value": [_plain(value.real), _plain(value.imag)]}
     if kind is bytes:
         return {"type": "bytes", "value": base64.b64encode(value).decode()}
-    if kind.__name__ in _COLLECTIONS and kind is _COLLECTIONS[kind.__name__]:
+    if _COLLECTIONS.get(kind.__name__) is kind:
         return {"type": kind.__name__, "value": [_plain(item) for item in value]}
-    if kind is torch.dtype:
-        return {"type": "dtype", "value": str(value).removeprefix("torch.")}
     if isinstance(value, dict):
         return _mapping(value, lambda key, item: _plain(item))
     numpy = sys.modules.get("numpy")
@@ -251,11 +247,6 @@ def _decode_typed(tree: dict[str, Any], kind: str, value: Any, name: str | None)
         return base64.b64decode(value, validate=True)
     if kind == "float":
         return float(value)
-    if kind == "complex":
-        real, imaginary = (_decode(part, None) for part in value)
-        return complex(real, imaginary)
-    if kind == "dtype":
-        return _dtype(value)
     if kind == "numpy":
         return _numpy_number(tree["dtype"], base64.b64decode(value, validate=True))
     made = _container(kind, tree.get("factory"))
@@ -282,13 +273,6 @@ def _container(kind: str, factory: str | None) -> Any:
             f"restoring: torch.serialization.add_safe_globals([{kind:.100}])"
         )
     return allowed.__new__(allowed)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = vars(torch).get(name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r:.50} is no dtype")
-    return found
 
 
 def _numpy_number(dtype: str, data: bytes) -> Any:

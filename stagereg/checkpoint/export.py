@@ -6,8 +6,8 @@ name and flushed first, so it is complete or absent.
 
 A ``.pt`` holds everything, and so does the memory of the process for a while. What ``torch.load(weights_only=True)``
 would not take is there in plain: NumPy's numbers as Python's, a ``defaultdict`` as a ``dict``. A ``.safetensors`` holds
-tensors only; it is written piece by piece, since its layout (huggingface.co/docs/safetensors, "Format") is known before
-the first tensor is read. Tied tensors are in either of them once a name.
+tensors only; it is written tensor by tensor, since its layout (huggingface.co/docs/safetensors, "Format") is known
+before the first one is read. Tied tensors are in either of them once a name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ __all__ = ["SUFFIXES", "Export"]
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 """What a file may be called."""
-_PIECE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,7 @@ class Export:
     def needs(self, out: Path) -> int:
         """Return the bytes of tensors that are in memory at once while ``out`` is written."""
         sizes = [item.tensor.nbytes for item in self._items if item.tensor is not None]
-        if out.suffix == ".safetensors":
-            return max(_PIECE_BYTES, max(sizes, default=0)) if sum(sizes) > _PIECE_BYTES else sum(sizes)
-        return sum(sizes)
+        return max(sizes, default=0) if out.suffix == ".safetensors" else sum(sizes)
 
     def left_out(self, out: Path) -> list[str]:
         """Return the names of what ``out`` cannot hold."""
@@ -165,21 +162,11 @@ class Export:
                 raise CheckpointError(f"safetensors cannot hold a tensor called {name!r}; write a .pt")
         kinds = {name: (tensors[name][1].dtype, tensors[name][1].shape) for name in order}
         file.write(head(kinds, {"format": "pt", "step": str(self._step)}))
-        piece: list[Leaf] = []
-        nbytes = 0
         for name in order:
-            leaf, tensor = tensors[name]
-            if piece and nbytes + tensor.nbytes > _PIECE_BYTES:
-                self._write_piece(file, piece)
-                piece, nbytes = [], 0
-            piece.append(leaf)
-            nbytes += tensor.nbytes
-        self._write_piece(file, piece)
-
-    def _write_piece(self, file: IO[bytes], piece: list[Leaf]) -> None:
-        self._files.read(piece)
-        for leaf in piece:
-            file.write(view_of(leaf.value.contiguous()))
+            leaf = tensors[name][0]
+            self._files.read([leaf])
+            if leaf.value.numel():
+                file.write(view_of(leaf.value.contiguous()))
             leaf.value = None
 
 

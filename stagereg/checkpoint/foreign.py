@@ -2,8 +2,8 @@
 
 For ``stagereg convert`` alone. ``.metadata`` is a pickle, read with an unpickler that knows the names of torch's
 metadata and nothing else, and makes plain records for them: nothing of the file's choice is imported or called. Every
-tensor and value is then a file of ``torch.save``, which is read with ``torch.load(weights_only=True)``. As in torch's own
-``dcp_to_torch_save``, integer keys have become text, and empty containers are gone.
+tensor and value is then a file of ``torch.save``, which is read with ``torch.load(weights_only=True)``. As in torch's
+own ``dcp_to_torch_save``, integer keys have become text, and empty containers are gone.
 """
 
 from __future__ import annotations

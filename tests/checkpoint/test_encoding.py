@@ -28,7 +28,7 @@ flat = (
 )
 keys = st.recursive(flat, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=2), max_leaves=4)
 plain = st.recursive(
-    flat | st.sets(st.integers()) | st.sampled_from([torch.float32, torch.Size([2, 3])]),
+    flat | st.sets(st.integers()),
     lambda inner: (
         st.lists(inner)
         | st.tuples(inner, inner)
@@ -108,10 +108,16 @@ def test_a_state_that_is_nested_too_deeply_is_refused_and_named(tmp_path: Path) 
 
 
 def test_objects_with_tensors_come_back(tmp_path: Path) -> None:
-    state = {"pair": (torch.ones(2), 1, b""), "long": b"x" * 100_000, "set": {"a": {1, 2}}}
+    state = {
+        "pair": (torch.ones(2), 1, b""),
+        "other": [2j, torch.float32, torch.Size([2])],
+        "long": b"x" * 100_000,
+        "set": {"a": {1, 2}},
+    }
     with Checkpointer(str(tmp_path)) as checkpointer:
         checkpointer.save(1, state)
         found: dict[str, Any] = dict.fromkeys(state)
         checkpointer.restore(found)
     assert torch.equal(found["pair"][0], torch.ones(2))
-    assert (found["pair"][1:], found["long"], found["set"]) == ((1, b""), state["long"], state["set"])
+    assert found["pair"][1:] == (1, b"")
+    assert {name: found[name] for name in state if name != "pair"} == {n: state[n] for n in state if n != "pair"}

@@ -225,7 +225,6 @@ STRUCTURES: dict[str, Any] = {
     "a method": {"type": "OrderedDict", "value": {}, "attributes": {"type": "dict", "value": {"items": 1}}},
     "another class": {"type": "OrderedDict", "value": {}, "attributes": {"type": "dict", "value": {"__class__": 1}}},
     "attributes of a dict": {"type": "dict", "value": {}, "attributes": {"type": "dict", "value": {"a": 1}}},
-    "a dtype": {"type": "dtype", "value": "load"},
     "a number of objects": {"type": "numpy", "dtype": "object", "value": "AAAAAAAAAAA="},
     "a number that is cut off": {"type": "numpy", "dtype": "float64", "value": "AAAA"},
     "a key that is a list": {"type": "dict", "value": [[[1], 2]]},
