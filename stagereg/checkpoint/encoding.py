@@ -189,7 +189,7 @@ def _key(key: Any) -> Any:
 def _name_in(known: Mapping[str, Any], value: Any) -> str:
     name = getattr(value, "__name__", "")
     if known.get(name) is not value:
-        raise _NotPlainError(f"it makes missing items with {name or value!r:.100}")
+        raise _NotPlainError(f"it makes missing items with {name or repr(value):.100}")
     return str(name)
 
 

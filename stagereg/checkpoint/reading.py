@@ -207,7 +207,7 @@ class _File:
         if not stat.S_ISREG(os.lstat(self._name).st_mode):
             raise CheckpointError(f"{name} of {path} is no regular file")
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        self._stream = io.FileIO(os.open(self._name, flags))
+        self._stream = io.FileIO(self._name, opener=lambda path, _: os.open(path, flags))
         self.threads = _THREADS
 
     def read_into(self, offset: int, memory: memoryview) -> None:

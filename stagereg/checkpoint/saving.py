@@ -183,7 +183,7 @@ def carry_out(
             save.release(copies.pop())
             ranks.run_on_all(failing, save.settle)
             save.record_copied()
-            nbytes = _commit(failing, store, written, save, keep, storage, ranks)
+            nbytes = _commit(failing, store, written, save, keep, storage, ranks, writer)
     except BaseException:
         if ranks.rank == 0:
             with within(save.until - time.monotonic()):
@@ -196,7 +196,8 @@ class _Watched(ForwardingWriter):
     """Notes when this rank makes ready to write, when it writes, and when it waits for the others to have written."""
 
     structures: list[dict[str, Encoded]]
-    write_index: Callable[[bytes], None]
+    write_index: Callable[[bytes], FileMark]
+    index_mark: FileMark | None = None
 
     def __init__(self, inner: StorageWriter, save: Save, ranks: RankGroup) -> None:
         super().__init__(inner)
@@ -215,12 +216,19 @@ class _Watched(ForwardingWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         self._save.now("writing the metadata")
         super().finish(metadata, results)
-        self.write_index(make_index(metadata, results, self.structures))
+        self.index_mark = self.write_index(make_index(metadata, results, self.structures))
         self._save.now("waiting for the others")
 
 
 def _commit(
-    failing: str, store: CheckpointStore, written: str, save: Save, keep: int, storage: Storage, ranks: RankGroup
+    failing: str,
+    store: CheckpointStore,
+    written: str,
+    save: Save,
+    keep: int,
+    storage: Storage,
+    ranks: RankGroup,
+    writer: _Watched,
 ) -> int:
     """Publish what is written, and return the bytes of this rank's files."""
 
@@ -241,6 +249,8 @@ def _commit(
     def publish() -> None:
         if ranks.rank == 0:
             save.now("committing")
+            if writer.index_mark is not None:
+                files[INDEX] = writer.index_mark
             files.update({name: store.mark(written, name) for name in store.files(written) if name not in files})
             store.publish(written, save.step, ranks.size, name_of(storage), files, keep)
 

@@ -139,8 +139,8 @@ class CheckpointStore(ABC):
         """Return the names of the files in the directory ``written``, in no order. Any rank."""
 
     @abstractmethod
-    def put(self, written: str, name: str, data: bytes) -> None:
-        """Write one small file into the directory ``written``; :meth:`mark` has it safely stored."""
+    def put(self, written: str, name: str, data: bytes) -> FileMark:
+        """Write one file into the directory ``written``, have it safely stored, and return its mark."""
 
     @abstractmethod
     def mark(self, written: str, name: str) -> FileMark:

@@ -31,6 +31,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differences, of_error
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import DirectoryLock, Owner, StoreLock, holder
@@ -160,9 +161,12 @@ class LocalStore(CheckpointStore):
         """See :class:`.CheckpointStore`."""
         return os.listdir(written)
 
-    def put(self, written: str, name: str, data: bytes) -> None:
+    def put(self, written: str, name: str, data: bytes) -> FileMark:
         """See :class:`.CheckpointStore`."""
-        (Path(written) / name).write_bytes(data)
+        path = Path(written) / name
+        path.write_bytes(data)
+        _sync(path)
+        return FileMark(len(data), crc32(data))
 
     def mark(self, written: str, name: str) -> FileMark:
         """See :class:`.CheckpointStore`. Flushes the file to the disk."""

@@ -26,6 +26,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differences, of_error
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import Owner, StoreLock
@@ -145,9 +146,10 @@ class RemoteStore(CheckpointStore):
         """See :class:`.CheckpointStore`."""
         return list(self.objects.sizes(written))
 
-    def put(self, written: str, name: str, data: bytes) -> None:
+    def put(self, written: str, name: str, data: bytes) -> FileMark:
         """See :class:`.CheckpointStore`."""
         self.objects.put(f"{written}/{name}", data)
+        return FileMark(len(data), crc32(data))
 
     def mark(self, written: str, name: str) -> FileMark:
         """See :class:`.CheckpointStore`."""
