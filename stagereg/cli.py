@@ -25,7 +25,6 @@ from stagereg.commands import (
     reporting,
     scaffold,
     showing,
-    tune,
     verifying,
 )
 from stagereg.errors import StageregError, nearest
@@ -41,7 +40,6 @@ _COMMANDS = (
     doctor,
     bench,
     reporting,
-    tune,
     planning,
     inventory,
     verifying,

@@ -20,7 +20,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import stagereg.commands.planning as planning
 import stagereg.commands.reporting as reporting
-import stagereg.commands.tune as tuning
 from stagereg.sweep.metric import METRICS
 from stagereg.sweep.render import FILES
 from stagereg.sweep.result import RESULT
@@ -129,12 +128,12 @@ def test_the_scripts_of_the_page_are_shell() -> None:
 def test_every_command_of_stagereg_on_the_pages_is_understood() -> None:
     parser = argparse.ArgumentParser()
     commands_of_parser = parser.add_subparsers(required=True)
-    for module in (planning, reporting, tuning):
+    for module in (planning, reporting):
         module.add_to(commands_of_parser)
     found = [each for page in (SWEEPS, SLURM) for each in started(page, "stagereg") if len(each) > 1]
     for arguments in found:
         parser.parse_args(arguments)
-    assert len(found) >= 5
+    assert len(found) >= 4
 
 
 def test_the_page_describes_every_figure() -> None:

@@ -23,6 +23,7 @@ from stagereg.sweep.render.tables import first_line
 from stagereg.sweep.result import JobResult
 from stagereg.sweep.run import RankRecord, Run
 from stagereg.sweep.timeline import timeline_figure
+from stagereg.sweep.trace import trace_text
 
 __all__ = ["plain", "show", "warnings", "write"]
 
@@ -179,8 +180,8 @@ def write(
         warnings=warnings,
         error=(job.error or "") if "\n" in (job.error or "").strip() else "",
     )
-    documents["report.html"] = text.encode()
-    for name in ("timeline.svg", "timeline.png", "report.html"):
+    documents |= {"trace.json": trace_text(recorded).encode(), "report.html": text.encode()}
+    for name in ("timeline.svg", "timeline.png", "trace.json", "report.html"):
         if name in documents:
             (target / name).write_bytes(documents[name])
         else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 from stagereg.errors import RESUME_CODE, ConfigError, LaunchError
 
-__all__ = ["KEYS", "InterleavedSweeper", "RepeatsError", "interleaved"]
+__all__ = ["KEYS", "ContainedTask", "InterleavedSweeper", "SweepError", "check_repeats", "check_swept", "interleaved"]
 
 KEYS = ("sweep.repeats", "sweep.metric", "sweep.direction", "sweep.repeat", "sweep.again")
 """What goes for a sweep and not for what its jobs do."""
@@ -34,8 +34,8 @@ _STOPPED = {RESUME_CODE, *(128 + number for number in _STOPS)}
 """Exit codes of a program that was stopped by a signal: no matter of one job."""
 
 
-class RepeatsError(ConfigError, ConfigCompositionException):
-    """``sweep.repeats`` is no number of repeats, or a key of the sweep itself was swept over."""
+class SweepError(ConfigError, ConfigCompositionException):
+    """A sweeper cannot do what it was asked for; it has run no job."""
 
 
 class InterleavedSweeper(BasicSweeper):
@@ -57,26 +57,22 @@ class InterleavedSweeper(BasicSweeper):
         self._repeats = repeats
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        super().setup(hydra_context=hydra_context, task_function=_Contained(task_function), config=config)
+        super().setup(hydra_context=hydra_context, task_function=ContainedTask(task_function), config=config)
 
     def sweep(self, arguments: list[str]) -> Any:
         """Run the jobs.
 
         Raises:
-            RepeatsError: no job has run.
+            SweepError: no job has run.
         """
-        _check_repeats(self._repeats)
+        check_repeats(self._repeats)
         return super().sweep(arguments)
 
     def split_arguments(  # type: ignore[override]
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
         """The jobs in batches; the basic sweeper asks for them."""
-        for override in overrides:
-            if override.is_sweep_override() and override.key_or_group in KEYS:
-                raise RepeatsError(
-                    f"{override.input_line}: {override.key_or_group} goes for the whole sweep and takes one value"
-                )
+        check_swept(overrides)
         (combinations,) = BasicSweeper.split_arguments(overrides, None)
         return list(self.split_overrides_to_chunks(interleaved(combinations, self._repeats), max_batch_size))
 
@@ -108,7 +104,7 @@ def interleaved(combinations: Sequence[Sequence[str]], repeats: int) -> list[lis
     return jobs
 
 
-class _Contained:
+class ContainedTask:
     """A task whose ``sys.exit`` ends it alone; picklable when the task is."""
 
     __wrapped__: Callable[[Any], Any]
@@ -127,6 +123,16 @@ class _Contained:
             return None
 
 
-def _check_repeats(repeats: Any) -> None:
+def check_repeats(repeats: Any) -> None:
+    """Raise ``SweepError`` for what is no number of repeats."""
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise RepeatsError(f"sweep.repeats={repeats} is no number of repeats: use 1 or more, such as sweep.repeats=3")
+        raise SweepError(f"sweep.repeats={repeats} is no number of repeats: use 1 or more, such as sweep.repeats=3")
+
+
+def check_swept(overrides: Iterable[Override]) -> None:
+    """Raise ``SweepError`` if one of them varies what holds for the whole sweep."""
+    for override in overrides:
+        if override.is_sweep_override() and override.key_or_group in KEYS:
+            raise SweepError(
+                f"{override.input_line}: {override.key_or_group} goes for the whole sweep and takes one value"
+            )

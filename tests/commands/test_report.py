@@ -19,7 +19,7 @@ from stagereg.errors import ConfigError
 
 from ..sweep.samples import FAILING, Sample, failed, rank_file, sweep, write_hydra, write_run
 
-RUN_FILES = ["report.html", "timeline.png", "timeline.svg"]
+RUN_FILES = ["report.html", "timeline.png", "timeline.svg", "trace.json"]
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 
 
@@ -63,7 +63,8 @@ def test_a_run_is_reported_in_tables_and_leaves_its_timeline_and_page(
     assert ["1", "here", "40", "3", "8.4", "0", "0.5", "completed"] in rows
     assert ["stall_ms", "2.1", "ms"] in rows
     assert (
-        sorted(path.name for path in (here / "run").iterdir() if path.suffix in (".html", ".svg", ".png")) == RUN_FILES
+        sorted(path.name for path in (here / "run").iterdir() if path.suffix in (".html", ".svg", ".png", ".json"))
+        == RUN_FILES
     )
     page = (here / "run" / "report.html").read_text()
     assert "lr: 0.1" in page
@@ -191,7 +192,7 @@ def test_without_matplotlib_one_line_is_reported_and_the_rest_is_there(
     seen = capsys.readouterr()
     assert seen.err == "no picture: pip install 'hydra-stagereg[report]'\n"
     assert "Checkpoints" in seen.out
-    assert sorted(os.listdir("run")) == ["metrics.jsonl", "metrics.rank1.jsonl", "report.html"]
+    assert sorted(os.listdir("run")) == ["metrics.jsonl", "metrics.rank1.jsonl", "report.html", "trace.json"]
 
 
 def test_where_nothing_can_be_written_the_tables_are_there_and_the_reason(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.interleaved import InterleavedSweeper, RepeatsError, interleaved
+from stagereg.sweep.interleaved import InterleavedSweeper, SweepError, interleaved
 
 HYDRA_1_4 = Path(sys.prefix) / "hydra-1.4" / "bin" / "python"
 
@@ -92,9 +92,9 @@ def test_one_repeat_adds_nothing(number: int) -> None:
 @pytest.mark.parametrize("repeats", [0, -1, 1.5, True, None, "many", "3"])
 def test_a_wrong_number_of_repeats_is_refused_before_anything_else(repeats: object) -> None:
     # Not set up, it would fail in another way as soon as it went on.
-    with pytest.raises(RepeatsError, match=rf"^sweep.repeats={repeats} is no number of repeats: use 1 or more"):
+    with pytest.raises(SweepError, match=rf"^sweep.repeats={repeats} is no number of repeats: use 1 or more"):
         InterleavedSweeper(repeats=repeats).sweep([])
-    assert issubclass(RepeatsError, ConfigError)
+    assert issubclass(SweepError, ConfigError)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_wrong_number_of_repeats_is_refused_before_anything_else(repeats: obje
 )
 def test_settings_of_the_whole_sweep_cannot_be_swept_over(override: str) -> None:
     overrides = OverridesParser.create().parse_overrides(["a=1,2", override])
-    with pytest.raises(RepeatsError, match="goes for the whole sweep and takes one value"):
+    with pytest.raises(SweepError, match="goes for the whole sweep and takes one value"):
         InterleavedSweeper(repeats=1).split_arguments(overrides, None)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
+import threading
 import zlib
-from collections.abc import Callable
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 import stagereg.checkpoint.storage.aligned as aligned
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile, Bounce
+from stagereg.checkpoint.storage.aligned import PAGE, AlignedFile
 from stagereg.checkpoint.store.local_store import mark_file
 
-BUFFERS = [Bounce(2 * PAGE) for _ in range(2)]
+BUFFERS = [mmap(-1, 2 * PAGE) for _ in range(2)]
 SIZES = st.one_of(st.integers(0, 5 * PAGE), st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 4 * PAGE]))
-MEMORY = mmap.mmap(-1, 16 * PAGE)
+MEMORY = mmap(-1, 16 * PAGE)
 MEMORY.write(os.urandom(16 * PAGE))
 ADDRESS = torch.frombuffer(MEMORY, dtype=torch.uint8).data_ptr()
 
@@ -35,104 +35,81 @@ def pattern(size: int, seed: int) -> bytes:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    steps=st.lists(st.tuples(st.sampled_from(["bytes", "tensor", "straight", "memory"]), SIZES), max_size=8),
-    last=st.integers(1, 3 * PAGE),
+    direct=st.booleans(),
+    steps=st.lists(st.tuples(st.sampled_from(["bytes", "memory", "aligned"]), SIZES, st.integers(0, PAGE)), max_size=8),
 )
 def test_the_file_has_the_written_bytes_in_order_and_its_mark_is_right(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]], last: int
+    tmp_path_factory: pytest.TempPathFactory, direct: bool, steps: list[tuple[str, int, int]]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "file"
     expected = bytearray()
-    with mock.patch.object(aligned, "STRAIGHT_BYTES", PAGE), AlignedFile(path, BUFFERS) as file:
-        for seed, (how, size) in enumerate(steps):
+    with mock.patch.object(aligned, "_STRAIGHT_BYTES", PAGE), AlignedFile(path, BUFFERS, direct) as file:
+        for seed, (how, size, at) in enumerate(steps):
             assert file.tell() == len(expected)
-            data = pattern(size, seed)
+            data: bytes = pattern(size, seed)
             if how == "bytes":
                 assert file.write(data) == size
-            elif how in ("tensor", "straight"):
-                x = torch.frombuffer(bytearray(data + b"."), dtype=torch.uint8)[:size]
-                if how == "straight":
-                    file.meet(x.data_ptr())
-                    assert (file.tell() - x.data_ptr()) % PAGE == 0
-                    expected += bytes(file.tell() - len(expected))
-                file.write_tensor(x)
-                del x
             else:
-                pages = 1 + size // PAGE
-                expected += bytes(-len(expected) % PAGE)
-                assert file.place(ADDRESS + PAGE, pages * PAGE, pages * PAGE) == len(expected)
-                data = MEMORY[PAGE : PAGE + pages * PAGE]
+                data = MEMORY[at : at + size]
+                if how == "aligned":
+                    file.align(ADDRESS + at, size)
+                    assert size < PAGE or (file.tell() - ADDRESS - at) % PAGE == 0
+                    expected += bytes(file.tell() - len(expected))
+                file.write_memory(memoryview(MEMORY)[at : at + size])
             expected += data
-        expected += bytes(-len(expected) % PAGE) + MEMORY[:last]
-        file.place(ADDRESS, -(-last // PAGE) * PAGE, last)
-        seen = file.finish()
+        mark = file.finish()
     assert path.read_bytes() == expected
-    assert seen == mark_file(path) == FileMark(len(expected), zlib.crc32(expected))
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The flags of each ``os.open``."""
-    flags: list[int] = []
-    real = os.open
-
-    def open_and_note(path: Any, flag: int, *more: Any, **keywords: Any) -> int:
-        flags.append(flag)
-        return real(path, flag, *more, **keywords)
-
-    monkeypatch.setattr(os, "open", open_and_note)
-    return flags
+    assert mark == mark_file(path) == FileMark(len(expected), zlib.crc32(expected))
 
 
 def write_some(path: Path) -> AlignedFile:
-    with AlignedFile(path, BUFFERS) as file:
+    with AlignedFile(path, BUFFERS, direct=True) as file:
         file.write(pattern(5 * PAGE + 7, 1))
         assert file.finish() == mark_file(path)
     assert path.read_bytes() == pattern(5 * PAGE + 7, 1)
     return file
 
 
-def test_the_page_cache_is_bypassed(tmp_path: Path, opened: list[int]) -> None:
-    try:
-        os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
-    except OSError:
-        pytest.skip("the file system of the temporary folder refuses O_DIRECT")
-    file = write_some(tmp_path / "file")
-    assert opened[-1] & os.O_DIRECT
-    assert file.direct
-    assert not file.refused
-
-
-def test_where_direct_io_is_refused_the_page_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def refuse(path: Any, flags: int, *more: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *more)
-
-    monkeypatch.setattr(os, "open", refuse)
-    file = write_some(tmp_path / "file")
-    assert file.refused
-    assert not file.direct
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_where_the_first_direct_write_fails_the_page_cache_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+@pytest.mark.parametrize("direct", [True, False])
+def test_large_memory_is_written_from_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
-    real = os.pwrite
+    if write_some(tmp_path / "before").refused:
+        pytest.skip("the file system of the temporary folder refuses O_DIRECT")
+    real, writes = os.pwrite, []
 
-    def refuse(descriptor: int, data: Any, at: int) -> int:
-        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(number, os.strerror(number))
+    def pwrite(descriptor: int, data: memoryview, at: int) -> int:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        writes.append((bool(flags & os.O_DIRECT), torch.frombuffer(data, dtype=torch.uint8).data_ptr(), len(data)))
         return real(descriptor, data, at)
 
-    monkeypatch.setattr(os, "pwrite", refuse)
-    monkeypatch.setattr(aligned, "_O_DIRECT", os.O_DIRECT)
-    file = write_some(tmp_path / "file")
-    assert file.refused
-    assert not file.direct
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    memory = mmap(-1, 3 << 20)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    with AlignedFile(tmp_path / "file", BUFFERS, direct) as file:
+        file.write(b"head")
+        file.align(address + 100, len(memory) - 100)
+        file.write_memory(memoryview(memory)[100:])
+        file.finish()
+    assert {how for how, _, _ in writes} == {direct}
+    assert (direct, address + PAGE, (3 << 20) - PAGE) in writes
+
+
+@pytest.mark.parametrize("call", ["open", "pwrite"])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_where_direct_io_is_refused_the_page_cache_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    real, openly = getattr(os, call), aligned._O_DIRECT
+
+    def refuse(first: Any, second: Any, *more: Any) -> Any:
+        flags = second if call == "open" else fcntl.fcntl(first, fcntl.F_GETFL)
+        if flags & openly:
+            raise OSError(number, os.strerror(number))
+        return real(first, second, *more)
+
+    monkeypatch.setattr(os, call, refuse)
+    assert write_some(tmp_path / "file").refused
 
 
 @pytest.mark.parametrize("most", [PAGE, 1000])
@@ -154,33 +131,23 @@ def test_a_partial_write_is_continued(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
-def test_a_failed_write_is_the_operating_systems_error_with_the_path(
+def test_a_failed_write_is_the_systems_error_with_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def full(*args: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    before = os.listdir("/proc/self/fd"), threading.active_count()
     monkeypatch.setattr(os, call, full)
-    with AlignedFile(tmp_path / "file", BUFFERS) as file, pytest.raises(OSError, match="No space left") as caught:  # noqa: PT012
-        for _ in range(9):
-            file.write(bytes(PAGE))
-        file.finish()
-    assert caught.value.errno == errno.ENOSPC
-    assert caught.value.filename == str(tmp_path / "file")
-
-
-def test_an_error_leaves_neither_thread_nor_descriptor(tmp_path: Path) -> None:
-    import threading
-
-    before = set(os.listdir("/proc/self/fd")), threading.active_count()
-    with pytest.raises(ZeroDivisionError), AlignedFile(tmp_path / "file", BUFFERS) as file:  # noqa: PT012
-        file.write(bytes(9 * PAGE))
-        raise ZeroDivisionError
-    assert len(os.listdir("/proc/self/fd")) == len(before[0])
-    assert threading.active_count() == before[1]
+    with pytest.raises(OSError, match="No space left") as caught:  # noqa: PT012, SIM117
+        with AlignedFile(tmp_path / "file", BUFFERS, direct=True) as file:
+            for _ in range(9):
+                file.write(bytes(PAGE))
+            file.finish()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "file"))
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (len(before[0]), before[1])
 
 
 def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
-    made: Callable[[], Any] = lambda: AlignedFile(tmp_path / "no" / "file", BUFFERS)  # noqa: E731
-    with pytest.raises(FileNotFoundError):
-        made()
+    with pytest.raises(FileNotFoundError), AlignedFile(tmp_path / "no" / "file", BUFFERS, direct=True):
+        pass

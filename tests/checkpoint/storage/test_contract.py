@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint"
 )
 
-STORAGES = ("dcp", "direct", "safetensors")
+STORAGES = ("dcp", "torch_dcp", "safetensors")
 STAGERS = ("pinned_cached", "blocking")
 each = pytest.mark.parametrize("storage", STORAGES)
 
@@ -183,14 +183,16 @@ def test_a_full_disk_is_reported_and_the_checkpoints_before_it_stay(
 
 
 @each
-def test_torch_alone_saves_with_it_one_checkpoint_after_another(tmp_path: Path, storage: str) -> None:
+def test_torch_saves_with_it_again_and_again_in_any_process(tmp_path: Path, storage: str) -> None:
     writer = stagereg.build("storage", storage, path=tmp_path / "0")
     for step, keywords in (
         (0, {}),
         (1, {"checkpoint_id": tmp_path / "1"}),
         (2, {"checkpoint_id": str(tmp_path / "2")}),
     ):
+        writer = pickle.loads(pickle.dumps(writer))
         dcp.save({"x": torch.full((5,), step), "n": step}, storage_writer=writer, no_dist=True, **keywords)
+        writer = pickle.loads(pickle.dumps(writer))
         assert writer.marks == {path.name: mark_file(path) for path in (tmp_path / str(step)).iterdir()}
     for step in range(3):
         state = {"x": torch.zeros(5, dtype=torch.int64), "n": -1}
@@ -219,16 +221,6 @@ def test_a_file_that_was_not_fully_written_has_no_mark(tmp_path: Path, storage: 
 
 
 @each
-def test_it_goes_to_another_process_and_back_with_its_marks(tmp_path: Path, storage: str) -> None:
-    writer = stagereg.build("storage", storage)
-    for step in range(2):
-        dcp.save({"x": torch.ones(5), "n": 1}, checkpoint_id=tmp_path / str(step), storage_writer=writer, no_dist=True)
-        marks = writer.marks
-        writer = pickle.loads(pickle.dumps(writer))
-        assert writer.marks == marks == {path.name: mark_file(path) for path in (tmp_path / str(step)).iterdir()}
-
-
-@each
 def test_a_storage_without_a_directory_is_reported(storage: str) -> None:
     with pytest.raises(dcp.api.CheckpointException, match=r"given no directory: build it with path="):
         dcp.save({"x": 1}, storage_writer=stagereg.build("storage", storage), no_dist=True)
@@ -236,23 +228,20 @@ def test_a_storage_without_a_directory_is_reported(storage: str) -> None:
 
 LOAD_WITH_TORCH_ALONE = """
 import sys, torch, torch.distributed.checkpoint as dcp
-for path in sys.argv[1:]:
-    template = {"w": torch.zeros(3, 1000), "t": torch.zeros(1000, 3), "s": torch.zeros(()), "n": 0}
-    dcp.load(template, checkpoint_id=path, no_dist=True)
-    assert torch.equal(template["w"], torch.arange(3000.0).view(3, 1000)), (path, template)
-    assert torch.equal(template["t"], torch.arange(3000.0).view(3, 1000).t()), (path, template)
-    assert (template["s"].item(), template["n"]) == (2.5, 7), (path, template)
+template = {"w": torch.zeros(3, 1000), "t": torch.zeros(1000, 3), "s": torch.zeros(()), "n": 0}
+dcp.load(template, checkpoint_id=sys.argv[1], no_dist=True)
+assert torch.equal(template["w"], torch.arange(3000.0).view(3, 1000)), template
+assert torch.equal(template["t"], torch.arange(3000.0).view(3, 1000).t()), template
+assert (template["s"].item(), template["n"]) == (2.5, 7), template
 assert "stagereg" not in sys.modules
 """
 
 
 def test_torch_alone_reads_it_in_a_fresh_process(tmp_path: Path) -> None:
     w = torch.arange(3000.0).view(3, 1000)
-    paths = [str(tmp_path / storage / "latest") for storage in ("dcp", "direct")]
-    for storage in ("dcp", "direct"):
-        with checkpointer(tmp_path / storage, storage) as saving:
-            saving.save(1, {"w": w.clone(), "t": w.t(), "s": torch.tensor(2.5), "n": 7})
-    command = [sys.executable, "-I", "-W", "ignore", "-c", LOAD_WITH_TORCH_ALONE, *paths]
+    with checkpointer(tmp_path, "dcp") as saving:
+        saving.save(1, {"w": w.clone(), "t": w.t(), "s": torch.tensor(2.5), "n": 7})
+    command = [sys.executable, "-I", "-W", "ignore", "-c", LOAD_WITH_TORCH_ALONE, str(tmp_path / "latest")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -320,9 +309,9 @@ class Foreign(DcpStorage):
 def test_every_storage_declares_its_optional_members() -> None:
     built = {name: stagereg.build("storage", name) for name in STORAGES}
     declared = {name: (storage.marks, isinstance(storage, UsesPadding)) for name, storage in built.items()}
-    assert declared == {name: ({}, name == "direct") for name in STORAGES}
+    assert declared == {name: ({}, name == "dcp") for name in STORAGES}
     local = {name for name, storage in built.items() if isinstance(storage, WritesUrls) and not storage.remote}
-    assert local == {"direct", "safetensors"}
+    assert local == {"safetensors"}
     assert not isinstance(FileSystemWriter("x"), (MarksFiles, UsesPadding, WrapsStorage, WritesUrls))
 
 
@@ -344,7 +333,7 @@ class Padded(DcpStorage):
 def test_a_stager_reserves_the_padding_that_a_storage_declares(tmp_path: Path) -> None:
     stager, reserved = stagereg.build("stager", "pinned_cached"), []
     stager.reserve_padding = lambda before, after: reserved.append((before, after))
-    for storage in (Padded(), DcpStorage()):
+    for storage in (Padded(), stagereg.build("storage", "torch_dcp")):
         Checkpointer(str(tmp_path), storage=storage, stager=stager).close()
     assert reserved == [(64, 128)]
 
@@ -359,11 +348,11 @@ def test_a_storage_without_marks_has_its_files_read(tmp_path: Path) -> None:
 
 
 def test_the_manifest_names_the_storage_and_an_old_one_means_dcp(tmp_path: Path) -> None:
-    with checkpointer(tmp_path, "direct") as saving:
+    with checkpointer(tmp_path, "torch_dcp") as saving:
         saving.save(1, {"x": 1})
     path = tmp_path / "step-00000001" / manifest.MANIFEST
     data = json.loads(path.read_text())
-    assert data.pop("storage") == "direct"
+    assert data.pop("storage") == "torch_dcp"
     del data["time"], data["crc32"]
     path.write_text(json.dumps({**data, "format": 1}))
     with Checkpointer(str(tmp_path)) as restoring:
@@ -382,7 +371,7 @@ def test_a_checkpoint_of_an_unregistered_storage_is_read_by_that_storage_alone(t
         other.restore({"x": 0})
 
 
-@pytest.mark.parametrize("storage", ["direct", object(), DcpStorage])
+@pytest.mark.parametrize("storage", ["dcp", object(), DcpStorage])
 def test_a_storage_that_is_none_is_refused_at_once(tmp_path: Path, storage: Any) -> None:
     with pytest.raises(ConfigError, match="storage must be a storage"):
         Checkpointer(str(tmp_path), storage=storage)
@@ -393,24 +382,18 @@ def test_torchs_own_writer_lacks_a_reader_to_be_a_storage() -> None:
         stagereg.register("storage", "theirs")(dcp.FileSystemWriter)
 
 
-def test_a_storage_is_chosen_in_a_config(tmp_path: Path) -> None:
-    config = {
-        "_target_": "stagereg.checkpoint.checkpointer.Checkpointer",
-        "dir": str(tmp_path),
-        "storage": {"_target_": "stagereg.checkpoint.storage.direct.DirectStorage", "buffer_mb": 2},
-    }
-    with stagereg.instantiate(config) as saving:
-        saving.save(1, {"x": 1})
-    assert json.loads((tmp_path / "latest" / manifest.MANIFEST).read_text())["storage"] == "direct"
-
-
 def test_it_is_a_group_of_the_command_line_with_dcp_as_its_default(tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("defaults: [stagereg, _self_]\n")
     chosen = {}
-    for overrides in ([], ["storage=direct", "storage.buffer_mb=2"], ["storage=safetensors"]):
+    for overrides in (
+        [],
+        ["storage=dcp", "storage.buffer_mb=2", "storage.direct=never"],
+        ["storage=torch_dcp"],
+        ["storage=safetensors"],
+    ):
         with initialize_config_dir(str(tmp_path), version_base="1.3"):
             config = compose("app", [*overrides, f"checkpoint.dir={tmp_path}"])
         with stagereg.instantiate(config.checkpoint) as saving:
             saving.save(1, {"x": 1})
         chosen[tuple(overrides)] = json.loads((tmp_path / "latest" / manifest.MANIFEST).read_text())["storage"]
-    assert list(chosen.values()) == ["dcp", "direct", "safetensors"]
+    assert list(chosen.values()) == ["dcp", "dcp", "torch_dcp", "safetensors"]

@@ -29,7 +29,7 @@ def claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry.REGISTRY.refresh()
 
 
-@pytest.mark.parametrize("name", stagereg.names("storage"))
+@pytest.mark.parametrize("name", [name for name in stagereg.names("storage") if name != "direct"])
 def test_a_registered_storage_is_named_and_found_by_that_name(name: str) -> None:
     if name == "safetensors":
         pytest.importorskip("safetensors")
@@ -42,9 +42,15 @@ def test_a_registered_storage_is_named_and_found_by_that_name(name: str) -> None
 @pytest.mark.usefixtures("claimed")
 def test_a_storage_of_the_project_keeps_its_name_when_another_package_claims_it() -> None:
     assert "dcp@hydra-stagereg" in stagereg.names("storage")
-    own = stagereg.build("storage", "direct")
+    own = stagereg.build("storage", "torch_dcp")
     assert name_of(DcpStorage()) == "dcp"
     assert type(named("dcp", own)) is DcpStorage
+
+
+def test_the_former_name_in_a_manifest_is_read_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    own = stagereg.build("storage", "torch_dcp")
+    assert type(named("direct", own)) is DcpStorage
+    assert not recwarn
 
 
 def test_an_unknown_storage_is_reported_with_the_list() -> None:
