@@ -139,7 +139,7 @@ def test_a_flipped_bit_is_found_in_every_file(tmp_path: Path, storage: str) -> N
     with checkpointer(tmp_path, storage) as saving:
         saving.save(1, values())
     files = [path for path in (tmp_path / "step-00000001").iterdir() if path.name != manifest.MANIFEST]
-    assert len(files) == (3 if storage == "safetensors" else 2)
+    assert len(files) == (4 if storage == "safetensors" else 3)
     for path in files:
         content = path.read_bytes()
         flipped = bytearray(content)
