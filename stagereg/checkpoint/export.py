@@ -121,10 +121,9 @@ class Export:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
-            if replace:
-                beside.replace(out)
-            else:
-                _take_name(beside, out)
+            if not replace and os.path.lexists(out):
+                raise CheckpointError(f"{out} is there already; --force replaces it.")
+            beside.replace(out)
         finally:
             with contextlib.suppress(OSError):
                 beside.unlink()
@@ -193,15 +192,3 @@ def _plain(value: Any) -> Any:
         into.update(dict(items))
         return into
     return value
-
-
-def _take_name(beside: Path, out: Path) -> None:
-    """Give a file its name unless there is one of that name. Raises: ``CheckpointError`` if there is."""
-    try:
-        os.link(beside, out)
-    except FileExistsError:
-        raise CheckpointError(f"{out} is there already; --force replaces it.") from None
-    except OSError:  # a file system without hard links
-        if os.path.lexists(out):
-            raise CheckpointError(f"{out} is there already; --force replaces it.") from None
-        beside.rename(out)

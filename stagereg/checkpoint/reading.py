@@ -75,16 +75,11 @@ class CheckpointFiles:
         self._opened = ExitStack()
         self._files: dict[str, _File] = {}
         self._sizes = {name: mark.bytes for name, mark in self._marks.items()}
-        if INDEX in self._marks:
-            self.index = self._read_index()
-        elif foreign and METADATA in self._marks:
-            data = self._file(METADATA).read(0, self._sizes[METADATA])
-            self.index = Index.checked(index_of_metadata(data), self._sizes)
-        else:
-            raise CheckpointError(
-                f"{self._path} has no {INDEX}: an earlier version wrote it. `stagereg convert {self._path} OUT.pt` "
-                "makes a file of it that torch.load reads."
-            )
+        try:
+            self.index = self._read_index(foreign)
+        except BaseException:
+            self._opened.close()
+            raise
 
     def __enter__(self) -> CheckpointFiles:
         return self
@@ -170,7 +165,14 @@ class CheckpointFiles:
                 raise error from None
             raise CheckpointError(f"{type(error).__name__}: {error}") from error
 
-    def _read_index(self) -> Index:
+    def _read_index(self, foreign: bool) -> Index:
+        if INDEX not in self._marks and foreign and METADATA in self._marks:
+            return Index.checked(index_of_metadata(self._file(METADATA).read(0, self._sizes[METADATA])), self._sizes)
+        if INDEX not in self._marks:
+            raise CheckpointError(
+                f"{self._path} has no {INDEX}: an earlier version wrote it. `stagereg convert {self._path} OUT.pt` "
+                "makes a file of it that torch.load reads."
+            )
         mark = self._marks[INDEX]
         if mark.bytes > INDEX_BYTES:
             raise CheckpointError(f"{INDEX} of {self._path} has {mark.bytes:,} bytes, which no index has.")

@@ -1,4 +1,4 @@
-"""What is read ends where it belongs: in the tensors that are there, or in new ones where that could change a result."""
+"""What is read ends where it belongs: in the tensors that are there, or in new ones where those could change it."""
 
 from __future__ import annotations
 
