@@ -65,15 +65,14 @@ def restore(
     damaged = list(listed.damaged)
     if resume == "auto":
         _warn(damaged, ranks)
-    known: tuple[Checkpoint | Condition, ...] = (*listed.candidates, *listed.others, *listed.damaged)
     for candidate in listed.candidates:
         where = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
         condition = Condition(candidate.path, candidate.manifest)
         if verify == "full":
-            condition = compared(where, candidate, known, ranks)
+            condition = compared(where, candidate, ranks)
         if not condition.damages:
             with ExitStack() as opened:
-                assign, condition = _read(where, candidate, known, verify, state, own, ranks, opened)
+                assign, condition = _read(where, candidate, verify, state, own, ranks, opened)
                 if assign is not None:
                     ranks.run_on_all(f"{candidate.path} could not be restored", assign)
             if assign is not None:
@@ -95,7 +94,6 @@ def restore(
 def _read(
     store: CheckpointStore,
     chosen: Checkpoint,
-    known: Sequence[Checkpoint | Condition],
     verify: str,
     state: MutableMapping[str, Any],
     own: Storage,
@@ -121,7 +119,7 @@ def _read(
     if all(each is None for each in failed):
         return assign, good
     if verify != "full" or True in failed:
-        condition = compared(store, chosen, known, ranks)
+        condition = compared(store, chosen, ranks)
         if condition.damages:
             return None, condition
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from stagereg.checkpoint.damage import Condition, Found, differences, owners
+from stagereg.checkpoint.damage import Condition, Found, differences
 from stagereg.checkpoint.lock import Owner, StoreLock
 from stagereg.checkpoint.manifest import Checkpoint, FileMark
 
@@ -87,10 +87,6 @@ class CheckpointStore(ABC):
         wrong = differences(condition.manifest, found)
         if wrong and self.condition(path).manifest != condition.manifest:
             return self.examine(path)
-        if wrong:
-            complete, refused = self.checkpoints()
-            whose = owners([condition, *complete, *map(self.condition, refused)], condition.path)
-            wrong = differences(condition.manifest, found, whose)
         return Condition(condition.path, condition.manifest, wrong)
 
     @abstractmethod
