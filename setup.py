@@ -2,4 +2,6 @@
 
 from setuptools import find_packages, setup
 
-setup(packages=["hydra_plugins", "stagereg.conf", *find_packages(include=["stagereg", "stagereg.*"])])
+BESIDE = ["hydra_plugins", "stagereg.conf", "stagereg.example"]
+
+setup(packages=[*BESIDE, *find_packages(include=["stagereg", "stagereg.*"])])

@@ -24,8 +24,6 @@ from stagereg.commands import (
     planning,
     reporting,
     scaffold,
-    showing,
-    verifying,
 )
 from stagereg.errors import StageregError, nearest
 from stagereg.machine import tunables
@@ -34,7 +32,6 @@ __all__ = ["main"]
 
 _COMMANDS = (
     listing,
-    showing,
     scaffold,
     checking,
     doctor,
@@ -42,7 +39,6 @@ _COMMANDS = (
     reporting,
     planning,
     inventory,
-    verifying,
     converting,
 )
 

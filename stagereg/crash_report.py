@@ -36,7 +36,7 @@ def innermost_frame(dump: str) -> str:
 
     Args:
         dump: what ``faulthandler`` wrote, innermost frames first. The thread that was running comes first. Frames of
-            Python's library, of torch and of stagereg are passed over where their caller is there.
+            Python's library, of torch, pytest and stagereg are passed over where their caller is there.
     """
     frames = re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump[max(dump.rfind("Current thread"), 0) :], re.M)
     frames += re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', dump, re.M)
@@ -90,4 +90,5 @@ def format_error(error: BaseException) -> str:
 def _is_foreign(file: str) -> bool:
     packages = next((part for part in _PACKAGES if f"/{part}/" in file), "")
     standard = file.startswith(("<", sysconfig.get_path("stdlib"))) and not packages
-    return standard or file.startswith(f"{Path(__file__).parent}/") or f"/{packages}/torch/" in file
+    theirs = any(f"/{packages}/{name}/" in file for name in ("torch", "_pytest", "pluggy"))
+    return standard or theirs or file.startswith(f"{Path(__file__).parent}/")

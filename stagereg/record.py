@@ -10,12 +10,10 @@ recording stops training: when the disk is full, one warning says that the recor
 that hangs holds the loop up, as it does any log.) A forked child of a recording process records nothing, and a spawned
 one has no recording.
 
-A step takes one line of about 50 bytes, so a million steps take 50 MB a rank, a few microseconds each; nothing is
-thinned out or rotated.
-
-What an event means is decided by the code that emits it and by :mod:`stagereg.sweep.run`, which reads it. This module
-emits the first event (``start``: process, host and versions), the last (``end``: how the run went, how long it took,
-how much memory it needed) and what users log of their own. It imports nothing heavy.
+A step takes one line of about 50 bytes, so a million steps take 50 MB a rank, a few microseconds each. What an event
+means is decided by the code that emits it and by :mod:`stagereg.sweep.run`, which reads it. This module emits the first
+event (``start``: process, host and versions), the last (``end``: how the run went, how long it took, how much memory it
+needed) and what users log of their own. It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ class _Recorder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.held = 0
+        self.child_memory: list[int] = []
         # Reentrant, since a signal handler that emits an event may interrupt an emission.
         self._lock = threading.RLock()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,24 +61,17 @@ class _Recorder:
         self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     def write(self, line: bytes) -> None:
-        failed: OSError | None = None
-        with self._lock:
-            if self._file is None:
-                return
-            try:
+        try:
+            with self._lock:
+                if self._file is None:
+                    return
                 if self._torn:  # what a killed process has left must not swallow this line
                     line, self._torn = b"\n" + line, False
                 if os.write(self._file, line) < len(line):
                     raise OSError("no space was left for a whole line")
-            except OSError as error:
-                failed = error
-                self.close()
-        if failed is not None:
-            _warn(self.path, failed)
-
-    def hold(self, nbytes: int) -> None:
-        with self._lock:
-            self.held += nbytes
+        except OSError as error:
+            self.close()
+            _warn(self.path, error)
 
     def close(self) -> None:
         with self._lock:
@@ -117,11 +108,9 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
     """
     global _recorder
     path = Path(directory) / file_name(rank)
-    if _recorder is not None:
-        _log.warning("stagereg: nothing is recorded in %s, since this process records in %s", path, _recorder.path)
-        yield
-        return
     try:
+        if _recorder is not None:
+            raise OSError(f"this process records in {_recorder.path}")
         mine = _recorder = _Recorder(path)
     except OSError as error:
         _warn(path, error)
@@ -130,7 +119,7 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
     began = time.perf_counter()
     ending: dict[str, Any] = {"status": "completed"}
     try:
-        emit("start", **_process(rank, world_size), **_versions(), **facts)
+        emit("start", rank=rank, world_size=world_size, **_about_process(), **facts)
         yield
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
@@ -140,7 +129,7 @@ def recording(directory: Path, rank: int, world_size: int, **facts: Any) -> Iter
         raise
     finally:
         if _recorder is mine:
-            emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss() + mine.held)
+            emit("end", seconds=time.perf_counter() - began, **ending, peak_rss=peak_rss() + sum(mine.child_memory))
             _forget()
             mine.close()
 
@@ -211,36 +200,28 @@ def add_child_memory(nbytes: int) -> None:
     """
     recorder = _recorder
     if recorder is not None:
-        recorder.hold(nbytes)
+        recorder.child_memory.append(nbytes)
 
 
-def _process(rank: int, world_size: int) -> dict[str, Any]:
-    here = {"rank": rank, "world_size": world_size, "pid": os.getpid(), "host": platform.node()}
-    return {"format": FORMAT, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **here}
-
-
-def _versions() -> dict[str, str | None]:
+def _about_process() -> dict[str, Any]:
     from stagereg._version import __version__
 
-    versions: dict[str, str | None] = {"stagereg": __version__}
+    found: dict[str, Any] = {"format": FORMAT, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    found |= {"pid": os.getpid(), "host": platform.node(), "stagereg": __version__}
     for distribution in ("torch", "hydra-core"):
-        try:
-            versions[distribution] = importlib.metadata.version(distribution)
-        except Exception:  # not installed, or its metadata is unreadable
-            versions[distribution] = None
-    return versions | {"python": platform.python_version()}
+        found[distribution] = None
+        with contextlib.suppress(Exception):  # not installed, or its metadata is unreadable
+            found[distribution] = importlib.metadata.version(distribution)
+    return found | {"python": platform.python_version()}
 
 
 def _real(name: str, value: Any) -> float:
+    shape = getattr(value, "shape", None)
     if isinstance(value, numbers.Real) or (getattr(value, "ndim", None) == 0 and hasattr(value, "__float__")):
         with contextlib.suppress(Exception):  # of a class that is not ours
             return float(value)
-    raise ConfigError(f"stagereg.log: {name} takes a real number or a tensor of no dimension, not {_shown(value)}")
-
-
-def _shown(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__} of shape {list(shape)}" if shape else f"{value!r:.60}"
+    shown = f"a {type(value).__name__} of shape {list(shape)}" if shape else f"{value!r:.60}"
+    raise ConfigError(f"stagereg.log: {name} takes a real number or a tensor of no dimension, not {shown}")
 
 
 def _line(fields: dict[str, Any]) -> bytes:

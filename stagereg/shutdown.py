@@ -43,7 +43,7 @@ class BackgroundWork(Protocol):
 
 
 class Shutdown:
-    """The state of the functions of this module."""
+    """What this process waits for and has to report."""
 
     def __init__(self) -> None:
         self.works: weakref.WeakSet[BackgroundWork] = weakref.WeakSet()
@@ -57,13 +57,6 @@ class Shutdown:
         ended = [work.finish() for work in list(self.works)]
         return all(ended)
 
-    def take_errors(self) -> list[StageregError]:
-        """The failures that no call has raised; they are reported by the caller, so this forgets them."""
-        errors = [*self.errors, *(error for error in self.last.values() if error not in self.errors)]
-        self.errors.clear()
-        self.last.clear()
-        return errors
-
     def wait_at_exit(self) -> bool:
         """As :meth:`wait`, until an interrupt comes, which no program could catch any more."""
         try:
@@ -72,20 +65,12 @@ class Shutdown:
             self.interrupted = True
             return False
 
-    def at_exit(self) -> None:
-        """Wait, and print the failures that are left.
-
-        Python takes no exit status from an exit handler, so this ends the process itself if there is a failure, and
-        also if a thread hangs, which could not be ended otherwise.
-        """
-        ended = self.wait_at_exit()
-        errors = self.take_errors()
-        for error in errors:
-            print(f"stagereg: {error}", file=sys.stderr)
-        if not (errors or ended or self.code is not None):
-            print(f"stagereg: {_INTERRUPTED if self.interrupted else _HANGS}", file=sys.stderr)
-        if errors or not ended:
-            exit_now(1 if self.code is None else self.code)
+    def take_errors(self) -> list[StageregError]:
+        """The failures that no call has raised; they are reported by the caller, so this forgets them."""
+        errors = [*self.errors, *(error for error in self.last.values() if error not in self.errors)]
+        self.errors.clear()
+        self.last.clear()
+        return errors
 
 
 # Global because a process ends once, whatever has begun the work.
@@ -115,9 +100,8 @@ def set_last_status(of: str, error: StageregError | None) -> None:
         of: names the series.
         error: ``None`` where it went well.
     """
-    if error is None:
-        _shutdown.last.pop(of, None)
-    else:
+    _shutdown.last.pop(of, None)
+    if error is not None:
         _shutdown.last[of] = error
 
 
@@ -144,6 +128,23 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _at_exit() -> None:
+    """Wait, and print the failures that are left.
+
+    Python takes no exit status from an exit handler, so this ends the process itself if there is a failure, and
+    also if a thread hangs, which could not be ended otherwise.
+    """
+    ended = _shutdown.wait_at_exit()
+    errors: list[object] = list(_shutdown.take_errors())
+    code = _shutdown.code
+    if not (errors or ended or code is not None):
+        errors = [_INTERRUPTED if _shutdown.interrupted else _HANGS]
+    for error in errors:
+        print(f"stagereg: {error}", file=sys.stderr)
+    if errors or not ended:
+        exit_now(1 if code is None else code)
+
+
 def _forget() -> None:
     global _shutdown
     _shutdown = Shutdown()
@@ -151,7 +152,6 @@ def _forget() -> None:
 
 os.register_at_fork(after_in_child=_forget)
 # Before the pools of threads are shut down, which work may need; exit handlers proper come after that.
-_register = getattr(threading, "_register_atexit", None)
-if _register is not None:
-    _register(lambda: _shutdown.wait_at_exit())
-atexit.register(lambda: _shutdown.at_exit())
+_register = getattr(threading, "_register_atexit", atexit.register)
+_register(lambda: _shutdown.wait_at_exit())
+atexit.register(_at_exit)

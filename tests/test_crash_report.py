@@ -18,7 +18,7 @@ def dump(*frames: str, thread: str = "Current thread") -> str:
     return "\n".join([f"{thread} 0x1 (most recent call first):", *(f'  File "{f}", line 3 in stage' for f in frames)])
 
 
-def test_every_signal_has_a_name_also_those_that_python_has_none_for() -> None:
+def test_every_signal_has_a_name() -> None:
     assert signal_name(signal.SIGSEGV) == "SIGSEGV"
     unnamed = set(range(1, signal.SIGRTMAX)) - set(signal.Signals)
     assert unnamed
@@ -26,14 +26,14 @@ def test_every_signal_has_a_name_also_those_that_python_has_none_for() -> None:
 
 
 @pytest.mark.parametrize("mine", ["/home/me/mine.py", f"{STDLIB}/site-packages/mine.py", "/usr/lib/dist-packages/m.py"])
-def test_the_plugins_frame_is_reported_and_not_one_that_it_called(mine: str) -> None:
+def test_the_frame_of_the_plugin_is_reported(mine: str) -> None:
     called = [f"{STDLIB}/threading.py", "<frozen importlib._bootstrap>", "/v/site-packages/torch/_ops.py"]
     assert (
         innermost_frame(dump(*called, f"{PACKAGE}/stagers/host.py", mine, "/home/me/other.py")) == f"stage ({mine}:3)"
     )
 
 
-def test_the_running_thread_is_preferred_and_foreign_frames_are_better_than_none() -> None:
+def test_the_running_thread_is_preferred() -> None:
     waiting = dump("/home/me/waiting.py", thread="Thread")
     assert innermost_frame(f"{waiting}\n\n{dump('/home/me/running.py')}") == "stage (/home/me/running.py:3)"
     assert innermost_frame(f"{waiting}\n\n{dump(f'{STDLIB}/ssl.py')}") == "stage (/home/me/waiting.py:3)"
@@ -49,7 +49,7 @@ def test_the_cause_of_a_dead_rank_is_one_line_with_its_location() -> None:
     assert summarize(raised) == "ValueError: no"
 
 
-def test_an_error_is_reported_with_the_line_of_the_plugin_that_called_a_library(tmp_path: Path) -> None:
+def test_an_error_has_the_line_of_the_plugin(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     for source, where in (("import json\n\njson.loads('{')", f"{mine}:3"), ("def x(:", "")):
         mine.write_text(source)

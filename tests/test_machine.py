@@ -6,9 +6,11 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from stagereg import machine
 from stagereg.machine import TUNABLES, tunables
 
 pytestmark = pytest.mark.skipif(
@@ -42,3 +44,13 @@ def test_the_library_accepts_the_tunable() -> None:
     if line is None:
         pytest.skip("this version of glibc lists no such tunable")
     assert line.split(":")[1].split()[0] == "0x100000"
+
+
+@pytest.mark.parametrize(("load", "cores", "noisy"), [(1.01, 2, True), (1.0, 2, False), (8.0, 64, False)])
+def test_a_load_above_half_of_the_cores_is_called_noisy(load: float, cores: int, noisy: bool) -> None:
+    assert bool(machine.noise_warning(load, cores)) is noisy
+
+
+def test_the_file_system_of_a_folder_is_the_innermost_mount(tmp_path: Path) -> None:
+    assert machine.file_system(Path("/proc/self")) == "proc"
+    assert machine.file_system(tmp_path) not in ("", "proc")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SHIPPED = ("stagereg", "conf")
-BESIDE = ("tests", "examples")
+SHIPPED = ("stagereg", "conf", "examples")
+BESIDE = ("tests",)
 
 # The train.py of a user: own folder, own config, nothing of the checkout on the path.
 TRAIN = """
@@ -100,11 +100,16 @@ def test_the_wheel_has_every_module_and_config_and_nothing_else(wheel: Path) -> 
     sources |= {
         f"stagereg/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "conf").rglob("*") if p.suffix in (".py", ".yaml")
     }
-    sources |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "stagereg/commands/templates").rglob("*.in")}
+    plugin = ROOT / "examples" / "plugin"
+    copied = [
+        "pyproject.toml",
+        *(p.relative_to(plugin) for name in ("lean_export", "tests") for p in plugin.glob(f"{name}/*.py")),
+    ]
+    sources |= {f"stagereg/example/{p}" for p in copied}
     pages = (ROOT / "stagereg/sweep/render/templates").rglob("*")
     sources |= {p.relative_to(ROOT).as_posix() for p in pages if p.is_file()}
-    plugin = "hydra_plugins/stagereg_plugin.py"
-    assert shipped == sources - {f"stagereg/{plugin}"} | {plugin}
+    found = "hydra_plugins/stagereg_plugin.py"
+    assert shipped == sources - {f"stagereg/{found}"} | {found}
 
 
 def test_a_users_train_py_runs_from_its_own_folder_with_the_wheel(installed: Path, app: Path) -> None:

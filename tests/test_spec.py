@@ -60,7 +60,7 @@ OPTIONAL_NAMES = [(kind, re.findall(r"(\w+)[(:]", line)[0]) for kind, line in OP
 @pytest.mark.parametrize(
     ("kind", "member"), [(kind, line[4:].split("(")[0]) for kind, line in OPTIONAL if line.startswith("def ")]
 )
-def test_an_optional_method_may_be_absent_and_has_to_fit_when_present(kind: str, member: str) -> None:
+def test_an_optional_method_has_to_fit_if_it_is_there(kind: str, member: str) -> None:
     spec.check(kind, "mine", KINDS[kind])
     wrong = type("Wrong", (KINDS[kind],), {member: lambda self, one, two, three, four: None})
     with pytest.raises(RegistryError, match=rf"method {member}.* does not fit(.|\n)*def {member}\("):
@@ -82,7 +82,7 @@ def test_an_attribute_that_is_written_as_a_method_is_refused(kind: str, member: 
 @pytest.mark.parametrize(
     ("slip", "meant"), [("main_hok", "main_hook"), ("pre_hook", "post_hook"), ("mainHook", "main_hook")]
 )
-def test_a_misspelt_member_of_a_hook_that_inherits_the_right_one_is_refused(slip: str, meant: str) -> None:
+def test_a_misspelt_member_beside_an_inherited_one_is_refused(slip: str, meant: str) -> None:
     hook = type("Mine", (stagereg.JoinHook,), {"__module__": "theirs.hooks", slip: nothing})
     expected = rf"Mine cannot be the join_hook 'mine':\n  '{slip}' is no member of a join_hook. Did you mean '{meant}'"
     with pytest.raises(RegistryError, match=expected):
@@ -115,7 +115,7 @@ def test_every_optional_member_is_declared_in_a_protocol() -> None:
 
 
 @pytest.mark.parametrize("kind", ["joinable", "join_hook"])
-def test_an_optional_member_of_a_class_on_which_it_is_never_used_is_refused(kind: str) -> None:
+def test_an_optional_member_that_is_never_used_is_refused(kind: str) -> None:
     base = {"joinable": TorchJoinable, "join_hook": TorchJoinHook}[kind]
     member = {"joinable": "attach", "join_hook": "on_exhausted"}[kind]
     required = {name: value for name, value in vars(KINDS[kind]).items() if not name.startswith("_")}
@@ -125,11 +125,11 @@ def test_an_optional_member_of_a_class_on_which_it_is_never_used_is_refused(kind
 
 
 @pytest.mark.parametrize("members", [{"_main_hok": nothing}, {"main_hok": nothing, "main_hook": nothing}])
-def test_a_private_name_and_one_beside_the_member_itself_are_not_misspelt(members: dict[str, Any]) -> None:
+def test_private_names_and_neighbours_are_not_misspelt(members: dict[str, Any]) -> None:
     spec.check("join_hook", "mine", type("Mine", (stagereg.JoinHook,), {"__module__": "theirs.hooks", **members}))
 
 
-def test_no_built_in_component_and_none_of_the_example_has_a_name_that_looks_misspelt(
+def test_no_component_has_a_name_that_looks_misspelt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each is seen as a class of another package, whose author has inherited what this package defines."""

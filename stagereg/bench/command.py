@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from stagereg.bench.measure import Stopwatch, interleave, quiet
 from stagereg.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from stagereg.bench.measure import Case, Series, Stopwatch
     from stagereg.bench.report import Group
-    from stagereg.bench.targets import Verdict
 
 __all__ = ["add_to", "check_writable", "quiet", "run"]
 
@@ -44,42 +41,31 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="|".join(_KINDS))
     for kind, text in _KINDS.items():
         parser = kinds.add_parser(kind, help=text, description=text[0].upper() + text[1:] + ".")
-        parser.set_defaults(run=run, as_a_rank=True)
+        parser.set_defaults(run=_endurance if kind == "endurance" else run, as_a_rank=True, device="cpu")
+        add = parser.add_argument
+        add("--json", metavar="FILE", default="", help="write every sample there too")
+        if kind in ("write", "stall", "endurance"):
+            add("--dir", default=".", help="a directory on the disk to write to, the current one")
         if kind == "endurance":
-            _add_endurance(parser)
+            add("--saves", type=int, default=500, help="how many checkpoints, %(default)s")
+            add("--keep", type=int, default=2, help="how many of them stay, %(default)s")
+            add("--stager", default="pinned_cached", help="by its name, %(default)s")
+            add("--storage", default="dcp", help="by its name, %(default)s")
             continue
-        parser.add_argument("--rounds", type=int, default=_ROUNDS[kind], help="rounds that count, %(default)s")
-        parser.add_argument("--rows", default="", help="names of rows, with commas; all if not given")
-        parser.add_argument("--json", metavar="FILE", default="", help="write every sample there too")
+        add("--rounds", type=int, default=_ROUNDS[kind], help="rounds that count, %(default)s")
+        add("--rows", default="", help="names of rows, with commas; all if not given")
         if kind == "join":
-            parser.set_defaults(device="cpu")
-            parser.add_argument("--models", default="small,medium", help="models, with commas, %(default)s")
-            parser.add_argument("--ranks", default="2,4", help="numbers of local ranks, with commas, %(default)s")
-        else:
-            _add_checkpoint(parser, kind)
-
-
-def _add_endurance(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_endurance)
-    parser.add_argument("--saves", type=int, default=500, help="how many checkpoints, %(default)s")
-    parser.add_argument("--keep", type=int, default=2, help="how many of them stay, %(default)s")
-    parser.add_argument("--stager", default="pinned_cached", help="by its name, %(default)s")
-    parser.add_argument("--storage", default="dcp", help="by its name, %(default)s")
-    parser.add_argument("--dir", default=".", help="a directory on the disk to write to, the current one")
-    parser.add_argument("--json", metavar="FILE", default="", help="write the marks there too")
-
-
-def _add_checkpoint(parser: argparse.ArgumentParser, kind: str) -> None:
-    parser.add_argument("--scale", type=float, default=_SCALES[kind], help="of the bytes, %(default).3g")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the state is, %(default)s")
-    if kind in _STATES:
-        parser.add_argument("--states", default=_STATES[kind], help="state dicts, with commas, %(default)s")
-    if kind == "staging":
-        parser.add_argument("--no-trim", action="store_true", help="leave freed memory in the heap between samples")
-    else:
-        parser.add_argument("--dir", default=".", help="a directory on the disk to write to, the current one")
-    if kind == "stall":
-        parser.add_argument("--torch-threads", default="1,2", help="each in a process of its own, %(default)s")
+            add("--models", default="small,medium", help="models, with commas, %(default)s")
+            add("--ranks", default="2,4", help="numbers of local ranks, with commas, %(default)s")
+            continue
+        add("--scale", type=float, default=_SCALES[kind], help="of the bytes, %(default).3g")
+        add("--device", choices=["cpu", "cuda"], default="cpu", help="where the state is, %(default)s")
+        if kind in _STATES:
+            add("--states", default=_STATES[kind], help="state dicts, with commas, %(default)s")
+        if kind == "staging":
+            add("--no-trim", action="store_true", help="leave freed memory in the heap between samples")
+        if kind == "stall":
+            add("--torch-threads", default="1,2", help="each in a process of its own, %(default)s")
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -99,35 +85,23 @@ def run(asked: argparse.Namespace) -> int:
         notes.append(busy)
     with quiet():
         groups = _MEASURE[asked.kind](asked, rows, notes)
-    if asked.kind in _SCALES and asked.scale != _SCALES[asked.kind]:
-        notes.append("The targets are for full size: at this --scale the marks mean nothing.")
-    verdicts = _verdicts(asked.kind, groups)
-    print(report.tables(groups, verdicts, notes))
-    if asked.json:
-        settings = {name: value for name, value in vars(asked).items() if not callable(value)}
-        content = {"environment": environment, "settings": settings, **report.plain(groups, verdicts, notes)}
-        Path(asked.json).write_text(json.dumps(content, indent=1) + "\n")
+    notes = list(dict.fromkeys(notes))
+    print(report.tables(groups, notes))
+    _write_json(asked, environment, report.plain(groups, notes))
     return int(any(line.failure for group in groups for line in group.lines))
 
 
 def _endurance(asked: argparse.Namespace) -> int:
-    """Save, print the marks, write the JSON. Returns the exit code: 1 if something has grown.
-
-    Raises:
-        ConfigError: something that was asked for cannot be had; nothing was saved.
-    """
+    """Save, print the marks, write the JSON. Returns the exit code: 1 if something has grown."""
     import stagereg.bench.endurance as endurance
     import stagereg.machine as machine
     import stagereg.registry as registry
 
-    if asked.saves < endurance.MARKS:
-        raise ConfigError(f"--saves must be at least {endurance.MARKS}, one for each mark, not {asked.saves}.")
-    if asked.keep < 1:
-        raise ConfigError(f"--keep must be at least 1, not {asked.keep}.")
-    _check_json(asked.json)
-    check_writable("--dir", Path(asked.dir))
+    _check_at_least("--saves", asked.saves, endurance.MARKS)
+    _check_at_least("--keep", asked.keep, 1)
+    _check_outputs(asked)
     for kind in ("stager", "storage"):
-        _known(kind, [getattr(asked, kind)], registry.names(kind))
+        _known(kind, getattr(asked, kind), registry.names(kind))
     environment = machine.describe("cpu")
     with quiet(), _folder(asked.dir, []) as folder:
         marks = endurance.measured(asked.stager, asked.storage, asked.saves, asked.keep, folder)
@@ -135,66 +109,11 @@ def _endurance(asked: argparse.Namespace) -> int:
     print(f"endurance: {asked.stager}+{asked.storage}, {asked.saves} checkpoints of which {asked.keep} stay")
     print(endurance.table(marks))
     print("\n".join(["This has grown:", *grown]) if grown else "Nothing has grown.")
-    if asked.json:
-        settings = {name: value for name, value in vars(asked).items() if not callable(value)}
-        content = {"environment": environment, "settings": settings, "marks": [vars(mark) for mark in marks]}
-        Path(asked.json).write_text(json.dumps({**content, "grown": grown}, indent=1) + "\n")
+    _write_json(asked, environment, {"marks": marks, "grown": grown})
     return int(bool(grown))
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Leave out the hints that are for the user of one stager, not for one of all stagers in turn."""
-    log = logging.getLogger("stagereg")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)
-
-
 # -- what was asked for
-
-
-def _check(asked: argparse.Namespace) -> list[str]:
-    """Return the rows to be measured."""
-    if asked.rounds < 1:
-        raise ConfigError(f"--rounds must be at least 1, not {asked.rounds}.")
-    if asked.kind in _SCALES and not 0 < asked.scale <= 1:
-        raise ConfigError(f"--scale must be above 0 and at most 1, not {asked.scale:g}.")
-    _check_json(asked.json)
-    if asked.kind in ("write", "stall"):
-        check_writable("--dir", Path(asked.dir))
-    if asked.kind == "stall":
-        asked.torch_threads = [_a_number("--torch-threads", text) for text in _names(asked.torch_threads)]
-    if asked.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ConfigError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU.")
-    if asked.kind in _STATES:
-        from stagereg.bench.states import STATES
-
-        asked.states = _known("state", _names(asked.states), list(STATES))
-    if asked.kind == "join":
-        from stagereg.bench.join_rank import MODELS
-
-        asked.ranks = [_a_number("--ranks", text) for text in _names(asked.ranks)]
-        asked.models = _known("model", _names(asked.models), list(MODELS))
-    there = _rows(asked)
-    return _known("row", _names(asked.rows), there) if asked.rows else there
-
-
-def _check_json(file: str) -> None:
-    """Raise ``ConfigError`` if no result can be written to ``file``; empty is none."""
-    if file:
-        target = Path(file).absolute()
-        if target.is_dir():
-            raise ConfigError(f"--json {file} is a directory; name a file.")
-        check_writable("--json", target.parent)
 
 
 def check_writable(option: str, folder: Path) -> None:
@@ -206,10 +125,52 @@ def check_writable(option: str, folder: Path) -> None:
         raise ConfigError(f"{option}: cannot write in {folder}: {error.strerror}.") from error
 
 
-def _a_number(option: str, text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise ConfigError(f"{option} takes whole numbers from 1 on, not {text!r}.")
-    return int(text)
+def _check(asked: argparse.Namespace) -> list[str]:
+    """Return the rows to be measured."""
+    _check_at_least("--rounds", asked.rounds, 1)
+    if asked.kind in _SCALES and not 0 < asked.scale <= 1:
+        raise ConfigError(f"--scale must be above 0 and at most 1, not {asked.scale:g}.")
+    _check_outputs(asked)
+    if asked.kind == "stall":
+        asked.torch_threads = _numbers("--torch-threads", asked.torch_threads)
+    if asked.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU.")
+    if asked.kind in _STATES:
+        from stagereg.bench.states import STATES
+
+        asked.states = _known("state", asked.states, list(STATES))
+    if asked.kind == "join":
+        from stagereg.bench.join_rank import MODELS
+
+        asked.ranks = _numbers("--ranks", asked.ranks)
+        asked.models = _known("model", asked.models, list(MODELS))
+    there = _rows(asked)
+    return _known("row", asked.rows, there) if asked.rows else there
+
+
+def _check_outputs(asked: argparse.Namespace) -> None:
+    if asked.json:
+        target = Path(asked.json).absolute()
+        if target.is_dir():
+            raise ConfigError(f"--json {asked.json} is a directory; name a file.")
+        check_writable("--json", target.parent)
+    if "dir" in asked:
+        check_writable("--dir", Path(asked.dir))
+
+
+def _check_at_least(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{option} must be at least {least}, not {value}.")
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    for name in _names(text):
+        if not name.isdecimal() or not int(name):
+            raise ConfigError(f"{option} takes whole numbers from 1 on, not {name!r}.")
+    return [int(name) for name in _names(text)]
 
 
 def _names(text: str) -> list[str]:
@@ -219,11 +180,11 @@ def _names(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _known(what: str, given: Sequence[str], there: Sequence[str]) -> list[str]:
-    for name in given:
+def _known(what: str, text: str, there: Sequence[str]) -> list[str]:
+    for name in _names(text):
         if name not in there:
             raise ConfigError(f"There is no {what} {name!r}.{nearest(name, there)}\nThere is: {', '.join(there)}")
-    return list(given)
+    return _names(text)
 
 
 def _rows(asked: argparse.Namespace) -> list[str]:
@@ -240,36 +201,28 @@ def _rows(asked: argparse.Namespace) -> list[str]:
 # -- measuring
 
 
-def _staging(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
+def _series(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
+    """Measure staging, or writing: the cases of which a row is wanted, and the ceiling, which they are a ratio to."""
     import stagereg.bench.report as report
     import stagereg.bench.staging as staging
     import stagereg.bench.states as states
-
-    groups = []
-    for name in asked.states:
-        state = states.make(name, asked.scale, asked.device)
-        taken = _interleaved(asked, rows, staging.cases(state, asked.device), name, state.change, not asked.no_trim)
-        title = f"staging {name}: {state.nbytes / 2**20:.1f} MiB in {state.count} tensors"
-        groups.append(report.of_series(name, title, taken, staging.CEILING))
-    return groups
-
-
-def _write(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> list[Group]:
-    import stagereg.bench.report as report
-    import stagereg.bench.states as states
     import stagereg.bench.write as write
 
-    def note(text: str) -> None:
-        if text not in notes:
-            notes.append(text)
-
     groups = []
     for name in asked.states:
         state = states.make(name, asked.scale, asked.device)
-        with _folder(asked.dir, notes) as folder:
-            taken = _interleaved(asked, rows, write.cases(state, folder, note), name)
-        title = f"write {name}: {state.nbytes / 2**20:.1f} MiB in {state.count} tensors, durable"
-        groups.append(report.of_series(name, title, taken, write.CEILING))
+        title = f"{asked.kind} {name}: {state.nbytes / 2**20:.1f} MiB in {state.count} tensors"
+        show = report.progress(f"{asked.kind} {name}", asked.rounds, sys.stderr)
+        with _folder(asked.dir if asked.kind == "write" else None, notes) as folder:
+            if asked.kind == "write":
+                cases, change, trim = write.cases(state, folder, notes.append), lambda: None, True
+            else:
+                cases, change, trim = staging.cases(state, asked.device), state.change, not asked.no_trim
+            ceiling = cases[0].rows[0]
+            wanted = [case for case in cases if case.rows[0] == ceiling or set(case.rows) & set(rows)]
+            taken = interleave(wanted, asked.rounds, _watch(asked.device), change, show, trim)
+        taken = [one for one in taken if one.row == ceiling or one.row in rows]
+        groups.append(report.of_series(name, title, taken, ceiling))
     return groups
 
 
@@ -292,31 +245,11 @@ def _join(asked: argparse.Namespace, rows: Sequence[str], notes: list[str]) -> l
     return [join.group(*pair, join.measured(*pair, rows, asked.rounds)) for pair in pairs]
 
 
-_MEASURE = {"staging": _staging, "write": _write, "stall": _stall, "join": _join}
-
-
-def _interleaved(
-    asked: argparse.Namespace,
-    rows: Sequence[str],
-    cases: Sequence[Case],
-    state: str,
-    before_round: Callable[[], None] = lambda: None,
-    trim: bool = True,
-) -> list[Series]:
-    """Measure the cases of which a row is wanted, and the ceiling, which the others are a ratio to."""
-    import stagereg.bench.measure as measure
-    import stagereg.bench.report as report
-
-    ceiling = cases[0].rows[0]
-    wanted = [case for case in cases if case.rows[0] == ceiling or set(case.rows) & set(rows)]
-    show = report.progress(f"{asked.kind} {state}", asked.rounds, sys.stderr)
-    taken = measure.interleave(wanted, asked.rounds, _watch(asked.device), before_round, show, trim)
-    return [one for one in taken if one.row == ceiling or one.row in rows]
+_Measure = Callable[[argparse.Namespace, Sequence[str], list[str]], "list[Group]"]
+_MEASURE: dict[str, _Measure] = {"staging": _series, "write": _series, "stall": _stall, "join": _join}
 
 
 def _watch(device: str) -> Stopwatch:
-    from stagereg.bench.measure import Stopwatch
-
     if device == "cpu":
         return Stopwatch()
     import torch
@@ -325,39 +258,22 @@ def _watch(device: str) -> Stopwatch:
 
 
 @contextmanager
-def _folder(root: str, notes: list[str]) -> Iterator[Path]:
+def _folder(root: str | None, notes: list[str]) -> Iterator[Path]:
     """A fresh directory on the file system of ``root``, gone afterwards."""
     from stagereg.machine import file_system
 
     folder = Path(tempfile.mkdtemp(prefix="stagereg-bench-", dir=root)).absolute()
-    text = f"--dir {root} is memory ({file_system(folder)}), not a disk: the figures are not those of a disk."
-    if file_system(folder) in ("tmpfs", "ramfs") and text not in notes:
-        notes.append(text)
+    if root is not None and file_system(folder) in ("tmpfs", "ramfs"):
+        kind = file_system(folder)
+        notes.append(f"--dir {root} is memory ({kind}), not a disk: the figures are not those of a disk.")
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _verdicts(kind: str, groups: Sequence[Group]) -> list[Verdict]:
-    import stagereg.bench.report as report
-    from stagereg.bench.targets import TARGETS, judge
-
-    figures = report.figures(groups)
-    noise = _noise(kind, groups)
-    measured = {group.name for group in groups}
-    asked = [target for target in TARGETS if target.kind == kind and target.group in measured]
-    return [judge(target, figures, noise.get(target.group, 0.0)) for target in asked]
-
-
-def _noise(kind: str, groups: Sequence[Group]) -> dict[str, float]:
-    """The noise of the run by group, in the unit of that kind's targets."""
-    import stagereg.bench.join_rows as join
-    import stagereg.bench.stall as stall
-    from stagereg.bench.measure import spread
-
-    row = {"stall": f"again:{stall.BASE}", "join": join.AGAIN}.get(kind)
-    again = {g.name: line.samples for g in groups for line in g.lines if line.row == row and line.samples}
-    if kind == "join":
-        return {name: join.noise(samples["x"]) for name, samples in again.items()}
-    return {name: max(abs(edge) for edge in spread(samples["lost"])) * 1e3 for name, samples in again.items()}
+def _write_json(asked: argparse.Namespace, environment: dict[str, Any], found: dict[str, Any]) -> None:
+    if asked.json:
+        settings = {name: value for name, value in vars(asked).items() if not callable(value)}
+        content = {"environment": environment, "settings": settings, **found}
+        Path(asked.json).write_text(json.dumps(content, indent=1) + "\n")

@@ -3,111 +3,55 @@
 A small model is trained and saved after every step, in a process of its own, with retention at work all the time. At
 ten marks the process waits for its last save, collects garbage, and counts what it and its writer process hold, and
 what lies on the disk. :func:`grown` compares the marks. Needs Linux's ``/proc``.
-
-The settings of that process come as JSON in the one argument, see :class:`EnduranceSettings`; the marks go as JSON into
-the file it names.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import json
-import logging
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from stagereg.errors import ConfigError, LaunchError
+import torch
+
+from stagereg.bench.measure import in_own_process, quiet
+from stagereg.bench.report import aligned, progress
+from stagereg.errors import ConfigError
 from stagereg.registry import build
 
-__all__ = ["MARKS", "EnduranceSettings", "Mark", "endure", "grown", "main", "measured", "table"]
+__all__ = ["MARKS", "Mark", "endure", "grown", "measured", "table"]
 
 MARKS = 10
 """How often one looks."""
 
-_LINES = 12  # of the output of a process that died
+Mark = dict[str, float]
+"""What was held after so many saves, all of them committed; see :data:`HEADS`."""
+
+HEADS = {
+    "saves": "saves",
+    "seconds": "ms a save",  # and the training step before it, on average since the mark before
+    "memory": "memory MiB",  # resident, of the process and its children; what they share counts for each
+    "objects": "objects",  # that Python's garbage collector knows of, in the process itself
+    "mappings": "mappings",  # of memory, of the process and its children
+    "descriptors": "fds",  # likewise
+    "threads": "threads",  # likewise
+    "processes": "processes",
+    "disk": "disk MiB",  # all files below the directory of checkpoints
+    "names": "names",  # of files, directories and links there
+    "temporary": "temporary",  # names in the directory for temporary files
+    "unfinished": "unfinished",  # hidden directories beside the checkpoints, in which one was written
+}
+"""The counts by name, and what each is called in the table."""
+
 _WIDTH, _LAYERS, _BATCH = 64, 12, 8
 _SLACK = 1 / 50
 _MEMORY_SLACK_BYTES = 4 << 20
 _OBJECTS_SLACK = 100
 _PROC = Path("/proc")
-_HEADS = {
-    "saves": "saves",
-    "seconds": "ms a save",
-    "memory": "memory MiB",
-    "objects": "objects",
-    "mappings": "mappings",
-    "descriptors": "fds",
-    "threads": "threads",
-    "processes": "processes",
-    "disk": "disk MiB",
-    "names": "names",
-    "temporary": "temporary",
-    "unfinished": "unfinished",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class EnduranceSettings:
-    """What to do.
-
-    Attributes:
-        stager: its name.
-        storage: its name.
-        saves: how many checkpoints, at least :data:`MARKS`.
-        keep: how many of them stay.
-        folder: an empty directory for them.
-        temporary: an empty directory, which is the process's for temporary files.
-        result: the file for what was seen.
-    """
-
-    stager: str
-    storage: str
-    saves: int
-    keep: int
-    folder: str
-    temporary: str
-    result: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Mark:
-    """What was held after so many saves, all of them committed.
-
-    Attributes:
-        saves: how many.
-        seconds: of one save and the training step before it, on average since the mark before.
-        memory: bytes resident, of the process and its children; what they share counts for each.
-        objects: that Python's garbage collector knows of, in the process itself.
-        mappings: of memory, of the process and its children.
-        descriptors: open files and sockets, of both.
-        threads: of both.
-        processes: the process and its children.
-        disk: bytes of all files below the directory of checkpoints.
-        names: of files, directories and links there.
-        temporary: names in the directory for temporary files.
-        unfinished: hidden directories beside the checkpoints, in which one was written.
-    """
-
-    saves: int
-    seconds: float
-    memory: int
-    objects: int
-    mappings: int
-    descriptors: int
-    threads: int
-    processes: int
-    disk: int
-    names: int
-    temporary: int
-    unfinished: int
 
 
 def measured(stager: str, storage: str, saves: int, keep: int, folder: Path) -> list[Mark]:
@@ -120,53 +64,47 @@ def measured(stager: str, storage: str, saves: int, keep: int, folder: Path) -> 
     if not Path(_PROC, "self", "status").exists():
         raise ConfigError("bench endurance counts what Linux shows in /proc, which this system does not have.")
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        result, printed = Path(place, "result.json"), Path(place, "printed")
-        Path(place, "checkpoints").mkdir()
-        Path(place, "temporary").mkdir()
-        temporary = str(Path(place, "temporary"))
-        settings = EnduranceSettings(
-            stager, storage, saves, keep, str(Path(place, "checkpoints")), temporary, str(result)
-        )
-        command = [sys.executable, "-m", "stagereg.bench.endurance", json.dumps(dataclasses.asdict(settings))]
-        with printed.open("wb") as errors:
-            # One thread of torch's: a pool of them would be counted, and comes up whenever torch likes.
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": temporary}
-            ended = subprocess.run(command, env=environment, stdout=sys.__stderr__, stderr=errors)
-        if ended.returncode:
-            last = "\n".join(printed.read_text(errors="replace").splitlines()[-_LINES:])
-            raise LaunchError(
-                f"The process that saves ended with exit code {ended.returncode}. Its last output:\n{last}"
-            )
-        return [Mark(**each) for each in json.loads(result.read_text())]
+        checkpoints, temporary = Path(place, "checkpoints"), Path(place, "temporary")
+        checkpoints.mkdir()
+        temporary.mkdir()
+        # One thread of torch's: a pool of them would be counted, and comes up whenever torch likes.
+        environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+        return in_own_process(endure, stager, storage, saves, keep, checkpoints, temporary, **environment)
 
 
-def endure(settings: EnduranceSettings, progress: Callable[[int], None] = lambda mark: None) -> list[Mark]:
-    """Train, save after each step, and look around at each of the marks."""
-    import torch
+def endure(stager: str, storage: str, saves: int, keep: int, folder: Path, temporary: Path) -> list[Mark]:
+    """Train, save after each step, and look around at each of the marks.
 
+    Args:
+        stager: its name.
+        storage: its name.
+        saves: how many checkpoints, at least :data:`MARKS`.
+        keep: how many of them stay.
+        folder: an empty directory for them.
+        temporary: the directory for temporary files.
+    """
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)]
-    model = torch.nn.Sequential(*layers)
+    model = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
     optimizer = torch.optim.Adam(model.parameters())
     batch = torch.randn(_BATCH, _WIDTH)
-    parts = {"stager": build("stager", settings.stager), "storage": build("storage", settings.storage)}
+    show = progress("endurance", MARKS, sys.stderr)
     marks: list[Mark] = []
-    folder, temporary = Path(settings.folder), Path(settings.temporary)
-    with build("checkpoint", "default", dir=settings.folder, every=1, keep=settings.keep, **parts) as checkpointer:
-        done = 0
-        for number in range(1, MARKS + 1):
-            progress(number)
-            until = settings.saves * number // MARKS
-            started = time.perf_counter()
-            for step in range(done + 1, until + 1):
-                optimizer.zero_grad()
-                model(batch).square().mean().backward()
-                optimizer.step()
-                checkpointer.save(step, {"model": model, "optimizer": optimizer, "step": step})
-            checkpointer.wait()
-            seconds = (time.perf_counter() - started) / (until - done)
-            done = until
-            marks.append(_look(done, seconds, folder, temporary))
+    with quiet():
+        parts = {"stager": build("stager", stager), "storage": build("storage", storage)}
+        with build("checkpoint", "default", dir=str(folder), every=1, keep=keep, **parts) as checkpointer:
+            done = 0
+            for number in range(1, MARKS + 1):
+                show(number)
+                until, started = saves * number // MARKS, time.perf_counter()
+                for step in range(done + 1, until + 1):
+                    optimizer.zero_grad()
+                    model(batch).square().mean().backward()
+                    optimizer.step()
+                    checkpointer.save(step, {"model": model, "optimizer": optimizer, "step": step})
+                checkpointer.wait()
+                seconds = (time.perf_counter() - started) / (until - done)
+                done = until
+                marks.append({"saves": done, "seconds": seconds, **_counts(folder, temporary)})
     return marks
 
 
@@ -189,35 +127,19 @@ def grown(marks: Sequence[Mark]) -> list[str]:
     The time of a save is shown and not judged: it depends on the machine too.
     """
     first, last = marks[0], marks[-1]
-    more = dict.fromkeys(("descriptors", "threads", "processes", "names", "temporary"), 0.0)
-    more |= {"disk": first.disk * _SLACK, "mappings": first.mappings * _SLACK}
-    more |= {"objects": last.saves - first.saves + _OBJECTS_SLACK}
-    found = [_more(name, getattr(first, name), getattr(last, name), slack) for name, slack in more.items()]
-    early, late = (statistics.median(mark.memory for mark in some) for some in (marks[:3], marks[-3:]))
+    slack = dict.fromkeys(("descriptors", "threads", "processes", "names", "temporary"), 0.0)
+    slack |= {"disk": first["disk"] * _SLACK, "mappings": first["mappings"] * _SLACK}
+    slack |= {"objects": last["saves"] - first["saves"] + _OBJECTS_SLACK}
+    found = [_more(name, first[name], last[name], more) for name, more in slack.items()]
+    early, late = (statistics.median(mark["memory"] for mark in some) for some in (marks[:3], marks[-3:]))
     found.append(_more("memory", early, late, _MEMORY_SLACK_BYTES))
-    found.append(_more("unfinished", 0, max(mark.unfinished for mark in marks), 0))
+    found.append(_more("unfinished", 0, max(mark["unfinished"] for mark in marks), 0))
     return [line for line in found if line]
 
 
 def table(marks: Sequence[Mark]) -> str:
     """Plain text of at most 120 columns, a line a mark."""
-    lines = [list(_HEADS.values()), *([_cell(name, getattr(mark, name)) for name in _HEADS] for mark in marks)]
-    wide = [max(len(line[column]) for line in lines) for column in range(len(_HEADS))]
-    return "\n".join("  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(line, wide, strict=True)) for line in lines)
-
-
-def main(argument: str) -> None:
-    """Do what the settings ask for and write down what was seen."""
-    settings = EnduranceSettings(**json.loads(argument))
-    logging.getLogger("stagereg").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-
-    def report(number: int) -> None:
-        if sys.stdout.isatty():
-            print(f"\r\033[Kendurance: part {number} of {MARKS}\r", end="", flush=True)
-
-    marks = endure(settings, report)
-    Path(settings.result).write_text(json.dumps([dataclasses.asdict(mark) for mark in marks]))
+    return "\n".join(aligned([list(HEADS.values()), *([_cell(name, mark[name]) for name in HEADS] for mark in marks)]))
 
 
 def _more(name: str, first: float, last: float, slack: float) -> str:
@@ -230,26 +152,23 @@ def _cell(name: str, value: float) -> str:
     return f"{value / 2**20:.1f}" if name in ("memory", "disk") else f"{value:.0f}"
 
 
-def _look(saves: int, seconds: float, folder: Path, temporary: Path) -> Mark:
+def _counts(folder: Path, temporary: Path) -> Mark:
     gc.collect()
     processes = [os.getpid(), *_children(os.getpid())]
     statuses = [_status(pid) for pid in processes]
     below = list(folder.rglob("*"))
-    hidden = [path for path in folder.iterdir() if path.name.startswith(".") and path.is_dir()]
-    return Mark(
-        saves=saves,
-        seconds=seconds,
-        memory=sum(int(status["VmRSS"].split()[0]) << 10 for status in statuses),
-        objects=len(gc.get_objects()),
-        mappings=sum(len((_PROC / str(pid) / "maps").read_text().splitlines()) for pid in processes),
-        descriptors=sum(len(list((_PROC / str(pid) / "fd").iterdir())) for pid in processes),
-        threads=sum(int(status["Threads"]) for status in statuses),
-        processes=len(processes),
-        disk=sum(path.lstat().st_size for path in below if path.is_file() and not path.is_symlink()),
-        names=len(below),
-        temporary=len(list(temporary.iterdir())),
-        unfinished=len(hidden),
-    )
+    return {
+        "memory": sum(int(status["VmRSS"].split()[0]) << 10 for status in statuses),
+        "objects": len(gc.get_objects()),
+        "mappings": sum(len((_PROC / str(pid) / "maps").read_text().splitlines()) for pid in processes),
+        "descriptors": sum(len(list((_PROC / str(pid) / "fd").iterdir())) for pid in processes),
+        "threads": sum(int(status["Threads"]) for status in statuses),
+        "processes": len(processes),
+        "disk": sum(path.lstat().st_size for path in below if path.is_file() and not path.is_symlink()),
+        "names": len(below),
+        "temporary": len(list(temporary.iterdir())),
+        "unfinished": sum(path.name.startswith(".") and path.is_dir() for path in folder.iterdir()),
+    }
 
 
 def _children(parent: int) -> Iterator[int]:
@@ -268,7 +187,3 @@ def _children(parent: int) -> Iterator[int]:
 def _status(pid: int) -> dict[str, str]:
     lines = (_PROC / str(pid) / "status").read_text().splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

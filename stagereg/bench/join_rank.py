@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import random
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -34,13 +32,18 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from stagereg.errors import StageregError
+from stagereg.bench.measure import Case, Series, Stopwatch, interleave
+from stagereg.errors import JoinError
 from stagereg.join.context import Join
-from stagereg.kernel.channel import resources_of
+from stagereg.testing.scenario import begun_collectives
 
-__all__ = ["MODELS", "WAYS", "Model", "Taken", "TrafficCounter", "Way", "measure", "turns"]
+__all__ = ["ENTRY", "MODELS", "WAYS", "Model", "Taken", "TrafficCounter", "Way", "measure"]
+
+ENTRY = "enter+leave:"
+"""Before the name of a row, the row of entering and leaving such a join."""
 
 _SETTLE = 4  # steps after which DDP has ordered its buckets
+_CALLS = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "barrier")
 
 Batch = tuple[Tensor, Tensor]
 
@@ -82,83 +85,57 @@ class Way:
     """One way to hold a join around a loop.
 
     Attributes:
-        join: makes the context, from the model and the batches.
+        mode: of stagereg's ``Join``.
+        throw: whether it throws on early termination.
+        enable: whether it is on.
+        torchs: whether it is torch's, which leaves itself switched on in the model, and the warning filters changed.
         iterates: whether the batches come through ``join.iterate``.
         means: whether the loss is ``join.mean`` of a sum, or the mean over the rank's own samples.
     """
 
-    join: Callable[[Any, Sequence[Batch]], contextlib.AbstractContextManager[Any]]
+    mode: str | None = None
+    throw: bool = False
+    enable: bool = True
+    torchs: bool = False
     iterates: bool = False
     means: bool = False
 
-
-def _ours(
-    mode: str | None = None, throw: bool = False, enable: bool = True, iterates: bool = False
-) -> Callable[[Any, Sequence[Batch]], contextlib.AbstractContextManager[Any]]:
-    def make(ddp: Any, batches: Sequence[Batch]) -> contextlib.AbstractContextManager[Any]:
-        if not enable:
-            return Join([ddp], enable=False)
-        return Join([ddp], throw_on_early_termination=throw, mode=mode, loader=None if iterates else batches)
-
-    return make
-
-
-@contextlib.contextmanager
-def _torchs(ddp: Any, batches: Sequence[Batch], throw: bool = False) -> Iterator[None]:
-    """torch's join, which leaves itself switched on in the model, and the warning filters changed."""
-    before = ddp._join_config
-    try:
-        with warnings.catch_warnings(), TorchJoin([ddp], throw_on_early_termination=throw):
-            yield
-    finally:
-        ddp._join_config = before
+    @contextlib.contextmanager
+    def join(self, ddp: Any, batches: Sequence[Batch]) -> Iterator[Any]:
+        """Hold it."""
+        before = ddp._join_config
+        if self.torchs:
+            try:
+                with warnings.catch_warnings(), TorchJoin([ddp], throw_on_early_termination=self.throw) as join:
+                    yield join
+            finally:
+                ddp._join_config = before
+        elif not self.enable:
+            with Join([ddp], enable=False) as ours:
+                yield ours
+        else:
+            loader = None if self.iterates else batches
+            with Join([ddp], throw_on_early_termination=self.throw, mode=self.mode, loader=loader) as ours:
+                yield ours
 
 
 WAYS = {
-    "off": Way(_ours(enable=False)),
-    "torch:on": Way(_torchs),
-    "torch:throw": Way(functools.partial(_torchs, throw=True)),
-    "torch_wire": Way(_ours("torch")),
-    "torch_wire+throw": Way(_ours("torch", throw=True)),
-    "counted": Way(_ours("counted")),
-    "counted+throw": Way(_ours("counted", throw=True)),
-    "planned": Way(_ours("planned")),
-    "planned+throw": Way(_ours("planned", throw=True)),
-    "iterate:counted": Way(_ours("counted", iterates=True), iterates=True),
-    "iterate:planned": Way(_ours("planned", iterates=True), iterates=True),
-    "iterate+mean:counted": Way(_ours("counted", iterates=True), iterates=True, means=True),
-    "iterate+mean:planned": Way(_ours("planned", iterates=True), iterates=True, means=True),
-    "again:off": Way(_ours(enable=False)),
+    "off": Way(enable=False),
+    "torch:on": Way(torchs=True),
+    "torch:throw": Way(torchs=True, throw=True),
+    "torch_wire": Way("torch"),
+    "torch_wire+throw": Way("torch", throw=True),
+    "counted": Way("counted"),
+    "counted+throw": Way("counted", throw=True),
+    "planned": Way("planned"),
+    "planned+throw": Way("planned", throw=True),
+    "iterate:counted": Way("counted", iterates=True),
+    "iterate:planned": Way("planned", iterates=True),
+    "iterate+mean:counted": Way("counted", iterates=True, means=True),
+    "iterate+mean:planned": Way("planned", iterates=True, means=True),
+    "again:off": Way(enable=False),
 }
 """By the names of their rows."""
-
-
-@dataclass
-class Taken:
-    """What one row has come to on one rank.
-
-    Attributes:
-        seconds: of one step, one figure for each round in order.
-        entry_seconds: of entering and leaving the join, likewise.
-        collectives: begun by one step.
-        blocking: of those, how many the Python code that began them waited for in the same call.
-        failure: what went wrong, on this rank or another.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    collectives: float = 0.0
-    blocking: float = 0.0
-    entry_seconds: list[float] = field(default_factory=list)
-    failure: str = ""
-
-    def note(self, meter: Clock | TrafficCounter, steps: int) -> None:
-        """Take down what ``meter`` has measured in so many steps."""
-        if isinstance(meter, Clock):
-            self.seconds.append(meter.seconds / steps)
-            self.entry_seconds.append(meter.around)
-        else:
-            self.collectives = meter.collectives / steps
-            self.blocking = meter.blocking / steps
 
 
 class TrafficCounter:
@@ -169,25 +146,23 @@ class TrafficCounter:
         blocking: of those, how many their caller waited for in the call.
     """
 
-    _CALLS = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "barrier")
-
-    def __init__(self) -> None:
+    def __init__(self, enabled: bool = True) -> None:
         self.collectives = 0
         self.blocking = 0
-        self._before = 0
+        self._calls = _CALLS if enabled else ()
         self._patches = contextlib.ExitStack()
 
     def start(self) -> None:
         """Begin to count."""
-        for name in self._CALLS:
+        for name in self._calls:
             call = self._observing(getattr(dist, name))
             for place in (dist, distributed_c10d):
                 self._patches.enter_context(mock.patch.object(place, name, call))
-        self._before = self._begun()
+        self.collectives = -begun_collectives()
 
     def stop(self) -> None:
         """Count no more."""
-        self.collectives = self._begun() - self._before
+        self.collectives += begun_collectives()
         self._patches.close()
 
     def _observing(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,32 +173,6 @@ class TrafficCounter:
             return work
 
         return observed
-
-    @staticmethod
-    def _begun() -> int:
-        groups = list(distributed_c10d._world.pg_map)
-        channels = [backend for group in groups for backend in resources_of(group).backends()]
-        return sum(each._get_sequence_number_for_group() for each in [*groups, *channels])
-
-
-class Clock:
-    """Times what is between ``start`` and ``stop``, in seconds.
-
-    Attributes:
-        around: seconds of entering and leaving the join, as the block has measured them.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.around = 0.0
-
-    def start(self) -> None:
-        """Look at the clock."""
-        self._started = time.perf_counter()
-
-    def stop(self) -> None:
-        """Look again."""
-        self.seconds = time.perf_counter() - self._started
 
 
 class JoinTraining:
@@ -245,12 +194,16 @@ class JoinTraining:
         loss.backward()
         self.optimizer.step()
 
-    def block(self, way: Way, meter: Clock | TrafficCounter) -> None:
-        """Train for one block in a join of its own; ``meter`` measures all steps but the first."""
+    def block(self, way: Way, counter: TrafficCounter) -> tuple[float, float]:
+        """Train for one block in a join of its own, and count what all its steps but the first begin.
+
+        Returns:
+            Seconds of one of these steps, and of entering and leaving the join.
+        """
         batches = [self.batch] * (self.steps + 1)
         dist.barrier()  # no rank times how much later another one enters
         began = time.perf_counter()
-        entered = last = began
+        entered = first = last = began
         with way.join(self.ddp, batches) as join:
             feed: Iterable[Batch] = join.iterate(batches) if way.iterates else batches
             for number, (x, y) in enumerate(feed):
@@ -258,15 +211,47 @@ class JoinTraining:
                     entered = time.perf_counter()
                 self.step(x, y, join if way.means else None)
                 if number == 0:
-                    meter.start()
+                    counter.start()
+                    first = time.perf_counter()
                 elif number == self.steps:
-                    meter.stop()
                     last = time.perf_counter()
-        if isinstance(meter, Clock):
-            meter.around = entered - began + time.perf_counter() - last
+                    counter.stop()
+        return (last - first) / self.steps, entered - began + time.perf_counter() - last
 
 
-def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int) -> dict[str, Taken]:
+class Turn(Case):
+    """One way, whose rows are a step, and entering and leaving.
+
+    Attributes:
+        counts: of collectives that one step begins: all, and those of them that block.
+    """
+
+    def __init__(self, row: str, training: JoinTraining) -> None:
+        super().__init__(row, f"{ENTRY}{row}")
+        self.counts: tuple[float, float] | None = None
+        self._training = training
+
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
+        """Train for one block; the first time only counts. Raises ``JoinError`` on all ranks if one of them fails."""
+        counter = TrafficCounter(enabled=self.counts is None)
+        seconds, mine = (0.0, 0.0), ""
+        try:
+            seconds = self._training.block(WAYS[self.rows[0]], counter)
+        except Exception as error:
+            mine = f"{type(error).__name__}: {error}"
+        for rank, text in enumerate(_gathered(mine)):
+            if text:
+                raise JoinError(f"rank {rank}: {text}")
+        if self.counts is None:
+            self.counts = counter.collectives / self._training.steps, counter.blocking / self._training.steps
+        return dict(zip(self.rows, seconds, strict=True))
+
+
+Taken = tuple[dict[str, Series], dict[str, tuple[float, float] | None]]
+"""What one rank has measured: by row the seconds, and :attr:`Turn.counts`."""
+
+
+def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int) -> Taken:
     """Measure ``rows`` in turns; for :func:`stagereg.testing.run_ranks`.
 
     Args:
@@ -274,45 +259,19 @@ def measure(rank: int, world: int, model: str, rows: Sequence[str], rounds: int)
         rows: names of :data:`WAYS`.
         rounds: that count.
 
-    Returns:
-        What each row has come to on this rank.
-
     Raises:
-        StageregError: the ranks ended with different parameters.
+        JoinError: the ranks ended with different parameters.
     """
     training = JoinTraining(MODELS[model])
-    taken = {row: Taken() for row in rows}
-    for number in range(rounds + 1):
-        gc.collect()
-        for row in turns([row for row in rows if not taken[row].failure], number):
-            gc.collect(1)
-            meter = Clock() if number else TrafficCounter()
-            taken[row].failure = _together(functools.partial(training.block, WAYS[row], meter), world)
-            taken[row].note(meter, training.steps)
-    digests = _gathered(sum(param.detach().double().abs().sum().item() for param in training.ddp.parameters()), world)
+    cases = [Turn(row, training) for row in rows]
+    taken = interleave(cases, rounds, Stopwatch(), trim=False, shuffle=True)
+    digests = _gathered(sum(param.detach().double().abs().sum().item() for param in training.ddp.parameters()))
     if len(set(digests)) > 1:
-        raise StageregError(f"The ranks have drifted apart: the sums of their parameters are {digests}.")
-    return taken
+        raise JoinError(f"The ranks have drifted apart: the sums of their parameters are {digests}.")
+    return {one.row: one for one in taken}, {case.rows[0]: case.counts for case in cases}
 
 
-def turns(rows: Sequence[str], number: int) -> list[str]:
-    """The order of ``rows`` in a round: the same on all ranks, and another in each round."""
-    ordered = list(rows)
-    random.Random(number).shuffle(ordered)
-    return ordered
-
-
-def _together(action: Callable[[], None], world: int) -> str:
-    """Do it, and return on all ranks what went wrong on the first where something did; empty if nothing."""
-    mine = ""
-    try:
-        action()
-    except Exception as error:
-        mine = f"{type(error).__name__}: {error}"
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(_gathered(mine, world)) if text), "")
-
-
-def _gathered(mine: Any, world: int) -> list[Any]:
-    said = [None] * world
+def _gathered(mine: Any) -> list[Any]:
+    said = [None] * dist.get_world_size()
     dist.all_gather_object(said, mine)
     return said

@@ -13,21 +13,19 @@ import contextlib
 import io
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from stagereg.bench.join_rank import MODELS, WAYS, Taken, measure
+from stagereg.bench.join_rank import ENTRY, MODELS, WAYS, Taken, measure
 from stagereg.bench.report import Group, Line
 from stagereg.errors import LaunchError
 from stagereg.testing.ranks import RankFailure, run_ranks
 
-__all__ = ["AGAIN", "BASE", "ENTRY", "group", "group_name", "measured", "noise", "row_names"]
+__all__ = ["AGAIN", "BASE", "group", "measured", "noise", "row_names"]
 
 BASE = "off"
 """The row without a join, which all others are held against."""
 AGAIN = f"again:{BASE}"
 """The same once more: its distance from the first is noise."""
-ENTRY = "enter+leave:"
-"""Before the name of a row, the row of entering and leaving such a join."""
 _ENTERED = ("torch:on", "torch:throw", "torch_wire", "counted", "planned", "iterate:counted", "iterate:planned")
 
 _HOUR_S = 3600.0
@@ -39,12 +37,7 @@ def row_names() -> list[str]:
     return [*WAYS, *(f"{ENTRY}{row}" for row in _ENTERED)]
 
 
-def group_name(model: str, ranks: int) -> str:
-    """What the rows of a model on so many ranks are called together."""
-    return f"{model}/{ranks}"
-
-
-def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[dict[str, Taken]]:
+def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[Taken]:
     """Measure ``rows``, and the two without a join, on fresh local ranks; return what they have come to, by rank.
 
     Raises:
@@ -52,21 +45,22 @@ def measured(model: str, ranks: int, rows: Sequence[str], rounds: int) -> list[d
     """
     asked = dict.fromkeys(row.removeprefix(ENTRY) for row in rows)
     wanted = [BASE, *(row for row in asked if row not in (BASE, AGAIN)), AGAIN]
-    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed):  # the output of ranks is no part of the tables
+        with contextlib.redirect_stdout(io.StringIO()):  # the output of ranks is no part of the tables
             return run_ranks(measure, ranks, args=(model, wanted, rounds), timeout_s=_HOUR_S)
     except RankFailure as error:
         raise LaunchError(f"The join of {ranks} ranks could not be measured: {error}") from error
 
 
-def group(model: str, ranks: int, taken: Sequence[Mapping[str, Taken]]) -> Group:
+def group(model: str, ranks: int, taken: Sequence[Taken]) -> Group:
     """Make the rows of a table from what the ranks measured."""
-    base = _slowest([each[BASE].seconds for each in taken])
-    lines = [_line(row, [each[row] for each in taken], base, taken[0][BASE]) for row in taken[0]]
-    lines += [_entry_line(row, [each[row] for each in taken], base) for row in taken[0] if row in _ENTERED]
+    base = _slowest(taken, BASE)
+    ways = list(taken[0][1])
+    lines = [_line(row, taken, base) for row in [*ways, *(f"{ENTRY}{row}" for row in ways if row in _ENTERED)]]
     title = f"join {model}, {ranks} rank{'s' * (ranks > 1)}: DDP, {MODELS[model].parameters:,} parameters"
-    return Group(group_name(model, ranks), title, lines)
+    for again in (line for line in lines if line.row == AGAIN and line.samples):
+        title += f"; below {noise(again.samples['x']):.2f} x off there is only noise"
+    return Group(f"{model}/{ranks}", title, lines)
 
 
 def noise(ratios: Sequence[float]) -> float:
@@ -82,33 +76,24 @@ def noise(ratios: Sequence[float]) -> float:
     return 1.0 + max(abs(ordered[low] - 1.0), abs(ordered[high] - 1.0))
 
 
-def _line(row: str, ranks: Sequence[Taken], base: Sequence[float], without: Taken) -> Line:
-    failure = ranks[0].failure
-    if failure or not base:
-        return Line(row, failure=failure or f"there is no row {BASE!r} to hold it against")
-    seconds = _slowest([rank.seconds for rank in ranks])
+def _line(row: str, taken: Sequence[Taken], base: Sequence[float]) -> Line:
+    series = taken[0][0][row]
+    if series.failure or not base:
+        return Line(row, failure=series.failure or f"there is no row {BASE!r} to hold it against")
+    seconds = _slowest(taken, row)
     ratios = [mine / other for mine, other in zip(seconds, base, strict=True)]
-    figures = {
-        "p20": _p20(seconds) / _p20(base),
-        "collectives": max(each.collectives for each in ranks) - without.collectives,
-        "blocking": max(each.blocking for each in ranks) - without.blocking,
-    }
+    figures = {"p20": _p20(seconds) / _p20(base)}
+    counts = [of_rank[row] for _, of_rank in taken if row in of_rank]
+    without = taken[0][1][BASE]
+    if counts and without:
+        most = [max(each[i] for each in counts if each) - without[i] for i in (0, 1)]
+        figures |= {"collectives": most[0], "blocking": most[1]}
     return Line(row, {"x": ratios, "step": seconds}, ratio=statistics.median(ratios), figures=figures)
 
 
-def _entry_line(row: str, ranks: Sequence[Taken], base: Sequence[float]) -> Line:
-    name = f"{ENTRY}{row}"
-    if ranks[0].failure or not base:
-        return Line(name, failure=ranks[0].failure or f"there is no row {BASE!r} to hold it against")
-    seconds = _slowest([rank.entry_seconds for rank in ranks])
-    ratios = [mine / other for mine, other in zip(seconds, base, strict=True)]
-    figures = {"p20": _p20(seconds) / _p20(base)}
-    return Line(name, {"x": ratios, "step": seconds}, ratio=statistics.median(ratios), figures=figures)
-
-
-def _slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
+def _slowest(taken: Sequence[Taken], row: str) -> list[float]:
     """Of each round, the seconds of the rank that took longest."""
-    return [max(each) for each in zip(*ranks, strict=True)]
+    return [max(each) for each in zip(*(series[row].samples for series, _ in taken), strict=True)]
 
 
 def _p20(samples: Sequence[float]) -> float:

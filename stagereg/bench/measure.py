@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
+import os
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any, TypeVar
+from unittest import mock
 
-from stagereg.errors import StageregError
+from stagereg.errors import LaunchError, StageregError
 
-__all__ = ["Case", "NotThere", "Series", "Stopwatch", "interleave", "spread"]
+__all__ = ["Case", "NotThere", "Series", "Stopwatch", "Timed", "in_own_process", "interleave", "quiet", "spread"]
 
+T = TypeVar("T")
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
@@ -74,6 +84,45 @@ class Case:
         """Free everything. Called once, after the last round of all cases."""
 
 
+class Timed(Case):
+    """One row, whose figure is the time of one call.
+
+    Args:
+        row: its name.
+        make: makes what is called; in the first round, outside of what is timed.
+        prepare: returns what it is called with.
+        after: is called with that and with what the call returned; raises if it has not done what it should.
+    """
+
+    def __init__(
+        self,
+        row: str,
+        make: Callable[[], Callable[[Any], Any]],
+        prepare: Callable[[], Any] = lambda: None,
+        after: Callable[[Any, Any], object] = lambda given, result: None,
+    ) -> None:
+        super().__init__(row)
+        self._make = make
+        self._prepare = prepare
+        self._after = after
+        self._call: Callable[[Any], Any] | None = None
+
+    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
+        """Call it once."""
+        if self._call is None:
+            self._call = self._make()
+        given = self._prepare()
+        watch.start()
+        result = self._call(given)
+        seconds = watch.lap()
+        self._after(given, result)
+        return {self.rows[0]: seconds}
+
+    def close(self) -> None:
+        """Let go of what is called, and of the memory that it holds."""
+        self._call = None
+
+
 @dataclass
 class Series:
     """What one row has come to.
@@ -95,10 +144,6 @@ class Series:
         """The median of the samples, which must be there."""
         return statistics.median(self.samples)
 
-    def ratio(self, ceiling: Series) -> float:
-        """How many times the time of ``ceiling`` this took: median by median, 1.0 is as fast."""
-        return self.median / ceiling.median
-
 
 def spread(samples: Sequence[float]) -> tuple[float, float]:
     """Return the first and the third quartile, interpolated within the samples."""
@@ -115,6 +160,7 @@ def interleave(
     before_round: Callable[[], None] = lambda: None,
     progress: Callable[[int], None] = lambda round_number: None,
     trim: bool = True,
+    shuffle: bool = False,
 ) -> list[Series]:
     """Measure ``cases`` in turns: one round to warm up, then ``rounds`` that count; then let each prove itself.
 
@@ -125,52 +171,68 @@ def interleave(
         progress: called with the number of each round that begins, 0 for the one that warms up.
         trim: give freed memory back to the system before each sample. Otherwise a case that takes fresh memory may find
             pages that it or another has touched, or may not: that depends on what lies above them in the heap.
+        shuffle: take another order in each round, the same ones in each run and on each rank.
     """
     series = {case: [Series(row) for row in case.rows] for case in cases}
+    alive = list(cases)
     try:
         for number in range(rounds + 1):
             progress(number)
             before_round()
-            gc.collect()
-            for case in _alive(series):
-                _clear_away(trim)
-                taken = _try(case.sample, series[case], watch)
+            gc.collect()  # what has grown old; to look at every object of torch takes longer than most samples
+            for case in random.Random(number).sample(alive, len(alive)) if shuffle else list(alive):
+                gc.collect(1)
+                if trim and _malloc_trim is not None:
+                    _malloc_trim(0)
+                taken = _try(case, case.sample, series, alive, watch)
                 if number and taken:
                     for one in series[case]:
                         one.samples.append(taken[one.row])
         before_round()
-        for case in _alive(series):
-            _try(case.prove, series[case])
+        for case in list(alive):
+            _try(case, case.prove, series, alive)
     finally:
         for case in cases:
             case.close()
     return [one for rows in series.values() for one in rows]
 
 
-def _clear_away(trim: bool) -> None:
-    """Leave nothing of one case to the next: neither garbage to collect, nor memory that is free but mapped.
-
-    What has grown old is collected once a round: looking at every object of torch takes longer than most samples.
-    """
-    gc.collect(1)
-    if trim and _malloc_trim is not None:
-        _malloc_trim(0)
-
-
-def _alive(series: Mapping[Case, list[Series]]) -> list[Case]:
-    return [case for case, rows in series.items() if not any(one.missing or one.failure for one in rows)]
-
-
 def _try(
-    action: Callable[..., Mapping[str, float] | None], rows: Sequence[Series], *args: Stopwatch
-) -> Mapping[str, float] | None:
+    case: Case, action: Callable[..., T], series: Mapping[Case, list[Series]], alive: list[Case], *args: Stopwatch
+) -> T | None:
     try:
         return action(*args)
     except NotThere as error:
         missing, failure = str(error), ""
     except Exception as error:
         missing, failure = "", f"{type(error).__name__}: {error}"
-    for one in rows:
-        one.samples.clear()
-        one.missing, one.failure = missing, failure
+    alive.remove(case)
+    series[case][:] = [Series(row, missing=missing, failure=failure) for row in case.rows]
     return None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out the hints that are for the user of one stager, not for one of all stagers in turn."""
+    log = logging.getLogger("stagereg")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def in_own_process(task: Callable[..., T], *args: Any, **environment: str) -> T:
+    """Run ``task(*args)`` in a fresh process with these environment variables too, and return what it returns.
+
+    Raises:
+        LaunchError: it raised, or its process died.
+    """
+    with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        try:
+            return pool.submit(task, *args).result()
+        except Exception as error:
+            raise LaunchError(f"The process that measures failed: {type(error).__name__}: {error}") from error

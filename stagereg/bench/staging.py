@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
-from stagereg.bench.ceiling import DeviceCopy, Memmove
-from stagereg.bench.measure import Case, NotThere, Stopwatch
+import stagereg.bench.ceiling as ceiling
+from stagereg.bench.measure import Case, NotThere, Stopwatch, Timed
 from stagereg.bench.states import State, tensors
 from stagereg.errors import StagingError, UnknownNameError
 from stagereg.registry import build, names
@@ -31,7 +31,7 @@ _BUILT_IN = ("blocking", "pinned_cached", "overlapped", "shared", "incremental",
 _BACKGROUND = ("overlapped",)  # stage() returns before the copy is there, so there are two times
 _TWICE = "pinned_cached"
 
-_Make = Callable[[], Any]
+_Make = Callable[[], AsyncStager]
 
 
 class Warm(Case):
@@ -46,19 +46,24 @@ class Warm(Case):
     def sample(self, watch: Stopwatch) -> Mapping[str, float]:
         """Stage once more."""
         if self._stager is None:
-            self._stager = _made(self._make)
+            self._stager = self._make()
         watch.start()
         staged = self._stager.stage(self._state.tree)
         blocked = watch.lap(settled=False)
         copy = _complete(self._stager, staged)
         done = watch.lap()
         del staged, copy
-        return dict(zip(self.rows, (blocked, done) if len(self.rows) > 1 else (done,), strict=True))
+        return dict(zip(self.rows, (blocked, done)[-len(self.rows) :], strict=True))
 
     def prove(self) -> None:
         """Raise if a copy differs from the state, or is the state."""
         assert self._stager is not None
-        _compare(_complete(self._stager, self._stager.stage(self._state.tree)), self._state)
+        copy = _complete(self._stager, self._stager.stage(self._state.tree))
+        for mine, theirs in zip(tensors(copy), tensors(self._state.tree), strict=True):
+            if mine.device.type != "cpu" or not torch.equal(mine, theirs.cpu()):
+                raise StagingError([], "the copy differs from the state")
+            if mine.data_ptr() == theirs.data_ptr():
+                raise StagingError([], "the copy shares the memory of the state")
 
     def close(self) -> None:
         """Close the stager."""
@@ -66,34 +71,19 @@ class Warm(Case):
             self._stager.close()
 
 
-class First(Case):
-    """A stager's first call, constructing included and closing not."""
-
-    def __init__(self, row: str, make: _Make, state: State) -> None:
-        super().__init__(row)
-        self._make = make
-        self._state = state
-
-    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
-        """Construct one and stage once."""
-        watch.start()
-        stager = _made(self._make)
-        try:
-            copy = _complete(stager, stager.stage(self._state.tree))
-            seconds = watch.lap()
-            del copy
-        finally:
-            stager.close()
-        return {self.rows[0]: seconds}
-
-
 def cases(state: State, device: str) -> list[Case]:
     """The cases of one state dict, the ceiling first and once more last."""
     makes = {name: _registered(name, state) for name in _stagers()}
-    warm: list[Case] = [Warm(_warm_rows(name), make, state) for name, make in makes.items()]
-    again: list[Case] = [Warm((f"again:{_TWICE}",), makes[_TWICE], state), _ceiling(f"again:{CEILING}", state, device)]
-    first: list[Case] = [First(f"first:{name}", make, state) for name, make in makes.items()]
-    return [_ceiling(CEILING, state, device), *warm, *_torchs(state, device), *first, *again]
+    torchs = _torchs(device)
+    return [
+        _ceiling(CEILING, state, device),
+        *(Warm(_warm_rows(name), make, state) for name, make in makes.items()),
+        *(Warm((row,), make, state) for row, make in torchs.items()),
+        _first("torch:per_save", torchs["torch:kept"], state),  # what torch's async_save takes
+        *(_first(f"first:{name}", make, state) for name, make in makes.items()),
+        Warm((f"again:{_TWICE}",), makes[_TWICE], state),
+        _ceiling(f"again:{CEILING}", state, device),
+    ]
 
 
 def row_names(device: str) -> list[str]:
@@ -101,12 +91,12 @@ def row_names(device: str) -> list[str]:
     mine = _stagers()
     warm = [row for name in mine for row in _warm_rows(name)]
     first = [f"first:{name}" for name in mine]
-    return [CEILING, *warm, *_torch_makes(device), "torch:per_save", *first, f"again:{_TWICE}", f"again:{CEILING}"]
+    return [CEILING, *warm, *_torchs(device), "torch:per_save", *first, f"again:{_TWICE}", f"again:{CEILING}"]
 
 
 def _stagers() -> list[str]:
     """What there should be, and whatever else is registered."""
-    return [*_BUILT_IN, *(name for name in names("stager") if name not in _BUILT_IN)]
+    return list(dict.fromkeys([*_BUILT_IN, *names("stager")]))
 
 
 def _warm_rows(name: str) -> tuple[str, ...]:
@@ -114,15 +104,39 @@ def _warm_rows(name: str) -> tuple[str, ...]:
 
 
 def _ceiling(row: str, state: State, device: str) -> Case:
-    return Memmove(row, state.nbytes) if device == "cpu" else DeviceCopy(row, state.nbytes, device)
+    if device == "cpu":
+        return Timed(row, lambda: ceiling.memmove(state.nbytes))
+    return Timed(row, lambda: ceiling.device_copy(state.nbytes, device))
+
+
+def _first(row: str, make: _Make, state: State) -> Case:
+    """A stager's first call, constructing included and closing not."""
+
+    def stage(_: Any) -> tuple[AsyncStager, Any]:
+        stager = make()
+        try:
+            return stager, _complete(stager, stager.stage(state.tree))
+        except Exception:
+            stager.close()
+            raise
+
+    return Timed(row, lambda: stage, after=lambda _, staged: staged[0].close())
 
 
 def _registered(name: str, state: State) -> _Make:
     declared: dict[str, Any] = {"frozen": list(state.frozen)} if name == "incremental" and state.frozen else {}
-    return lambda: build("stager", name, **declared)
+
+    def make() -> AsyncStager:
+        try:
+            stager: AsyncStager = build("stager", name, **declared)
+        except UnknownNameError as error:
+            raise NotThere("no stager of that name is registered") from error
+        return stager
+
+    return make
 
 
-def _torch_makes(device: str) -> dict[str, _Make]:
+def _torchs(device: str) -> dict[str, _Make]:
     makes: dict[str, _Make] = {
         "torch:kept": lambda: DefaultStager(StagingOptions(False, False, False, False)),
         "torch:blocking": lambda: BlockingAsyncStager(False),
@@ -132,32 +146,9 @@ def _torch_makes(device: str) -> dict[str, _Make]:
     return makes
 
 
-def _torchs(state: State, device: str) -> list[Case]:
-    """torch's stagers; ``torch:per_save`` is a fresh one for each save, which is what its ``async_save`` takes."""
-    makes = _torch_makes(device)
-    warm = [Warm((row,), make, state) for row, make in makes.items()]
-    return [*warm, First("torch:per_save", makes["torch:kept"], state)]
-
-
-def _made(make: _Make) -> AsyncStager:
-    try:
-        stager: AsyncStager = make()
-    except UnknownNameError as error:
-        raise NotThere("no stager of that name is registered") from error
-    return stager
-
-
 def _complete(stager: AsyncStager, staged: Any) -> Any:
     if isinstance(staged, Future):
         return staged.result()
     if stager.should_synchronize_after_execute:
         stager.synchronize_staging()
     return staged
-
-
-def _compare(copy: Any, state: State) -> None:
-    for mine, theirs in zip(tensors(copy), tensors(state.tree), strict=True):
-        if mine.device.type != "cpu" or not torch.equal(mine, theirs.cpu()):
-            raise StagingError([], "the copy differs from the state")
-        if mine.data_ptr() == theirs.data_ptr():
-            raise StagingError([], "the copy shares the memory of the state")

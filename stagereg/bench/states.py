@@ -97,23 +97,10 @@ def _large(scale: float, fill: _Fill) -> State:
 def _gpt(scale: float, fill: _Fill) -> State:
     """GPT-2's shapes with 12 layers, 704 wide and a vocabulary of 7,424."""
     width, vocabulary, context = (_shrunk(size, scale) for size in (704, 7424, 1024))
-    layer = {
-        "ln_1.weight": (width,),
-        "ln_1.bias": (width,),
-        "attn.c_attn.weight": (width, 3 * width),
-        "attn.c_attn.bias": (3 * width,),
-        "attn.c_proj.weight": (width, width),
-        "attn.c_proj.bias": (width,),
-        "ln_2.weight": (width,),
-        "ln_2.bias": (width,),
-        "mlp.c_fc.weight": (width, 4 * width),
-        "mlp.c_fc.bias": (4 * width,),
-        "mlp.c_proj.weight": (4 * width, width),
-        "mlp.c_proj.bias": (width,),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (vocabulary, width), "wpe.weight": (context, width)}
-    shapes |= {f"h.{i}.{name}": shape for i in range(12) for name, shape in layer.items()}
-    shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+    matrices = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    biases = [(width,), (width,), *((shape[-1],) for shape in matrices), (width,), (width,)]  # and the layer norms'
+    shapes = {f"h.{i}.{n}": shape for i in range(12) for n, shape in enumerate([*matrices, *biases])}
+    shapes |= {"wte": (vocabulary, width), "wpe": (context, width), "ln_f.weight": (width,), "ln_f.bias": (width,)}
     model = {name: fill(*shape) for name, shape in shapes.items()}
     return State("gpt", {"model": model, "optimizer": _adam(list(model.values()), fill)})
 

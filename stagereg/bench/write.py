@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from stagereg.bench.ceiling import RawWrite, flush
-from stagereg.bench.measure import Case, NotThere, Stopwatch
+from stagereg.bench.ceiling import flush, raw_write
+from stagereg.bench.measure import Case, NotThere, Timed
 from stagereg.bench.states import State
 from stagereg.checkpoint.storage.protocol import UsesPadding
 from stagereg.checkpoint.torchfiles import Plans
@@ -27,7 +28,7 @@ from stagereg.errors import CheckpointError, UnknownNameError
 from stagereg.registry import build, names
 from stagereg.stagers.async_stager import AsyncStager, ReservesPadding
 
-__all__ = ["CEILING", "cases", "row_names"]
+__all__ = ["CEILING", "cases", "durable", "row_names"]
 
 CEILING = "ceiling"
 """The row that all others are a ratio to."""
@@ -37,40 +38,6 @@ _PADDING = "direct:padding"
 
 _Save = Callable[[Path], object]
 _Make = Callable[[], _Save]
-
-
-class Durable(Case):
-    """One way of writing, made in the first round and kept.
-
-    Args:
-        make: makes what writes into a directory.
-        nbytes: bytes that have to be there afterwards at least.
-    """
-
-    def __init__(self, row: str, make: _Make, nbytes: int, fresh: Callable[[], Path]) -> None:
-        super().__init__(row)
-        self._make = make
-        self._nbytes = nbytes
-        self._fresh = fresh
-        self._save: _Save | None = None
-
-    def sample(self, watch: Stopwatch) -> Mapping[str, float]:
-        """Write once. Raises: ``CheckpointError`` if there is less on the disk than there should be."""
-        if self._save is None:
-            self._save = self._make()
-        folder = self._fresh()
-        watch.start()
-        self._save(folder)
-        flush(folder)
-        seconds = watch.lap()
-        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        if written < self._nbytes:
-            raise CheckpointError(f"only {written} of {self._nbytes} bytes were written")
-        return {self.rows[0]: seconds}
-
-    def close(self) -> None:
-        """Let go of the copy."""
-        self._save = None
 
 
 def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]:
@@ -89,11 +56,11 @@ def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]
             shutil.rmtree(old)
         return Path(tempfile.mkdtemp(dir=folder))
 
-    makes: dict[str, _Make] = {name: _storage(name, copy) for name in _storages()}
+    makes: dict[str, _Make] = {name: partial(_storage_writer, name, copy) for name in _storages()}
     makes |= {_PADDING: lambda: _direct_with_padding(state), **_torchs(copy)}
-    rows = [Durable(row, make, state.nbytes, fresh) for row, make in makes.items()]
-    raw = [RawWrite(row, state.nbytes, fresh, note) for row in (CEILING, f"again:{CEILING}")]
-    return [raw[0], *rows, raw[1]]
+    rows = [durable(row, make, state.nbytes, fresh) for row, make in makes.items()]
+    ceiling, again = (Timed(row, lambda: raw_write(state.nbytes, note), fresh) for row in (CEILING, f"again:{CEILING}"))
+    return [ceiling, *rows, again]
 
 
 def row_names() -> list[str]:
@@ -101,37 +68,56 @@ def row_names() -> list[str]:
     return [CEILING, *_storages(), _PADDING, *_torchs({}), f"again:{CEILING}"]
 
 
+def durable(row: str, make: _Make, nbytes: int, fresh: Callable[[], Path]) -> Case:
+    """One way of writing, made in the first round and kept.
+
+    Args:
+        make: makes what writes into a directory.
+        nbytes: bytes that have to be there afterwards at least.
+        fresh: makes the directory.
+    """
+
+    def make_durable() -> _Save:
+        write = make()
+
+        def write_and_flush(folder: Path) -> None:
+            write(folder)
+            flush(folder)
+
+        return write_and_flush
+
+    def check(folder: Path, _: None) -> None:
+        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        if written < nbytes:
+            raise CheckpointError(f"only {written} of {nbytes} bytes were written")
+
+    return Timed(row, make_durable, fresh, check)
+
+
 def _storages() -> list[str]:
     """What there should be, and whatever else is registered."""
-    try:
-        registered = names("storage")
-    except UnknownNameError:
-        registered = []
-    return [*_BUILT_IN, *(name for name in registered if name not in _BUILT_IN)]
+    return list(dict.fromkeys([*_BUILT_IN, *names("storage")]))
 
 
-def _storage(name: str, copy: dict[str, Any]) -> _Make:
-    def make() -> _Save:
-        writer = _built(name)
-        plans = Plans()
-        return lambda folder: save(
-            copy, checkpoint_id=folder, storage_writer=writer, planner=plans.planner(), no_dist=True
-        )
+def _writer(storage: Any, copy: dict[str, Any]) -> _Save:
+    plans = Plans()
+    return lambda path: save(copy, checkpoint_id=path, storage_writer=storage, planner=plans.planner(), no_dist=True)
 
-    return make
+
+def _storage_writer(name: str, copy: dict[str, Any]) -> _Save:
+    return _writer(_built(name), copy)
 
 
 def _direct_with_padding(state: State) -> _Save:
     """``direct`` at its best: over a copy with the padding that it writes in."""
-    writer = _built("direct")
+    storage = _built("direct")
     stager: AsyncStager = build("stager", "pinned_cached")
-    if not isinstance(writer, UsesPadding) or not isinstance(stager, ReservesPadding):
+    if not isinstance(storage, UsesPadding) or not isinstance(stager, ReservesPadding):
         raise NotThere("the storage uses no padding, or the stager reserves none")
-    stager.reserve_padding(*writer.padding)
+    stager.reserve_padding(*storage.padding)
     copy = stager.stage(state.tree)
     stager.close()  # the copy outlives it
-    plans = Plans()
-    return lambda folder: save(copy, checkpoint_id=folder, storage_writer=writer, planner=plans.planner(), no_dist=True)
+    return _writer(storage, copy)  # type: ignore[arg-type]
 
 
 def _built(name: str) -> Any:
@@ -142,16 +128,11 @@ def _built(name: str) -> Any:
 
 
 def _torchs(copy: dict[str, Any]) -> dict[str, _Make]:
-    def files(threads: int) -> _Make:
-        def make() -> _Save:
-            return lambda folder: save(
-                copy, storage_writer=FileSystemWriter(folder, thread_count=threads), no_dist=True
-            )
-
-        return make
+    def files(threads: int) -> _Save:
+        return lambda path: save(copy, storage_writer=FileSystemWriter(path, thread_count=threads), no_dist=True)
 
     def pickled(folder: Path) -> None:
         with open(os.path.join(folder, "state.pt"), "wb") as file:
             torch.save(copy, file)
 
-    return {"torch:dcp": files(1), "torch:dcp_2": files(2), "torch:save": lambda: pickled}
+    return {"torch:dcp": lambda: files(1), "torch:dcp_2": lambda: files(2), "torch:save": lambda: pickled}

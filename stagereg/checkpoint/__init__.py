@@ -2,11 +2,10 @@
 
 Start at :mod:`stagereg.checkpoint.checkpointer`, the only module here that users call. One idea a module:
 
-Saving: ``options`` checks the arguments, ``saving`` does one save from the copy to the commit, with all ranks,
-``writing`` adds this rank's records, errors and time-out to it, ``background`` is the thread, ``process`` a process
-that writes for it, ``process_writer`` the requests to that process, ``rank_group`` the ranks, ``advice`` the hint for
-an error of a disk, ``causes`` the errors behind one, ``failpoints`` the named moments of a save, ``schedule`` when to
-save, ``interval`` how often is best, ``preemption_consensus`` when to leave.
+Saving: ``options`` checks the arguments, ``pending_save`` is one save, from the copy to the commit, ``background`` the
+thread that writes it, ``writer_process`` a process that does, ``rank_group`` the ranks, ``advice`` the hint for an
+error of a disk, ``failpoints`` the named moments of a save, ``schedule`` when to save, ``interval`` how often is best,
+``preemption_consensus`` when to leave.
 
 The content: ``entries``, with ``rng`` as a part of it, ``encoding`` their structure as JSON, ``pickled`` objects that
 JSON cannot carry, ``index`` where each tensor lies, ``zero_shards`` shards of optimizers, ``torchfiles`` torch's

@@ -1,12 +1,13 @@
-"""What to do about an error of the storage: one sentence for each that can come to a run from outside."""
+"""What to do about an error of the storage, found among all the errors behind the one that was raised."""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 
-from stagereg.checkpoint.causes import causes
+from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["advice"]
+__all__ = ["advice", "causes"]
 
 _FULL = (
     "The disk of {root} is full: free some space, or keep fewer checkpoints (checkpoint.keep); there must be room for "
@@ -48,3 +49,18 @@ def advice(error: BaseException, root: str) -> str:
         if isinstance(each, OSError) and each.errno in _ADVICE:
             return _ADVICE[each.errno].format(root=root)
     return ""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error`` and every error behind it, once each: of the ranks, where torch has wrapped them, and the errors
+    that it was raised from or while handling."""
+    found: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while found:
+        each = found.pop(0)
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        wrapped = [inner for inner, _ in each.failures.values()] if isinstance(each, CheckpointException) else []
+        found = [*wrapped, each.__cause__, each.__context__, *found]

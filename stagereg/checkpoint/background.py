@@ -1,90 +1,100 @@
 """One thread that works off saves in order, and failures that cannot get lost.
 
-At most two saves are under way: one being worked on and one waiting, which matches a stager that hands out two copies.
+At most two saves are under way: one being written and one waiting, which matches a stager that hands out two copies.
 A failure is kept until it is raised or logged: by the next call that asks, or else at the end of the job or process
 (:mod:`stagereg.shutdown`). It is kept without tracebacks, which would keep the staged memory alive; they are logged at
 level DEBUG.
 
-A task that takes longer than the time-out counts as failed from then on, and the thread as hanging until the task ends:
+A save that takes longer than the time-out counts as failed from then on, and the thread as hanging until the save ends:
 a thread that waits for the storage cannot be ended. So it is a daemon thread, and every wait here ends with the
 time-out.
 """
 
 from __future__ import annotations
 
+import datetime
 import logging
-import math
 import os
 import queue
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
 
+import stagereg.record as record
 import stagereg.shutdown as shutdown
-from stagereg.checkpoint.causes import causes
+from stagereg.checkpoint.advice import advice, causes
+from stagereg.checkpoint.pending_save import PendingSave, SaveTarget, write_and_commit
+from stagereg.checkpoint.rank_group import reason
+from stagereg.checkpoint.schedule import Schedule
 from stagereg.errors import CheckpointError
 
-__all__ = ["Background", "BackgroundTask"]
+__all__ = ["Background"]
 
 _MOST_UNDER_WAY = 2
-_LOOK_S = 0.05  # how often one looks whether a task has been begun
+_LOOK_S = 0.05  # how often one looks whether a save takes too long
 _JOIN_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-class BackgroundTask(Protocol):
-    """What the thread does for one save. All but ``run`` and ``back`` are called on the training thread."""
-
-    def run(self) -> None:
-        """Do it. What this raises is the failure."""
-
-    def late(self) -> CheckpointError:
-        """Return the failure to report: the time-out has passed and the task has not ended."""
-
-    def back(self, error: BaseException | None) -> None:
-        """The task has ended after :meth:`late`, well or with ``error``. Called on the thread."""
-
-    def abandon(self) -> None:
-        """The task is given up: it must not complete anything from now on."""
-
-
 class Background:
-    """The thread. All methods are for the training thread, and for the end of the process, which may come while that
-    still runs; none may be called from inside a task. In a forked child nothing is under way: it has no such thread.
+    """The thread, and what has become of its saves.
+
+    All methods are for the training thread, and for the end of the process, which may come while that still runs. In a
+    forked child nothing is under way: it has no such thread.
 
     Args:
-        timeout_s: seconds that one task may take, from when the one before it has ended.
-        warn: called with each failure instead of raising it; ``None`` to raise.
+        target: of the saves.
+        timeout: that one save may take, from when the one before it has ended.
+        schedule: gets the end of each.
+        warns: whether failures are only logged; then the exit status is 1 if the last save has failed.
+
+    Attributes:
+        newest: the step of the newest checkpoint that this run knows to be good.
+        write_seconds: of the saves that were committed, in their order.
+        bytes_staged: by them, in all.
     """
 
-    def __init__(self, timeout_s: float = math.inf, warn: Callable[[CheckpointError], None] | None = None) -> None:
-        self._timeout_s = timeout_s
-        self._warn = warn
-        self._queue: queue.SimpleQueue[tuple[Background, _Entry] | None] = queue.SimpleQueue()
+    def __init__(self, target: SaveTarget, timeout: datetime.timedelta, schedule: Schedule, warns: bool) -> None:
+        self.newest: int | None = None
+        self.write_seconds: list[float] = []
+        self.bytes_staged = 0
+        self._target = target
+        self._timeout_s = timeout.total_seconds()
+        self._schedule = schedule
+        self._warns = warns
+        self._queue: queue.SimpleQueue[tuple[Background, PendingSave] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._under_way: deque[_Entry] = deque()
-        self._looking = threading.Lock()
         self._process = os.getpid()
-        self._failures: deque[CheckpointError] = deque()
+        self._lock = threading.Lock()
+        self._under_way: deque[PendingSave] = deque()
+        self._failures: deque[tuple[CheckpointError, bool]] = deque()  # each with whether all ranks report it
+        self._refused: list[int] = []  # steps, since the save before them hangs, until that is logged
         weakref.finalize(self, self._queue.put, None)  # or the thread of one that was never shut would stay
         shutdown.wait_for(self)
 
     @property
     def hanging(self) -> bool:
-        """Whether the task being worked on has passed the time-out, which was reported, and has not ended."""
+        """Whether the save being written has passed the time-out, which was reported, and has not ended."""
         first = self._first()
         return first is not None and first.late
 
-    def wait_for_slot(self) -> None:
-        """Wait until another task may be submitted, or until the first one has taken too long."""
-        while (first := self._first()) is not None and not first.late and len(self._under_way) >= _MOST_UNDER_WAY:
-            self._await(first, math.inf)
+    def admit(self, save: PendingSave) -> None:
+        """Wait until ``save`` may be staged, or until the one being written has taken too long.
 
-    def submit(self, task: BackgroundTask) -> None:
-        """Have ``task`` run after those before it; what it raises is kept for :meth:`raise_failure`.
+        Raises:
+            CheckpointError: an earlier save has failed, or hangs.
+        """
+        while (first := self._first()) is not None and not first.late and len(self._under_way) >= _MOST_UNDER_WAY:
+            first.over.wait(_LOOK_S)
+        self.raise_failure()
+        if self.hanging:
+            self._refused.append(save.step)
+            self._set_failed(save.step)
+            raise CheckpointError(f"Step {save.step} was not saved: an earlier save hangs. {self._there()}")
+
+    def submit(self, save: PendingSave) -> None:
+        """Have ``save`` written after those before it; its failure is kept for :meth:`raise_failure`.
 
         Raises:
             CheckpointError: there is no thread yet, and the system refuses to start one.
@@ -96,21 +106,19 @@ class Background:
             except RuntimeError as error:
                 raise CheckpointError(f"No thread to write checkpoints could be started: {error}") from error
             self._thread = thread
-        place = _Entry(task)
-        self._under_way.append(place)
-        self._queue.put((self, place))
+        self._under_way.append(save)
+        self._queue.put((self, save))
 
-    def drain(self, limit_s: float = math.inf) -> bool:
-        """Wait until every task has ended, well or not; False if one has taken too long, or ``limit_s`` has passed."""
-        until = time.monotonic() + limit_s
-        while (first := self._first()) is not None and not first.late and time.monotonic() < until:
-            self._await(first, until)
+    def drain(self) -> bool:
+        """Wait until every save has ended, well or not; False if one has taken too long."""
+        while (first := self._first()) is not None and not first.late:
+            first.over.wait(_LOOK_S)
         return first is None
 
     def finish(self) -> bool:
         """Drain; log the failures if they are warnings. See :class:`stagereg.shutdown.BackgroundWork`."""
         ended = self.drain()
-        if self._warn is not None:
+        if self._warns:
             self.raise_failure()
         return ended
 
@@ -119,118 +127,169 @@ class Background:
 
         If failures are warnings, log them all instead.
         """
-        if self._warn is None:
-            failure = self.take_failure()
-            if failure is not None:
-                raise failure
-        else:
-            for failure in self._taken():
-                self._warn(failure)
+        if self._warns:
+            for failure, everywhere in self._taken():
+                self._warn(failure, everywhere)
+        elif (first := self.take_failure()) is not None:
+            raise first
 
     def take_failure(self) -> CheckpointError | None:
         """Return the first failure not reported yet, also if failures are warnings; log later ones."""
-        failures = self._taken()
+        failures = [failure for failure, _ in self._taken()]
         for later in failures[1:]:
             _log.error("%s", later)
         return failures[0] if failures else None
 
+    def raise_or_warn(self, save: PendingSave, error: BaseException) -> None:
+        """Raise what has kept this rank from staging; log it if failures are warnings."""
+        if not self._warns or not isinstance(error, CheckpointError):
+            raise error
+        if save.step not in self._refused:  # which are logged together
+            self._warn(error)
+
+    def _warn(self, failure: CheckpointError, everywhere: bool = True) -> None:
+        """Log a failed save while training goes on; what is reported ``everywhere`` is a warning on rank 0 only."""
+        log = _log.info if everywhere and self._target.ranks.rank > 0 else _log.warning
+        log("stagereg: %s Training goes on.", failure)
+
     def shut(self) -> None:
-        """End the thread after its last task; one that hangs is left and completes nothing. Twice is harmless."""
-        for place in self._under_way:
-            place.task.abandon()
+        """End the thread after its last save; one that hangs is left and commits nothing. Twice is harmless."""
+        for save in self._under_way:
+            save.abandoned = True
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(0 if self._under_way else _JOIN_S)
 
-    def _taken(self) -> list[CheckpointError]:
-        self._first()
-        failures = [self._failures.popleft() for _ in range(len(self._failures))]
-        for failure in failures:
-            shutdown.withdraw_error(failure)
-        return failures
-
-    def _first(self) -> _Entry | None:
-        """Return the first task that has not ended, if there is one; report it once it takes too long."""
+    def _first(self) -> PendingSave | None:
+        """Return the first save that has not ended, if there is one; report it once it takes too long."""
         if os.getpid() != self._process:
             self._under_way.clear()
             return None
-        with self._looking:
+        with self._lock:
             while self._under_way and self._under_way[0].over.is_set():
                 self._under_way.popleft()
             if not self._under_way:
                 return None
             first = self._under_way[0]
-            if (failure := first.lateness(self._timeout_s)) is not None:
-                self._keep(failure)
+            if not first.late and time.monotonic() >= first.until:
+                first.late = True
+                self._keep(self._lateness(first), first.waits)
             return first
 
-    def _await(self, first: _Entry, until: float) -> None:
-        """Wait for a task, no longer than ``until`` on the monotonic clock or its time-out."""
-        now = time.monotonic()
-        left = _LOOK_S if first.begun is None else first.begun + self._timeout_s - now
-        first.over.wait(max(0.0, min(left, until - now, threading.TIMEOUT_MAX)))
+    def _lateness(self, save: PendingSave) -> CheckpointError:
+        ranks, seconds = self._target.ranks, self._timeout_s
+        who = "it" if ranks.group is None else f"rank {ranks.rank}"
+        limit = f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
+        self._set_failed(save.step)
+        return CheckpointError(
+            f"Step {save.step} was not saved: it has taken longer than {limit} ({who} is at: {save.at}). Does the "
+            f"storage hang? Until this ends, no other save begins. {self._there()}"
+        )
 
-    def _keep(self, failure: CheckpointError) -> None:
-        if self._warn is None:
+    def _taken(self) -> list[tuple[CheckpointError, bool]]:
+        self._first()
+        taken = [self._failures.popleft() for _ in range(len(self._failures))]
+        for failure, _ in taken:
+            shutdown.withdraw_error(failure)
+        return taken
+
+    def _keep(self, failure: CheckpointError, everywhere: bool = True) -> None:
+        if not self._warns:
             shutdown.report_error(failure)
-        self._failures.append(failure)
+        self._failures.append((failure, everywhere))
 
-    def _run(self, place: _Entry) -> None:
+    def _set_failed(self, step: int) -> None:
+        if self._warns:
+            text = f"the last save has failed, of step {step}, so the exit status is 1. {self._there()}"
+            shutdown.set_last_status(self._target.store.root, CheckpointError(text))
+
+    def _there(self) -> str:
+        """Return a sentence on the newest good checkpoint."""
+        if self.newest is None:
+            return f"This run has no complete checkpoint in {self._target.store.root} yet."
+        return f"The newest good checkpoint is step {self.newest}, in {self._target.store.root}."
+
+    # -- on the thread
+
+    def _run(self, save: PendingSave) -> None:
+        save.until = time.monotonic() + self._timeout_s
         failed: BaseException | None = None
-        place.begun = time.monotonic()
+        failure: CheckpointError | None = None
         try:
-            place.task.run()
+            self._look_at_directory(save.step)
+            began, nbytes = write_and_commit(save)
         except BaseException as error:
-            failed = error
+            failed, failure = error, self._fail(save, error)
             _log.debug("A save failed.", exc_info=error)
             for connected in causes(error):
                 connected.__traceback__ = None
-        if place.end():
-            place.task.back(failed)
-        elif failed is not None:
-            self._fail(failed)
-        place.over.set()
-
-    def _fail(self, error: BaseException) -> None:
-        failure = error if isinstance(error, CheckpointError) else CheckpointError(f"A save failed: {error}")
-        if failure is not error:
-            failure.__cause__ = error
-        self._keep(failure)
-
-
-class _Entry:
-    """A task and its state in the queue."""
-
-    def __init__(self, task: BackgroundTask) -> None:
-        self.task = task
-        self.begun: float | None = None
-        self.over = threading.Event()
-        self.late = False
-        self._ended = False
-        self._lock = threading.Lock()
-
-    def lateness(self, timeout_s: float) -> CheckpointError | None:
-        """Return the failure to report, the first time that the time-out has passed."""
+        else:
+            self._succeed(save, began, nbytes)
         with self._lock:
-            begun = self.begun
-            if self.late or self._ended or begun is None or time.monotonic() < begun + timeout_s:
-                return None
-            self.late = True
-            return self.task.late()
+            if save.late:
+                self._log_return(save, failed)
+            elif failure is not None:
+                self._keep(failure)
+            save.over.set()
 
-    def end(self) -> bool:
-        """Note the end of the task; return whether it came too late."""
-        with self._lock:
-            self._ended = True
-            return self.late
+    def _succeed(self, save: PendingSave, began: float, nbytes: int) -> None:
+        ended = record.now()
+        self.newest = save.step
+        self.write_seconds.append(ended - began)
+        self.bytes_staged += save.nbytes or 0
+        shutdown.set_last_status(self._target.store.root, None)
+        self._schedule.ended(ended - save.called)
+        record.emit("write", step=save.step, start=began, seconds=ended - began, bytes=nbytes)
 
+    def _fail(self, save: PendingSave, error: BaseException) -> CheckpointError | None:
+        """Note that a save has failed; return what is to be raised, ``None`` if its training loop has raised it."""
+        save.record_copied()
+        record.emit("lost", step=save.step, error=reason(error))
+        self._schedule.ended(None)
+        self._set_failed(save.step)
+        known = isinstance(error, CheckpointError)
+        if known and save.failure is not None:
+            return None
+        text = reason(error) if known else f"Step {save.step} was not saved: {reason(error)}"
+        text = text if text.endswith(".") else f"{text}."
+        hint = advice(error, self._target.store.root)
+        failure = CheckpointError(" ".join(part for part in (text, hint, self._there()) if part))
+        failure.__cause__ = error.__cause__ if known else error
+        return failure
 
-def _work(tasks: queue.SimpleQueue[tuple[Background, _Entry] | None]) -> None:
-    while True:
-        given = tasks.get()
-        if given is None:
+    def _log_return(self, save: PendingSave, failed: BaseException | None) -> None:
+        """Log that the storage responds again, and what has become of the save that was late."""
+        if failed is None:  # it may have been reported late in the very moment in which it was complete
+            shutdown.set_last_status(self._target.store.root, None)
+        what = "is saved after all" if failed is None else f"was not saved ({reason(failed)})"
+        steps = ", ".join(map(str, self._refused))
+        also = f" In the meantime these steps were not saved: {steps}." if steps else ""
+        self._refused.clear()
+        log = _log.info if self._target.ranks.rank > 0 else _log.warning
+        log(
+            "stagereg: storage is responding again; checkpoints resume: step %d %s, after %.0f s.%s",
+            *(save.step, what, record.now() - save.called, also),
+        )
+
+    def _look_at_directory(self, step: int) -> None:
+        """Log it if all that was saved has been deleted; the save itself will report what else is wrong there."""
+        store = self._target.store
+        if self._target.ranks.rank > 0 or store.remote or os.path.isdir(store.root):
             return
-        background, place = given
-        background._run(place)
-        # While it waits for the next task, the thread keeps nothing alive.
-        del given, background, place
+        try:
+            os.lstat(store.root)
+        except FileNotFoundError:
+            _log.warning(
+                "stagereg: %s was deleted, with all checkpoints in it. It is made again for step %d.", store.root, step
+            )
+        except OSError:  # such as of a server that is away, and may have them still
+            return
+        self.newest = None
+
+
+def _work(saves: queue.SimpleQueue[tuple[Background, PendingSave] | None]) -> None:
+    while (given := saves.get()) is not None:
+        background, save = given
+        background._run(save)
+        # While it waits for the next save, the thread keeps nothing alive.
+        del given, background, save

@@ -12,7 +12,7 @@ import datetime
 import logging
 import os
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -26,24 +26,22 @@ import torch.distributed as dist
 import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.options as options
 import stagereg.checkpoint.restoring as restoring
-import stagereg.checkpoint.torchfiles as torchfiles
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import StoreLock
-from stagereg.checkpoint.manifest import MOST
-from stagereg.checkpoint.preemption_consensus import PreemptionConsensus, describe_newest
-from stagereg.checkpoint.process import WriterProcess
+from stagereg.checkpoint.manifest import MOST, new_token
+from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
+from stagereg.checkpoint.preemption_consensus import PreemptionConsensus
 from stagereg.checkpoint.rank_group import RankGroup, reason
-from stagereg.checkpoint.saving import Save
-from stagereg.checkpoint.schedule import Automatic, Fixed, Schedule
+from stagereg.checkpoint.schedule import Automatic, Schedule
 from stagereg.checkpoint.storage.lookup import expect_fit
 from stagereg.checkpoint.storage.protocol import Storage, UsesPadding
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_parent_store, open_store, path_or_url
 from stagereg.checkpoint.store.retry import answered, within
-from stagereg.checkpoint.writing import SaveContext, StorageHangsError, Writing
+from stagereg.checkpoint.writer_process import WriterProcess
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.launch.preemption import PreemptionHandler
 from stagereg.registry import build, register
@@ -149,62 +147,62 @@ class Checkpointer:
         grace: datetime.timedelta | None = datetime.timedelta(seconds=25),
     ) -> None:
         options.check_dir(dir)
+        options.check_every(every)
+        options.check_duration("mtbf", mtbf)
+        options.at_least_one("keep", keep)
+        options.check_resume(resume)
+        options.one_of("verify", verify, ("full", "fast"))
+        options.one_of("on_error", on_error, ("raise", "warn"))
+        options.check_duration("timeout", timeout)
+        if grace is not None:
+            options.check_duration("grace", grace)
         self._store = open_store(dir)
         self.dir = path_or_url(self._store.root)
-        options.check_every(every, mtbf)
-        self.keep = options.at_least_one("keep", keep)
-        options.check_resume(resume)
-        self.resume = resume
-        self.verify = options.one_of("verify", verify, ("full", "fast"))
-        self.on_error = options.one_of("on_error", on_error, ("raise", "warn"))
-        self.timeout = options.duration("timeout", timeout)
-        self.grace = None if grace is None else options.duration("grace", grace)
-        self._stager: AsyncStager = options.component(
-            "stager", build("stager", "pinned_cached") if stager is None else stager
-        )
+        self.keep, self.resume, self.verify, self.on_error = keep, resume, verify, on_error
+        self.timeout, self.grace = timeout, grace
+        stager = build("stager", "pinned_cached") if stager is None else stager
+        self._stager: AsyncStager = options.component("stager", stager)
         self._storage: Storage = options.component("storage", build("storage", "dcp") if storage is None else storage)
-        _reserve_padding(self._stager, self._storage)
+        if isinstance(self._storage, UsesPadding) and isinstance(self._stager, ReservesPadding):
+            self._stager.reserve_padding(*self._storage.padding)
         if isinstance(self._stager, ReleasesCopies):
             self._stager.expect_release()
-        self._hold: StoreLock | None = None
-        self._ranks = RankGroup(process_group, self.timeout)
+        self._ranks = RankGroup(process_group, timeout)
         shared = isinstance(self._stager, SharesMemory) and self._stager.shares_memory
         expect_fit(self._storage, self._store.root, self._ranks.size + shared)
+        self._hold: StoreLock | None = None
         self._stalls: list[float] = []
         self._saved: int | None = None
-        self._closed = False
+        self._closed = self._leaving = False
         self._pid = os.getpid()
-        self._last = False
-        if self._ranks.group is None:
-            torchfiles.expect_one_process()
-        wanted = str(every)
-        intervals = self._ranks.run_on_all(
-            f"checkpoint.dir={dir} cannot be written to", lambda: self._open_directory(wanted)
+        opened = self._ranks.run_on_all(
+            f"checkpoint.dir={dir} cannot be written to", lambda: (self._open_directory(), str(every))
         )
-        if len(set(intervals)) > 1:
+        if len({asked for _, asked in opened}) > 1:
             self._let_go()
-            raise ConfigError(f"every must be the same on all ranks, which have {', '.join(intervals)}.")
+            raise ConfigError(
+                f"every must be the same on all ranks, which have {', '.join(asked for _, asked in opened)}."
+            )
         # The training threads have groups of their own: one for each kind of exchange, since not all ranks may come to
         # each, and those of two kinds must not meet.
-        self._schedule: Schedule = (
-            Fixed(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), RankGroup(process_group))
+        self._schedule = (
+            Schedule(every) if isinstance(every, int) else Automatic(mtbf.total_seconds(), RankGroup(process_group))
         )
         self._process = WriterProcess() if shared else None
         if self._process is not None:
             self._process.start()
-        warns = self.on_error == "warn"
-        self._saves = SaveContext(
-            self._store, self.keep, self._storage, self._ranks, self.timeout, self._process, self._schedule, warns
-        )
-        self._background = Background(self.timeout.total_seconds(), self._saves.warn if warns else None)
-        self.preemption = None if self.grace is None else self._listen(RankGroup(process_group), self.grace)
+        self._target = SaveTarget(self._store, keep, self._storage, self._ranks, self._process, opened[0][0])
+        self._background = Background(self._target, timeout, self._schedule, on_error == "warn")
+        self.preemption = None if grace is None else self._listen(RankGroup(process_group), grace)
 
     def maybe_save(self, step: int, state: MutableMapping[str, Any]) -> bool:
         """Save if that is :meth:`due`; return whether it did. Call it at the end of each step.
 
         Raises as :meth:`save` does.
         """
-        if self.due(step) and (self._leaves() or not self._schedule.postponed(step)):
+        due = self.due(step)
+        leaves = self.preemption is not None and self.preemption.agreed is not None
+        if due and (leaves or not self._schedule.postponed(step)):
             self.save(step, state)
             return True
         self._check_open()
@@ -239,33 +237,28 @@ class Checkpointer:
                 one of them got SIGTERM or SIGUSR1, and it is saved and committed.
             Stopped: (a ``SystemExit`` with code 128 + signal) likewise, and it could not be saved.
         """
-        started = record.now()
         self._check_open()
-        if self.preemption is not None and self.preemption.agreed_before_save(step) and not self._last:
+        if self.preemption is not None and self.preemption.agreed_before_save(step) and not self._leaving:
             self._leave(step, state)
-        request = Save(_a_step(step))
+        save = PendingSave(_a_step(step), self._target)
         self._saved = step
-        self._schedule.began(step)
-        failure: CheckpointError | None = None
         try:
-            self._background.wait_for_slot()
-            self._background.raise_failure()
-            self._check_storage(request)
-            self._stage(request, state)
+            self._background.admit(save)
+            self._stage(save, state)
         except BaseException as error:
-            request.failure = reason(error)
-            failure = self._as_warning(error)
+            save.failure = reason(error)
+            self._background.raise_or_warn(save, error)
         finally:
             # Also when this rank gives up, so that the saves of the ranks stay paired and the others raise too.
-            self._background.submit(Writing(self._saves, request, started))
+            self._background.submit(save)
             try:
-                self._settle(request)
+                self._settle(save)
             finally:
-                stall = record.now() - started
+                stall = record.now() - save.called
                 self._schedule.held(step, stall)
-        if failure is None:
+        if save.failure is None:
             self._stalls.append(stall)
-            record.emit("stall", step=step, start=started, seconds=stall)
+            record.emit("stall", step=step, start=save.called, seconds=stall)
 
     def wait(self) -> None:
         """Wait until every save has ended, or has taken longer than ``timeout``.
@@ -309,7 +302,7 @@ class Checkpointer:
             return None
         self._schedule.restored(restored.manifest.step)
         if os.path.realpath(open_parent_store(restored.path).root) == os.path.realpath(self._store.root):
-            self._saves.newest = restored.manifest.step
+            self._background.newest = restored.manifest.step
         return restored.manifest.step
 
     def close(self) -> None:
@@ -327,7 +320,7 @@ class Checkpointer:
         self._background.shut()
         if ended:  # otherwise a thread hangs, and no other run may write there before this process has ended
             self._let_go()
-        self._saves.plans.forget()
+        self._target.plans.forget()
         if self._process is not None:
             if self._process.pid is not None:
                 record.add_child_memory(record.peak_rss(self._process.pid))
@@ -378,32 +371,27 @@ class Checkpointer:
     @property
     def stats(self) -> CheckpointStats:
         """What the checkpoints have cost so far, on this rank."""
-        outcomes = tuple(self._saves.outcomes)
         return CheckpointStats(
-            saves=len(outcomes),
-            bytes_staged=sum(outcome.bytes_staged for outcome in outcomes),
+            saves=len(self._background.write_seconds),
+            bytes_staged=self._background.bytes_staged,
             stall_seconds=tuple(self._stalls),
-            write_seconds=tuple(outcome.seconds for outcome in outcomes),
+            write_seconds=tuple(self._background.write_seconds),
         )
 
     def _listen(self, side: RankGroup, grace: datetime.timedelta) -> PreemptionConsensus:
         """Begin to listen for signals, until this is closed or no longer used."""
-        store = self._store
-        notice = PreemptionHandler(grace.total_seconds(), lambda: describe_newest(store))
-        notice.listen()
-        weakref.finalize(self, notice.close)
-        return PreemptionConsensus(side, notice)
-
-    def _leaves(self) -> bool:
-        return self.preemption is not None and self.preemption.agreed is not None
+        handler = PreemptionHandler(grace.total_seconds(), partial(_describe_newest, self._store))
+        handler.listen()
+        weakref.finalize(self, handler.close)
+        return PreemptionConsensus(side, handler)
 
     def _leave(self, step: int, state: MutableMapping[str, Any]) -> NoReturn:
         """Save ``step``, unless that is done, and leave; on all ranks, which have agreed to."""
         assert self.preemption is not None
-        self._last = True
-        failure: Exception | None = None
+        self._leaving = True
+        failure: CheckpointError | None = None
         self._background.drain()
-        if self._saves.newest != step:
+        if self._background.newest != step:
             if (earlier := self._background.take_failure()) is not None:
                 _log.error("%s", earlier)
             try:
@@ -412,21 +400,22 @@ class Checkpointer:
                 failure = self._background.take_failure()
             except CheckpointError as error:
                 failure = error
-        if failure is None and self._saves.newest != step:
+        if failure is None and self._background.newest != step:
             failure = CheckpointError(f"Step {step} was not saved.")
         if failure is not None:
             text = str(failure)
             if "newest" not in text and ("no complete checkpoint" not in text or self.latest is not None):
-                failure = CheckpointError(f"{reason(failure).rstrip('.')}; {describe_newest(self._store)}.")
+                failure = CheckpointError(f"{text.rstrip('.')}; {_describe_newest(self._store)}.")
             shutdown.set_last_status(self._store.root, None)  # the exception below reports it
         self.preemption.exit(step, str(self.dir), failure)
 
-    def _open_directory(self, every: str) -> str:
+    def _open_directory(self) -> str:
+        """Take hold of the directory on rank 0; return the token of this run, of which rank 0's counts."""
         if self._ranks.rank == 0:
             store, limit = self._store, self.timeout.total_seconds()
             take = partial(_taken, store, limit)
             self._hold = answered(store.root, limit, take, methodcaller("release")) if store.remote else take()
-        return every
+        return new_token()
 
     def _let_go(self) -> None:
         if self._hold is not None:
@@ -441,47 +430,34 @@ class Checkpointer:
                 "neither save nor restore through it."
             )
 
-    def _stage(self, request: Save, state: MutableMapping[str, Any]) -> None:
-        self._ranks.check_still_all()
+    def _stage(self, save: PendingSave, state: MutableMapping[str, Any]) -> None:
         try:
-            captured = entries.capture(state, request.step, self._ranks.rank, self._ranks.size)
-            request.began = record.now()
+            self._ranks.check_still_all()
+            captured = entries.capture(state, save.step, self._ranks.rank, self._ranks.size)
+            save.began = record.now()
             if isinstance(self._stager, ReleasesCopies):
-                request.release = self._stager.release
-            request.staged = self._stager.stage(captured)
+                save.release = self._stager.release
+            save.staged = self._stager.stage(captured)
             if not self._stager.should_synchronize_after_execute:
-                _when_done(request.staged, request.complete)
-            elif isinstance(request.staged, Future):
-                request.staged.result()
+                save.complete_with_copy()
+            elif isinstance(save.staged, Future):
+                save.staged.result()
         except Exception as error:
-            raise CheckpointError(f"Step {request.step} was not saved: {reason(error)}") from error
+            raise CheckpointError(f"Step {save.step} was not saved: {reason(error)}") from error
 
-    def _check_storage(self, request: Save) -> None:
-        """Refuse a save that begins while an earlier one hangs, before it takes memory or waits."""
-        if self._background.hanging:
-            raise self._saves.refuse(request.step)
-
-    def _as_warning(self, error: BaseException) -> CheckpointError:
-        """Log a failure of this rank that is only a warning, and return it. Raises: any other."""
-        if self.on_error != "warn" or not isinstance(error, CheckpointError):
-            raise error
-        if not isinstance(error, StorageHangsError):  # which was logged already
-            self._saves.warn(error)
-        return error
-
-    def _settle(self, request: Save) -> None:
+    def _settle(self, save: PendingSave) -> None:
         """Let the stager wait for what it has to wait for while the writer is at work, in torch's order of calls."""
         try:
-            if request.failure is None and self._stager.should_synchronize_after_execute:
+            if save.failure is None and self._stager.should_synchronize_after_execute:
                 self._stager.synchronize_staging()
-                request.complete()
+                save.complete()
         except Exception as error:
-            request.failure = reason(error)
-            failure = CheckpointError(f"Step {request.step} was not saved: {request.failure}")
+            save.failure = reason(error)
+            failure = CheckpointError(f"Step {save.step} was not saved: {save.failure}")
             failure.__cause__ = error
-            self._as_warning(failure)
+            self._background.raise_or_warn(save, failure)
         finally:
-            request.settled.set()
+            save.settled.set()
 
 
 def _taken(store: CheckpointStore, seconds: float) -> StoreLock:
@@ -504,15 +480,9 @@ def _a_step(step: int) -> int:
     return step
 
 
-def _when_done(staged: Any, act: Callable[[], None]) -> None:
-    """Call ``act`` when the copy is there, which it is already unless it is promised."""
-    if isinstance(staged, Future):
-        staged.add_done_callback(lambda _: act())
-    else:
-        act()
-
-
-def _reserve_padding(stager: AsyncStager, storage: Storage) -> None:
-    """Have the stager reserve the padding that the storage uses, if both can."""
-    if isinstance(storage, UsesPadding) and isinstance(stager, ReservesPadding):
-        stager.reserve_padding(*storage.padding)
+def _describe_newest(store: CheckpointStore) -> str:
+    """What a store has to go on from, for a message."""
+    found = store.latest()
+    if found is None:
+        return f"there is no complete checkpoint in {store.root}"
+    return f"the newest complete checkpoint in {store.root} is step {found.manifest.step}"

@@ -26,7 +26,7 @@ import torch
 import stagereg.checkpoint.encoding as encoding
 import stagereg.checkpoint.sources as sources
 import stagereg.registry as registry
-from stagereg.checkpoint.causes import causes
+from stagereg.checkpoint.advice import causes
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.index import TensorEntry
 from stagereg.checkpoint.manifest import Checkpoint, new_token

@@ -15,12 +15,12 @@ POINTS = {
     "locked": "the run holds the directory, and nothing in it has been touched",
     "swept": "what dead runs had left in the directory is gone",
     "staged": "this rank's copy is complete",
-    "agreed": "all ranks know from each other that they have staged; nothing of the save is on disk",
     "made": "the hidden directory of the save is there",
+    "agreed": "all ranks have staged, and each knows what it writes; no file of the save is there",
     "writing": "a file has been written in part",
     "flushed": "one file is on the disk, and its size and checksum are known",
-    "written": "all ranks have written all their files, the storage's metadata among them",
-    "marked": "all ranks know size and checksum of all files",
+    "written": "this rank has written all of its files",
+    "marked": "all ranks have written theirs, and size and checksum of every file are known",
     "held": "the run has made sure that it still holds the directory",
     "described": "the manifest lies beside the files, under the hidden name",
     "aside": "an older checkpoint of this step has given up its name, where the two cannot change names at once",
@@ -31,7 +31,7 @@ POINTS = {
     "retained": "the old checkpoints are deleted",
     "ended": "every rank knows that the save is complete",
 }
-"""What has just happened at each moment, in the order of a save. "locked", "swept", and "held" to "retained" are for
+"""What has just happened at each moment, in the order of a save. "locked", "swept", and "marked" to "retained" are for
 rank 0 alone, "writing" and "flushed" for the process that writes; the others for every rank."""
 
 _observer: Callable[[str], None] | None = None

@@ -15,23 +15,18 @@ Signals are received by :mod:`stagereg.launch.preemption`; saving is left to the
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import signal
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
-
-import torch
-import torch.distributed as dist
+from typing import NoReturn
 
 import stagereg.record as record
 import stagereg.shutdown as shutdown
 from stagereg.checkpoint.rank_group import RankGroup, reason
-from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.errors import RESUME_CODE, Preempted, Stopped
+from stagereg.errors import RESUME_CODE, CheckpointError, Preempted, Stopped
 from stagereg.launch.preemption import SIGNALS, PreemptionHandler
 
-__all__ = ["PreemptionConsensus", "describe_newest"]
+__all__ = ["PreemptionConsensus"]
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +63,7 @@ class PreemptionConsensus:
         self._calls = 0  # since the last exchange began
         self._next = 1
         self._since = clock()
-        self._pending: tuple[torch.Tensor, Any] | None = None
+        self._pending: Callable[[float], list[float]] | None = None
 
     def signal_flags(self) -> list[float]:
         """The flags of this rank: for each of ``SIGNALS``, above 0 if it has come."""
@@ -113,9 +108,9 @@ class PreemptionConsensus:
             self._handler.set_saved()
         if self._ranks.size > 1:
             # A peer that leaves seconds later would take the end of this one for a failure.
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(CheckpointError, RuntimeError):
                 # Like an exchange in size: gloo ends a process in which two of different sizes meet.
-                dist.all_reduce(self._flags(), group=self._ranks.group)
+                self._ranks.max_async([*self.signal_flags(), 0.0, 0.0])()
         if failure is None:
             exception: SystemExit = Preempted(step, directory, self.agreed)
         else:
@@ -134,80 +129,43 @@ class PreemptionConsensus:
         if self._exchanging and self._ranks.size > 1 and self.agreed is None:
             self._exchanging = False
             with contextlib.suppress(RuntimeError):
-                if self._pending is None or not self._ready(0.0) or not self._pending[0][len(SIGNALS)] > 0:
+                if self._pending is None or not self._is_over(0.001):
                     self._begin(over=True)
         self._handler.close()
 
+    def _is_over(self, seconds: float) -> bool:
+        """Whether the exchange under way, which has that many seconds, is known to be the last."""
+        assert self._pending is not None
+        try:
+            return self._pending(seconds)[-2] > 0
+        except CheckpointError:
+            return False
+
     def _exchange(self) -> None:
         self._calls += 1
-        if self._pending is not None:
-            flags = self._read()
-            if flags is None:
-                return
-            *signalled, over, step_s = flags
-            if over > 0:
-                self._exchanging = False
-                return
-            self.update(signalled)
-            self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
-        if self.agreed is None and self._calls >= self._next:
-            try:
+        try:
+            if self._pending is not None:
+                *signalled, over, step_s = self._pending(_PATIENCE_S)
+                self._pending = None
+                if over > 0:
+                    self._exchanging = False
+                    return
+                self.update(signalled)
+                self._next = max(1, min(_MOST_CALLS, round(_EVERY_S / step_s))) if step_s > 0 else 1
+            if self.agreed is None and self._calls >= self._next:
                 self._begin()
-            except RuntimeError as error:
-                self._give_up(error)
+        except (CheckpointError, RuntimeError) as error:
+            self._exchanging = False
+            self._handler.close()
+            _log.warning(
+                "stagereg: the ranks could not exchange whether one of them has been signalled (%s). From now on "
+                "SIGTERM and SIGUSR1 end a rank at once, without a save. Call maybe_save, or due, on all ranks in each "
+                "step; in a loop that ranks leave, through the checkpoint joinable.",
+                str(error).partition("\n")[0],
+            )
 
     def _begin(self, over: bool = False) -> None:
         now = self._clock()
         step_s = (now - self._since) / max(self._calls, 1)
         self._since, self._calls = now, 0
-        flags = self._flags(over, step_s)
-        self._pending = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, self._ranks.group, async_op=True)
-
-    def _flags(self, over: bool = False, step_s: float = 0.0) -> torch.Tensor:
-        return torch.tensor([*self.signal_flags(), float(over), step_s], dtype=torch.float64)
-
-    def _read(self) -> list[float] | None:
-        """The greatest flags of all ranks; ``None``, and no more exchanges, where some have not come in time."""
-        assert self._pending is not None
-        flags, _ = self._pending
-        try:
-            there = self._ready(_PATIENCE_S)
-        except RuntimeError as error:
-            self._give_up(error)
-            return None
-        if not there:
-            self._give_up(f"not all ranks have come in {_PATIENCE_S:g} s")
-            return None
-        self._pending = None
-        found: list[float] = flags.tolist()
-        return found
-
-    def _ready(self, seconds: float) -> bool:
-        """Wait so long at most. Raises: ``RuntimeError``: what the exchange has failed with."""
-        assert self._pending is not None
-        _, work = self._pending
-        try:
-            work.wait(datetime.timedelta(seconds=max(seconds, 0.001)))
-        except RuntimeError:
-            if work.is_completed():
-                raise
-            return False  # it goes on, whoever waits
-        return True
-
-    def _give_up(self, why: object) -> None:
-        self._exchanging = False
-        self._handler.close()
-        _log.warning(
-            "stagereg: the ranks could not exchange whether one of them has been signalled (%s). From now on "
-            "SIGTERM and SIGUSR1 end a rank at once, without a save. Call maybe_save, or due, on all ranks in each "
-            "step; in a loop that ranks leave, through the checkpoint joinable.",
-            str(why).strip().partition("\n")[0],
-        )
-
-
-def describe_newest(store: CheckpointStore) -> str:
-    """What a store has to go on from, for a message."""
-    found = store.latest()
-    if found is None:
-        return f"there is no complete checkpoint in {store.root}"
-    return f"the newest complete checkpoint in {store.root} is step {found.manifest.step}"
+        self._pending = self._ranks.max_async([*self.signal_flags(), float(over), step_s])

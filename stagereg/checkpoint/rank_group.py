@@ -4,18 +4,17 @@ Every action that can fail on one rank alone is followed by an exchange, so that
 and the reason, and none waits for another that has given up. The exchanges go over a gloo group of their own: they
 never mix with the collectives of training, and one thread at a time uses the group.
 
-A rank whose storage hangs keeps the others waiting; when it comes back, they go on together. Gloo gives up a group for
-good when one operation takes too long, so the group itself has a time-out of days, and each caller sets its own limit.
-A rank that dies is noticed at once, by the end of its connections.
+Gloo gives up a group for good when one operation takes too long, so the group itself has a time-out of days, and each
+exchange its own limit, or none: a rank whose storage hangs keeps the others waiting, and when it comes back, they go on
+together. A rank that dies is noticed at once, by the end of its connections.
 """
 
 from __future__ import annotations
 
-import copy
 import datetime
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from stagereg.errors import CheckpointError
 __all__ = ["RankGroup", "portable", "reason", "reasons"]
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 _LONGEST = 1000
 """Characters of the text of one error; some print what they could not handle."""
@@ -51,7 +51,7 @@ def reason(error: BaseException) -> str:
 
 def reasons(errors: Mapping[int, BaseException], alone: bool) -> str:
     """Return one line on the errors of some ranks, of many for the first ones; names them unless one is ``alone``."""
-    shown = [reason(error) if alone else f"rank {rank}: {reason(error)}" for rank, error in errors.items()]
+    shown = [reason(error) if alone else f"rank {rank}: {reason(error)}" for rank, error in sorted(errors.items())]
     more = len(shown) - _SHOWN
     return "; ".join(shown if more <= 0 else [*shown[:_SHOWN], f"and {more} more rank{'s' if more > 1 else ''}"])
 
@@ -72,7 +72,7 @@ class RankGroup:
 
     Args:
         process_group: the ranks, ``None`` for all of them.
-        timeout: how long to wait for the other ranks, at least half an hour; see :attr:`without_timeout`.
+        timeout: how long to wait for the other ranks where no other limit is given, at least half an hour.
 
     Attributes:
         group: the gloo group, or ``None`` for a process alone.
@@ -84,7 +84,7 @@ class RankGroup:
         self, process_group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None
     ) -> None:
         self.group: dist.ProcessGroup | None = None
-        self._limit: datetime.timedelta | None = min(max(timeout or _USUAL, _USUAL), _PATIENCE)
+        self._limit = min(max(timeout or _USUAL, _USUAL), _PATIENCE)
         self.rank, self.size = 0, 1
         if not (dist.is_available() and dist.is_initialized()):
             return
@@ -98,27 +98,32 @@ class RankGroup:
         )
         self.rank, self.size = dist.get_rank(self.group), len(ranks)
 
-    @property
-    def without_timeout(self) -> RankGroup:
-        """The same ranks without a time limit, for a thread whose callers wait for it with one."""
-        without_timeout = copy.copy(self)
-        without_timeout._limit = None
-        return without_timeout
-
     def check_still_all(self) -> None:
         """Raise ``CheckpointError`` if other ranks have come up since a process alone constructed this."""
         if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError("The Checkpointer was constructed before init_process_group; construct it after.")
 
-    def check_still_there(self, failing: str = "") -> None:
-        """Raise ``CheckpointError`` if ``torch.distributed`` has ended: torch then takes each rank for one alone.
+    def max_async(self, values: Sequence[float]) -> Callable[..., list[float]]:
+        """Begin to find the greatest of each value among all ranks; does not wait. Collective.
 
-        Args:
-            failing: how the message begins; empty if the caller adds that.
+        Returns:
+            A function that waits for the values, which are the same on all ranks, for the seconds given to it or as
+            long as for any exchange, and raises ``CheckpointError`` if they do not come.
         """
-        if self.group is not None and not dist.is_initialized():
-            text = "the process group is gone; close() the Checkpointer before destroy_process_group()"
-            raise CheckpointError(f"{failing}: {text}" if failing else text)
+        greatest = torch.tensor(values, dtype=torch.float64)
+        work = None if self.group is None else dist.all_reduce(greatest, dist.ReduceOp.MAX, self.group, async_op=True)
+
+        def wait(seconds: float | None = None) -> list[float]:
+            limit = self._limit if seconds is None else datetime.timedelta(seconds=seconds)
+            try:
+                if work is not None:
+                    work.wait(limit)
+            except RuntimeError as error:
+                raise CheckpointError(f"The ranks could not agree on a step in {limit}: {reason(error)}") from error
+            found: list[float] = greatest.tolist()
+            return found
+
+        return wait
 
     def exchange(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order. Collective; values are pickled.
@@ -126,49 +131,7 @@ class RankGroup:
         Raises:
             CheckpointError: the other ranks have not come in time; the group is of no use any more then.
         """
-        if self.group is None:
-            return [value]
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._await(dist.all_gather(sizes, torch.tensor([len(data)]), self.group, async_op=True))
-        longest = max(int(size) for size in sizes)
-        padded = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        own = torch.zeros(longest, dtype=torch.uint8)
-        own[: len(data)] = data
-        self._await(dist.all_gather(padded, own, self.group, async_op=True))
-        return [pickle.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(padded, sizes, strict=True)]
-
-    def max_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin to find the greatest of each value among all ranks; does not wait. Collective.
-
-        Returns:
-            A function that waits for the values, which are the same on all ranks, and raises ``CheckpointError`` if the
-            ranks could not exchange them.
-        """
-        greatest = torch.tensor(values, dtype=torch.float64)
-        work = None if self.group is None else dist.all_reduce(greatest, dist.ReduceOp.MAX, self.group, async_op=True)
-
-        def wait() -> list[float]:
-            try:
-                if work is not None:
-                    work.wait(self._limit or _USUAL)
-            except RuntimeError as error:
-                raise CheckpointError(f"The ranks could not agree when to save: {reason(error)}") from error
-            found: list[float] = greatest.tolist()
-            return found
-
-        return wait
-
-    def _await(self, work: dist.Work | None) -> None:
-        assert work is not None
-        try:
-            work.wait() if self._limit is None else work.wait(self._limit)
-        except RuntimeError as error:
-            if self._limit is None or "timed out" not in str(error).lower():
-                raise
-            raise CheckpointError(
-                f"Rank {self.rank} has waited {self._limit} for the other ranks: one of them hangs."
-            ) from error
+        return self.run_on_all("The ranks could not exchange values", lambda: value)
 
     def run_on_all(self, failing: str, act: Callable[[], T]) -> list[T]:
         """Let every rank act, then raise on all of them if any of them failed. Collective.
@@ -181,22 +144,101 @@ class RankGroup:
             What ``act`` returned on each rank, in rank order.
 
         Raises:
-            CheckpointError: on every rank, naming the ranks that failed, chained to the error of this rank if it is one
-                of them, else to the first one's.
-            BaseException: on the rank where ``act`` raised one that is no ``Exception``; the others raise for it.
+            CheckpointError: as :meth:`round_trip`, or the other ranks have not come in time.
+            BaseException: as :meth:`round_trip`.
         """
-        value: T | None = None
-        failure: BaseException | None = None
+        return self.round_trip(failing, act, lambda values: [values] * self.size, self._limit)
+
+    def round_trip(
+        self,
+        failing: str,
+        act: Callable[[], T],
+        answer: Callable[[list[T]], Sequence[U]],
+        limit: datetime.timedelta | None = None,
+    ) -> U:
+        """Let every rank act and rank 0 answer all of them; raise on all ranks if anything failed. Collective.
+
+        Args:
+            failing: how the message begins.
+            act: what this rank does; must not be collective itself.
+            answer: called on rank 0 if no rank has failed, with what ``act`` returned on each, in rank order; returns
+                an answer for each.
+            limit: how long to wait for the others; ``None`` for as long as they live.
+
+        Returns:
+            The answer for this rank.
+
+        Raises:
+            CheckpointError: on every rank, naming the ranks that failed, chained to the error of this rank if it is one
+                of them, else to the first one's; an error of ``answer`` is one of rank 0.
+            BaseException: on the rank that raised one that is no ``Exception``; the others raise for it.
+        """
+        alone, failure = self.group is None, None
         try:
-            value = act()
+            value = act() if alone else pickle.dumps(act())
         except BaseException as error:  # the others wait, whatever it is
-            failure = error
-        self.check_still_there(failing)
-        posts = self.exchange((value, None if failure is None else portable(failure)))
+            value, failure = None, error
+        if not alone and not dist.is_initialized():
+            raise CheckpointError(
+                f"{failing}: the process group is gone; close() the Checkpointer before destroy_process_group()"
+            )
+        posts = self._gather((value, None if failure is None else portable(failure)), limit)
         errors = {rank: error for rank, (_, error) in enumerate(posts) if error is not None}
-        if failure is not None and not isinstance(failure, Exception):
-            raise failure
+        answers: list[Any] = [None] * self.size
+        if self.rank == 0 and not errors:
+            try:
+                answers = list(answer([given if alone else pickle.loads(given) for given, _ in posts]))
+                answers = answers if alone else [pickle.dumps(each) for each in answers]
+            except BaseException as error:
+                failure, errors = error, {0: portable(error)}
+        answered, errors = self._scatter([(each, errors) for each in answers], limit)
+        if failure is not None:
+            errors[self.rank] = failure  # with what it was raised from
+            if not isinstance(failure, Exception):
+                raise failure
         if errors:
             cause = next(iter(errors.values())) if failure is None else failure
-            raise CheckpointError(f"{failing}: {reasons(errors, alone=self.group is None)}") from cause
-        return [value for value, _ in posts]  # type: ignore[misc]
+            raise CheckpointError(f"{failing}: {reasons(errors, alone)}") from cause
+        return answered if alone else pickle.loads(answered)
+
+    def _gather(self, value: Any, limit: datetime.timedelta | None) -> list[Any]:
+        """Return the values of all ranks on rank 0, in rank order, and nothing on the others."""
+        if self.group is None:
+            return [value]
+        data = pickle.dumps(value)
+        longest = torch.tensor([len(data)])
+        self._await(dist.all_reduce(longest, dist.ReduceOp.MAX, self.group, async_op=True), limit)
+        buffers = [bytearray(int(longest)) for _ in range(self.size if self.rank == 0 else 0)]
+        parts = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers]
+        own = _padded(data, int(longest))
+        self._await(dist.gather(own, parts or None, group=self.group, group_dst=0, async_op=True), limit)
+        return [pickle.loads(buffer) for buffer in buffers]
+
+    def _scatter(self, values: list[Any], limit: datetime.timedelta | None) -> Any:
+        """Return this rank's of the values that rank 0 has."""
+        if self.group is None:
+            return values[0]
+        pickles = [pickle.dumps(value) for value in values] if self.rank == 0 else []
+        longest = torch.tensor([max(map(len, pickles), default=0)])
+        self._await(dist.broadcast(longest, group=self.group, group_src=0, async_op=True), limit)
+        parts = [_padded(data, int(longest)) for data in pickles]
+        own = bytearray(int(longest))
+        into = torch.frombuffer(own, dtype=torch.uint8)
+        self._await(dist.scatter(into, parts or None, group=self.group, group_src=0, async_op=True), limit)
+        return pickle.loads(own)
+
+    def _await(self, work: dist.Work | None, limit: datetime.timedelta | None) -> None:
+        assert work is not None
+        try:
+            work.wait() if limit is None else work.wait(limit)
+        except RuntimeError as error:
+            if limit is None or "timed out" not in str(error).lower():
+                raise
+            raise CheckpointError(
+                f"Rank {self.rank} has waited {limit} for the other ranks: one of them hangs."
+            ) from error
+
+
+def _padded(data: bytes, longest: int) -> torch.Tensor:
+    """Return bytes of a pickle as a tensor, with what fills it up behind its end, which no reader reads."""
+    return torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)

@@ -1,6 +1,6 @@
 """When to save: at fixed steps, or as often as is best for what checkpoints turn out to cost.
 
-:class:`Fixed` saves at the multiples of a number. :class:`Automatic` measures and plans with
+:class:`Schedule` saves at the multiples of a number. :class:`Automatic` measures and plans with
 :mod:`stagereg.checkpoint.interval`:
 
 1. The first save comes after ten steps, of a fresh run and of a resumed one: the first few steps compile, allocate and
@@ -30,7 +30,7 @@ import stagereg.checkpoint.interval as interval
 import stagereg.record as record
 from stagereg.checkpoint.rank_group import RankGroup
 
-__all__ = ["Automatic", "Fixed", "Schedule"]
+__all__ = ["Automatic", "Schedule"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,23 +45,23 @@ _SAVES = 5
 
 
 class Schedule:
-    """What both kinds of schedule have in common. For the training thread, but for :meth:`ended`."""
+    """Saves at the positive multiples of ``every``, whatever saves cost. For the training thread, but :meth:`ended`."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
 
     @property
     def every(self) -> int:
         """The present interval in steps."""
-        raise NotImplementedError
+        return self._every
 
     def due(self, step: int) -> bool:
         """Whether to save after ``step``. Called once a step; the same on all ranks; not collective."""
-        raise NotImplementedError
+        return step > 0 and step % self._every == 0
 
     def postponed(self, step: int) -> bool:
         """Whether a save that is due has to wait, since there is nothing to plan with yet. Collective."""
         return False
-
-    def began(self, step: int) -> None:
-        """Take notice of a save that begins."""
 
     def held(self, step: int, seconds: float) -> None:
         """Take notice of what a save has held the training loop for. Collective: all ranks, also those that failed."""
@@ -73,24 +73,8 @@ class Schedule:
         """Go on from ``step``. On all ranks."""
 
 
-class Fixed(Schedule):
-    """Saves at the positive multiples of ``every``."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-
-    @property
-    def every(self) -> int:
-        """As it was given."""
-        return self._every
-
-    def due(self, step: int) -> bool:
-        """Whether ``step`` is a positive multiple of ``every``."""
-        return step > 0 and step % self._every == 0
-
-
 class Automatic(Schedule):
-    """Saves as often as loses least; see the module.
+    """Saves as often as loses least; see the module, and :class:`Schedule` for the methods.
 
     Args:
         mtbf_s: mean time between failures of the whole job, above 0.
@@ -99,10 +83,10 @@ class Automatic(Schedule):
     """
 
     def __init__(self, mtbf_s: float, ranks: RankGroup, clock: Callable[[], float] = record.now) -> None:
+        super().__init__(_FIRST_STEPS)
         self._mtbf_s = mtbf_s
         self._ranks = ranks
         self._clock = clock
-        self._every = _FIRST_STEPS
         self._next: int | None = None
         self._answer: Callable[[], list[float]] | None = None
         self._saves = 0
@@ -115,9 +99,8 @@ class Automatic(Schedule):
         self._stalls: deque[float] = deque(maxlen=_SAVES)
         self._slowdowns: deque[float] = deque(maxlen=_SAVES)
         self._ages: deque[float] = deque(maxlen=_SAVES)
-        self._first_began = 0.0
-        self._begun = 0  # on the training thread, so that neither counter needs a lock
-        self._ended = 0  # on another
+        self._first_began: float | None = None
+        self._ended = 0  # on the background thread, the other counters on this one, so that none needs a lock
         self._measured = 0
         self._logged = 0
 
@@ -145,17 +128,14 @@ class Automatic(Schedule):
             self._next = step + max(1, step - self._saved)
         return busy > 0
 
-    def began(self, step: int) -> None:
-        """Take notice of a save that begins."""
-        self._first_began = self._first_began or self._clock()
-        self._begun += 1
-
     def held(self, step: int, seconds: float) -> None:
         """Take notice of what a save has held the loop for, and begin to agree on the next. Collective."""
         self._take_answer()
         if self._saves == 1:
             self._stalls.clear()  # of the first save, which took longer than others do
         self._stalls.append(seconds)
+        if self._first_began is None:
+            self._first_began = self._clock() - seconds
         if self._beside and self._undisturbed:
             usual = median(self._undisturbed)
             self._slowdowns.append(max(0.0, sum(self._beside) - usual * len(self._beside)))
@@ -168,7 +148,7 @@ class Automatic(Schedule):
         self._step, self._since, self._quiet = step, self._clock(), self._under_way() == 0
 
     def ended(self, age: float | None) -> None:
-        """Take notice of how old a state was when its checkpoint was complete, ``None`` for lost. On any thread."""
+        """Count a save that is no more under way. On any thread."""
         if age is not None:
             self._ages.append(age)
         self._ended += 1
@@ -191,12 +171,12 @@ class Automatic(Schedule):
         self._step, self._since, self._quiet = step, now, self._under_way() == 0
 
     def _under_way(self) -> int:
-        return self._begun - self._ended
+        return self._saves - self._ended
 
     def _plan(self) -> list[float]:
         """This rank's interval in steps, 0 if unknown, what it comes from, and how many steps it has seen."""
         cost = median(self._stalls) + (median(self._slowdowns) if self._slowdowns else 0.0)
-        write = max(self._ages, default=self._clock() - self._first_began)
+        write = max(self._ages, default=self._clock() - (self._first_began or 0.0))
         step_s = median(self._undisturbed or self._beside or [0.0])
         if not step_s > 0:
             return [0.0, cost, write, step_s, float(self._measured)]

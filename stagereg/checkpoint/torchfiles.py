@@ -8,19 +8,11 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageWriter
 
-from stagereg.checkpoint.rank_group import reasons
-from stagereg.errors import CheckpointError
-
-__all__ = ["Plans", "expect_one_process", "write"]
+__all__ = ["Plans", "expect_one_process"]
 
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"
 
@@ -57,36 +49,6 @@ class Plans:
             SavePlanner._cached_metadata,
         ):
             kept.pop(self._key, None)
-
-
-def write(
-    entries: dict[str, Any],
-    path: str,
-    writer: StorageWriter,
-    plans: Plans,
-    group: dist.ProcessGroup | None,
-    failing: str,
-) -> None:
-    """Write this rank's part of a checkpoint into ``path`` through ``writer``. Collective over ``group``.
-
-    Raises:
-        CheckpointError: on all ranks, beginning with ``failing``, chained to the first error that some rank had.
-    """
-    try:
-        save(
-            entries,
-            checkpoint_id=path,
-            storage_writer=writer,
-            planner=plans.planner(),
-            process_group=group,
-            no_dist=group is None,
-        )
-    except BaseException as failed:
-        plans.forget()
-        if not isinstance(failed, CheckpointException):
-            raise
-        errors = {rank: error for rank, (error, _) in sorted(failed.failures.items())}
-        raise CheckpointError(f"{failing}: {reasons(errors, alone=group is None)}") from next(iter(errors.values()))
 
 
 def expect_one_process() -> None:

@@ -8,14 +8,13 @@ checkpoint is read, never changed. :mod:`stagereg.checkpoint.export` describes s
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import stagereg.output as output
-from stagereg.commands.named import add_plugins_option, import_plugins
+from stagereg.commands.listing import add_plugins_option, import_plugins
 from stagereg.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -30,19 +29,16 @@ _MIB = 2**20
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``convert`` to the commands of ``stagereg``."""
     help_ = "make one file of a checkpoint, for torch.load or for safetensors"
-    parser = commands.add_parser(
-        "convert",
-        help=help_,
-        description=f"{help_[0].upper()}{help_[1:]}, whatever number of ranks it was saved by. "
-        "A .pt has all of the state and is made in memory; a .safetensors has the tensors, and is made piece by piece.",
+    more = (
+        "It does not matter how many ranks saved it. A .pt has all of the state and is made in memory; a .safetensors "
+        "has the tensors, and is made piece by piece."
     )
+    parser = output.add_command(commands, "convert", help_, run, more)
     parser.add_argument("checkpoint", help="one checkpoint, or a directory of them (its newest good one); path or URL")
     parser.add_argument("out", help="the file: OUT.pt, OUT.pth or OUT.safetensors")
     parser.add_argument("--only", metavar="NAME", help="only this name of the state, such as model, as it is by itself")
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
     add_plugins_option(parser)
-    output.add_output_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -114,15 +110,14 @@ def _check(out: Path, suffixes: tuple[str, ...], force: bool) -> None:
 def _chosen(target: str) -> tuple[Checkpoint, list[str]]:
     """The newest checkpoint with which nothing is wrong, and what is wrong with those that are newer."""
     from stagereg.checkpoint.foreign import plain_checkpoint
-    from stagereg.commands.located import located
+    from stagereg.commands.inventory import located, newest_first
 
     plain = plain_checkpoint(target)
     if plain is not None:
         return plain, []
     found = located(target)
     passed: list[str] = []
-    # One without a manifest may be the newest: it is named, and passed over.
-    for each in sorted(found.conditions, key=lambda each: -each.manifest.serial if each.manifest else -math.inf):
+    for each in newest_first(found.conditions):
         output.progress(f"reading {each.path}")
         condition = each if each.damages else found.store.examine(each.path)
         output.progress()

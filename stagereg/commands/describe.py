@@ -1,6 +1,6 @@
-"""The description of one component, read from its signature, its docstring and its package.
+"""The description of one component, read from its signature and its docstring.
 
-``stagereg show`` prints it for one component and ``reference`` for all of them. Describing a component imports it.
+``stagereg show`` prints it for one component, ``docs/options.py`` for all of them. Describing a component imports it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, Union
 
 import yaml
@@ -23,70 +24,33 @@ import stagereg.config.schema as schema
 import stagereg.registry as registry
 from stagereg.registry import Entry
 
-__all__ = ["Described", "Field", "Runtime", "describe"]
-
-_SAMPLES = {
-    "bool": "true",
-    "int": "1",
-    "float": "0.5",
-    "list": "[]",
-    "Sequence": "[]",
-    "tuple": "[]",
-    "dict": "{}",
-    "Mapping": "{}",
-    "dtype": "bfloat16",
-    "device": "cpu",
-    "timedelta": "30s",
-    "ByteSize": "4GiB",
-}
-"""What an example gives for a value that has no default, by its type."""
+__all__ = ["Described", "Field", "describe"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Field:
-    """One key of a component's config.
+    """One key of a component's config, or an argument that the program passes to ``stagereg.instantiate``.
 
     Attributes:
         name: its key; in a nested dataclass with dots, ``"optimizer.lr"``.
-        type: as a person writes it.
-        default: as YAML shows it in the config; empty where a value must be given.
+        type: as a person writes it; of an argument its annotation, empty without one.
         required: a value must be given.
-        choices: the values it is one of, where it has a list of them.
         help: from its docstring, in one line.
-    """
-
-    name: str
-    type: str
-    default: str
-    required: bool
-    choices: tuple[str, ...] = ()
-    help: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Runtime:
-    """An argument that no config holds: the program passes it to ``stagereg.instantiate``.
-
-    Attributes:
-        name: of the parameter.
-        type: its annotation as it is written; empty without one.
-        required: the program has to pass it.
-        help: from its docstring, in one line.
+        default: as YAML shows it in the config; empty where a value must be given, and for an argument.
     """
 
     name: str
     type: str
     required: bool
-    help: str = ""
+    help: str
+    default: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Described:
     """One component.
 
     Attributes:
-        kind: and ``name``, ``target``, ``distribution``, ``version``: as in its :class:`~stagereg.registry.Entry`.
-        signature: as it is written, one parameter a line where it is long.
         file: ``"path:line"`` of its definition; empty where it is not written in Python.
         summary: the first paragraph of its docstring, in one line.
         doc: the rest of its docstring without the section on arguments.
@@ -95,17 +59,11 @@ class Described:
         example: a command line that chooses it, and below it the call where arguments are left to the program.
     """
 
-    kind: str
-    name: str
-    target: str
-    distribution: str
-    version: str
-    signature: str
     file: str
     summary: str
     doc: str
     options: tuple[Field, ...]
-    runtime: tuple[Runtime, ...]
+    runtime: tuple[Field, ...]
     example: tuple[str, ...]
 
 
@@ -118,57 +76,51 @@ def describe(entry: Entry) -> Described:
     """
     component = entry.load()
     schema.schema(entry)  # it has a config
-    fields = tuple(field for option in schema.options(component).values() for field in _fields(option.name, option))
+    options = [field for option in schema.options(component).values() for field in _fields(option.name, option)]
     parameters, helped = inspect.signature(component).parameters, docstring.parameters(component)
-    runtime = tuple(
-        Runtime(name, _written(p := parameters[name]), p.default is p.empty, _marked(helped.get(name, "")))
-        for name in schema.runtime(component)
-    )
+    runtime = []
+    for name in schema.runtime(component):
+        annotation = parameters[name].annotation
+        written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+        written = "" if annotation is inspect.Parameter.empty else written
+        required = parameters[name].default is inspect.Parameter.empty
+        runtime.append(Field(name, written, required, _marked(helped.get(name, ""))))
     summary, _, rest = (inspect.getdoc(component) or "").partition("\n\n")
+    try:
+        file = f"{inspect.getsourcefile(component)}:{inspect.getsourcelines(component)[1]}"
+    except (OSError, TypeError):
+        file = entry.file
+    # Without the section `Args:`, which becomes the table of options.
+    doc = re.sub(r"^(Args|Arguments|Parameters):\n(?:(?:[ \t]+.*)?(?:\n|\Z))*", "", rest, flags=re.MULTILINE)
+    example = tuple(_example(entry, options, runtime))
     return Described(
-        kind=entry.kind,
-        name=entry.name,
-        target=entry.target,
-        distribution=entry.distribution,
-        version=entry.version,
-        signature=_signature(component),
-        file=_place(component) or entry.file,
-        summary=_marked(" ".join(summary.split())),
-        doc=_marked(_without_arguments(rest)),
-        options=fields,
-        runtime=runtime,
-        example=tuple(_example(entry, fields, runtime)),
+        file, _marked(" ".join(summary.split())), _marked(doc.strip()), tuple(options), tuple(runtime), example
     )
 
 
 def _fields(key: str, option: schema.Option) -> Iterator[Field]:
     """The option itself, or the keys of the dataclass that it is."""
     default = OmegaConf.to_container(option.default) if OmegaConf.is_config(option.default) else option.default
-    nested = _dataclass(option.hint)
+    nested = next((t for t in (option.hint, *typing.get_args(option.hint)) if dataclasses.is_dataclass(t)), None)
     if nested is None or not isinstance(default, dict):
         required = default == MISSING
-        written = "" if required else _yaml(default)
-        choices = tuple(_choices(option.hint))
-        yield Field(key, _type(key, option.hint), written, required, choices, _marked(option.help))
+        yield Field(key, _type(key, option.hint), required, _marked(option.help), "" if required else _yaml(default))
         return
-    for name, field in schema.options(nested).items():
+    for name, field in schema.options(typing.cast(Any, nested)).items():
         yield from _fields(f"{key}.{name}", dataclasses.replace(field, default=default[name]))
 
 
-def _dataclass(hint: Any) -> Any:
-    return next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
-
-
 def _type(key: str, hint: Any) -> str:
+    """A type as a person writes it; of a component its kind, by the name of its key."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if key in registry.kinds():
         return key
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return "any"
     if hint in (None, type(None)):
         return "null"
     if origin is Literal:
-        return " | ".join(map(_plain, arguments))
+        return " | ".join(value if isinstance(value, str) else _yaml(value) for value in arguments)
     if origin in (Union, types.UnionType):
         # A config holds a path as text.
         return " | ".join(_type("", a) for a in arguments if typing.get_origin(a) is not os.PathLike)
@@ -179,21 +131,6 @@ def _type(key: str, hint: Any) -> str:
     named = getattr(origin or hint, "__name__", str(hint))
     inside = ["..." if argument is Ellipsis else _type("", argument) for argument in arguments]
     return f"{named}[{', '.join(inside)}]" if inside else named
-
-
-def _choices(hint: Any) -> Iterator[str]:
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        yield from (member.name for member in hint)
-    elif typing.get_origin(hint) is Literal:
-        yield from map(_plain, typing.get_args(hint))
-    elif typing.get_origin(hint) in (Union, types.UnionType):
-        every = [list(_choices(a)) or (["null"] if a is type(None) else []) for a in typing.get_args(hint)]
-        if all(every):  # otherwise it takes other values, too
-            yield from (choice for some in every for choice in some)
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else _yaml(value)
 
 
 def _yaml(value: Any) -> str:
@@ -213,44 +150,6 @@ def _simple(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
-def _signature(component: Callable[..., Any]) -> str:
-    parts: list[str] = []
-    kinds = inspect.Parameter
-    starred = False
-    for parameter in inspect.signature(component).parameters.values():
-        if parameter.kind is kinds.KEYWORD_ONLY and not starred:
-            parts.append("*")
-        starred = starred or parameter.kind in (kinds.KEYWORD_ONLY, kinds.VAR_POSITIONAL)
-        star = "*" * (parameter.kind is kinds.VAR_POSITIONAL) + "**" * (parameter.kind is kinds.VAR_KEYWORD)
-        written = _written(parameter)
-        part = star + parameter.name + (f": {written}" if written else "")
-        if parameter.default is not kinds.empty:
-            part += (" = " if written else "=") + repr(parameter.default)
-        parts.append(part)
-    name = component.__qualname__
-    line = f"{name}({', '.join(parts)})"
-    return line if len(line) <= 90 else f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + ")"
-
-
-def _written(parameter: inspect.Parameter) -> str:
-    annotation = parameter.annotation
-    if annotation is parameter.empty:
-        return ""
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-
-
-def _place(component: Callable[..., Any]) -> str:
-    try:
-        return f"{inspect.getsourcefile(component)}:{inspect.getsourcelines(component)[1]}"
-    except (OSError, TypeError):
-        return ""
-
-
-def _without_arguments(doc: str) -> str:
-    """A docstring without its section ``Args:``, which becomes the table of options."""
-    return re.sub(r"^(Args|Arguments|Parameters):\n(?:(?:[ \t]+.*)?(?:\n|\Z))*", "", doc, flags=re.MULTILINE).strip()
-
-
 def _marked(text: str) -> str:
     """Text with Sphinx's roles and double backticks as people write them elsewhere, between single ones."""
     text = re.sub(r":[a-z:]+:`~(?:[^`]*\.)?([^`.]+)`", r"`\1`", text)  # only the last name is shown
@@ -258,25 +157,12 @@ def _marked(text: str) -> str:
     return re.sub(r"``([^`]+)``", r"`\1`", text)
 
 
-def _example(entry: Entry, fields: tuple[Field, ...], runtime: tuple[Runtime, ...]) -> Iterator[str]:
+def _example(entry: Entry, options: list[Field], runtime: list[Field]) -> Iterator[str]:
     # What `defaults: [stagereg]` does not choose by itself is added.
     plus = "" if entry.kind in ("stager", "storage", "join", "checkpoint") else "+"
-    given = [field for field in fields if field.required]
-    if not given:
-        given = [f for f in fields if f.choices or f.default in ("true", "false") or f.default[:1].isdigit()][:1]
-    parts = [f"{plus}{entry.kind}={entry.name}", *(f"{entry.kind}.{f.name}={_sample(f)}" for f in given)]
-    yield f"python train.py {' '.join(parts)}"
+    required = [f"{entry.kind}.{f.name}={f.name.rpartition('.')[2].upper()}" for f in options if f.required]
+    settings = required or [f"{entry.kind}.{f.name}={f.default}" for f in options if f.default.isalnum()][:1]
+    yield " ".join(["python train.py", f"{plus}{entry.kind}={entry.name}", *settings])
     passed = [f"{argument.name}={argument.name}" for argument in runtime if argument.required]
     if passed:
         yield f"stagereg.instantiate(cfg.{entry.kind}, {', '.join(passed)})"
-
-
-def _sample(field: Field) -> str:
-    """A value to write on the command line: not the default where another one is known."""
-    if field.choices:
-        return next((choice for choice in field.choices if choice not in (field.default, "null")), field.choices[0])
-    if field.default in ("true", "false"):
-        return {"true": "false", "false": "true"}[field.default]
-    types_ = [written.partition("[")[0] for written in field.type.split(" | ")]
-    by_type = next((_SAMPLES[type_] for type_ in types_ if type_ in _SAMPLES), None)
-    return field.default or by_type or field.name.rpartition(".")[2].upper()

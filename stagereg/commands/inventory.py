@@ -1,7 +1,8 @@
-"""``stagereg ls``: what checkpoints there are, when each was saved, how large it is, and who writes there now.
+"""``stagereg ls`` and ``stagereg verify``: what checkpoints there are, and whether they are what was written.
 
-Reads manifests and sizes, no content; so is the state of a checkpoint (``stagereg verify`` reads the content).
-Also while a run writes there, which is not disturbed.
+``ls`` reads manifests and sizes, ``verify`` reads the content of every file. Both change nothing, load nothing, and do
+not disturb a run that writes there. ``verify`` exits with 0 if all are good, 1 if something is wrong with one, 2 if
+there is nothing to look at; so a shell can ask before it resumes, copies or deletes.
 """
 
 from __future__ import annotations
@@ -9,93 +10,204 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import stagereg.output as output
+from stagereg.errors import CheckpointError
+from stagereg.output import size_text
 
 if TYPE_CHECKING:
     from stagereg.checkpoint.damage import Condition
-    from stagereg.commands.located import Located
+    from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 
-__all__ = ["add_to", "run"]
+__all__ = ["Located", "add_to", "list_checkpoints", "located", "newest_first", "verify"]
+
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Located:
+    """What was asked for.
+
+    Attributes:
+        store: the directory of checkpoints.
+        conditions: what is wrong with each by manifest and sizes, the highest step first; at least one.
+        one: whether a single checkpoint was asked for.
+    """
+
+    store: CheckpointStore
+    conditions: Sequence[Condition]
+    one: bool
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``ls`` to the commands of ``stagereg``."""
-    help_ = "list the checkpoints of a directory, and who writes there"
-    parser = commands.add_parser("ls", help=help_, description=help_[0].upper() + help_[1:] + ".")
-    parser.add_argument("directory", help="of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL")
-    output.add_output_options(parser)
-    parser.set_defaults(run=run)
+    """Add ``ls`` and ``verify`` to the commands of ``stagereg``."""
+    help_ = "of checkpoints (checkpoint.dir), or one checkpoint; a path or a URL"
+    ls = output.add_command(
+        commands, "ls", "list the checkpoints of a directory, and who writes there", list_checkpoints
+    )
+    ls.add_argument("directory", help=help_)
+    parser = output.add_command(commands, "verify", "check whether checkpoints are what was written", verify)
+    parser.add_argument("directory", help=help_)
+    parser.add_argument("--fast", action="store_true", help="manifests and sizes only; the content is not read")
 
 
-def run(asked: argparse.Namespace) -> int:
+def list_checkpoints(asked: argparse.Namespace) -> int:
     """Print the checkpoints. Returns 0, also where some are damaged.
 
     Raises:
         CheckpointError: there is no checkpoint, and nothing of one.
         ConfigError: the URL is of a kind that cannot be read here.
     """
-    from stagereg.commands.located import located, readable
+    from stagereg.checkpoint.manifest import step_within
 
     found = located(asked.directory, empty=True)
-    owner = found.store.holder()
-    entries = [_entry(each, found) for each in found.conditions]
-    if not found.one:
-        entries += [_leftover(path, owner is not None) for path in found.store.leftovers()]
+    owner, latest = found.store.holder(), found.store.latest()
+    entries = []
+    for each in found.conditions:
+        entry = _entry(each, "complete") | {"why": str(each)}
+        # A directory that is reached by a link may spell the path otherwise.
+        entries.append(entry | {"latest": latest is not None and each.manifest == latest.manifest})
+    for path in [] if found.one else found.store.leftovers():
+        unknown = dict.fromkeys(("time", "bytes", "ranks", "storage"))
+        state = "leftover of a dead run" if owner is None else "being written"
+        step = step_within(path.rpartition("/")[2])
+        entries.append({"path": path, "step": step, **unknown, "state": state, "why": "", "latest": False})
     if asked.json:
         held = None if owner is None else dataclasses.asdict(owner)
         output.as_json({"root": found.store.root, "held_by": held, "checkpoints": entries})
         return 0
-    rows = [
-        (
-            _cell(each["step"]),
-            "-" if each["time"] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["time"])),
-            readable(each["bytes"]),
-            _cell(each["ranks"]),
-            _cell(each["storage"]),
-            each["state"],
-            "latest" if each["latest"] else each["why"],
-        )
-        for each in entries
-    ]
+    rows = []
+    for entry in entries:
+        saved = "-" if entry["time"] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"]))
+        cells = map(_cell, (entry["step"], saved, _size(entry), entry["ranks"], entry["storage"], entry["state"]))
+        rows.append((*cells, "latest" if entry["latest"] else entry["why"]))
     output.table(found.store.root, ("step", "saved", "size", "ranks", "storage", "state", ""), rows, verdict="state")
     if owner is not None:
         output.echo(f"\nHeld by {owner}")
     return 0
 
 
-def _entry(each: Condition, found: Located) -> dict[str, Any]:
-    from stagereg.commands.located import size, state
+def verify(asked: argparse.Namespace) -> int:
+    """Print what is wrong. Returns 0 if nothing is, else 1.
 
+    Raises:
+        CheckpointError: there is no checkpoint, or a run has deleted all of them while they were read.
+        ConfigError: the URL is of a kind that cannot be read here.
+    """
+    found = located(asked.directory)
+    looked: list[Condition] = []
+    for each in found.conditions:
+        output.progress(f"reading {each.path}")
+        looked.append(each if asked.fast else found.store.examine(each.path))
+    output.progress()
+    looked = _still_there(found.store, looked)
+    bad = sum(bool(each.damages) for each in looked)
+    good = next((each.path for each in newest_first(looked) if not each.damages), None)
+    entries = [_entry(each, "ok") for each in looked]
+    if asked.json:
+        how = "fast" if asked.fast else "full"
+        output.as_json({"root": found.store.root, "verify": how, "checkpoints": entries, "newest_good": good})
+        return int(bad > 0)
+    rows = []
+    for entry, each in zip(entries, looked, strict=True):
+        cells = map(_cell, (entry["step"], entry["files"], _size(entry), entry["state"]))
+        rows.append((*cells, "\n".join(map(str, each.damages))))
+    output.table(found.store.root, ("step", "files", "size", "state", "what is wrong"), rows, verdict="state")
+    how = "By manifests and sizes, no content was read" if asked.fast else "The content of every file was read"
+    count = f"{len(looked)} checkpoint{'' if len(looked) == 1 else 's'}"
+    output.echo(f"\n{how}: {count}, {f'{bad} not' if bad else 'all'} good.", "bold red" if bad else "")
+    if bad and not found.one:
+        output.echo("None is good." if good is None else f"The newest good one is {good}")
+    return int(bad > 0)
+
+
+def located(target: str, empty: bool = False) -> Located:
+    """Return what ``target`` means: a directory of checkpoints, one of them, or ``latest``; a path or a URL.
+
+    Args:
+        target: as given by the user.
+        empty: whether a directory may be one of checkpoints without having any.
+
+    Raises:
+        CheckpointError: there is nothing, or it cannot be looked at.
+        ConfigError: it is a URL that cannot be read here.
+    """
+    from stagereg.checkpoint.manifest import LATEST, MANIFEST, step_of
+    from stagereg.checkpoint.store.open_store import open_parent_store, open_store, store_path
+
+    try:
+        name = target.rstrip("/").rpartition("/")[2]
+        if name != LATEST and step_of(name) is None:
+            store = open_store(target)
+            every = _conditions(store)
+            if every or (empty and store.leftovers()):
+                return Located(store, every, one=False)
+        store = open_parent_store(target)
+        one = store.condition(store_path(target))
+        absent = (LATEST, ""), (MANIFEST, "missing")  # no manifest, or a ``latest`` that leads nowhere
+        lost = any((damage.file, damage.what if damage.file == MANIFEST else "") in absent for damage in one.damages)
+        if one.manifest is not None or not lost or any(each.name == one.name for each in _conditions(store)):
+            return Located(store, [one], one=True)
+        below = sorted(path for path in Path(target).expanduser().glob("*/") if any(open_store(path).checkpoints()))
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be looked at: {error}") from error
+    some = f" There are some in {', '.join(map(str, below[:_NAMED]))}." if below else ""
+    raise CheckpointError(f"There is no checkpoint in {target}.{some}")
+
+
+def newest_first(conditions: Sequence[Condition]) -> list[Condition]:
+    """Return them by the order in which they were saved; those without a manifest, which may be newer, come first."""
+    return sorted(
+        conditions, key=lambda each: (each.manifest is not None, -each.manifest.serial if each.manifest else 0)
+    )
+
+
+def _conditions(store: CheckpointStore) -> list[Condition]:
+    from stagereg.checkpoint.damage import Condition
+
+    complete, refused = store.checkpoints()
+    unfinished = set(store.leftovers())  # which in an object store lie among the others
+    every = [Condition(one.path, one.manifest) for one in complete]
+    every += [store.condition(path) for path in refused if path not in unfinished]
+    return sorted(every, key=lambda each: -1 if each.step is None else each.step, reverse=True)
+
+
+def _still_there(store: CheckpointStore, looked: list[Condition]) -> list[Condition]:
+    """Return those that were not deleted while they were read, by a run that goes on and keeps only the newest."""
+    from stagereg.checkpoint.manifest import step_of
+
+    complete, refused = store.checkpoints()
+    there = {path.rpartition("/")[2] for path in refused} | {one.name for one in complete}
+    left = [each for each in looked if not each.damages or each.name in there or step_of(each.name) is None]
+    if not left:
+        text = "were read, a run replaced all of them by newer ones. Look again, or with --fast."
+        raise CheckpointError(f"While the checkpoints in {store.root} {text}")
+    return left
+
+
+def _entry(each: Condition, good: str) -> dict[str, Any]:
+    """What is known of a checkpoint; what could not be looked at is not called damaged."""
+    bad = "damaged" if any(damage.certain for damage in each.damages) else "unclear"
     manifest = each.manifest
     return {
         "path": each.path,
         "step": each.step,
-        "time": None if manifest is None else manifest.time,
-        "bytes": size(each),
-        "ranks": None if manifest is None else manifest.world_size,
-        "storage": None if manifest is None else manifest.storage,
-        "latest": each.path == found.latest,
-        "state": state(each, "complete"),
-        "why": str(each),
+        "time": manifest and manifest.time,
+        "files": manifest and len(manifest.files),
+        "bytes": manifest and sum(mark.bytes for mark in manifest.files.values()),
+        "ranks": manifest and manifest.world_size,
+        "storage": manifest and manifest.storage,
+        "state": bad if each.damages else good,
+        "damages": [{"file": damage.file, "what": damage.what} for damage in each.damages],
     }
 
 
-def _leftover(path: str, held: bool) -> dict[str, Any]:
-    from stagereg.checkpoint.manifest import step_within
-
-    return {
-        "path": path,
-        "step": step_within(path.rpartition("/")[2]),
-        "time": None,
-        "bytes": None,
-        "ranks": None,
-        "storage": None,
-        "latest": False,
-        "state": "being written" if held else "leftover of a dead run",
-        "why": "",
-    }
+def _size(entry: dict[str, Any]) -> str | None:
+    return None if entry["bytes"] is None else size_text(entry["bytes"])
 
 
 def _cell(value: object) -> str:

@@ -1,64 +1,142 @@
-"""``stagereg list``: every component there is, by kind and name, and who provides it. Imports none of them."""
+"""``stagereg list`` and ``stagereg show``: the components there are, and one of them in full.
+
+Listing imports none of them, showing imports the one. ``--plugins`` imports modules first that no package announces, as
+``plugins: [module]`` in a config does.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
+import sys
 
 import stagereg.output as output
 import stagereg.registry as registry
-from stagereg.commands.named import add_plugins_option, import_plugins
 from stagereg.errors import UnknownNameError, nearest
+from stagereg.registry import Entry
 
-__all__ = ["add_to", "run"]
+__all__ = ["add_plugins_option", "add_to", "find", "import_plugins", "list_components", "show"]
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``list`` to the commands of ``stagereg``."""
+    """Add ``list`` and ``show`` to the commands of ``stagereg``."""
     help_ = "list the stagers, storages, join hooks and joinables there are"
-    parser = commands.add_parser(
-        "list", help=help_, description=help_[0].upper() + help_[1:] + "; imports none of them."
-    )
+    parser = output.add_command(commands, "list", help_, list_components)
     parser.add_argument("kind", nargs="?", default="", help=f"only this kind: {', '.join(registry.kinds())}")
     add_plugins_option(parser)
-    output.add_output_options(parser)
-    parser.set_defaults(run=run)
+    help_ = "show one component: options, arguments, doc, where it is defined"
+    parser = output.add_command(commands, "show", help_, show)
+    parser.add_argument("component", help="kind/name, as in stager/pinned_cached, or the name alone if one kind has it")
+    add_plugins_option(parser)
 
 
-def run(asked: argparse.Namespace) -> int:
-    """Print the components. Returns 0.
+def add_plugins_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--plugins`` to a command."""
+    help_ = "modules to import first, with commas, as `plugins: [MODULE]` in a config does; also from this directory"
+    parser.add_argument("--plugins", default="", metavar="MODULE", help=help_)
+
+
+def import_plugins(asked: argparse.Namespace) -> None:
+    """Import the modules that ``--plugins`` names; what they print goes to stderr.
+
+    Raises:
+        ConfigError: one of them is no module, or cannot be imported.
+    """
+    modules = [name.strip() for name in asked.plugins.split(",") if name.strip()]
+    if not modules:
+        return
+    from omegaconf import OmegaConf
+
+    import stagereg.config.plugins as plugins
+
+    sys.path.insert(0, os.getcwd())  # where Python looks for the modules of a script, too
+    with output.stdout_to_stderr():
+        plugins.from_config(OmegaConf.create({"plugins": modules}))
+
+
+def list_components(asked: argparse.Namespace) -> int:
+    """Print the components, or those of one kind. Returns 0.
 
     Raises:
         UnknownNameError: there is no such kind.
         ConfigError: ``--plugins`` names what cannot be imported.
     """
-    if asked.kind and asked.kind not in registry.kinds():
-        known = registry.kinds()
-        raise UnknownNameError(
-            f"No kind {asked.kind!r} of component.{nearest(asked.kind, known)}\nThere is: {', '.join(known)}"
-        )
+    if asked.kind:
+        registry.names(asked.kind)  # raises if there is no such kind
     import_plugins(asked)
     found = [e for e in registry.entries() if asked.kind in ("", e.kind)]
     unreadable = registry.unreadable()
     if asked.json:
-        output.as_json(
-            {
-                "components": [
-                    {
-                        "kind": e.kind,
-                        "name": e.name,
-                        "target": e.target,
-                        "distribution": e.distribution,
-                        "version": e.version,
-                        "file": e.file,
-                    }
-                    for e in found
-                ],
-                "unreadable": [{"distribution": name, "reason": reason} for name, reason in unreadable],
-            }
-        )
+        components = [_plain(entry) for entry in found]
+        names = [{"distribution": name, "reason": reason} for name, reason in unreadable]
+        output.as_json({"components": components, "unreadable": names})
         return 0
     rows = [(e.kind, e.name, f"{e.distribution} {e.version}".strip() or e.file, e.target) for e in found]
     output.table("", ("kind", "name", "package", "target"), rows)
     if unreadable:
         output.echo(f"\nNot all can be listed of: {', '.join(name for name, _ in unreadable)}. See `stagereg doctor`.")
     return 0
+
+
+def show(asked: argparse.Namespace) -> int:
+    """Print one component. Returns 0.
+
+    Raises:
+        UnknownNameError: there is none of that name, or several kinds have it.
+        RegistryError: it cannot be loaded.
+        ConfigError: ``--plugins`` names what cannot be imported.
+    """
+    import_plugins(asked)
+    entry = find(asked.component)
+    with output.stdout_to_stderr():
+        from stagereg.commands.describe import describe
+
+        shown = describe(entry)
+    if asked.json:
+        output.as_json(_plain(entry) | dataclasses.asdict(shown))
+        return 0
+    output.echo(f"{entry.kind}/{entry.name}", "bold")
+    output.echo(f"{shown.summary}\n")
+    package = f"{entry.distribution} {entry.version}".strip() or "-"
+    output.table("", (), [("defined in", shown.file or "-"), ("target", entry.target), ("package", package)])
+    output.echo()
+    if shown.options:
+        rows = [(f.name, f.type, "must be given" if f.required else f.default, f.help) for f in shown.options]
+        output.table("Options", ("name", "type", "default", "what it is for"), rows)
+    else:
+        output.echo("It has no options.")
+    if shown.runtime:
+        rows = [(r.name, r.type or "-", f"{'must' if r.required else 'may'} be passed", r.help) for r in shown.runtime]
+        output.echo()
+        output.table("Arguments that the program passes", ("name", "type", "", "what it is for"), rows)
+    output.echo("\nExample", "bold")
+    output.echo("\n".join(f"  {line}" for line in shown.example))
+    output.echo(f"\n{shown.doc}" if shown.doc else "")
+    return 0
+
+
+def _plain(entry: Entry) -> dict[str, str]:
+    return {name: vars(entry)[name] for name in ("kind", "name", "target", "distribution", "version", "file")}
+
+
+def find(text: str) -> Entry:
+    """Return the entry that ``text`` names, ``"kind/name"`` (or ``kind=name``) or a name that one kind has.
+
+    Raises:
+        UnknownNameError: there is none; the message has the nearest one. Or several kinds have it.
+        RegistryError: several packages announce it; the message has how to choose.
+    """
+    kind, slash, name = text.replace("=", "/", 1).partition("/")
+    if slash:
+        return registry.find(kind, name)
+    having = sorted({e.kind for e in registry.entries() if e.bare == text.partition("@")[0]})
+    if len(having) == 1:
+        return registry.find(having[0], text)
+    if having:
+        choices = " or ".join(f"{kind}/{text}" for kind in having)
+        raise UnknownNameError(f"{len(having)} kinds have a {text!r}. Choose one: {choices}")
+    if text in registry.kinds():
+        raise UnknownNameError(f"{text!r} is a kind. `stagereg list {text}` lists its components.")
+    near = nearest(text, {entry.name for entry in registry.entries()})
+    raise UnknownNameError(f"No component named {text!r}.{near}\n`stagereg list` lists what there is.")

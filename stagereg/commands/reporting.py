@@ -31,17 +31,13 @@ __all__ = ["add_to", "run"]
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``report`` to the commands of ``stagereg``."""
     help_ = "show a run or a sweep again: tables, pictures, an HTML page"
-    parser = commands.add_parser("report", help=help_, description=help_[0].upper() + help_[1:] + ".")
+    parser = output.add_command(commands, "report", help_, run, "With --json it writes files only with --output.")
     parser.add_argument("directory", help="of a run (hydra.run.dir) or of a sweep (hydra.sweep.dir)")
     parser.add_argument("--metric", default="", help="what a sweep is ranked by; what it was run with if not given")
     parser.add_argument("--direction", choices=("minimize", "maximize"), help="which way is better, if not the usual")
     parser.add_argument("--window", default="", metavar="A:B", help="of a run's timeline, seconds since its start")
     parser.add_argument("--output", default="", metavar="DIR", help="where the files go; next to the run if not given")
     parser.add_argument("--tensorboard", default="", metavar="DIR", help="write scalars and HParams for TensorBoard")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document in place of text; files only with --output"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(asked: argparse.Namespace) -> int:

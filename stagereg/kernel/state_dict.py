@@ -251,6 +251,8 @@ class _StructurePickler(pickle.Pickler):
         def make(parts: list[torch.Tensor]) -> ShardedTensor:
             metadata = copy.deepcopy(x.metadata())
             local = [Shard(part, copy.deepcopy(old.metadata)) for part, old in zip(parts, shards, strict=True)]
+            for part in parts:  # a stager may cast
+                metadata.tensor_properties.dtype = part.dtype
             for meta in [*metadata.shards_metadata, *(shard.metadata for shard in local)]:
                 if meta.placement is not None:
                     meta.placement._device = torch.device("cpu")

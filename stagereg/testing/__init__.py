@@ -29,17 +29,12 @@ __all__ = [
     "run_ranks",
 ]
 
-_LAZY = {
-    "JoinHookContract": "stagereg.testing.join",
-    "JoinableContract": "stagereg.testing.join",
-    "StagerContract": "stagereg.testing.stager",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'stagereg.testing' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'stagereg.testing' has no attribute {name!r}")
+    module = "stager" if name == "StagerContract" else "join"
+    return getattr(importlib.import_module(f"stagereg.testing.{module}"), name)
 
 
 def __dir__() -> list[str]:

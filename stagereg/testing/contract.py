@@ -14,14 +14,15 @@ import sys
 import threading
 import traceback
 import unittest
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from stagereg.crash_report import summarize_exception
 from stagereg.errors import BrokenPromiseError
 
-__all__ = ["Contract", "Outcome", "table"]
+__all__ = ["Contract", "Outcome"]
 
 T = TypeVar("T")
 
@@ -116,44 +117,21 @@ class Contract:
             BaseException: what ``do`` raised.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        results: list[T] = []
-        errors: list[BaseException] = []
+        # Popped, for an error has this frame in its traceback: a cycle would keep what the trial held.
+        futures: list[Future[T]] = [Future()]
 
         def attempt() -> None:
             try:
-                results.append(do())
+                futures[0].set_result(do())
             except BaseException as error:
-                errors.append(error)
+                futures[0].set_exception(error)
 
         thread = threading.Thread(target=attempt, name="stagereg-contract", daemon=True)
         thread.start()
         thread.join(limit_s)
         if thread.is_alive():
             self.broken(f"it did not come back within {limit_s:g} s; it is at {_whereabouts(thread)}")
-        if errors:
-            try:
-                raise errors[0]
-            finally:
-                errors.clear()  # this frame is in its traceback: a cycle that would keep what the trial held
-        return results[0]
-
-
-def table(kinds: Mapping[str, type[Contract]]) -> str:
-    """Try every promise of several contracts of one kind, and return a table of them in Markdown.
-
-    Args:
-        kinds: a heading for each column, and the contract that is tried for it.
-
-    Returns:
-        One line for each promise, without a line break at the end: "yes" where it is kept, "**no**" where it is broken,
-        "-" where it could not be tried.
-    """
-    promises: dict[str, str] = {name: text for kind in kinds.values() for name, text in kind.promises().items()}
-    rows = [["promise", *kinds], ["---", *("---" for _ in kinds)]]
-    for name, text in promises.items():
-        kept = [kind.outcome(name).kept if name in kind.promises() else None for kind in kinds.values()]
-        rows.append([text.rstrip("."), *("-" if each is None else "yes" if each else "**no**" for each in kept)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        return futures.pop().result()
 
 
 def _whereabouts(thread: threading.Thread) -> str:

@@ -41,9 +41,9 @@ __all__ = ["FaultyStorage"]
 
 _HANG = "hang"
 _LOOK_S = 0.02
-_HIDDEN = ("writing", "flushed", "written", "marked", "held", "described")
+_HIDDEN = ("agreed", "writing", "flushed", "written", "marked", "held", "described")
 """Moments at which the directory of the save has its first name still."""
-_BEFORE = ("locked", "swept", "staged", "agreed")
+_BEFORE = ("locked", "swept", "staged")
 """Moments that are over when the storage is first called for the save."""
 _AFTER = ("ended",)
 """Moments at which the save has succeeded, and each rank is on its own."""

@@ -4,20 +4,21 @@ An author inherits one, says how to make the thing, what a training step with it
 single process; the contract runs training loops with it on ranks (``scenario``) and compares what it observed with each
 promise. All promises share the processes of their scenarios, so a plugin that keeps them takes a few seconds for all.
 
-The promises are those of "Contract of a join" in the project's design; ``docs/contracts.md`` lists them. Importing this
-imports no torch.
+The promises are those of "Contract of a join" in the project's design; ``docs/contracts.md`` lists them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
+
+from stagereg.join.joinable import BuiltInJoinable, notify
 from stagereg.testing.contract import Contract
 from stagereg.testing.scenario import Observation, Scenario, ScenarioResult, played, steps_of
 
-__all__ = ["JoinHookContract", "JoinableContract"]
+__all__ = ["JoinHookContract", "JoinableContract", "MinimalJoinable"]
 
 
 class JoinableContract(Contract):
@@ -134,14 +135,10 @@ class JoinableContract(Contract):
     def test_replicas_do_not_drift(self) -> None:
         """After every join the state is the same on all ranks, bit for bit."""
         for name in ("even", "uneven", "first has none", "last has none", "other order", "two joins"):
-            what = self._plan()[name]
             for stage, states in enumerate(zip(*(seen.states for seen in self._ended(name)), strict=False)):
                 for rank, state in enumerate(states[1:], 1):
-                    if (apart := _apart(state, states[0], 0.0)) is not None:
-                        place, found, other = apart
-                        self.broken(
-                            f"{place} is {found} on rank {rank} and {other} on rank 0 after join {stage + 1} ({what})"
-                        )
+                    if apart := _apart(state, states[0], 0.0):
+                        self._broken(name, f"rank {rank} and rank 0 differ after join {stage + 1}: {apart}")
 
     # -- ways to know who has data
 
@@ -168,13 +165,11 @@ class JoinableContract(Contract):
         counts = self._ended("place")[0].counts
         for name, more in (("planned", int(counts)), ("counted", 1)):
             for rank, (seen, alone) in enumerate(zip(self._ended(name), self._ended("disabled"), strict=True)):
-                without = max(alone.sent)
-                allowed = without + more + self.own_collectives
-                if max(seen.sent) > allowed:
-                    self.broken(
-                        f"a step of rank {rank} had {max(seen.sent)} collectives; without a join it has {without}, so "
-                        f"{allowed} would be right ({self._plan()[name]})"
-                    )
+                most, without = max(seen.sent), max(alone.sent)
+                right = without + more + self.own_collectives
+                if most > right:
+                    had = f"a step of rank {rank} had {most} collectives; without a join it has {without}"
+                    self._broken(name, f"{had}, so {right} would be right")
 
     # -- both ways
 
@@ -196,52 +191,47 @@ class JoinableContract(Contract):
 
     def test_main_hook(self) -> None:
         """The main hook runs once for each step that a rank missed: every step is announced, once."""
-        what = self._plan()["two joins"]
         for rank, seen in enumerate(self._hooked()):
             for name, counts in seen.mains.items():
-                for join, (lengths, count) in enumerate(zip(what.lengths, counts, strict=False)):
+                for join, (lengths, count) in enumerate(zip(self._plan()["two joins"].lengths, counts, strict=False)):
                     missed = 0 if self._has_own_loop else max(lengths) - lengths[rank]
                     if count != missed:
-                        self.broken(
-                            f"the main hook of {name} ran {count} times on rank {rank}, which missed {missed} steps of "
-                            f"join {join + 1} ({what})"
-                        )
+                        ran = f"the main hook of {name} ran {count} times on rank {rank}"
+                        self._broken("two joins", f"{ran}, which missed {missed} steps of join {join + 1}")
 
     def test_post_hook(self) -> None:
         """The post hook runs once on every rank, at the end of each join."""
-        what = self._plan()["two joins"]
         for rank, seen in enumerate(self._hooked()):
             for name, counts in seen.posts.items():
-                if counts != [1] * len(what.lengths):
-                    self.broken(f"the post hook of {name} ran {counts} times on rank {rank}, by join ({what})")
+                if counts != [1, 1]:
+                    self._broken("two joins", f"the post hook of {name} ran {counts} times on rank {rank}, by join")
 
     def test_device_and_group(self) -> None:
         """join_device is a device, and join_process_group a group of all ranks whose collectives work there."""
         for rank, seen in enumerate(self._ended("place")):
             if seen.place:
-                self.broken(f"on rank {rank}, {seen.place[0]}")
+                self.broken(f"on rank {rank}, {seen.place}")
 
     # -- no hang
 
     def test_failing_rank(self) -> None:
         """When a rank fails, every other rank ends soon, with an error that names it; also ranks without data."""
         for name in ("fails", "fails while others have left"):
-            what, result = self._plan()[name], self._result(name)
-            for rank, seen in enumerate(result.seen):
-                if seen is None:
-                    self.broken(f"rank {rank} did not end: {result.failure} ({what})")
-                error = seen.error
-                if error is None:
-                    self.broken(f"rank {rank} ended as if nothing had happened, after rank 0 had failed ({what})")
-                right = error.injected if rank == 0 else error.peer and "on purpose" in error.text
-                if not right:
-                    self.broken(f"rank {rank} raised {error}, and not what rank 0 failed with ({what})")
+            for rank, seen in enumerate(self._seen(name)):
+                if not seen.error:
+                    self._broken(name, f"rank {rank} ended as if nothing had happened, after rank 0 had failed")
+                if seen.kind != ("peer" if rank else "injected") or "on purpose" not in seen.error:
+                    self._broken(name, f"rank {rank} raised {seen.error}, and not what rank 0 failed with")
 
     # -- throw
 
     def test_throw(self) -> None:
         """With throw, all ranks stop at the step before which the first runs out, with the state of that step."""
-        self._throws("throws", "throws in mode counted", "throws in mode torch")
+        self._throws("throws")
+        if not self._foreign:
+            self._throws("throws in mode counted")
+        if self.torch_join:
+            self._throws("throws in mode torch")
 
     def test_planned_throw(self) -> None:
         """With throw and planned lengths, all ranks stop before the first step, with the state untouched."""
@@ -264,20 +254,14 @@ class JoinableContract(Contract):
 
     def test_leaves_no_trace(self) -> None:
         """A join leaves the joinable, what it watched and the warning filters as they were, on every way out."""
-        names = ("side effects", "side effects of stopped", "side effects of thrown", "disabled")
-        for name in (*names, "side effects of mode counted"):
-            if name == "side effects of mode counted" and self._foreign:
-                continue
-            result = self._result(name)
-            for rank, seen in enumerate(result.seen):
-                if seen is None:
-                    self.broken(f"rank {rank} did not end: {result.failure} ({self._plan()[name]})")
-                expected = seen.error is None or seen.error.injected or seen.error.uneven
-                if not expected:
-                    self.broken(f"rank {rank} raised {seen.error} ({self._plan()[name]})")
+        names = ["side effects", "side effects of stopped", "side effects of thrown", "disabled"]
+        for name in names if self._foreign else [*names, "side effects of mode counted"]:
+            for rank, seen in enumerate(self._seen(name)):
+                if seen.kind not in ("", "injected", "uneven"):
+                    self._broken(name, f"rank {rank} raised {seen.error}")
                 left = [trace for trace in seen.traces if not self._is_kept(trace)]
                 if left:
-                    self.broken(f"on rank {rank} the join left {'; '.join(left[:4])} ({self._plan()[name]})")
+                    self._broken(name, f"on rank {rank} the join left {'; '.join(left[:4])}")
 
     # -- the scenarios
 
@@ -286,7 +270,6 @@ class JoinableContract(Contract):
         size = cls.world_size
         even, uneven, other = ((3,) * size), _lengths((1, 3, 2), size), _lengths((3, 1, 2), size)
         first_none, last_none = (0, *(2,) * (size - 1)), (*(2,) * (size - 1), 0)
-        torchs, mixed, mixed_too = (True, True), (True, False), (False, True)
         return {
             "place": Scenario((), looks="place"),
             "even": Scenario((even,)),
@@ -300,9 +283,9 @@ class JoinableContract(Contract):
             "leaves early": Scenario((uneven,), mode="planned", announced=even),
             "counted": Scenario((uneven, other), mode="counted", looks="sent"),
             "iterate": Scenario((uneven, other), mode="auto", iterates=True),
-            "torch's": Scenario((uneven, first_none), torchs),
-            "mixed": Scenario((uneven, last_none), mixed, mode="torch"),
-            "mixed the other way": Scenario((other, first_none), mixed_too, mode="torch"),
+            "torch's": Scenario((uneven, first_none), (True, True)),
+            "mixed": Scenario((uneven, last_none), (True, False), mode="torch"),
+            "mixed the other way": Scenario((other, first_none), (False, True), mode="torch"),
             "keywords": Scenario((uneven,), keywords=(("colour", "red"),)),
             "throws": Scenario((other,), throw=True),
             "throws in mode counted": Scenario((uneven,), mode="counted", throw=True),
@@ -322,7 +305,7 @@ class JoinableContract(Contract):
         if self.world_size < 2:
             self.broken(f"world_size is {self.world_size}, and a join is between ranks: set it to 2 or 3")
         plan = self._plan()
-        others = [each for name, each in plan.items() if self._is_due(name)] if self.together else []
+        others = [each for other, each in plan.items() if self._is_due(other)] if self.together else []
         return played(type(self), plan[name], others)
 
     def _is_due(self, name: str) -> bool:
@@ -330,55 +313,52 @@ class JoinableContract(Contract):
         foreign_ones = "torch's" in name or "mixed" in name or name == "throws in mode torch"
         return (self.torch_join or not foreign_ones) and not (name == "iterate" and self._has_own_loop)
 
-    def _ended(self, name: str) -> list[Observation]:
-        """What the ranks saw of a scenario in which nothing is to go wrong."""
-        result, what = self._result(name), self._plan()[name]
-        for rank, seen in enumerate(result.seen):
-            if seen is not None and seen.error is not None and not seen.error.peer:
-                self.broken(f"rank {rank} raised {seen.error} ({what})\n{seen.error.trace}")
+    def _broken(self, name: str, seen: str) -> None:
+        self.broken(f"{seen} ({self._plan()[name]})")
+
+    def _seen(self, name: str) -> list[Observation]:
+        """What the ranks saw of a scenario that has to come to its end on all."""
+        result = self._result(name)
         if None in result.seen:
-            self.broken(f"{result.failure} ({what})")
-        for rank, seen in enumerate(result.seen):
-            if seen is not None and seen.error is not None:
-                self.broken(f"rank {rank} raised {seen.error} ({what})")
+            self._broken(name, f"rank {result.seen.index(None)} did not end: {result.failure}")
         return [seen for seen in result.seen if seen is not None]
+
+    def _ended(self, name: str) -> list[Observation]:
+        """What the ranks saw of a scenario in which nothing is to go wrong; a rank's own error is named first."""
+        failed = {rank: seen for rank, seen in enumerate(self._result(name).seen) if seen and seen.error}
+        for rank, seen in failed.items():
+            if seen.kind != "peer":
+                self.broken(f"rank {rank} raised {seen.error} ({self._plan()[name]})\n{seen.trace}")
+        ended = self._seen(name)
+        for rank, seen in failed.items():
+            self._broken(name, f"rank {rank} raised {seen.error}")
+        return ended
 
     def _right(self, *names: str) -> None:
         for name in names:
-            what = self._plan()[name]
             for rank, seen in enumerate(self._ended(name)):
                 for stage, state in enumerate(seen.states):
-                    self._compare(what, rank, stage, state, steps_of(what, stage, self.world_size))
+                    self._compare(name, rank, stage, state)
 
-    def _compare(self, what: Scenario, rank: int, stage: int, state: Any, steps: list[list[float]]) -> None:
-        import torch
-
+    def _compare(self, name: str, rank: int, stage: int, state: Any, most: int | None = None) -> None:
+        what = self._plan()[name]
         with torch.random.fork_rng(devices=[]):
-            right = self.expected(steps, self.world_size)
-        if (apart := _apart(state, right, self.tolerance)) is not None:
-            place, found, other = apart
+            right = self.expected(steps_of(what, stage, self.world_size)[:most], self.world_size)
+        if apart := _apart(state, right, self.tolerance):
             when = f"after join {stage + 1}" if stage < len(what.lengths) else "after training on without a join"
-            self.broken(f"{place} is {found} on rank {rank} {when}, and {other} in a single process ({what})")
+            self._broken(name, f"rank {rank} {when} has not the numbers of a single process: {apart}")
 
-    def _throws(self, *names: str) -> None:
-        for name in names:
-            what = self._plan()[name]
-            if (what.mode == "torch" and not self.torch_join) or (what.mode == "counted" and self._foreign):
-                continue
-            result = self._result(name)
-            steps = 0 if self._is_planned(what) else min(what.lengths[0])
-            for rank, seen in enumerate(result.seen):
-                if seen is None:
-                    self.broken(f"rank {rank} did not end: {result.failure} ({what})")
-                if seen.error is None or not seen.error.uneven:
-                    self.broken(f"rank {rank} ended with {seen.error or 'no error'}, not UnevenInputsError ({what})")
-                if seen.done != [steps]:
-                    self.broken(f"rank {rank} stopped after {seen.done[0]} steps, and {steps} would be right ({what})")
-                self._compare(what, rank, 0, seen.states[0], steps_of(what, 0, self.world_size)[:steps])
-
-    def _is_planned(self, what: Scenario) -> bool:
+    def _throws(self, name: str) -> None:
+        what = self._plan()[name]
         mode = self.options.get("mode") if what.mode == "own" else what.mode
-        return mode in ("planned", "auto") or (mode is None and self._has_own_loop)
+        planned = mode in ("planned", "auto") or (mode is None and self._has_own_loop)
+        steps = 0 if planned else min(what.lengths[0])
+        for rank, seen in enumerate(self._seen(name)):
+            if seen.kind != "uneven":
+                self._broken(name, f"rank {rank} ended with {seen.error or 'no error'}, not UnevenInputsError")
+            if seen.done != [steps]:
+                self._broken(name, f"rank {rank} stopped after {seen.done[0]} steps, and {steps} would be right")
+            self._compare(name, rank, 0, seen.states[0], steps)
 
     @property
     def _has_own_loop(self) -> bool:
@@ -406,6 +386,19 @@ class JoinableContract(Contract):
         return any(f".{name}:" in trace or trace.endswith(f" {name}") for name in self.keeps)
 
 
+class MinimalJoinable(BuiltInJoinable):
+    """The least of a joinable, to carry a hook that is to be tried: it announces, and has no collectives itself.
+
+    Args:
+        make: makes the hook for one join.
+        device: where it announces on torch's wire.
+    """
+
+    def __init__(self, make: Callable[[], Any], device: str = "cpu") -> None:
+        super().__init__(device=device)
+        self.own_hook = lambda joinable: make()
+
+
 class JoinHookContract(JoinableContract):
     """What a join hook promises; as :class:`JoinableContract`, with :meth:`hook` in place of ``joinables``.
 
@@ -425,70 +418,34 @@ class JoinHookContract(JoinableContract):
 
     def joinables(self, subject: Any) -> Sequence[Any]:
         """Return a minimal joinable around :meth:`hook`."""
-        from stagereg.testing.minimal_joinable import MinimalJoinable
-
         return [MinimalJoinable(lambda: self.hook(subject), self.device)]
 
     def announce(self, joinables: Sequence[Any]) -> None:
         """Announce this rank, if the joinable is the minimal one."""
-        from stagereg.testing.minimal_joinable import MinimalJoinable
-
         for each in joinables:
             if isinstance(each, MinimalJoinable):
-                each.announce()
+                notify(each)
 
 
 def _lengths(pattern: Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(pattern[rank % len(pattern)] for rank in range(size))
 
 
-def _apart(found: Any, right: Any, tolerance: float, place: str = "the state") -> tuple[str, str, str] | None:
-    """The first place where two states differ by more than ``tolerance``, and what is there in each."""
-    if isinstance(right, Mapping) and isinstance(found, Mapping):
-        if set(found) != set(right):
-            return f"the set of names of {place}", _names(found), _names(right)
-        pairs = [(_place(place, key), found[key], right[key]) for key in right]
-    elif isinstance(right, (list, tuple)) and isinstance(found, (list, tuple)):
-        if len(found) != len(right):
-            return f"the length of {place}", str(len(found)), str(len(right))
-        pairs = [(f"{place}[{i}]", one, other) for i, (one, other) in enumerate(zip(found, right, strict=True))]
-    else:
-        return _numbers_apart(found, right, tolerance, place)
-    return next((apart for name, one, other in pairs if (apart := _apart(one, other, tolerance, name))), None)
+def _apart(found: Any, right: Any, tolerance: float) -> str:
+    """Where and how two states differ by more than ``tolerance``, relative above 1; empty if they do not."""
+    exact = tolerance == 0.0
+    found, right = _as_tensors(found), _as_tensors(right)
+    try:
+        torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance, equal_nan=True, check_dtype=exact)
+    except (AssertionError, TypeError) as error:
+        return " ".join(str(error).split())
+    return ""
 
 
-def _numbers_apart(found: Any, right: Any, tolerance: float, place: str) -> tuple[str, str, str] | None:
-    import torch
-
-    one, other = _as_tensor(found), _as_tensor(right)
-    if one.shape != other.shape:
-        return f"the shape of {place}", str(tuple(one.shape)), str(tuple(other.shape))
-    if tolerance == 0.0 and one.dtype != other.dtype:
-        return f"the dtype of {place}", str(one.dtype), str(other.dtype)
-    kind = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
-    one, other = one.to(kind).flatten(), other.to(kind).flatten()
-    off = (one - other).abs() / (other.abs().clamp(min=1.0) if tolerance else 1.0)
-    off = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, off.nan_to_num(nan=math.inf))
-    if not len(off) or off.max() <= tolerance:
-        return None
-    worst = int(off.argmax())
-    where = place if len(off) == 1 else f"{place}, at element {worst},"
-    return where, repr(one[worst].item()), repr(other[worst].item())
-
-
-def _as_tensor(value: Any) -> Any:
-    """On the host. Python's own numbers, also in lists, are doubles, which torch makes single precision of."""
-    import torch
-
-    made = torch.as_tensor(value).detach().cpu()
-    if hasattr(value, "dtype") or not (made.is_floating_point() or made.is_complex()):
-        return made
-    return torch.tensor(value, dtype=torch.complex128 if made.is_complex() else torch.float64)
-
-
-def _place(place: str, key: Any) -> str:
-    return str(key) if place == "the state" else f"{place}.{key}"
-
-
-def _names(state: Mapping[Any, Any]) -> str:
-    return ", ".join(sorted(map(str, state))) or "empty"
+def _as_tensors(state: Any) -> Any:
+    """The same with a tensor for every number and list of numbers; Python's own are doubles."""
+    if isinstance(state, Mapping):
+        return {key: _as_tensors(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)) and not all(isinstance(each, (int, float)) for each in state):
+        return [_as_tensors(value) for value in state]
+    return state.detach().cpu() if isinstance(state, torch.Tensor) else torch.as_tensor(state, dtype=torch.float64)

@@ -64,15 +64,16 @@ class RankFailure(StageregError, RuntimeError):
     Attributes:
         failed: rank -> traceback of what it raised, or how its process died; the first to fail comes first.
         hung: rank -> Python stacks of all its threads when the time was up.
+        returned: rank -> what the function returned there, of those that came to its end.
     """
 
-    def __init__(self, message: str, failed: Mapping[int, str], hung: Mapping[int, str]) -> None:
+    def __init__(
+        self, message: str, failed: Mapping[int, str] | None = None, hung: Mapping[int, str] | None = None
+    ) -> None:
         super().__init__(message)
-        self.failed = dict(failed)
-        self.hung = dict(hung)
-
-    def __reduce__(self) -> tuple[type[RankFailure], tuple[str, dict[int, str], dict[int, str]]]:
-        return type(self), (str(self), self.failed, self.hung)
+        self.failed = dict(failed or {})
+        self.hung = dict(hung or {})
+        self.returned: dict[int, Any] = {}
 
 
 def run_ranks(
@@ -134,6 +135,7 @@ class _Rank:
 
     job: Assignment
     process: ForkServerProcess
+    pid: int
     was_ended: bool = False
 
     def end(self) -> None:
@@ -144,16 +146,6 @@ class _Rank:
         # A rank that is not yet the leader of its group is not in it.
         self.process.kill()
         self.process.join(_LINGER_S)
-
-    def dump_stacks(self) -> None:
-        """Ask for the stacks and the end of the rank; its signal handler does both, in this order."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGUSR2)
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
 
     def lines(self, kind: str) -> list[str]:
         file = self.job.file(kind)
@@ -172,8 +164,7 @@ class _Rank:
             return None
         code = self.process.exitcode or 0
         died = f"died of {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
-        last_words = [*self.lines("output")[-10:], *self.lines("stacks")[:20]]
-        return "\n  ".join([f"{died} before it returned", *last_words])
+        return "\n  ".join([f"{died} before it returned", *self.lines("output")[-10:], *self.lines("stacks")[:20]])
 
 
 def _start(job: Assignment) -> _Rank:
@@ -185,7 +176,8 @@ def _start(job: Assignment) -> _Rank:
         forkserver.ensure_running()
     process = context.Process(target=work, args=(job,), name=f"rank {job.rank}")
     process.start()
-    return _Rank(job, process)
+    assert process.pid is not None
+    return _Rank(job, process, process.pid)
 
 
 @functools.cache
@@ -211,7 +203,8 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
     # A rank that has its result only waits for the others, unless all have theirs: then it hangs at its exit.
     hung = [each for each in running if not each.job.file("result").exists()] or running
     for each in hung:
-        each.dump_stacks()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each.pid, signal.SIGUSR2)  # its handler dumps the stacks, and ends the rank
     patience = time.monotonic() + _LINGER_S
     for each in hung:
         each.process.join(max(0.0, patience - time.monotonic()))
@@ -219,28 +212,30 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
 
 
 def _results(ranks: Sequence[_Rank], hung: Sequence[_Rank], timeout_s: float) -> list[Any]:
-    if hung:
-        stacks = {each.job.rank: "\n".join(each.lines("stacks")) or "it did not answer" for each in hung}
+    files = {each.job.rank: each.job.file("result") for each in ranks}
+    returned = {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
+    stacks = {each.job.rank: "\n".join(each.lines("stacks")) or "it did not answer" for each in hung}
+    failed = {each.job.rank: why for each in sorted(ranks, key=_Rank.when_failed) if (why := each.failure())}
+    if stacks:
         others = [str(each.job.rank) for each in ranks if each not in hung]
         ended = f"; ended in time: rank {', '.join(others)}" if others else ""
         head = f"rank {', '.join(map(str, stacks))} hung: still running after {timeout_s:g} s{ended}"
-        raise RankFailure("\n".join([head, *(f"--- rank {r}, stacks:\n{s}" for r, s in stacks.items())]), {}, stacks)
-    failed = {each.job.rank: why for each in sorted(ranks, key=_Rank.when_failed) if (why := each.failure())}
-    if failed:
-        order = ", then ".join(map(str, failed))
-        head = f"{len(failed)} of {len(ranks)} ranks failed: rank {order}"
-        raise RankFailure("\n".join([head, *(f"--- rank {r}: {why}" for r, why in failed.items())]), failed, {})
-    return [pickle.loads(each.job.file("result").read_bytes()) for each in ranks]
+        failure = RankFailure(
+            "\n".join([head, *(f"--- rank {r}, stacks:\n{s}" for r, s in stacks.items())]), {}, stacks
+        )
+    elif failed:
+        head = f"{len(failed)} of {len(ranks)} ranks failed: rank {', then '.join(map(str, failed))}"
+        failure = RankFailure("\n".join([head, *(f"--- rank {r}: {why}" for r, why in failed.items())]), failed)
+    else:
+        return list(returned.values())
+    failure.returned = returned
+    raise failure
 
 
 def _rank_variables(rank: int, nproc: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-    } | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", **loopback}
 
 
 @contextlib.contextmanager

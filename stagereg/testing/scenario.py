@@ -2,50 +2,41 @@
 
 A scenario says how many batches each rank has, which ``Join`` each runs, how, and what goes wrong on purpose. All the
 scenarios of a contract share the processes of one ``run_ranks`` call, each in a process group of its own; so a plugin
-that keeps its promises costs about as much as its slowest promise. One that hangs or dies costs further calls: what had
-ended before is kept, what was going on is reported, and what had not begun is run in fresh processes.
-
-What is to be seen is the contracts' business (``join``). Importing this imports no torch.
+that keeps its promises costs about as much as its slowest promise. If a rank hangs or dies in that call, each scenario
+that is asked for is run by itself. What is to be seen is the contracts' business (``join``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import pickle
+import dataclasses
 import re
-import tempfile
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
+from unittest.mock import Mock
 
-from stagereg.crash_report import summarize
-from stagereg.errors import BrokenPromiseError, JoinError, PeerFailedError, UnevenInputsError
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.distributed_c10d import _world
+
+from stagereg.crash_report import innermost_frame, summarize
+from stagereg.errors import JoinError, PeerFailedError, UnevenInputsError
+from stagereg.join.adapt import auto
+from stagereg.join.context import Join
+from stagereg.kernel.channel import resources_of
 from stagereg.testing.ranks import RankFailure, run_ranks
 from stagereg.testing.side_effects import changed, side_effects, strict
-from stagereg.testing.worker import await_all, limited, new_group
+from stagereg.testing.worker import limited, new_group
 
-__all__ = ["Observation", "Part", "RemoteError", "Scenario", "ScenarioResult", "batch", "played", "steps_of"]
+__all__ = ["Observation", "Scenario", "ScenarioResult", "begun_collectives", "played", "steps_of"]
 
 _OURS_ALONE = ("mode", "loader", "timeout", "average", "process_group")
 """Options of stagereg's ``Join`` that torch's does not know."""
-
-
-class Part(Protocol):
-    """What a scenario needs of a contract; see there."""
-
-    world_size: ClassVar[int]
-    options: ClassVar[Mapping[str, Any]]
-    timeout_s: ClassVar[float]
-
-    def build(self) -> Any: ...
-    def joinables(self, subject: Any) -> Sequence[Any]: ...
-    def announce(self, joinables: Sequence[Any]) -> None: ...
-    def step(self, subject: Any, value: float) -> object: ...
-    def loop(self, join: Any, subject: Any, values: list[float]) -> None: ...
-    def state(self, subject: Any) -> Mapping[str, Any]: ...
+_STARTING_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,7 @@ class Scenario:
 
     Attributes:
         lengths: of each join that follows on the one before, how many batches each rank has.
-        joins: on ranks with an even and on those with an odd number, whether torch's ``Join`` runs there.
+        torchs: on ranks with an even and on those with an odd number, whether torch's ``Join`` runs there.
         mode: of stagereg's ``Join``; ``"own"``: what the contract's options say.
         announced: how many batches each rank says it has, where that is not true.
         again: one ``Join`` object is entered for all, in place of a new one each time.
@@ -68,7 +59,7 @@ class Scenario:
     """
 
     lengths: tuple[tuple[int, ...], ...]
-    joins: tuple[bool, bool] = (False, False)
+    torchs: tuple[bool, bool] = (False, False)
     mode: str | None = "own"
     announced: tuple[int, ...] = ()
     again: bool = False
@@ -84,45 +75,10 @@ class Scenario:
 
     def __str__(self) -> str:
         """Describe it, for parentheses after what was observed."""
-        if not self.lengths:
-            return "no training"
-        counts = " and then ".join(", ".join(map(str, lengths)) for lengths in self.lengths)
-        kinds = ["torch's" if torchs else "stagereg's" for torchs in self.joins]
-        whose = kinds[0] if kinds[0] == kinds[1] else f"{kinds[0]} (even ranks) and {kinds[1]} (odd ranks)"
-        parts = [f"{counts} batches on ranks 0, 1, ..., {whose} Join"]
-        parts += [f"mode={self.mode}"] if self.mode != "own" and not all(self.joins) else []
-        parts += ["the same Join entered again"] if self.again else []
-        parts += ["join.iterate"] if self.iterates else []
-        parts += ["enable=False"] if not self.enable else []
-        parts += ["throw_on_early_termination=True"] if self.throw else []
-        parts += [f"{key}={value!r}" for key, value in self.keywords]
-        parts += ["every rank raising after a step"] if self.stops else []
-        parts += ["rank 0 raising after a step"] if self.fails else []
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True)
-class RemoteError:
-    """An exception, as far as it travels.
-
-    Attributes:
-        kind: name of its class.
-        text: its message.
-        trace: its traceback.
-        injected: whether the scenario raised it itself.
-        uneven: whether it is an :class:`stagereg.UnevenInputsError`.
-        peer: whether it is a :class:`stagereg.PeerFailedError`.
-    """
-
-    kind: str
-    text: str
-    trace: str
-    injected: bool
-    uneven: bool
-    peer: bool
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.text.strip()}"
+        counts = " and then ".join(", ".join(map(str, lengths)) for lengths in self.lengths) or "no"
+        shown = dataclasses.fields(self)[1:-1]
+        options = [f"{f.name}={getattr(self, f.name)}" for f in shown if getattr(self, f.name) != f.default]
+        return ", ".join([f"{counts} batches on ranks 0, 1, ...", *options])
 
 
 @dataclass
@@ -132,24 +88,28 @@ class Observation:
     Attributes:
         states: the state after each join, and once more after the steps that follow.
         done: how many steps ended within each join.
-        error: what ended it.
+        error: class and message of what ended it; empty if nothing did.
+        kind: of that error: "injected" by the scenario itself, "uneven" inputs, a "peer" that failed, or "other".
+        trace: its traceback.
         traces: what was left behind, one text each.
         mains: of each joinable's hooks, how often ``main_hook`` ran, by join.
         posts: likewise ``post_hook``.
         sent: how many collectives each step of this rank had in the last join.
-        place: device and group of each joinable, and what is wrong with them.
+        place: what is wrong with device and group of a joinable.
         foreign: why it cannot be planned or counted; empty if it can.
         counts: whether a planned join with it counts after all.
     """
 
     states: list[Any] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
-    error: RemoteError | None = None
+    error: str = ""
+    kind: str = ""
+    trace: str = ""
     traces: list[str] = field(default_factory=list)
     mains: dict[str, list[int]] = field(default_factory=dict)
     posts: dict[str, list[int]] = field(default_factory=dict)
     sent: list[int] = field(default_factory=list)
-    place: list[str] = field(default_factory=list)
+    place: str = ""
     foreign: str = ""
     counts: bool = False
 
@@ -169,6 +129,9 @@ class ScenarioResult:
 
 class InjectedError(Exception):
     """What the scenario itself raises."""
+
+
+_KINDS = {InjectedError: "injected", UnevenInputsError: "uneven", PeerFailedError: "peer"}
 
 
 def batch(rank: int, join: int, step: int) -> float:
@@ -192,97 +155,59 @@ def steps_of(scenario: Scenario, stage: int, world_size: int) -> list[list[float
 _played: weakref.WeakKeyDictionary[type, dict[Scenario, ScenarioResult]] = weakref.WeakKeyDictionary()
 
 
-def played(contract: type[Part], scenario: Scenario, others: Sequence[Scenario]) -> ScenarioResult:
-    """Return how a scenario went; it is run if it was not yet, and then ``others`` too, as far as it comes."""
-    found = _played.setdefault(contract, {})
-    while scenario not in found:
-        todo = [each for each in dict.fromkeys([*others, scenario]) if each not in found]
-        found.update(_call(contract, todo))
-    return found[scenario]
+def played(contract: Any, scenario: Scenario, others: Sequence[Scenario]) -> ScenarioResult:
+    """Return how a scenario went, which is run only once.
 
-
-def _call(contract: type[Part], todo: Sequence[Scenario]) -> dict[Scenario, ScenarioResult]:
-    """Play in fresh processes; return how those went that began, which is one at least."""
-    size = contract.world_size
-    limit = contract.timeout_s * (len(todo) + 1) + 30.0
-    with tempfile.TemporaryDirectory(prefix="stagereg-scenario-") as folder:
-        failure = ""
+    Args:
+        contract: the class; see ``join``.
+        scenario: that is asked for.
+        others: that are run with the first one that is asked for, as long as none of them hangs or dies.
+    """
+    known = _played.setdefault(contract, {})
+    if not known and others:
+        with contextlib.suppress(RankFailure):
+            todo = tuple(dict.fromkeys([*others, scenario]))
+            by_rank = _run(contract, todo)
+            known.update(
+                (each, ScenarioResult(seen)) for each, seen in zip(todo, zip(*by_rank, strict=True), strict=True)
+            )
+    if scenario not in known:
         try:
-            run_ranks(run_scenarios, size, args=(contract, tuple(todo), folder), timeout_s=limit)
-        except RankFailure as error:
-            failure = _in_short(error)
-        found: dict[Scenario, ScenarioResult] = {}
-        for number, each in enumerate(todo):
-            seen = tuple(_read(Path(folder, f"{number}.{rank}")) for rank in range(size))
-            if None in seen:
-                # A rank that left nothing of this one may have died of the one before; run first, it is clear.
-                if not found or any(seen) or " hung" in failure:
-                    found[each] = ScenarioResult(seen, failure or _who_waited(seen))
-                break
-            found[each] = ScenarioResult(seen)
-    return found
+            known[scenario] = ScenarioResult(tuple(seen for (seen,) in _run(contract, (scenario,))))
+        except RankFailure as failure:
+            seen = tuple(failure.returned.get(rank, [None])[0] for rank in range(contract.world_size))
+            known[scenario] = ScenarioResult(seen, _in_short(failure))
+    return known[scenario]
 
 
-def _read(file: Path) -> Observation | None:
-    if not file.exists():
-        return None
-    seen = pickle.loads(file.read_bytes())
-    assert isinstance(seen, Observation)
-    return seen
+def _run(contract: Any, todo: tuple[Scenario, ...]) -> list[list[Observation]]:
+    """What each rank saw of each scenario. Raises ``RankFailure``."""
+    limit_s = 3 * contract.timeout_s * len(todo) + _STARTING_S
+    return run_ranks(run_scenarios, contract.world_size, args=(contract, todo), timeout_s=limit_s)
 
 
 def _in_short(failure: RankFailure) -> str:
     """Who hung where, or died how."""
     lines = []
     for rank, text in {**failure.hung, **failure.failed}.items():
-        if rank in failure.hung or re.search(r"Timeout \(\d+:", text):
-            lines.append(f"rank {rank} hung{_standing(text)}")
-        elif _GAVE_UP not in text:
-            lines.append(f"rank {rank}: {summarize(text)}")
+        hung = rank in failure.hung or re.search(r"Timeout \(\d+:", text)
+        lines.append(f"rank {rank} hung in {innermost_frame(text)}" if hung else f"rank {rank}: {summarize(text)}")
     return "; ".join(lines)
-
-
-def _standing(stacks: str) -> str:
-    """Where the thread of the scenario stood, innermost first."""
-    for thread in re.split(r"(?:Current t|T)hread 0x", stacks):
-        frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', thread)
-        if any(file == __file__ for file, _, _ in frames):
-            below = frames[: next(i for i, (file, _, _) in enumerate(frames) if file == __file__)]
-            shown = [f"{function} ({Path(file).name}:{line})" for file, line, function in below]
-            return f" in {', called by '.join(shown[:6])}" if shown else " waiting for the other ranks to end"
-    return ""
-
-
-def _who_waited(seen: Sequence[Observation | None]) -> str:
-    """Of ranks that were ended when another had an error, and waited for nothing any more."""
-    errors = [f"rank {rank} raised {each.error}" for rank, each in enumerate(seen) if each is not None and each.error]
-    missing = ", ".join(str(rank) for rank, each in enumerate(seen) if each is None)
-    return "; ".join([*errors, f"rank {missing} did not come to an end"])
 
 
 # -- on the ranks
 
-_GAVE_UP = "the other ranks have not come to the end of this scenario"
 
-
-def run_scenarios(rank: int, world_size: int, contract: type[Part], todo: Sequence[Scenario], folder: str) -> None:
-    """Play all, and write down what was seen of each as soon as it has ended."""
+def run_scenarios(rank: int, world_size: int, contract: Any, todo: Sequence[Scenario]) -> list[Observation]:
+    """Play all; the process ends when one takes too long."""
+    seen = []
     for number, each in enumerate(todo):
-        patience = contract.timeout_s
-        with limited(patience):
-            if number:
+        if number:
+            with limited(2 * contract.timeout_s):  # others may still be at the last one
                 new_group()
-            seen = _Play(contract(), each, rank, world_size).run()
-            _write(Path(folder, f"{number}.{rank}"), seen)
-            # A rank with an error does not wait for long: the others may wait for it without end.
-            if not await_all(f"scenario {number}", 0.75 * patience if seen.error else 2.0 * patience):
-                raise BrokenPromiseError(_GAVE_UP)
-
-
-def _write(file: Path, seen: Observation) -> None:
-    beside = file.with_suffix(".part" + file.suffix)
-    beside.write_bytes(pickle.dumps(seen))
-    beside.rename(file)
+        with limited(contract.timeout_s):
+            seen.append(_Play(contract(), each, rank, world_size).run())
+    return seen
 
 
 class _Play:
@@ -294,24 +219,31 @@ class _Play:
         self._rank = rank
         self._world_size = world_size
         self._seen = Observation()
+        self._hooks: dict[str, list[tuple[Mock, Mock]]] = {}
         self._in_join = False
         self._taken = 0
 
     def run(self) -> Observation:
-        import torch
-
         torch.manual_seed(0)
+        seen = self._seen
         try:
             self._play()
         except Exception as error:
-            self._seen.error = _remote(error)
-        return self._seen
+            seen.error = f"{type(error).__name__}: {str(error).strip()}"
+            seen.kind = next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "other")
+            seen.trace = "".join(traceback.format_exception(error))
+        for name, pairs in self._hooks.items():
+            seen.mains[name] = [main.call_count for main, _ in pairs]
+            seen.posts[name] = [post.call_count for _, post in pairs]
+        return seen
 
     def _play(self) -> None:
         subject = self._contract.build()
         joinables = list(self._contract.joinables(subject))
         self._contract.step = self._counted(self._contract.step, joinables)
-        roots = [*zip(_names(joinables), joinables, strict=True), ("the subject", subject)]
+        kinds = [type(each).__name__ for each in joinables]
+        names = [f"{kind} {i}" if kinds.count(kind) > 1 else kind for i, kind in enumerate(kinds)]
+        roots = [*zip(names, joinables, strict=True), ("the subject", subject)]
         allowed: set[str] = set()
         before: dict[str, Any] = {}
         if "place" in self._what.looks:
@@ -319,21 +251,23 @@ class _Play:
         if "side effects" in self._what.looks:
             allowed, before = self._train_outside(subject, roots)
         if "hooks" in self._what.looks:
-            for name, each in zip(_names(joinables), joinables, strict=True):
+            for name, each in zip(names, joinables, strict=True):
                 self._count_hooks(name, each)
         try:
             self._joins(subject, joinables)
         finally:
             if "side effects" in self._what.looks:
-                self._seen.traces = _traces(before, side_effects(roots), allowed, quiet=not self._is_ordinary)
+                # After an irregular end only what training never changes can be judged.
+                every = not (self._what.stops or self._what.fails or self._what.throw)
+                found = changed(before, side_effects(roots)).items()
+                self._seen.traces = [text for at, text in found if at not in allowed and (every or strict(at))]
         for step in range(self._what.after):
             self._contract.step(subject, batch(self._rank, len(self._what.lengths), step))
         if self._what.after:
-            self._seen.states.append(_plain(self._contract.state(subject)))
+            self._note_state(subject)
 
-    @property
-    def _is_ordinary(self) -> bool:
-        return not (self._what.stops or self._what.fails or self._what.throw)
+    def _note_state(self, subject: Any) -> None:
+        self._seen.states.append(_plain(self._contract.state(subject)))
 
     def _train_outside(self, subject: Any, roots: Sequence[tuple[str, Any]]) -> tuple[set[str], dict[str, Any]]:
         """Train without a join, and return what that changes, and how it leaves things."""
@@ -349,8 +283,6 @@ class _Play:
         for number, lengths in enumerate(self._what.lengths):
             self._taken = 0
             self._seen.sent.clear()
-            for counts in (*self._seen.mains.values(), *self._seen.posts.values()):
-                counts.append(0)
             if join is None or not self._what.again:
                 join = self._join(joinables, lengths)
             values = [batch(self._rank, number, step) for step in range(lengths[self._rank])]
@@ -359,19 +291,17 @@ class _Play:
                     self._in_join = True
                     self._run(join, subject, values)
             except UnevenInputsError:
-                self._seen.states.append(_plain(self._contract.state(subject)))
+                self._note_state(subject)
                 raise
             finally:
                 self._in_join = False
                 self._seen.done.append(self._taken)
-            self._seen.states.append(_plain(self._contract.state(subject)))
+            self._note_state(subject)
 
     def _run(self, join: Any, subject: Any, values: list[float]) -> None:
         if not self._what.iterates:
             self._contract.loop(join, subject, values)
             return
-        import torch
-
         for x in join.iterate([torch.tensor([value], dtype=torch.float64) for value in values]):
             if len(x):
                 self._contract.step(subject, x.item())
@@ -379,13 +309,9 @@ class _Play:
     def _join(self, joinables: list[Any], lengths: Sequence[int]) -> Any:
         what = self._what
         options = {**self._contract.options, **dict(what.keywords)}
-        if what.joins[self._rank % 2]:
-            from torch.distributed.algorithms.join import Join as TorchJoin
-
+        if what.torchs[self._rank % 2]:
             options = {key: value for key, value in options.items() if key not in _OURS_ALONE}
             return TorchJoin(joinables, what.enable, what.throw, **options)
-        from stagereg.join.context import Join
-
         options.setdefault("timeout", self._contract.timeout_s / 2)
         if what.mode != "own":
             options["mode"] = what.mode
@@ -397,100 +323,61 @@ class _Play:
         def counted(subject: Any, value: Any) -> object:
             if self._in_join and self._taken == 1 and (self._what.stops or (self._what.fails and self._rank == 0)):
                 raise InjectedError(f"raised on rank {self._rank} on purpose")
-            before = _sent()
+            before = begun_collectives()
             self._contract.announce(joinables)
             result = step(subject, value)
             if self._in_join:
                 self._taken += 1
                 if "sent" in self._what.looks:
-                    self._seen.sent.append(_sent() - before)
+                    self._seen.sent.append(begun_collectives() - before)
             return result
 
         return counted
 
     def _count_hooks(self, name: str, joinable: Any) -> None:
-        seen, make = self._seen, getattr(joinable, "join_hook", None)
-        if make is None:
-            return
-
         def made(**kwargs: Any) -> Any:
             hook = make(**kwargs)
-            main, post = hook.main_hook, hook.post_hook
-
-            def main_hook() -> None:
-                seen.mains[name][-1] += 1
-                main()
-
-            def post_hook(is_last_joiner: bool) -> None:
-                seen.posts[name][-1] += 1
-                post(is_last_joiner)
-
+            main, post = Mock(wraps=hook.main_hook), Mock(wraps=hook.post_hook)
             with contextlib.suppress(AttributeError):
-                hook.main_hook, hook.post_hook = main_hook, post_hook
-                seen.mains.setdefault(name, [0])
-                seen.posts.setdefault(name, [0])
+                hook.main_hook, hook.post_hook = main, post
+                self._hooks.setdefault(name, []).append((main, post))
             return hook
 
         with contextlib.suppress(AttributeError):
+            make = joinable.join_hook
             joinable.join_hook = made
 
     def _look_at_place(self, joinables: list[Any]) -> None:
-        import torch
-        import torch.distributed as dist
-
-        from stagereg.join.adapt import auto
-        from stagereg.join.context import Join
-
+        seen = self._seen
         for each in joinables:
-            if hasattr(each, "join_device"):
-                name, device, group = type(each).__name__, each.join_device, each.join_process_group
-                group = dist.group.WORLD if group is None else group
-                if not isinstance(device, torch.device):
-                    self._seen.place.append(f"{name}.join_device is {device!r}, no torch.device")
-                elif not isinstance(group, dist.ProcessGroup):
-                    self._seen.place.append(f"{name}.join_process_group is {group!r}, no process group of this rank")
-                elif group.size() != self._world_size:
-                    self._seen.place.append(
-                        f"{name}.join_process_group has {group.size()} of the {self._world_size} ranks that train"
-                    )
-                else:
-                    total = torch.ones(1, device=device)
-                    dist.all_reduce(total, group=group)
-                    if total.item() != self._world_size:
-                        self._seen.place.append(f"a sum of ones over {name}.join_process_group is {total.item():g}")
-        if self._seen.place:
-            return
+            if hasattr(each, "join_device") and (wrong := self._wrong_place(each)):
+                seen.place = f"{type(each).__name__}.{wrong}"
+                return
         divides = self._contract.options.get("divide_by_initial_world_size", True)
-        self._seen.counts = any(auto(each).needs_active_ranks(divides) for each in joinables)
+        seen.counts = any(auto(each).needs_active_ranks(divides) for each in joinables)
         try:
             with Join(joinables, mode="counted", timeout=self._contract.timeout_s / 2):
                 pass
         except JoinError as error:
-            self._seen.foreign = str(error)
+            seen.foreign = str(error)
 
-
-def _names(joinables: Sequence[Any]) -> list[str]:
-    """The joinables' classes, numbered where that is not enough."""
-    kinds = [type(each).__name__ for each in joinables]
-    return [f"{kind} {i}" if kinds.count(kind) > 1 else kind for i, kind in enumerate(kinds)]
-
-
-def _traces(before: Mapping[str, Any], after: Mapping[str, Any], allowed: set[str], quiet: bool) -> list[str]:
-    """What the join has left behind; if ``quiet``, only where a training step leaves nothing."""
-    found = changed(before, after)
-    return [text for place, text in found.items() if place not in allowed and (strict(place) or not quiet)]
-
-
-def _remote(error: BaseException) -> RemoteError:
-    trace = "".join(traceback.format_exception(error))
-    peer, uneven = isinstance(error, PeerFailedError), isinstance(error, UnevenInputsError)
-    return RemoteError(type(error).__name__, str(error), trace, isinstance(error, InjectedError), uneven, peer)
+    def _wrong_place(self, joinable: Any) -> str:
+        device, group = joinable.join_device, joinable.join_process_group
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(device, torch.device):
+            return f"join_device is {device!r}, no torch.device"
+        if not isinstance(group, dist.ProcessGroup):
+            return f"join_process_group is {group!r}, no process group of this rank"
+        if group.size() != self._world_size:
+            return f"join_process_group has {group.size()} of the {self._world_size} ranks that train"
+        total = torch.ones(1, device=device)
+        dist.all_reduce(total, group=group)
+        wrong = total.item() != self._world_size
+        return f"join_process_group: a sum of ones over it is {total.item():g}" if wrong else ""
 
 
 def _plain(state: Any) -> Any:
     """A state as it is now, in tensors of the CPU and numbers."""
-    import torch
-
     if isinstance(state, Mapping):
         return {key: _plain(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
@@ -498,17 +385,14 @@ def _plain(state: Any) -> Any:
     return state.detach().cpu().clone() if isinstance(state, torch.Tensor) else state
 
 
-def _sent() -> int:
-    """How many collectives this rank has begun, in all process groups and their control channels."""
-    from torch.distributed.distributed_c10d import _world
-
-    from stagereg.kernel.channel import resources_of
-
+def begun_collectives() -> int:
+    """How many collectives this process has begun, in all its process groups and their control channels."""
     groups = list(_world.pg_map)
-    return sum(_numbers([*groups, *(backend for group in groups for backend in resources_of(group).backends())]))
+    channels = [backend for group in groups for backend in resources_of(group).backends()]
+    return sum(_numbers([*groups, *channels]))
 
 
-def _numbers(groups: Any) -> Iterator[int]:
-    for group in list(groups):
+def _numbers(groups: Sequence[Any]) -> Iterator[int]:
+    for group in groups:
         with contextlib.suppress(RuntimeError, AttributeError):
             yield int(group._get_sequence_number_for_group())

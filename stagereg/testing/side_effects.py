@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 __all__ = ["changed", "side_effects", "strict"]
 
@@ -20,6 +23,7 @@ _MANY = 64
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes)
 _SETS_ITSELF = {"_authoritative_rank"}
 """What torch sets on a module before each use of it, and never looks at before."""
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.GeneratorType)
 _STRICT = ("hooks on", "attributes of", "join of", "Python's warning filters")
 
 
@@ -35,8 +39,7 @@ def side_effects(roots: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     walk = _Walk()
     for name, thing in roots:
         walk.visit(name, thing, _DEPTH)
-    walk.found["Python's warning filters"] = list(warnings.filters)
-    return walk.found
+    return {**walk.found, "Python's warning filters": list(warnings.filters)}
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
@@ -52,60 +55,49 @@ def strict(place: str) -> bool:
 
 def _text(place: str, before: Any, after: Any) -> str:
     if isinstance(before, frozenset) and isinstance(after, frozenset):
-        more, less = sorted(after - before), sorted(before - after)
-        new = [f"now also {', '.join(more)}"] if more else []
-        lost = [f"no longer {', '.join(less)}"] if less else []
-        return f"{place}: {'; '.join(new + lost)}"
-    if isinstance(before, list):
-        return f"{place}: changed"
-    return f"{place}: was {before}, is {after}"
+        parts = {"now also": after - before, "no longer": before - after}
+        return f"{place}: " + "; ".join(f"{how} {', '.join(sorted(names))}" for how, names in parts.items() if names)
+    return f"{place}: changed" if isinstance(before, list) else f"{place}: was {before}, is {after}"
 
 
 class _Walk:
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
-        self._known: set[int] = set()
-        self._kept: list[Any] = []  # an id is one only while its object lives
+        self._known: dict[int, Any] = {}  # an id is one only while its object lives
 
     def visit(self, name: str, thing: Any, depth: int) -> None:
-        from torch import Tensor, nn
-        from torch.optim import Optimizer
-
         if depth == 0 or id(thing) in self._known or isinstance(thing, (*_SIMPLE, type, types.ModuleType)):
             return
-        self._known.add(id(thing))
-        self._kept.append(thing)
+        self._known[id(thing)] = thing
         if isinstance(thing, Tensor):
-            self._hooks(name, {"backward hooks": thing._backward_hooks})
+            self._hooks(name, {"backward_hooks": thing._backward_hooks})
         elif isinstance(thing, nn.Module):
-            self._module(name, thing)
+            for path, part in thing.named_modules(prefix=name):
+                self._known[id(part)] = part
+                self._own(path, part)
+            for path, parameter in thing.named_parameters(prefix=name):
+                self.visit(path, parameter, 1)
         elif isinstance(thing, Optimizer):
             self._own(name, thing)
-            self._hooks(name, vars(thing))
         elif isinstance(thing, (list, tuple, Mapping)):
-            self._members(name, thing, depth)
+            members = list(thing.items() if isinstance(thing, Mapping) else enumerate(thing))
+            for key, each in members[:_MANY]:
+                self.visit(f"{name}[{key!r}]", each, depth - 1)
         elif isinstance(thing, types.MethodType):
             self.visit(name.removesuffix("()"), thing.__self__, depth)
-        elif _is_own(thing):
-            self._object(name, thing, depth)
-
-    def _members(self, name: str, things: Sequence[Any] | Mapping[Any, Any], depth: int) -> None:
-        pairs = list(things.items() if isinstance(things, Mapping) else enumerate(things))
-        for key, each in pairs[:_MANY]:
-            self.visit(f"{name}[{key!r}]", each, depth - 1)
-
-    def _module(self, name: str, module: Any) -> None:
-        for path, part in module.named_modules():
-            where = f"{name}.{path}" if path else name
-            self._known.add(id(part))
-            self._own(where, part)
-            self._hooks(where, vars(part))
-            self._join(where, part)
-        for path, parameter in module.named_parameters():
-            self.visit(f"{name}.{path}", parameter, 1)
+        elif _is_plain(thing):
+            self._own(name, thing)
+            for attribute, value in vars(thing).items():
+                if attribute != "_join_config":
+                    self.found[f"{name}.{attribute}"] = _worth(value)
+                    self.visit(f"{name}.{attribute}", value, depth - 1)
 
     def _own(self, name: str, thing: Any) -> None:
         self.found[f"attributes of {name}"] = frozenset(vars(thing)) - _SETS_ITSELF
+        self._hooks(name, vars(thing))
+        config = getattr(thing, "_join_config", None)
+        if config is not None:
+            self.found[f"join of {name}"] = "switched on" if getattr(config, "enable", False) else "switched off"
 
     def _hooks(self, name: str, attributes: Mapping[str, Any]) -> None:
         counts = {
@@ -115,34 +107,17 @@ class _Walk:
         }
         self.found[f"hooks on {name}"] = counts or "none"
 
-    def _join(self, name: str, thing: Any) -> None:
-        config = getattr(thing, "_join_config", None)
-        if config is not None:
-            on = bool(getattr(config, "enable", False))
-            self.found[f"join of {name}"] = "switched on" if on else "switched off"
-
-    def _object(self, name: str, thing: Any, depth: int) -> None:
-        self._join(name, thing)
-        self._own(name, thing)
-        for attribute, value in vars(thing).items():
-            if attribute != "_join_config":
-                self.found[f"{name}.{attribute}"] = _worth(value)
-                self.visit(f"{name}.{attribute}", value, depth - 1)
-
 
 def _worth(value: Any) -> Any:
     if isinstance(value, _SIMPLE):
-        return value if not isinstance(value, str) else repr(value)
+        return repr(value) if isinstance(value, str) else value
     kind = type(value).__name__
     if callable(value) and hasattr(value, "__qualname__"):
         return f"the {kind} {value.__qualname__}"
-    if isinstance(value, (list, dict, set, tuple)):
-        return f"a {kind} of {len(value)}"
-    return f"a {kind}"
+    return f"a {kind} of {len(value)}" if isinstance(value, (list, dict, set, tuple)) else f"a {kind}"
 
 
-def _is_own(thing: Any) -> bool:
+def _is_plain(thing: Any) -> bool:
     """Whether an object is written in Python, and not one of torch's, which lead to all the world."""
-    functions = (types.FunctionType, types.BuiltinFunctionType, types.GeneratorType)
     foreign = type(thing).__module__.partition(".")[0] in ("torch", "builtins")
-    return hasattr(thing, "__dict__") and not foreign and not isinstance(thing, functions)
+    return hasattr(thing, "__dict__") and not foreign and not isinstance(thing, _FUNCTIONS)

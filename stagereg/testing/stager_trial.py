@@ -1,17 +1,16 @@
 """How a promise of a stager is tried: on a fresh stager, called as torch calls one, within a bounded time.
 
-:class:`StagerTrial` is what the author of a stager overrides, and what the promises (``fidelity``, ``stager``) are
-written with. What a copy is compared with is noted before anything is staged (``snapshot``). Trials that may end the
-process, and those of distributed tensors, have a process of their own (``ranks``).
+:class:`StagerTrial` is what the author of a stager overrides, and what the promises (``stager``) are written with.
+Trials that may end the process, and those of distributed tensors, have a process of their own (``ranks``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, ClassVar, TypeVar
 
@@ -19,18 +18,19 @@ import torch
 from torch import Tensor
 
 from stagereg.crash_report import summarize
-from stagereg.errors import BrokenPromiseError
 from stagereg.stagers.async_stager import AsyncStager, StateDict
-from stagereg.testing.contract import Contract
+from stagereg.testing.contract import Contract, Outcome
 from stagereg.testing.ranks import RankFailure, run_ranks
-from stagereg.testing.snapshot import difference, note
+from stagereg.testing.snapshot import difference
+from stagereg.testing.worker import is_rank
 
-__all__ = ["StagerTrial", "promise", "promise_on_a_rank"]
+__all__ = ["StagerTrial", "on_a_rank"]
 
 S = TypeVar("S", bound="StagerTrial")
 
 _STARTING_S = 60.0
 """Seconds that a rank may take to start, beside the contract's own time."""
+_ON_A_RANK = "tried_on_a_rank"
 
 
 class StagerTrial(Contract):
@@ -43,6 +43,12 @@ class StagerTrial(Contract):
 
     timeout_s: ClassVar[float] = 20.0
     device: ClassVar[str] = "cpu"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, method in list(vars(cls).items()):
+            if name.startswith("test_") and callable(method):
+                setattr(cls, name, _bounded(method))
 
     def make(self) -> AsyncStager:
         """Return a fresh stager. Called once or more for each promise; the contract closes what it gets."""
@@ -58,19 +64,14 @@ class StagerTrial(Contract):
     def opened(self) -> AsyncStager:
         """Return a fresh stager that is closed when the promise has been tried."""
         stager = self.make()
-        self._opened().append(stager)
+        self._stagers.append(stager)
         return stager
 
-    def forget(self) -> None:
-        """Keep no reference to the stagers that were opened, and leave their closing to the promise."""
-        self._opened().clear()
-
     def close(self) -> None:
-        """Close what was opened; how a stager closes is for one promise to judge, so errors are passed over here."""
-        for stager in self._opened():
+        """Close what was opened, and keep no reference; how a stager closes is for one promise to judge."""
+        while self._stagers:
             with contextlib.suppress(Exception):
-                stager.close()
-        self.forget()
+                self._stagers.pop().close()
 
     def settled(self, stager: AsyncStager, state: StateDict) -> Any:
         """Stage ``state`` and return the copy when staging is complete; the source may be written again then."""
@@ -82,20 +83,33 @@ class StagerTrial(Contract):
         return staged
 
     def noted(self, state: StateDict) -> Any:
-        """Return what the copy of ``state`` is to be like, for :meth:`agree`; later writes do not show in it."""
-        return note(state, self.expected)
+        """Return ``state`` as it is now, for :meth:`agree`; later writes do not show in it."""
+        return copy.deepcopy(state)
 
     def agree(self, copied: Any, noted: Any, when: str) -> None:
-        """Say that the promise is broken where a copy differs from what was noted.
+        """Say that the promise is broken where a copy is not what was to be made of the source.
 
         Args:
             copied: by the stager.
             noted: by :meth:`noted`.
             when: begins the message, such as "after a later write".
         """
-        wrong = difference(copied, noted)
+        wrong = difference(copied, noted, self.expected)
         if wrong:
             self.broken(f"{when}, {wrong}")
+
+    @contextlib.contextmanager
+    def kept(self, stager: AsyncStager, state: StateDict, when: str) -> Iterator[Any]:
+        """Stage ``state``; at the end of the ``with`` block the copy has to agree with what it was."""
+        noted = self.noted(state)
+        copied = self.settled(stager, state)
+        yield copied
+        self.agree(copied, noted, when)
+
+    def faithful(self, stager: AsyncStager, state: StateDict, when: str = "at once") -> Any:
+        """Stage ``state`` and return the copy, which has to agree with it."""
+        with self.kept(stager, state, when) as copied:
+            return copied
 
     def ones(self, *shape: int) -> Tensor:
         """Return ones of a shape, on the contract's device."""
@@ -111,61 +125,52 @@ class StagerTrial(Contract):
         if apart != offset * copied[one].element_size():
             self.broken(f"{one!r} and {other!r} share memory in the source, and not in the copy")
 
-    def _opened(self) -> list[AsyncStager]:
-        # pytest collects no class that has a constructor.
-        opened: list[AsyncStager] = vars(self).setdefault("_stagers", [])
-        return opened
+    @functools.cached_property
+    def _stagers(self) -> list[AsyncStager]:  # pytest collects no class that has a constructor
+        return []
 
 
-def promise(method: Callable[[S], None]) -> Callable[[S], None]:
-    """Try a promise on a thread with a time limit, without warnings, and close its stagers at the end."""
-
-    @functools.wraps(method)
-    def attempt(self: S) -> None:
-        # The filters are the process's, so they are changed where they come back even if the trial does not.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.within(lambda: _closing(self, method))
-
-    return attempt
-
-
-def promise_on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
+def on_a_rank(method: Callable[[S], None]) -> Callable[[S], None]:
     """Try a promise in a process of its own, in a process group of one: its end is not the end of the tests.
 
     The class of the contract travels there by name, so it has to be at the top of a module.
     """
+    setattr(method, _ON_A_RANK, True)
+    return method
+
+
+def _bounded(method: Callable[[S], None]) -> Callable[[S], None]:
+    """Try a promise on a thread with a time limit, without warnings, and close its stagers at the end."""
+
+    def tried(self: S) -> None:
+        try:
+            method(self)
+        finally:
+            self.close()
 
     @functools.wraps(method)
     def attempt(self: S) -> None:
-        limit_s = self.timeout_s + _STARTING_S
-        try:
-            (wrong,) = run_ranks(_try_on_rank, 1, args=(type(self), method.__name__), timeout_s=limit_s)
-        except RankFailure as failure:
-            wrong = summarize(failure.failed[0]) if failure.failed else f"it hung for {limit_s:g} s"
-            self.broken(f"tried in a process of its own, {wrong}")
-        if wrong:
-            self.broken(wrong)
+        if hasattr(method, _ON_A_RANK) and not is_rank():
+            _try_on_a_rank(self, method.__name__)
+            return
+        # The filters are the process's, so they are changed where they come back even if the trial does not.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.within(lambda: tried(self))
 
     return attempt
 
 
-def _try_on_rank(rank: int, world_size: int, kind: type[StagerTrial], name: str) -> str:
-    """On the rank: what was seen of the broken promise, or nothing."""
-    contract, method = kind(), inspect.unwrap(getattr(kind, name))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            contract.within(lambda: _closing(contract, method))
-        except BrokenPromiseError as broken:
-            return str(broken)
-        except (Exception, SystemExit) as error:
-            return f"it raised {type(error).__name__}: {error}"
-    return ""
-
-
-def _closing(contract: S, method: Callable[[S], None]) -> None:
+def _try_on_a_rank(contract: Contract, name: str) -> None:
+    limit_s = contract.timeout_s + _STARTING_S
     try:
-        method(contract)
-    finally:
-        contract.close()
+        (outcome,) = run_ranks(_outcome, 1, args=(type(contract), name), timeout_s=limit_s)
+    except RankFailure as failure:
+        wrong = summarize(failure.failed[0]) if failure.failed else f"it hung for {limit_s:g} s"
+        contract.broken(f"tried in a process of its own, {wrong}")
+    if outcome.kept is False:
+        contract.broken(outcome.seen)
+
+
+def _outcome(rank: int, world_size: int, kind: type[Contract], name: str) -> Outcome:
+    return kind.outcome(name)

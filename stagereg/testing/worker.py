@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 from stagereg.errors import StageregError
 from stagereg.testing.transport import Shipment, unpack
 
-__all__ = ["Assignment", "await_all", "limited", "new_group", "work"]
+__all__ = ["Assignment", "await_all", "is_rank", "limited", "new_group", "work"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,11 @@ class _Running:
 
 
 _running: _Running | None = None
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank of ``run_ranks``."""
+    return _running is not None
 
 
 def new_group() -> None:
@@ -104,14 +109,21 @@ def await_all(milestone: str, patience_s: float = math.inf) -> bool:
         Whether all came in that time.
     """
     running = _on_a_rank()
-    return _await_all(running.store, milestone, running.job.world_size, patience_s)
+    until = time.monotonic() + patience_s
+    running.store.add(milestone, 1)
+    while running.store.add(milestone, 0) < running.job.world_size:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.002)
+    return True
 
 
 def work(job: Assignment) -> None:
     """Run the assigned function in an initialised process group and write down how it went."""
     os.setpgid(0, 0)
     _end_with_parent()
-    with _redirected_to(job.file("output")), job.file("stacks").open("wb") as stacks:
+    _redirect(job.file("output"))
+    with job.file("stacks").open("wb") as stacks:
         _dump_stacks_on_signal(stacks)
         os.environ.clear()
         os.environ.update(job.environment)
@@ -119,7 +131,7 @@ def work(job: Assignment) -> None:
         try:
             _call(job, stacks)
         except BaseException:
-            job.file("error").write_text(_readable_traceback())
+            job.file("error").write_text(traceback.format_exc())
             sys.exit(1)
 
 
@@ -135,11 +147,13 @@ def _call(job: Assignment, stacks: BinaryIO) -> None:
     _running = _Running(job, store, stacks)
     _begin_group(_running)
     try:
-        job.file("result").write_bytes(pickle.dumps(fn(job.rank, job.world_size, *args, **kwargs)))
+        result = pickle.dumps(fn(job.rank, job.world_size, *args, **kwargs))
+        job.file("part").write_bytes(result)
+        job.file("part").rename(job.file("result"))
     except BaseException:
         store.add("ended", 1)
         raise
-    _await_all(store, "ended", job.world_size)
+    await_all("ended")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -150,21 +164,10 @@ def _begin_group(running: _Running) -> None:
 
     job = running.job
     limit = timedelta(seconds=job.pg_timeout_s)
-    store = PrefixStore(f"group {running.groups}", running.store) if running.groups else running.store
+    store = PrefixStore(f"group {running.groups}", running.store)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
     # A group that one rank closes, or dies in, while another still connects to it, fails there.
-    _await_all(running.store, f"connected {running.groups}", job.world_size)
-
-
-def _await_all(store: Any, milestone: str, world_size: int, patience_s: float = math.inf) -> bool:
-    """Wait until all ranks are there; who calls the harness bounds the wait."""
-    until = time.monotonic() + patience_s
-    store.add(milestone, 1)
-    while store.add(milestone, 0) < world_size:
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.002)
-    return True
+    await_all(f"connected {running.groups}")
 
 
 def _on_a_rank() -> _Running:
@@ -192,26 +195,12 @@ def _dump_stacks_on_signal(stacks: BinaryIO) -> None:
     faulthandler.enable(file=stacks, all_threads=True)
 
 
-@contextlib.contextmanager
-def _redirected_to(file: Path) -> Iterator[None]:
+def _redirect(file: Path) -> None:
     """Send the output of this process, of Python or below it, to a file."""
     target = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    sys.stdout.flush()
-    sys.stderr.flush()
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)
     # The server was started under whatever stdout the caller had; a file is not a terminal.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    yield
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-
-def _readable_traceback() -> str:
-    """The current exception from the first frame outside this module."""
-    kind, error, tb = sys.exc_info()
-    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
-        tb = tb.tb_next
-    return "".join(traceback.format_exception(kind, error, tb))

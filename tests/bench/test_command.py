@@ -15,7 +15,6 @@ import torch
 
 from stagereg import cli
 from stagereg.bench.report import Group, Line, tables
-from stagereg.bench.targets import TARGETS, Verdict
 
 FEW = {
     "staging": ["--states", "large,lora", "--rows", "pinned_cached,torch:per_save,first:blocking,again:ceiling"],
@@ -38,12 +37,15 @@ def rows(group: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["staging", "write"])
-def test_medians_and_ratios_follow_from_the_samples_of_the_same_run(
+def test_medians_and_ratios_follow_from_the_samples_of_the_run(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = bench(tmp_path, kind, *FEW[kind])
     names = FEW[kind][FEW[kind].index("--rows") + 1].split(",")
     assert seen["settings"]["rounds"] == 2
+    environment = seen["environment"]
+    assert (environment["torch"], environment["cores"]) == (torch.__version__, len(os.sched_getaffinity(0)))
+    assert {"python", "kernel", "cpu", "load"} <= set(environment)
     assert [group["name"] for group in seen["groups"]] == (["large", "lora"] if kind == "staging" else ["gpt"])
     for group in seen["groups"]:
         found = rows(group)
@@ -60,7 +62,7 @@ def test_medians_and_ratios_follow_from_the_samples_of_the_same_run(
     assert list(tmp_path.iterdir()) == [tmp_path / "result.json"]
 
 
-def test_stall_measures_what_a_checkpoint_costs_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_stall_measures_what_a_checkpoint_costs(tmp_path: Path) -> None:
     seen = bench(tmp_path, "stall", *FEW["stall"])
     (group,) = seen["groups"]
     found = rows(group)
@@ -80,14 +82,6 @@ def test_stall_measures_what_a_checkpoint_costs_in_a_process_of_its_own(tmp_path
 def test_every_row_that_is_there_can_be_measured(kind: str, tmp_path: Path) -> None:
     seen = bench(tmp_path, kind)
     assert [row for group in seen["groups"] for row in group["rows"] if "failure" in row] == []
-
-
-def test_the_machine_is_reported(tmp_path: Path) -> None:
-    environment = bench(tmp_path, "staging", "--states", "small", "--rows", "blocking")["environment"]
-    assert environment["torch"] == torch.__version__
-    assert environment["cores"] == len(os.sched_getaffinity(0))
-    assert len(environment["load"]) == 3
-    assert {"python", "kernel", "cpu"} <= set(environment)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +104,12 @@ def test_the_machine_is_reported(tmp_path: Path) -> None:
         (["join", "--rows", "plannd"], "Did you mean 'planned'"),
         (["join", "--models", "medum"], "Did you mean 'medium'"),
         (["join", "--ranks", "2,none"], "--ranks takes whole numbers from 1 on, not 'none'"),
-        (["join", "--rounds", "0"], "--rounds must be at least 1, not 0"),
+        (["endurance", "--saves", "9"], "--saves must be at least 10"),
+        (["endurance", "--keep", "0"], "--keep must be at least 1"),
+        (["endurance", "--stager", "pined_cached"], "Did you mean 'pinned_cached'"),
+        (["endurance", "--storage", "dpc"], "Did you mean 'dcp'"),
+        (["endurance", "--dir", "/nowhere/at/all"], "cannot write in /nowhere/at/all"),
+        (["endurance", "--json", "/"], "is a directory"),
     ],
 )
 def test_wrong_arguments_are_refused_on_one_screen(
@@ -165,18 +164,14 @@ def test_help_is_instant_and_the_module_is_the_command() -> None:
 
 
 def test_tables_fit_120_columns_whatever_is_in_them() -> None:
-    samples = {"seconds": [12345.678, 99999.9]}
-    lines = [
-        Line("overlapped:blocked", samples, ratio=1234.5),
-        Line("first:torch_default", missing="x" * 300),
-        Line("pinned_cached+direct", failure="RuntimeError: " + "y\n" * 300),
-        Line("torch:async_save", {"lost": [-1234.5, 1e4], "blocked": [100.0, 1e4]}, step_seconds=1e-3),
-    ]
+    missing = Line("first:torch_default", missing="x" * 300)
+    failed = Line("pinned_cached+direct", failure="RuntimeError: " + "y\n" * 300)
+    copy = Line("overlapped:blocked", {"seconds": [12345.678, 99999.9]}, ratio=1234.5)
+    stall = Line("torch:async_save", {"lost": [-1234.5, 1e4], "blocked": [100.0, 1e4]}, step_seconds=1e-3)
     figures = {"p20": 1234.5, "collectives": 3.125, "blocking": 1.125}
-    joins = [Line("iterate+mean:planned", {"x": [12.3, 1234.5], "step": [99.9]}, ratio=1234.5, figures=figures), *lines]
-    verdicts = [Verdict(target, 12345.67, 12345.67, "reached, aim missed") for target in TARGETS]
-    groups = [Group("g", "title", lines), Group("h", "title", lines[:3]), Group("j", "title", joins[:1])]
-    text = tables(groups, verdicts, [])
+    join = Line("iterate+mean:planned", {"x": [12.3, 1234.5], "step": [99.9]}, ratio=1234.5, figures=figures)
+    groups = [Group("g", "title", [line, missing, failed]) for line in (copy, stall, join)]
+    text = tables([*groups, Group("h", "title", [missing])], [])
     assert max(map(len, text.splitlines())) <= 120
     assert "not there: xxx" in text
     assert "failed: RuntimeError: y y" in text

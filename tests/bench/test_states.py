@@ -35,13 +35,9 @@ def test_a_state_has_its_declared_size(name: str, mib: int, count: int) -> None:
     assert state.nbytes / MIB == pytest.approx(mib, rel=0.01)
 
 
-def test_small_tensors_are_of_1_to_4_kib() -> None:
+def test_small_is_small_and_most_of_lora_is_frozen_by_name() -> None:
     sizes = {x.nbytes for x in tensors(full_size("small").tree)}
-    assert min(sizes) == 1024
-    assert 4000 <= max(sizes) <= 4096
-
-
-def test_95_percent_of_lora_are_frozen_and_declared_by_name() -> None:
+    assert (min(sizes), max(sizes) <= 4096) == (1024, True)
     state = full_size("lora")
     frozen = sum(x.nbytes for name, x in named(state.tree).items() if any(fnmatch(name, p) for p in state.frozen))
     assert frozen / state.nbytes == pytest.approx(0.95, abs=0.005)
@@ -53,7 +49,7 @@ def test_scale_shrinks_the_bytes_by_that_factor(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(STATES))
-def test_a_change_reaches_every_tensor_that_is_not_frozen_and_no_other(name: str) -> None:
+def test_a_change_reaches_every_tensor_that_is_not_frozen(name: str) -> None:
     state = make(name, 0.001)
     before = {key: x.clone() for key, x in named(state.tree).items()}
     state.change()

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+import stagereg.checkpoint.background as background
 import stagereg.checkpoint.failpoints as failpoints
-import stagereg.checkpoint.torchfiles as torchfiles
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.store.local_store import LocalStore
@@ -218,23 +218,24 @@ def test_a_third_save_waits_for_the_first_and_writes_never_overlap(
 ) -> None:
     released, entered, third = threading.Event(), threading.Event(), threading.Event()
     busy = threading.Lock()
-    original = torchfiles.write
+    original = background.write_and_commit
 
-    def write(*args: Any) -> None:
+    def write(*args: Any) -> Any:
         assert busy.acquire(blocking=False), "two writes at once"
         entered.set()
         assert released.wait(30)
-        original(*args)
+        done = original(*args)
         busy.release()
+        return done
 
-    monkeypatch.setattr(torchfiles, "write", write)
+    monkeypatch.setattr(background, "write_and_commit", write)
     with Checkpointer(str(tmp_path), keep=9) as checkpointer:
         checkpointer.save(1, {"x": 1})
         checkpointer.save(2, {"x": 2})
         assert entered.wait(30)
         waiting = threading.Event()
-        wait_for_slot = checkpointer._background.wait_for_slot
-        monkeypatch.setattr(checkpointer._background, "wait_for_slot", lambda: (waiting.set(), wait_for_slot()))
+        admit = checkpointer._background.admit
+        monkeypatch.setattr(checkpointer._background, "admit", lambda save: (waiting.set(), admit(save)))
 
         def save() -> None:
             checkpointer.save(3, {"x": 3})

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-import math
 import os
 import subprocess
 import sys
@@ -21,12 +20,8 @@ from typing import Any
 
 import pytest
 
-import stagereg.checkpoint.background as background_module
-import stagereg.checkpoint.process as process_module
 import stagereg.shutdown as ending
-from stagereg.checkpoint.background import Background
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.process import WriterProcess
 from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
@@ -41,136 +36,6 @@ def nothing_left() -> Iterator[None]:
     """No failure of a test must reach the exit status of the tests."""
     yield
     ending._forget()
-
-
-class Job:
-    """A task that ends when it is asked to."""
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
-        self.begun, self.go, self.was_back = threading.Event(), threading.Event(), threading.Event()
-        self.lates = 0
-        self.backs: list[BaseException | None] = []
-        self.abandoned = False
-
-    def run(self) -> None:
-        self.begun.set()
-        assert self.go.wait(30)
-        if self.error is not None:
-            raise self.error
-
-    def late(self) -> CheckpointError:
-        self.lates += 1
-        return CheckpointError("too late")
-
-    def back(self, error: BaseException | None) -> None:
-        self.backs.append(error)
-        self.was_back.set()
-
-    def abandon(self) -> None:
-        self.abandoned = True
-
-
-class TestBackground:
-    def test_waits_end_with_the_time_out_and_it_is_reported_once(self) -> None:
-        background, job = Background(0.0), Job()
-        background.submit(job)
-        assert not background.drain()
-        with pytest.raises(CheckpointError, match="too late"):
-            background.raise_failure()
-        assert background.hanging
-        background.wait_for_slot()
-        assert not background.drain()
-        background.raise_failure()
-        assert job.lates == 1
-        job.go.set()
-        assert job.was_back.wait(30)
-        assert background.drain() or background.drain(30)
-        assert job.backs == [None]
-
-    def test_a_task_queued_behind_one_that_hangs_is_not_late_and_runs_after_it(self) -> None:
-        seen: list[CheckpointError] = []
-        background, first, second = Background(0.0, seen.append), Job(OSError("gone")), Job()
-        background.submit(first)
-        background.submit(second)
-        assert not background.drain()
-        assert (first.lates, second.lates) == (1, 0)
-        second.go.set()
-        background._timeout_s = math.inf
-        first.go.set()
-        assert first.was_back.wait(30)
-        _until(lambda: not background.hanging)
-        assert background.drain(30)
-        background.raise_failure()
-        assert [str(each) for each in first.backs] == ["gone"]
-        assert [str(each) for each in seen] == ["too late"], "what has been reported is not reported again"
-
-    def test_failures_are_logged_with_on_error_warn(self) -> None:
-        seen: list[CheckpointError] = []
-        background, job = Background(math.inf, seen.append), Job(OSError("disk"))
-        job.go.set()
-        background.submit(job)
-        assert background.drain(30)
-        background.raise_failure()
-        background.raise_failure()
-        assert [str(each) for each in seen] == ["A save failed: disk"]
-
-    def test_a_task_that_hangs_at_shutdown_is_left_and_logged(self) -> None:
-        background, job = Background(0.0), Job()
-        background.submit(job)
-        background.drain()
-        background.shut()
-        assert job.abandoned
-        assert not background.finish()
-        job.go.set()
-        assert job.was_back.wait(30)
-
-    def test_a_dropped_background_leaves_no_thread(self) -> None:
-        background, job = Background(), Job()
-        job.go.set()
-        background.submit(job)
-        background.drain(30)
-        thread = background._thread
-        assert thread is not None
-        assert thread.daemon, "it must not hold up the end of the process"
-        del background
-        thread.join(30)
-        assert not thread.is_alive()
-
-    def test_the_end_of_the_process_may_look_between_two_steps_of_the_training_thread(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        background, job = Background(), Job()
-        background.submit(job)
-        assert job.begun.wait(30)
-        (first,) = background._under_way
-        looked: list[bool] = []
-
-        def meanwhile() -> float:
-            if not background._looking.locked() and not looked:
-                job.go.set()
-                looked.append(first.over.wait(30))
-                looked.append(background.hanging)
-            return time.monotonic()
-
-        monkeypatch.setattr(background_module, "time", SimpleNamespace(monotonic=meanwhile))
-        assert background.drain(30)
-        assert looked == [True, False]
-
-    def test_without_a_thread_a_task_is_refused_and_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(thread: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        background, job = Background(), Job()
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(CheckpointError, match="can't start new thread"):
-                background.submit(job)
-        assert background.drain(0)
-        background.submit(job)
-        job.go.set()
-        assert background.drain(30)
-        background.shut()
 
 
 class TestEnding:
@@ -190,44 +55,6 @@ class TestEnding:
         with pytest.raises(CheckpointError) as caught:
             ending.finish()
         assert caught.value is unraised
-
-
-class TestWriterProcess:
-    def test_a_process_that_does_not_answer_in_time_is_killed_and_replaced(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        start = process_module._START
-        monkeypatch.setattr(process_module, "_START", "import time; time.sleep(600)")
-        process = WriterProcess()
-        process.start()
-        pid = process.pid
-        with pytest.raises(CheckpointError, match="was killed"):
-            process.ask(b"question", until=time.monotonic())
-        assert process.pid is None
-        assert process.restarts == 1
-        assert not Path(f"/proc/{pid}").exists()
-        monkeypatch.setattr(process_module, "_START", start)
-        process.start()
-        assert process.pid not in (None, pid)
-        process.close(now=True)
-
-    def test_closing_it_now_ends_a_question_that_would_never_be_answered(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(process_module, "_START", "import time; time.sleep(600)")
-        process, seen = WriterProcess(), []
-
-        def ask() -> None:
-            try:
-                process.ask(b"question")
-            except CheckpointError as error:
-                seen.append(str(error))
-
-        process.start()
-        thread = threading.Thread(target=ask)
-        thread.start()
-        process.close(now=True)
-        thread.join(30)
-        assert len(seen) == 1
-        assert process.pid is None
 
 
 @pytest.mark.parametrize("stager", ["blocking", "pinned_cached"])
@@ -315,7 +142,7 @@ def test_while_a_save_hangs_others_take_no_memory_and_nothing_is_restored(tmp_pa
     assert len(staged) == 1
     with pytest.raises(CheckpointError, match="Nothing was restored"):
         checkpointer.restore({"x": 0})
-    checkpointer._background._timeout_s = 60.0
+    checkpointer._background._timeout_s = 60.0  # of those to come
     release.touch()
     _until(lambda: not checkpointer._background.hanging)
     checkpointer.save(50, {"x": 50})

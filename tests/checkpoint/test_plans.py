@@ -44,7 +44,7 @@ def test_after_a_failed_save_plans_are_made_anew(tmp_path: Path, monkeypatch: py
     with Checkpointer(str(tmp_path)) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(3)})
         checkpointer.wait()
-        key = checkpointer._saves.plans._key
+        key = checkpointer._target.plans._key
         assert key in SavePlanner._cached_save_plan
         with monkeypatch.context() as patch:
             patch.setattr(DcpStorage, "write_data", fail)

@@ -6,16 +6,15 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import stagereg.commands.subprocess_runner as subprocess_runner
-import stagereg.commands.system_checks as system_checks
+import stagereg.commands.doctor as doctor
 from stagereg import cli
+from stagereg.commands.child import ChildCall
 
 from .conftest import Install
 
@@ -27,8 +26,6 @@ class Good:
     def synchronize_staging(self) -> None: ...
     def close(self) -> None: ...
 """
-FACTS: dict[str, Any] = {"version": "2.13.0", "accelerator": "", "devices": [], "backends": ["gloo"]}
-CUDA = FACTS | {"accelerator": "cuda", "devices": [{"name": "H200", "bytes": 139 * 2**30}]}
 
 
 def examined(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> dict[str, dict[str, Any]]:
@@ -40,32 +37,28 @@ def examined(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> 
 
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answer for the children that import torch, which takes long."""
-    ask = subprocess_runner.SubprocessRunner.ask
-    seen = {
-        "torch_facts": subprocess_runner.SubprocessResult(FACTS),
-        "load_built_in": subprocess_runner.SubprocessResult({}),
-    }
+    """Answer for the child that asks torch, and for the one that loads all built-in components, which take long."""
+    begin, result = ChildCall.__init__, ChildCall.result
 
-    def instead(
-        children: subprocess_runner.SubprocessRunner, question: str, arguments: Any, limit_s: float
-    ) -> subprocess_runner.SubprocessResult:
-        return seen.get(question.partition(":")[2]) or ask(children, question, arguments, limit_s)
+    def instead(self: ChildCall, function: str, *arguments: str) -> None:
+        self.known = function.endswith("torch_findings") or len(arguments) > 1  # type: ignore[attr-defined]
+        begin(self, *(["os:getcwd"] if self.known else [function, *arguments]))  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(subprocess_runner.SubprocessRunner, "ask", instead)
+    def answered(self: ChildCall, limit_s: float) -> tuple[Any, str]:
+        return ([], "") if self.known else result(self, limit_s)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(ChildCall, "__init__", instead)
+    monkeypatch.setattr(ChildCall, "result", answered)
 
 
-def test_a_healthy_machine_has_nothing_broken_and_everything_is_looked_at(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_healthy_machine_has_nothing_broken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = examined(capsys, 0, "--dir", str(tmp_path / "not" / "yet"))
     assert set(found) >= {
-        *("python", "stagereg", "torch", "hydra-core", "omegaconf", "rich", "safetensors"),
+        *("python", "stagereg", "torch", "hydra-core", "omegaconf", "matplotlib", "safetensors"),
         *("cores", "memory", "accelerators", "collectives", "page-locked memory", "/dev/shm", "open files"),
         *(str(tmp_path), "Hydra options", "built-in components"),
     }
     assert found["built-in components"]["verdict"] == "ok"
-    assert found[str(tmp_path)]["value"]["free"] > 0
     assert list(tmp_path.iterdir()) == [], "it left something behind"
 
 
@@ -84,7 +77,7 @@ def test_a_harmful_plugin_is_one_row_and_the_others_are_reported(
     }
     files = {name: install(name, source, {f"stager.{name}": "X"}) for name, (source, _) in bad.items()}
     found = examined(capsys, 1)
-    assert (found["stager/good"]["verdict"], found["stager/good"]["found"]) == ("ok", "good_one 1.2, 1 options")
+    assert (found["stager/good"]["verdict"], found["stager/good"]["found"]) == ("ok", "good_one 1.2")
     for name, (_, message) in bad.items():
         row = found[f"stager/{name}"]
         assert row["verdict"] == "broken"
@@ -97,7 +90,7 @@ def test_a_harmful_plugin_is_one_row_and_the_others_are_reported(
     assert "Did you mean 'stager'?" in found["unknown 1.2"]["found"]
 
 
-def test_a_plugin_that_hangs_is_ended_and_reported_with_its_stack(
+def test_a_plugin_that_hangs_is_ended_and_located(
     install: Install, capsys: pytest.CaptureFixture[str], without_torch: None, tmp_path: Path
 ) -> None:
     pid = tmp_path / "pid"
@@ -111,7 +104,7 @@ threading.Event().wait()
 """
     file = install("hanging", source, {"stager.hanging": "X"})
     found = examined(capsys, 1, "--timeout", "5")["stager/hanging"]
-    assert found["found"].endswith(f"did not end within 5 s: stuck in <module> ({file}:6)")
+    assert found["found"].endswith(f"still running after 5 s: stuck in <module> ({file}:6)")
     with pytest.raises(ProcessLookupError):
         _wait_for_the_end_of(int(pid.read_text()))
 
@@ -131,53 +124,61 @@ def test_a_limit_of_no_use_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--timeout must be above 0 seconds, not 0." in capsys.readouterr().err
 
 
-def row(findings: Any, what: str) -> system_checks.Finding:
+def row(findings: Any, what: str) -> doctor.Finding:
     return {one.what: one for one in findings}[what]
 
 
-def test_torch_that_cannot_be_imported_is_broken() -> None:
-    found = row(system_checks.torch_findings(None, "ImportError: libcudart.so"), "torch works")
-    assert (found.verdict, found.found) == ("broken", "ImportError: libcudart.so")
-    assert found.do
-
-
 @pytest.mark.parametrize(
-    ("facts", "what", "verdict", "message"),
+    ("accelerator", "backends", "pinning", "expected"),
     [
-        (FACTS, "accelerators", "missing", "none"),
-        (FACTS, "collectives", "ok", "gloo"),
-        (FACTS, "page-locked memory", "ok", "of no use without an accelerator"),
-        (FACTS | {"backends": []}, "collectives", "broken", "no gloo"),
-        (CUDA, "accelerators", "ok", "1 of cuda: H200 (139.0 GiB)"),
-        (CUDA, "collectives", "warn", "no nccl"),
-        (CUDA | {"backends": ["gloo", "nccl"]}, "collectives", "ok", "gloo, nccl"),
-        (CUDA | {"page_locked": 2**20}, "page-locked memory", "ok", "1.0 MiB were page-locked"),
-        (CUDA | {"not_page_locked": "CUDA error: OS call failed"}, "page-locked memory", "broken", "OS call failed"),
+        ("", "gloo", "", {"accelerators": "missing", "collectives": "ok", "page-locked memory": "ok"}),
+        ("", "", "", {"collectives": "broken"}),
+        ("cuda", "gloo", "", {"accelerators": "ok", "collectives": "warn", "page-locked memory": "ok"}),
+        ("cuda", "gloo nccl", "", {"collectives": "ok"}),
+        ("cuda", "gloo", "CUDA error: OS call failed", {"page-locked memory": "broken"}),
     ],
 )
-def test_the_facts_that_torch_reports_are_judged(facts: dict[str, Any], what: str, verdict: str, message: str) -> None:
-    found = row(system_checks.torch_findings(facts, ""), what)
-    assert found.verdict == verdict
-    assert message in found.found
-    assert bool(found.do) == (verdict in ("warn", "broken"))
+def test_what_torch_finds_is_judged(
+    accelerator: str, backends: str, pinning: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    def page_lock(*_: object, **__: object) -> None:
+        if pinning:
+            raise RuntimeError(pinning)
+
+    for name in ("gloo", "nccl", "mpi"):
+        monkeypatch.setattr(dist, f"is_{name}_available", lambda name=name: name in backends)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: bool(accelerator))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "H200")
+    monkeypatch.setattr(torch, "empty", page_lock)
+    found = {one.what: one for one in doctor.torch_findings()}
+    assert {what: found[what].verdict for what in expected} == expected
+    for one in found.values():
+        assert bool(one.do) == (one.verdict in ("warn", "broken"))
+    assert pinning in found["page-locked memory"].found
+    assert ("H200" in found["accelerators"].found) == bool(accelerator)
 
 
 def test_versions_that_do_not_fit_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"torch": "2.4.0", "hydra-core": "1.3.8", "rich": "15.0"}
+    there = {"torch": "2.4.0", "hydra-core": "1.3.8", "matplotlib": "3.11"}
 
     def version(name: str) -> str:
         if name not in there:
-            raise system_checks.importlib.metadata.PackageNotFoundError(name)
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
         return there[name]
 
-    monkeypatch.setattr(system_checks.importlib.metadata, "version", version)
-    found = {one.what: one for one in system_checks.versions()}
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    found = {one.what: one for one in doctor.versions()}
     assert (found["torch"].verdict, found["torch"].found) == ("broken", "2.4.0, but stagereg needs >=2.11")
     assert found["torch"].do == "pip install 'torch>=2.11'"
     assert (found["omegaconf"].verdict, found["omegaconf"].do) == ("broken", "pip install 'omegaconf>=2.3'")
     assert found["safetensors"].verdict == "missing"
     assert found["safetensors"].do == "pip install 'hydra-stagereg[safetensors]'"
-    assert (found["hydra-core"].verdict, found["rich"].verdict) == ("ok", "ok")
+    assert (found["hydra-core"].verdict, found["matplotlib"].verdict) == ("ok", "ok")
     assert "pytest" not in found, "the requirements of its developers are not checked"
 
 
@@ -185,8 +186,9 @@ def test_versions_that_do_not_fit_are_reported(monkeypatch: pytest.MonkeyPatch) 
 def test_little_shared_memory_is_reported(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = SimpleNamespace(f_frsize=4096, f_blocks=2**34 // 4096, f_bavail=free // 4096)
     monkeypatch.setattr(os, "statvfs", lambda path: seen)
-    found = row(system_checks.limits(), "/dev/shm")
-    assert (found.verdict, found.value) == (verdict, {"bytes": 2**34, "free": free})
+    found = row(doctor.limits(), "/dev/shm")
+    assert found.verdict == verdict
+    assert found.found.startswith("16 GiB, ")
     assert ("--shm-size" in found.do) == (verdict == "warn")
 
 
@@ -195,7 +197,7 @@ def test_few_open_files_are_reported(soft: int, verdict: str, monkeypatch: pytes
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, 4096))
-    found = row(system_checks.limits(), "open files")
+    found = row(doctor.limits(), "open files")
     assert found.verdict == verdict
     assert found.do == ("`ulimit -n 4096` before training" if verdict == "warn" else "")
 
@@ -213,10 +215,9 @@ def _refusing(condition: Callable[[int], bool], error: int) -> Callable[..., int
 
 def test_a_file_system_without_o_direct_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", _refusing(lambda flags: bool(flags & os.O_DIRECT), 22))
-    found = row(system_checks.directory(tmp_path, chosen=True), str(tmp_path))
+    found = doctor.directory(tmp_path, chosen=True)
     assert found.verdict == "warn"
     assert "O_DIRECT no" in found.found
-    assert "storage=direct" in found.do
     assert list(tmp_path.iterdir()) == []
 
 
@@ -225,41 +226,31 @@ def test_a_directory_that_cannot_be_written_is_reported(
     chosen: bool, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "open", _refusing(lambda flags: bool(flags & os.O_CREAT), 30))
-    found = row(system_checks.directory(tmp_path, chosen), str(tmp_path))
+    found = doctor.directory(tmp_path, chosen)
     assert (found.verdict, found.found) == (verdict, "cannot be written: Read-only file system")
 
 
-def test_the_error_of_a_built_in_component_is_reported(
+def test_the_error_of_torch_or_a_built_in_component_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = {
-        "torch_facts": subprocess_runner.SubprocessResult(FACTS),
-        "load_built_in": subprocess_runner.SubprocessResult({"stager/shared": "no such thing"}),
-    }
-    monkeypatch.setattr(
-        subprocess_runner.SubprocessRunner, "ask", lambda self, question, *_: seen[question.partition(":")[2]]
-    )
-    found = examined(capsys, 1)["built-in components"]
-    assert (found["verdict"], found["found"]) == ("broken", "stager/shared: no such thing")
+    answers = iter([(None, "ImportError: libcudart.so"), ("stager/shared: no such thing", "")])
+    monkeypatch.setattr(ChildCall, "result", lambda self, limit_s: next(answers))
+    found = examined(capsys, 1)
+    assert found["torch works"]["found"] == "ImportError: libcudart.so"
+    assert found["built-in components"]["verdict"] == "broken"
+    assert found["built-in components"]["found"].endswith("stager/shared: no such thing")
 
 
-def test_a_function_in_a_subprocess_returns_or_its_end_is_reported(install: Install) -> None:
+def test_a_function_in_a_child_returns_or_its_end_is_reported(install: Install) -> None:
     install("asked", "def twice(text):\n    print('noise')\n    return [text, text]\n", {})
-    with subprocess_runner.SubprocessRunner() as children:
-        assert children.ask("asked:twice", ["a"], 60) == subprocess_runner.SubprocessResult(["a", "a"])
-        assert "has no attribute 'thrice'" in children.ask("asked:thrice", [], 60).failure
-        assert "No module named 'no_module'" in children.ask("no_module:x", [], 60).failure
-    assert children.ask("asked:twice", ["a"], 60).failure == "was not asked any more"
 
+    def call(function: str) -> tuple[Any, str]:
+        with ChildCall(function, "a") as child:
+            return child.result(60)
 
-def test_leaving_ends_the_children_that_are_at_work(install: Install, tmp_path: Path) -> None:
-    fifo = tmp_path / "started"
-    os.mkfifo(fifo)
-    install("waits", "import signal\ndef wait(fifo):\n    open(fifo, 'w').close()\n    signal.pause()\n", {})
-    with ThreadPoolExecutor() as one, subprocess_runner.SubprocessRunner() as children:
-        asked = one.submit(children.ask, "waits:wait", [str(fifo)], 60)
-        fifo.read_text()  # waits until the child is there
-    assert asked.result().failure == "crashed with SIGKILL"
+    assert call("asked:twice") == (["a", "a"], "")
+    assert "has no attribute 'thrice'" in call("asked:thrice")[1]
+    assert "No module named 'no_module'" in call("no_module:x")[1]
 
 
 def _wait_for_the_end_of(pid: int) -> None:

@@ -22,9 +22,7 @@ def listed(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_each_checkpoint_is_reported_with_step_time_size_ranks_and_storage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_checkpoint_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = int(time.time())
     save(tmp_path, 100, 200, ranks=4)
     seen = listed(capsys, tmp_path)
@@ -34,11 +32,13 @@ def test_each_checkpoint_is_reported_with_step_time_size_ranks_and_storage(
     assert newest == {
         "path": str(path_of(tmp_path, 200)),
         "step": 200,
+        "files": 3,
         "bytes": sum(map(len, contents(200).values())),
         "ranks": 4,
         "storage": "dcp",
         "latest": True,
         "state": "complete",
+        "damages": [],
         "why": "",
     }
     assert (oldest["step"], oldest["latest"]) == (100, False)
@@ -61,7 +61,7 @@ def test_a_person_gets_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFix
     assert seen[6] == ["400", "-", "-", "-", "-", "leftover", "of", "a", "dead", "run"]
 
 
-def test_the_holder_of_the_directory_is_named_and_an_unfinished_save_is_theirs(
+def test_the_holder_is_named_and_an_unfinished_save_is_theirs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path, 100)
@@ -92,11 +92,10 @@ def test_nothing_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main(["ls", str(tmp_path / "nowhere")]) == 2
     seen = capsys.readouterr()
     assert seen.out == ""
-    gone = tmp_path / "nowhere"
-    assert seen.err == f"stagereg: There is no checkpoint in {gone}. There is no directory {gone}.\n"
+    assert seen.err == f"stagereg: There is no checkpoint in {tmp_path / 'nowhere'}.\n"
 
 
-def test_a_checkpoint_that_cannot_be_read_is_not_reported_as_damaged(
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100, 200)
@@ -113,9 +112,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_reported_as_damaged(
     assert "Permission denied" in seen[0]["why"]
 
 
-def test_latest_is_marked_also_where_the_directory_is_reached_by_a_link(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_latest_is_marked_also_behind_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "run", 100)
     (tmp_path / "link").symlink_to("run")
     (tmp_path / "run" / "latest").unlink(missing_ok=True)

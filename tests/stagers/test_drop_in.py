@@ -123,7 +123,7 @@ class TestAsyncSaveOnThreads:
             save.result(timeout=30)
             assert loaded(tmp_path / str(step), w=w)["w"].eq(step).all()
 
-    def test_a_third_save_waits_for_a_writer_instead_of_taking_memory(self, make, waits, tmp_path, caplog) -> None:
+    def test_a_third_save_waits_for_a_writer_and_takes_no_memory(self, make, waits, tmp_path, caplog) -> None:
         stager = make(max_in_flight=2)
         w = torch.empty(1000)
         gates = [threading.Event() for _ in range(3)]

@@ -85,7 +85,7 @@ def hold_in_a_list(copy: dict[str, torch.Tensor], hold: Hold) -> None:
 
 
 @pytest.mark.parametrize("holder", [hold_directly, hold_one_tensor, hold_in_a_list])
-def test_at_the_bound_stage_waits_for_the_reader_to_drop_its_copy(make, waits, caplog, holder) -> None:
+def test_at_the_bound_stage_waits_for_a_copy_to_be_dropped(make, waits, caplog, holder) -> None:
     stager = make(max_in_flight=1)
     box = [stager.stage(state(1))]
     first_at = start_of(box[0])
@@ -113,7 +113,7 @@ def keep(stager: AsyncStager) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return staged, staged["w"][10:20]
 
 
-def test_a_reader_that_promised_to_release_is_waited_for_no_longer_than_wait_s(make, waits, caplog) -> None:
+def test_a_reader_that_will_release_is_waited_for_at_most_wait_s(make, waits, caplog) -> None:
     stager = make(max_in_flight=1, wait_s=0.1)
     stager.expect_release()
     kept = stager.stage(state(1))
@@ -123,7 +123,7 @@ def test_a_reader_that_promised_to_release_is_waited_for_no_longer_than_wait_s(m
     assert len(warnings(caplog)) == 1
 
 
-def test_a_reader_that_promised_to_release_is_waited_for_until_it_does(make, waits, caplog, monkeypatch) -> None:
+def test_a_reader_that_will_release_is_waited_for_until_it_does(make, waits, caplog, monkeypatch) -> None:
     stager = make(max_in_flight=1, wait_s=30.0)
     monkeypatch.setattr(memory, "WAIT_WITHOUT_RELEASE_S", 0.0)
     stager.expect_release()
@@ -142,7 +142,7 @@ def test_a_reader_that_promised_to_release_is_waited_for_until_it_does(make, wai
     assert not warnings(caplog)
 
 
-def test_a_released_copy_is_not_waited_for_and_what_is_held_of_it_stays(make, waits, caplog) -> None:
+def test_a_released_copy_is_not_waited_for_and_its_parts_stay(make, waits, caplog) -> None:
     stager = make(max_in_flight=1)
     stager.expect_release()
     held = []

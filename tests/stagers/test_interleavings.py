@@ -320,7 +320,7 @@ def test_every_copy_is_the_state_at_the_call_of_stage(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", STAGERS)
-def test_every_copy_is_the_state_at_the_call_of_stage_in_long_programs(kind: str) -> None:
+def test_every_copy_is_the_state_at_the_call_in_long_programs(kind: str) -> None:
     run_state_machine_as_test(lambda: Training(kind), settings=programs(600, 80))
 
 

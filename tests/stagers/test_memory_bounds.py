@@ -151,7 +151,7 @@ def reports() -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize("kind", STAGERS)
-def test_two_copies_in_flight_take_the_memory_of_two_copies_and_what_is_shared_is_there_once(kind: str) -> None:
+def test_two_copies_in_flight_take_the_memory_of_two_copies(kind: str) -> None:
     nbytes, still, peak = reports()[kind][0]
     blocks = 2 * nbytes - (still if kind.startswith("incremental") else 0)
     assert peak <= 1.05 * blocks
@@ -167,6 +167,6 @@ def test_two_hundred_saves_take_no_more_than_twenty(kind: str) -> None:
     assert descriptors_after < 20
 
 
-def test_tensors_that_settle_one_by_one_leave_no_half_used_memory() -> None:
+def test_tensors_that_settle_singly_leave_no_half_used_memory() -> None:
     ((nbytes, grown),) = reports()["bit by bit"]
     assert grown < 0.2 * nbytes

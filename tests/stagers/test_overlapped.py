@@ -118,7 +118,7 @@ def test_a_step_right_after_the_call_does_not_show(
     assert not torch.equal(expected["net"]["inner.weight"], net.inner.weight)
 
 
-def test_the_call_copies_nothing_that_only_a_known_optimizer_writes(gate: Gate, stager: OverlappedStager) -> None:
+def test_the_call_copies_nothing_that_only_an_optimizer_writes(gate: Gate, stager: OverlappedStager) -> None:
     net = Net()
     optimizer = torch.optim.Adam(net.parameters())
     train_step(net, optimizer)
@@ -171,7 +171,7 @@ def test_parameters_that_need_no_gradient_are_copied_in_the_call(gate: Gate, sta
     assert future.result(WAIT_S)["codebook"].eq(0).all()
 
 
-def test_tensors_that_no_optimizer_owns_any_more_are_copied_in_the_call(gate: Gate, stager: OverlappedStager) -> None:
+def test_tensors_without_an_optimizer_are_copied_in_the_call(gate: Gate, stager: OverlappedStager) -> None:
     weight = torch.nn.Parameter(torch.zeros(100_000))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     stager.watch(optimizer)
@@ -185,7 +185,7 @@ def test_tensors_that_no_optimizer_owns_any_more_are_copied_in_the_call(gate: Ga
     assert free.result(WAIT_S)["w"].eq(0).all()
 
 
-def test_several_optimizers_gradient_accumulation_and_two_saves_in_flight(
+def test_several_optimizers_accumulation_and_two_saves_in_flight(
     gate: Gate, stager: OverlappedStager, assert_same: Callable[[Any, Any], None]
 ) -> None:
     net = Net()
@@ -205,7 +205,7 @@ def test_several_optimizers_gradient_accumulation_and_two_saves_in_flight(
         assert_same(future.result(WAIT_S), expected)
 
 
-def test_a_step_that_the_gradient_scaler_skips_leaves_the_copy_to_the_next(
+def test_a_step_that_the_scaler_skips_leaves_the_copy_for_later(
     gate: Gate, stager: OverlappedStager, assert_same: Callable[[Any, Any], None]
 ) -> None:
     net = Net()
@@ -273,7 +273,7 @@ def step_with_zero(rank: int, world_size: int) -> None:
         stager.close()
 
 
-def test_parameters_that_zero_receives_from_other_ranks_do_not_show() -> None:
+def test_parameters_that_zero_receives_from_ranks_do_not_show() -> None:
     run_ranks(step_with_zero, 2, timeout_s=WAIT_S)
 
 
@@ -288,9 +288,7 @@ SIDE_DOORS: dict[str, Callable[[torch.nn.Parameter], object]] = {
 
 
 @pytest.mark.parametrize("door", SIDE_DOORS)
-def test_an_unforeseen_write_is_reported_and_its_copy_never_handed_out(
-    door: str, gate: Gate, stager: OverlappedStager
-) -> None:
+def test_a_copy_with_an_unforeseen_write_is_never_handed_out(door: str, gate: Gate, stager: OverlappedStager) -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     train_step(net, optimizer)

@@ -33,7 +33,7 @@ class Stream:
         pass
 
 
-def test_the_future_is_done_when_what_was_queued_at_once_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_future_is_done_when_what_was_queued_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(engine: Any, pairs: Pairs) -> list[tuple[torch.device, Queued]]:
         return [(torch.device("cpu"), Queued(pairs))]
 

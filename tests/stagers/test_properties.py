@@ -173,9 +173,7 @@ def stage_again_and_again(kind: str, makers: Makers, data: st.DataObject) -> Non
 @pytest.mark.parametrize("kind", STAGERS)
 @LIMITS
 @given(data=st.data())
-def test_memory_is_shared_in_the_copy_exactly_where_the_source_shares_it(
-    kind: str, makers: Makers, data: st.DataObject
-) -> None:
+def test_memory_is_shared_exactly_where_the_source_shares_it(kind: str, makers: Makers, data: st.DataObject) -> None:
     pool: list[torch.Tensor] = []
     state = [data.draw(tensors(pool)) for _ in range(data.draw(st.integers(2, 6)))]
     stager = makers[kind](**STAGERS[kind])

@@ -114,7 +114,7 @@ RECEIVE = "state = ForkingPickler.loads(message); answer = {name: x.unique().tol
 
 
 class TestSending:
-    def test_twenty_thousand_tensors_cost_one_descriptor_here_and_there(self, stager, reader) -> None:
+    def test_many_tensors_cost_one_descriptor_here_and_there(self, stager, reader) -> None:
         source = {f"layer.{i}.weight": torch.full((i % 7,), i) for i in range(20_000)}
         mine, theirs = descriptors(), descriptors(reader.process.pid)
         copy = stager.stage(source)
@@ -261,7 +261,7 @@ class TestFidelity:
         assert len(packed.handles) == 1
 
 
-def test_reducers_are_registered_by_the_first_stager_and_not_by_an_import() -> None:
+def test_reducers_are_registered_by_the_first_stager() -> None:
     process = Reader()
     registered = process.do(
         "import stagereg, stagereg.stagers.shared\n"
@@ -364,7 +364,7 @@ class TestLease:
         reader.do("os.close(here); os.close(away); os.waitpid(child, 0)")
         assert block.idle
 
-    def test_a_message_that_is_not_read_is_revoked_and_never_has_other_bytes(self, monkeypatch, reader) -> None:
+    def test_an_unread_message_is_revoked_and_has_no_other_bytes(self, monkeypatch, reader) -> None:
         block = shared_block()
         pool = pool_lending(block)
         view = pool.lease().view(pool.take(4096))
@@ -415,7 +415,7 @@ class TestLease:
 
 
 class TestMemory:
-    def test_a_dropped_copy_is_freed_although_a_reader_keeps_its_mapping(self, reader) -> None:
+    def test_a_dropped_copy_is_freed_though_a_reader_maps_it(self, reader) -> None:
         def shared_kib() -> list[int]:
             statuses = [Path(f"/proc/{pid}/status").read_text() for pid in ("self", reader.process.pid)]
             return [int(status.split("RssShmem:")[1].split()[0]) for status in statuses]
@@ -458,7 +458,7 @@ class TestMemory:
         assert copy["w"].eq(1).all()
         stager.close()
 
-    def test_where_there_are_no_files_in_memory_another_stager_is_named(self, monkeypatch) -> None:
+    def test_without_files_in_memory_another_stager_is_named(self, monkeypatch) -> None:
         monkeypatch.delattr(os, "memfd_create")
         with pytest.raises(StagingError, match="needs Linux"):
             SharedBlock(1, pin=False)
@@ -476,7 +476,7 @@ class TestAccelerator:
         stager.close()
 
 
-def test_the_stager_declares_that_other_processes_can_read_its_copies(stager: AsyncStager) -> None:
+def test_it_declares_that_other_processes_can_read_its_copies(stager: AsyncStager) -> None:
     assert stager.shares_memory is True
 
 

@@ -52,7 +52,7 @@ def test_asynchronous_staging_returns_a_future_and_synchronizes() -> None:
     stager.close()
 
 
-def test_a_failure_of_asynchronous_staging_is_raised_by_synchronize_staging() -> None:
+def test_synchronize_staging_raises_a_failure_of_the_background() -> None:
     stager = build(use_async_staging=True)
     stager.stage({"bad": (i for i in ())})
     with pytest.raises(TypeError, match="generator"):
@@ -61,7 +61,7 @@ def test_a_failure_of_asynchronous_staging_is_raised_by_synchronize_staging() ->
 
 
 @pytest.mark.skipif(HERE, reason="an accelerator is there")
-def test_options_that_torch_refuses_on_this_machine_are_an_error_with_torchs_reason() -> None:
+def test_options_that_torch_refuses_here_are_an_error() -> None:
     with pytest.raises(StagingError, match=r"use_non_blocking_copy=True.*accelerator is available"):
         build(use_non_blocking_copy=True)
 

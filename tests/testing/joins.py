@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +11,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-import stagereg
 from stagereg.join.kinds.collective import CollectiveHook, CollectiveJoinable
 from stagereg.join.kinds.step import StepHook, StepJoinable
 from stagereg.join.kinds.zero import ZeroHook, ZeroJoinable
-from stagereg.testing.join import JoinableContract, JoinHookContract
-from stagereg.testing.minimal_joinable import MinimalJoinable
+from stagereg.registry import build
+from stagereg.testing.join import JoinableContract, JoinHookContract, MinimalJoinable
 
 
 def net() -> nn.Module:
@@ -33,12 +31,16 @@ def loss_of(module: nn.Module, value: float) -> torch.Tensor:
     return module(inputs(value)).square().sum()
 
 
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 class Training:
     """A model and what steps it: an optimizer with a memory, a schedule, and an average of the weights."""
 
-    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.05)
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.average = [p.detach().clone() for p in model.parameters()]
 
@@ -60,184 +62,186 @@ class Training:
         }
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def single(steps: list[list[float]], divisor: int) -> Training:
-    """The same training in one process."""
-    training = Training(net())
-    for values in steps:
-        training.optimizer.zero_grad()
-        for value in values:
-            (loss_of(training.model, value) / divisor).backward()
-        training.advance()
-    return training
-
-
 class DdpContract(JoinableContract):
     """``ddp`` and ``step``: a DDP module, and one function for all that follows its backward."""
 
-    def build(self) -> Training:
+    kind = "ddp"
+
+    def build(self) -> Any:
         return Training(DistributedDataParallel(net()))
 
-    def joinables(self, subject: Training) -> Sequence[Any]:
-        ddp = stagereg.build("joinable", "ddp", module=subject.model)
-        return [ddp, stagereg.build("joinable", "step", step=subject.advance, after=ddp)]
+    def joinables(self, subject: Any) -> list[Any]:
+        model = build("joinable", self.kind, module=subject.model)
+        return [model, build("joinable", "step", step=subject.advance, after=model)]
 
-    def step(self, subject: Training, value: float) -> None:
+    def step(self, subject: Any, value: float) -> Any:
         subject.optimizer.zero_grad()
-        loss_of(subject.model, value).backward()
+        loss = loss_of(subject.model, value)
+        loss.backward()
         subject.advance()
+        return loss
 
-    def state(self, subject: Training) -> Mapping[str, Any]:
+    def state(self, subject: Any) -> dict[str, Any]:
         return subject.state()
 
-    def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
-        return single(steps, world_size).state()
+    def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
+        return self.single(steps, world_size).state()
+
+    def divisor(self, values: list[float], world_size: int) -> int:
+        return world_size
+
+    def single(self, steps: list[list[float]], world_size: int) -> Training:
+        """The same training in one process."""
+        training = Training(net())
+        for values in steps:
+            training.optimizer.zero_grad()
+            for value in values:
+                (loss_of(training.model, value) / self.divisor(values, world_size)).backward()
+            training.advance()
+        return training
+
+
+class ActiveContract(DdpContract):
+    """``ddp`` with the mean over the active ranks."""
+
+    options = {"divide_by_initial_world_size": False}  # noqa: RUF012
+
+    def divisor(self, values: list[float], world_size: int) -> int:
+        return len(values)
 
 
 class Fsdp2Contract(DdpContract):
     """``fsdp2``."""
 
-    def build(self) -> Training:
+    kind = "fsdp2"
+
+    def build(self) -> Any:
         module = net()
         fully_shard(module[0])
         fully_shard(module)
         return Training(module)
 
-    def joinables(self, subject: Training) -> Sequence[Any]:
-        fsdp2 = stagereg.build("joinable", "fsdp2", module=subject.model)
-        return [fsdp2, stagereg.build("joinable", "step", step=subject.advance, after=fsdp2)]
 
-
-class Sharded:
+class Sharded(Training):
     """A DDP module and a ``ZeroRedundancyOptimizer``."""
 
     def __init__(self) -> None:
         self.model = DistributedDataParallel(net())
-        self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.Adam, lr=0.05)
+        self.optimizer: Any = ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.Adam, lr=0.05)
+        self.advance = self.optimizer.step
 
     def state(self) -> dict[str, Any]:
-        state: dict[int, Any] = {}
         for rank in range(dist.get_world_size()):
             self.optimizer.consolidate_state_dict(to=rank)
             if rank == dist.get_rank():
                 state = self.optimizer.state_dict()["state"]
-        return {
-            "weights": [p.detach() for p in self.model.parameters()],
-            "moments": [state[i]["exp_avg"] for i in sorted(state)],
-        }
+        moments = [state[i]["exp_avg"] for i in sorted(state)]
+        return {"weights": [p.detach() for p in self.model.parameters()], "moments": moments}
 
 
-class ZeroContract(JoinableContract):
+class ZeroContract(DdpContract):
     """``zero``."""
 
-    def build(self) -> Sharded:
+    def build(self) -> Any:
         return Sharded()
 
-    def joinables(self, subject: Sharded) -> Sequence[Any]:
-        ddp = stagereg.build("joinable", "ddp", module=subject.model)
-        return [ddp, stagereg.build("joinable", "zero", optimizer=subject.optimizer, after=ddp)]
+    def joinables(self, subject: Any) -> list[Any]:
+        ddp = build("joinable", "ddp", module=subject.model)
+        return [ddp, build("joinable", "zero", optimizer=subject.optimizer, after=ddp)]
 
-    def step(self, subject: Sharded, value: float) -> None:
-        subject.optimizer.zero_grad()
-        loss_of(subject.model, value).backward()
-        subject.optimizer.step()
-
-    def state(self, subject: Sharded) -> Mapping[str, Any]:
-        return subject.state()
-
-    def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
+    def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
         training = Training(net())
         for values in steps:
             training.optimizer.zero_grad()
             for value in values:
                 (loss_of(training.model, value) / world_size).backward()
             training.optimizer.step()
-        state = training.state()
-        return {"weights": state["weights"], "moments": state["moments"]}
+        return {name: training.state()[name] for name in ("weights", "moments")}
 
 
-class Totals:
-    """Adds up one number a step over the ranks, and keeps what came out."""
+class ZeroHookContract(JoinHookContract, ZeroContract):
+    """The ``zero`` hook after a model."""
 
-    def __init__(self) -> None:
-        self.sum = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce", "dtype": "float64"}])
-        self.seen: list[float] = []
-
-
-def everything(seen: list[float]) -> dict[str, float]:
-    """How many sums the ranks have been given, and what they add up to."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, seen)
-    return {"sums": sum(map(len, gathered)), "of sums": sum(map(sum, gathered))}
+    def joinables(self, subject: Any) -> list[Any]:
+        ddp = build("joinable", "ddp", module=subject.model)
+        return [ddp, MinimalJoinable(lambda: ZeroHook(ZeroJoinable(subject.optimizer, after=ddp)))]
 
 
-class CollectiveContract(JoinableContract):
-    """``collective``: the sums are known to the ranks that had data; together they know all."""
+class CollectiveHookContract(JoinHookContract):
+    """The ``collective`` hook alone: the sums are known to the ranks that had data; together they know all."""
 
-    world_size = 3
+    def build(self) -> Any:
+        return []
 
-    def build(self) -> Totals:
-        return Totals()
+    def hook(self, subject: list[float]) -> Any:
+        return CollectiveHook(CollectiveJoinable([{"op": "all_reduce", "dtype": "float64"}]))
 
-    def joinables(self, subject: Totals) -> Sequence[Any]:
-        return [subject.sum]
+    def step(self, subject: Any, value: float) -> None:
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total)
+        subject.append(float(total))
 
-    def step(self, subject: Totals, value: float) -> None:
-        (total,) = subject.sum(torch.tensor(value, dtype=torch.float64))
-        subject.seen.append(float(total))
+    def state(self, subject: Any) -> dict[str, Any]:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, list(subject))
+        return {"sums": sum(map(len, gathered)), "of sums": sum(map(sum, gathered))}
 
-    def state(self, subject: Totals) -> Mapping[str, Any]:
-        return everything(subject.seen)
-
-    def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
+    def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
         return {"sums": sum(map(len, steps)), "of sums": sum(len(values) * sum(values) for values in steps)}
 
 
-class Metered(Training):
-    """A training whose loss is added up."""
+class Totals(list[float]):
+    """Adds up one number a step over the ranks, and keeps what came out."""
 
     def __init__(self) -> None:
-        super().__init__(DistributedDataParallel(net()))
-        self.metrics = stagereg.build("joinable", "metrics")
-        self.computed: dict[str, float] = {}
+        super().__init__()
+        self.sum = build("joinable", "collective", collectives=[{"op": "all_reduce", "dtype": "float64"}])
+
+
+class CollectiveContract(CollectiveHookContract):
+    """``collective``."""
+
+    world_size = 3
+
+    def build(self) -> Any:
+        return Totals()
+
+    def joinables(self, subject: Any) -> list[Any]:
+        return [subject.sum]
+
+    def step(self, subject: Any, value: float) -> None:
+        (total,) = subject.sum(torch.tensor(value, dtype=torch.float64))
+        subject.append(float(total))
 
 
 class MetricsContract(DdpContract):
     """``metrics``: after a model, which announces for it."""
 
-    def build(self) -> Metered:
-        return Metered()
+    def build(self) -> Any:
+        training = super().build()
+        training.metrics = build("joinable", "metrics")
+        training.computed = {}
+        return training
 
-    def joinables(self, subject: Any) -> Sequence[Any]:
+    def joinables(self, subject: Any) -> list[Any]:
         return [*super().joinables(subject), subject.metrics]
 
     def step(self, subject: Any, value: float) -> None:
-        subject.optimizer.zero_grad()
-        loss = loss_of(subject.model, value)
-        loss.backward()
-        subject.advance()
+        loss = super().step(subject, value)
         subject.metrics.add(loss=(loss.detach(), 2), value=(value, 1))
         subject.computed = subject.metrics.compute()  # those who have left answer
 
-    def state(self, subject: Any) -> Mapping[str, Any]:
+    def state(self, subject: Any) -> dict[str, Any]:
         return {**subject.state(), **subject.metrics.compute()}
 
-    def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
-        model = net()
-        training = Training(model)
+    def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
         losses = 0.0
-        for values in steps:
+        for step, values in enumerate(steps):
+            model = self.single(steps[:step], world_size).model
             losses += sum(loss_of(model, value).item() for value in values)
-            training.optimizer.zero_grad()
-            for value in values:
-                (loss_of(model, value) / world_size).backward()
-            training.advance()
         count = sum(map(len, steps))
         means = {"loss": losses / count / 2, "value": sum(map(sum, steps)) / count} if count else {}
-        return {**training.state(), **means}
+        return {**super().expected(steps, world_size), **means}
 
 
 class Kept:
@@ -266,7 +270,7 @@ class Saving(Training):
         self.kept = Kept()
         self.number = 0
         state = {"model": self.model, "optimizer": self.optimizer}
-        self.saver = stagereg.build("joinable", "checkpoint", checkpointer=self.kept, state=state, module=self.model)
+        self.saver = build("joinable", "checkpoint", checkpointer=self.kept, state=state, module=self.model)
 
     def advance(self) -> None:
         super().advance()
@@ -279,44 +283,37 @@ class CheckpointContract(DdpContract):
     own_collectives = 3  # an exchange, and where there is a checkpoint to save, what the ranks hold
     keeps = ("saved",)
 
-    def build(self) -> Saving:
+    def build(self) -> Any:
         return Saving()
 
-    def joinables(self, subject: Any) -> Sequence[Any]:
+    def joinables(self, subject: Any) -> list[Any]:
         return [subject.saver, *super().joinables(subject)]
 
     def step(self, subject: Any, value: float) -> None:
         super().step(subject, value)
         subject.saver.maybe(subject.number)
 
-    def state(self, subject: Any) -> Mapping[str, Any]:
+    def state(self, subject: Any) -> dict[str, Any]:
         return {**subject.state(), "saved": subject.kept.saved}
 
-    def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
+    def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
         saved = {}
         for step in range(Kept.every, len(steps) + 1, Kept.every):
-            model = single(steps[:step], world_size).model
+            model = self.single(steps[:step], world_size).model
             saved[step] = torch.stack([p.detach().sum() for p in model.parameters()])
         return {**super().expected(steps, world_size), "saved": saved}
 
 
-class ByHand(Training):
-    """A model that reduces its gradients itself; who has left the loop cannot know of it."""
-
-    def __init__(self) -> None:
-        super().__init__(net())
-
-
 class ModuleContract(DdpContract):
-    """``module``: only within ``join.iterate``, whose body runs on all ranks."""
+    """``module``, of a model that reduces its gradients itself: only in ``join.iterate``."""
 
     torch_join = False
 
-    def build(self) -> ByHand:
-        return ByHand()
+    def build(self) -> Any:
+        return Training(net())
 
-    def joinables(self, subject: Any) -> Sequence[Any]:
-        return [stagereg.build("joinable", "module", module=subject.model)]
+    def joinables(self, subject: Any) -> list[Any]:
+        return [build("joinable", "module", module=subject.model)]
 
     def loop(self, join: Any, subject: Any, values: list[float]) -> None:
         for x in join.iterate([inputs(value) for value in values]):
@@ -331,32 +328,10 @@ class ModuleContract(DdpContract):
         subject.advance()
 
 
-class CollectiveHookContract(JoinHookContract):
-    """The ``collective`` hook alone."""
-
-    def build(self) -> list[float]:
-        return []
-
-    def hook(self, subject: list[float]) -> Any:
-        return CollectiveHook(CollectiveJoinable([{"op": "all_reduce", "dtype": "float64"}]))
-
-    def step(self, subject: list[float], value: float) -> None:
-        total = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(total)
-        subject.append(float(total))
-
-    def state(self, subject: list[float]) -> Mapping[str, Any]:
-        return everything(subject)
-
-    def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
-        return {"sums": sum(map(len, steps)), "of sums": sum(len(values) * sum(values) for values in steps)}
-
-
 class Counter:
     """Counts steps."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def advance(self) -> None:
         self.count += 1
@@ -365,7 +340,7 @@ class Counter:
 class StepHookContract(JoinHookContract):
     """The ``step`` hook alone."""
 
-    def build(self) -> Counter:
+    def build(self) -> Any:
         return Counter()
 
     def hook(self, subject: Counter) -> Any:
@@ -374,34 +349,11 @@ class StepHookContract(JoinHookContract):
     def step(self, subject: Counter, value: float) -> None:
         subject.advance()
 
-    def state(self, subject: Counter) -> Mapping[str, Any]:
+    def state(self, subject: Counter) -> dict[str, Any]:
         return {"count": subject.count}
 
-    def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
+    def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
         return {"count": len(steps)}
-
-
-class ZeroHookContract(JoinHookContract, ZeroContract):
-    """The ``zero`` hook after a model."""
-
-    def joinables(self, subject: Sharded) -> Sequence[Any]:
-        ddp = stagereg.build("joinable", "ddp", module=subject.model)
-        return [ddp, MinimalJoinable(lambda: ZeroHook(ZeroJoinable(subject.optimizer, after=ddp)), self.device)]
-
-
-class ActiveContract(DdpContract):
-    """``ddp`` with the mean over the active ranks."""
-
-    options = {"divide_by_initial_world_size": False}  # noqa: RUF012
-
-    def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
-        training = Training(net())
-        for values in steps:
-            training.optimizer.zero_grad()
-            for value in values:
-                (loss_of(training.model, value) / len(values)).backward()
-            training.advance()
-        return training.state()
 
 
 class Verbatim:
@@ -430,14 +382,14 @@ class TorchsDdp(DdpContract):
 
     timeout_s = 12.0
 
-    def joinables(self, subject: Training) -> Sequence[Any]:
+    def joinables(self, subject: Any) -> list[Any]:
         return [Verbatim(subject.model)]
 
-    def state(self, subject: Training) -> Mapping[str, Any]:
+    def state(self, subject: Any) -> dict[str, Any]:
         return {"weights": subject.state()["weights"]}
 
-    def expected(self, steps: list[list[float]], world_size: int) -> Mapping[str, Any]:
-        return {"weights": single(steps, world_size).state()["weights"]}
+    def expected(self, steps: list[list[float]], world_size: int) -> dict[str, Any]:
+        return {"weights": super().expected(steps, world_size)["weights"]}
 
 
 class TorchsZero(ZeroContract):
@@ -445,7 +397,7 @@ class TorchsZero(ZeroContract):
 
     timeout_s = 12.0
 
-    def joinables(self, subject: Sharded) -> Sequence[Any]:
+    def joinables(self, subject: Any) -> list[Any]:
         return [Verbatim(subject.model), Verbatim(subject.optimizer)]
 
 

@@ -17,7 +17,7 @@ from stagereg import BlockingAsyncStager
 from stagereg.errors import StagerClosedError, StagingError, UnstageableTypeError
 from stagereg.kernel.memory import register_padding
 
-__all__ = ["MUTANTS", "RELEASE"]
+__all__ = ["MUTANTS", "RELEASE", "Plain"]
 
 State = dict[str, Any]
 RELEASE = threading.Event()
@@ -52,7 +52,16 @@ def single(state: State) -> Tensor | None:
 
 
 class Plain(BlockingAsyncStager):
-    """Right in everything; the mutants change one thing."""
+    """Right in everything; the mutants change one thing, and have some places to remember things in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+        self.seen: dict[Any, Any] = {}
+
+    def close(self) -> None:
+        super().close()
+        self.held.clear()
 
     def stage(self, state_dict: State) -> Any:
         return self.change(state_dict, super().stage(state_dict))
@@ -64,6 +73,37 @@ class Plain(BlockingAsyncStager):
         return copied
 
 
+def of_tensors(name: str, change: Callable[[Tensor, Tensor], Any]) -> type[Plain]:
+    """A mutant that does ``change(source, copied)`` to each tensor."""
+    return type(name, (Plain,), {"change_tensor": lambda self, source, copied: change(source, copied)})
+
+
+def of_states(name: str, change: Callable[[State, State], State]) -> type[Plain]:
+    """A mutant that does ``change(source, copied)`` to each state dict."""
+    return type(name, (Plain,), {"change": lambda self, source, copied: change(source, copied)})
+
+
+def of_values(name: str, change: Callable[[Any, Any, Any], Any]) -> type[Plain]:
+    """A mutant that does ``change(key, source, copied)`` to each entry of a state dict."""
+    return of_states(name, lambda source, copied: {k: change(k, source[k], x) for k, x in copied.items()})
+
+
+def of_errors(name: str, error: type[Exception], instead: Callable[[Any, State, Any], Any]) -> type[Plain]:
+    """A mutant that does ``instead(stager, source, error)`` where ``stage`` raises an error."""
+
+    def stage(self: Plain, state_dict: State) -> Any:
+        try:
+            return Plain.stage(self, state_dict)
+        except error as raised:
+            return instead(self, state_dict, raised)
+
+    return type(name, (Plain,), {"stage": stage})
+
+
+def raising(error: Exception) -> Any:
+    raise error
+
+
 class WithoutSynchronize:
     should_synchronize_after_execute = False
 
@@ -72,51 +112,23 @@ class WithoutSynchronize:
         self.stage, self.close = self.stager.stage, self.stager.close
 
 
-class LargeOnesAsTheyAre(Plain):
-    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
-        return source if is_plain(source) and source.numel() * source.element_size() > 2**20 else copied
-
-
 class TrustsVersionCounters(Plain):
-    seen: Any = None
+    known: Any = None
     last: Any = None
 
     def change(self, source: State, copied: State) -> State:
         seen: list[Any] = [(key, type(value)) for key, value in source.items()]
         paired(source, copied, lambda s, c: seen.append((s.data_ptr(), s._version, s.shape, s.dtype, s.stride())) or c)
-        if seen != self.seen or len(seen) == len(source) or self.last[0]() is None:
+        if seen != self.known or len(seen) == len(source) or self.last[0]() is None:
             first = next((x for x in copied.values() if is_plain(x)), None)
             if first is None:
                 return copied
-            self.seen, self.last = seen, (weakref.ref(first), dict(copied))
+            self.known, self.last = seen, (weakref.ref(first), dict(copied))
         return dict(self.last[1])
 
     def close(self) -> None:
-        self.seen = self.last = None
+        self.known = self.last = None
         super().close()
-
-
-class ScalarsAsTheyAre(Plain):
-    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
-        return source if source.dim() == 0 else copied
-
-
-class ValuesAsTheyAre(Plain):
-    def change(self, source: State, copied: State) -> State:
-        return {k: source[k] if type(v).__name__ in ("set", "bytearray", "Settings") else v for k, v in copied.items()}
-
-
-class SortsTheSource(Plain):
-    def change(self, source: State, copied: State) -> State:
-        items = sorted(source.items(), key=lambda item: str(item[0]))
-        source.clear()
-        source.update(items)
-        return copied
-
-
-class ReleasesNothing(Plain):
-    def release(self, staged: State) -> None:
-        pass
 
 
 class PaddingOfNeighbours(Plain):
@@ -162,24 +174,16 @@ class OneBlockForAll(Plain):
 class LooksOnlyAtTensors(Plain):
     """Uses memory again when the tensor it handed out is gone, although views of it may exist."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.free: list[Tensor] = []
-
     def change(self, source: State, copied: State) -> State:
         new = single(copied)
         if new is None:
             return copied
-        fitting = [x for x in self.free if (x.shape, x.dtype) == (new.shape, new.dtype)]
-        self.free.clear()
+        fitting = [x for x in self.held if (x.shape, x.dtype) == (new.shape, new.dtype)]
+        self.held.clear()
         memory = fitting[0].copy_(new) if fitting else new
         handed_out = memory.view(memory.shape)
-        weakref.finalize(handed_out, self.free.append, memory).atexit = False
+        weakref.finalize(handed_out, self.held.append, memory).atexit = False
         return {"w": handed_out}
-
-    def close(self) -> None:
-        super().close()
-        self.free.clear()
 
 
 class WaitsForThreeToBeDropped(Plain):
@@ -212,65 +216,8 @@ class SharesItsBuffers(Plain):
 
 
 class KeepsEveryCopy(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[State] = []
-
     def change(self, source: State, copied: State) -> State:
-        self.kept.append(dict(copied))
-        return copied
-
-    def close(self) -> None:
-        self.kept.clear()
-        super().close()
-
-
-class NamesOfTuplesAreLost(Plain):
-    def change(self, source: State, copied: State) -> State:
-        return {k: tuple(v) if hasattr(v, "_fields") else v for k, v in copied.items()}
-
-
-class KeysAreSorted(Plain):
-    def change(self, source: State, copied: State) -> State:
-        return {k: dict(sorted(v.items())) if type(v) is dict and k == "numbers" else v for k, v in copied.items()}
-
-
-class Complex64Only(Plain):
-    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
-        return copied.to(torch.complex64) if copied.dtype is torch.complex128 else copied
-
-
-class ZeroHasNoSign(Plain):
-    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
-        return copied.add_(0) if copied.dtype is torch.float16 else copied
-
-
-class EverythingContiguous(Plain):
-    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
-        return copied if 0 in copied.stride() else copied.contiguous()
-
-
-class OnlyWholeTies(Plain):
-    """Knows tensors that are tied as a whole, and takes a slice of one for another tensor."""
-
-    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
-        return copied.clone() if is_plain(copied) and copied.storage_offset() else copied
-
-
-class ParametersAreTensors(Plain):
-    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
-        return copied.detach() if isinstance(copied, torch.nn.Parameter) else copied
-
-
-class WithoutAttributes(Plain):
-    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
-        vars(copied).clear()
-        return copied
-
-
-class AttributesAsTheyAre(Plain):
-    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
-        vars(copied).update(vars(source))
+        self.held.append(dict(copied))
         return copied
 
 
@@ -283,103 +230,12 @@ class WholeStorages(Plain):
         return whole.as_strided(source.shape, source.stride()).copy_(source.detach()) if large else copied
 
 
-class ExpandedOnesInflated(Plain):
-    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
-        return copied.contiguous() if 0 in copied.stride() else copied
-
-
-class WithoutMeshes(Plain):
-    def change(self, source: State, copied: State) -> State:
-        return {k: x.to_local() if isinstance(x, DTensor) else x for k, x in copied.items()}
-
-
-class Replicates(Plain):
-    def change(self, source: State, copied: State) -> State:
-        replicate = [Replicate()]
-        return {k: x.redistribute(placements=replicate) if isinstance(x, DTensor) else x for k, x in copied.items()}
-
-
-class WithoutShards(Plain):
-    def change(self, source: State, copied: State) -> State:
-        return {k: x.local_shards()[0].tensor if type(x) is ShardedTensor else x for k, x in copied.items()}
-
-
 class KeysOfTheFirst(Plain):
     keys: list[str] | None = None
 
     def change(self, source: State, copied: State) -> State:
         self.keys = list(copied) if self.keys is None else self.keys
         return {key: value for key, value in copied.items() if key in self.keys}
-
-
-class ByName(Plain):
-    """A stager that remembers something of each tensor by its key."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[Any, Any] = {}
-
-    def change(self, source: State, copied: State) -> State:
-        return {k: self.compare(k, x) if is_plain(x) else x for k, x in copied.items()}
-
-    def compare(self, key: str, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class Broadcasts(ByName):
-    def compare(self, key: str, x: Tensor) -> Tensor:
-        shape = self.seen.get(key, x.shape)
-        try:
-            return x.expand(shape).clone() if shape != x.shape else x
-        except RuntimeError:
-            return x
-        finally:
-            self.seen[key] = x.shape
-
-
-class Casts(ByName):
-    def compare(self, key: str, x: Tensor) -> Tensor:
-        return x.to(self.seen.setdefault((key, x.shape), x.dtype))
-
-
-class ByIdentity(Plain):
-    """A stager that remembers something of each tensor by the object it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, tuple[Any, Any]] = {}
-
-    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
-        if not is_plain(source) or source.dim() != 1 or not source.is_contiguous():
-            return copied
-        known, fact = self.seen.get(id(source), (None, None))
-        if known is None or known() is not source:
-            fact = self.look(source)
-            self.seen[id(source)] = (weakref.ref(source), fact)
-        return self.compare(fact, source, copied)
-
-    def look(self, source: Tensor) -> Any:
-        raise NotImplementedError
-
-    def compare(self, fact: Any, source: Tensor, copied: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class SizesOfTheFirst(ByIdentity):
-    def look(self, source: Tensor) -> int:
-        return source.numel()
-
-    def compare(self, fact: int, source: Tensor, copied: Tensor) -> Tensor:
-        return copied if fact == source.numel() else torch.zeros(fact, dtype=source.dtype)
-
-
-class MemoryOfTheFirst(ByIdentity):
-    def look(self, source: Tensor) -> Tensor:
-        return source.detach()
-
-    def compare(self, fact: Tensor, source: Tensor, copied: Tensor) -> Tensor:
-        moved = fact.shape == source.shape and fact.data_ptr() != source.data_ptr()
-        return fact.clone() if moved else copied
 
 
 class TiesOfTheFirst(Plain):
@@ -393,36 +249,6 @@ class TiesOfTheFirst(Plain):
         for a, b in self.ties:
             copied[b] = copied[a]
         return copied
-
-
-class ErrorsWithoutPath(Plain):
-    def stage(self, state_dict: State) -> State:
-        try:
-            return super().stage(state_dict)
-        except UnstageableTypeError as error:
-            raise StagingError([], "there is something that cannot be copied") from error
-
-
-class ErrorsOfItsOwn(Plain):
-    def stage(self, state_dict: State) -> State:
-        try:
-            return super().stage(state_dict)
-        except UnstageableTypeError as error:
-            raise TypeError(str(error)) from None
-
-
-class LeavesOut(Plain):
-    def stage(self, state_dict: State) -> State:
-        try:
-            return super().stage(state_dict)
-        except UnstageableTypeError as error:
-            return super().stage({**state_dict, error.path[0]: None})
-
-
-class DrawsRandomNumbers(Plain):
-    def stage(self, state_dict: State) -> State:
-        torch.rand(1)
-        return super().stage(state_dict)
 
 
 class LeavesGradOff(Plain):
@@ -504,26 +330,14 @@ class GoesOnAfterClose(Plain):
         BlockingAsyncStager.__init__(self)
 
 
-class OddErrorAfterClose(Plain):
-    def stage(self, state_dict: State) -> State:
-        try:
-            return super().stage(state_dict)
-        except StagerClosedError:
-            raise RuntimeError("cannot schedule new futures after shutdown") from None
-
-
 class TakesCopiesBack(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.handed_out: list[Any] = []
-
     def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
         if is_plain(copied) and not copied.requires_grad:
-            self.handed_out.append(weakref.ref(copied))
+            self.held.append(weakref.ref(copied))
         return copied
 
     def close(self) -> None:
-        for known in self.handed_out:
+        for known in self.held:
             if (x := known()) is not None:
                 x.zero_()
         super().close()
@@ -559,6 +373,105 @@ class CopiesWhenSynchronized(Plain):
         for copied, values in self.late:
             copied.copy_(values)
         self.late.clear()
+
+
+class Broadcasts(Plain):
+    """Remembers shapes by key, and broadcasts to them."""
+
+    def change(self, source: State, copied: State) -> State:
+        return {k: self.compare(k, x) if is_plain(x) else x for k, x in copied.items()}
+
+    def compare(self, key: str, x: Tensor) -> Tensor:
+        shape, self.seen[key] = self.seen.get(key, x.shape), x.shape
+        try:
+            return x.expand(shape).clone() if shape != x.shape else x
+        except RuntimeError:
+            return x
+
+
+class Casts(Broadcasts):
+    """Remembers dtypes by key and shape, and casts to them."""
+
+    def compare(self, key: str, x: Tensor) -> Tensor:
+        return x.to(self.seen.setdefault((key, x.shape), x.dtype))
+
+
+class SizesOfTheFirst(Plain):
+    """Remembers the size of each tensor by the object it is."""
+
+    def change_tensor(self, source: Tensor, copied: Tensor) -> Tensor:
+        if not is_plain(source) or source.dim() != 1 or not source.is_contiguous():
+            return copied
+        known, first = self.seen.get(id(source), (None, None))
+        if known is None or known() is not source:
+            first = source.detach()
+            self.seen[id(source)] = (weakref.ref(source), first)
+        return self.compare(first, source, copied)
+
+    def compare(self, first: Tensor, source: Tensor, copied: Tensor) -> Tensor:
+        return copied if first.shape == source.shape else torch.zeros(first.shape, dtype=source.dtype)
+
+
+class MemoryOfTheFirst(SizesOfTheFirst):
+    """Remembers where each tensor lies by the object it is."""
+
+    def compare(self, first: Tensor, source: Tensor, copied: Tensor) -> Tensor:
+        moved = first.shape == source.shape and first.data_ptr() != source.data_ptr()
+        return first.clone() if moved else copied
+
+
+def sort_source(source: State, copied: State) -> State:
+    items = sorted(source.items(), key=lambda item: str(item[0]))
+    source.clear()
+    source.update(items)
+    return copied
+
+
+def clear_attributes(source: Tensor, copied: Tensor) -> Tensor:
+    vars(copied).clear()
+    return copied
+
+
+def share_attributes(source: Tensor, copied: Tensor) -> Tensor:
+    vars(copied).update(vars(source))
+    return copied
+
+
+ReleasesNothing = type("ReleasesNothing", (Plain,), {"release": lambda self, staged: None})
+DrawsRandomNumbers = of_states("DrawsRandomNumbers", lambda source, copied: [copied, torch.rand(1)][0])
+SortsTheSource = of_states("SortsTheSource", sort_source)
+LargeOnesAsTheyAre = of_tensors("LargeOnesAsTheyAre", lambda s, c: s if is_plain(s) and s.nbytes > 2**20 else c)
+ScalarsAsTheyAre = of_tensors("ScalarsAsTheyAre", lambda s, c: s if s.dim() == 0 else c)
+ValuesAsTheyAre = of_values("ValuesAsTheyAre", lambda k, s, c: s if isinstance(c, (set, bytearray)) else c)
+NamesOfTuplesAreLost = of_values("NamesOfTuplesAreLost", lambda k, s, c: tuple(c) if hasattr(c, "_fields") else c)
+KeysAreSorted = of_values("KeysAreSorted", lambda k, s, c: dict(sorted(c.items())) if k == "numbers" else c)
+Complex64Only = of_tensors("Complex64Only", lambda s, c: c.to(torch.complex64) if c.dtype is torch.complex128 else c)
+ZeroHasNoSign = of_tensors("ZeroHasNoSign", lambda s, c: c.add_(0) if c.dtype is torch.float16 else c)
+EverythingContiguous = of_tensors("EverythingContiguous", lambda s, c: c if 0 in c.stride() else c.contiguous())
+OnlyWholeTies = of_tensors("OnlyWholeTies", lambda s, c: c.clone() if is_plain(c) and c.storage_offset() else c)
+ParametersAreTensors = of_tensors(
+    "ParametersAreTensors", lambda s, c: c.detach() if isinstance(c, torch.nn.Parameter) else c
+)
+WithoutAttributes = of_tensors("WithoutAttributes", clear_attributes)
+AttributesAsTheyAre = of_tensors("AttributesAsTheyAre", share_attributes)
+ExpandedOnesInflated = of_tensors("ExpandedOnesInflated", lambda s, c: c.contiguous() if 0 in c.stride() else c)
+WithoutMeshes = of_values("WithoutMeshes", lambda k, s, c: c.to_local() if isinstance(c, DTensor) else c)
+Replicates = of_values(
+    "Replicates", lambda k, s, c: c.redistribute(placements=[Replicate()]) if isinstance(c, DTensor) else c
+)
+WithoutShards = of_values(
+    "WithoutShards", lambda k, s, c: c.local_shards()[0].tensor if type(c) is ShardedTensor else c
+)
+ErrorsWithoutPath = of_errors(
+    "ErrorsWithoutPath", UnstageableTypeError, lambda *_: raising(StagingError([], "something cannot be copied"))
+)
+ErrorsOfItsOwn = of_errors("ErrorsOfItsOwn", UnstageableTypeError, lambda *error: raising(TypeError(str(error[-1]))))
+LeavesOut = of_errors(
+    "LeavesOut", UnstageableTypeError, lambda self, state, error: Plain.stage(self, {**state, error.path[0]: None})
+)
+OddErrorAfterClose = of_errors(
+    "OddErrorAfterClose", StagerClosedError, lambda *_: raising(RuntimeError("cannot schedule after shutdown"))
+)
 
 
 MUTANTS: dict[str, tuple[type[Any], ...]] = {

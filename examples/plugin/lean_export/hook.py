@@ -1,4 +1,4 @@
-"""``join_hook=ema``: update an average of the weights on ranks without data, and agree on its buffers at the end."""
+"""``join_hook=ema``: averages weights on ranks without data, and agrees on buffers at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``joinable=ema``: an average of the weights that is equal on all ranks, however unevenly they run out of data."""
+"""``joinable=ema``: an average of the weights that is equal on all ranks, also on uneven inputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EmaJoinable(Joinable):
         after: the joinable of the model, so that nothing is updated in steps without a reduction (``no_sync``).
             ``None``: the nearest one listed before it.
         process_group: the ranks that train together; ``None``: those of ``after``, or the default group.
-        hook: another hook in the place of ``ema``.
+        hook: another hook in the place of its own.
 
     Attributes:
         average: the average itself.

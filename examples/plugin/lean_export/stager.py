@@ -1,151 +1,97 @@
 """``stager=bf16``: a copy for a small export, its weights in bfloat16.
 
-It stands beside the stager of the full checkpoint, in a checkpointer of its own. Casting happens while the bytes are
-copied, so an export costs the training loop less than a full copy, and half the memory.
+It stands beside the stager of the full checkpoint, in a checkpointer of its own. The tensors are cast where they are,
+and copied to host memory by stagereg's own stager, so an export takes half the memory of a full copy there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from stagereg import AsyncStager
-from stagereg.errors import StagingError, nearest
-from stagereg.kernel.copier import HostCopier, naming
+from stagereg.kernel.copier import HostCopier
 from stagereg.kernel.memory import Pool
 from stagereg.kernel.state_dict import flatten
 from stagereg.stagers.async_stager import StateDict
+from stagereg.stagers.host import HostStager
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from lean_export.casting import WIDE, CastingCopier
-from lean_export.sharded import with_narrow_shards
+__all__ = ["WIDE", "Bf16Stager"]
 
-__all__ = ["Bf16Stager"]
+WIDE = (torch.float32, torch.float64)
+"""What is cast. float16 has as many bytes as bfloat16 has, and would only lose digits."""
 
 
-class Bf16Stager(AsyncStager):
+class Bf16Stager(HostStager):
     """Copies a state dict, its float32 and float64 tensors as bfloat16.
 
     Everything else of the contract of a stager holds as it does for stagereg's own: what is handed out never changes,
-    structure, strides and tied weights stay, changes from call to call are planned anew. Of a DTensor
-    or ShardedTensor each rank casts what it has. Other wrappers, sparse and quantized tensors, and tensors that are
-    attributes of others are copied as they are.
+    structure, strides and tied weights stay. Of a DTensor or ShardedTensor each rank casts its part. Other wrappers,
+    sparse and quantized tensors, and tensors that are attributes of others are copied as they are.
+
+    Each parameter is an option: its name, type, default and text are what users see.
 
     Args:
-        include: patterns (``*``, ``?``, ``[a-z]``) over dotted names of tensors, such as ``"model.*"``; ``*`` takes in
-            dots. What matches none is copied as it is.
-        exclude: patterns likewise; what matches one is copied as it is, such as ``"*.norm.*"``.
         max_in_flight: copies that may be held by writers at once before ``stage`` waits for one to be dropped.
         wait_s: seconds, one at most, that ``stage`` waits for that; then it takes memory beyond the bound, which is
             logged once.
-
-    Not for use from several threads at once.
     """
 
-    def __init__(
-        self,
-        include: Sequence[str] = ("*",),
-        exclude: Sequence[str] = (),
-        max_in_flight: int = 2,
-        wait_s: float = 60.0,
-    ) -> None:
-        for option, patterns in (("include", include), ("exclude", exclude)):
-            if isinstance(patterns, str):
-                raise StagingError([], f"{option} must be a list of patterns, not a single one: [{patterns!r}]")
-        self._include, self._exclude = tuple(include), tuple(exclude)
-        pin = torch.accelerator.is_available()
-        self._cast = CastingCopier(Pool(max_in_flight, wait_s, pin=pin))
-        self._rest = HostCopier(Pool(max_in_flight, wait_s, pin=pin))
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """False: when ``stage`` returns, the copy is complete."""
-        return False
+    def __init__(self, max_in_flight: int = 2, wait_s: float = 60.0) -> None:
+        super().__init__(HostCopier(Pool(max_in_flight, wait_s)))
 
     def stage(self, state_dict: StateDict) -> StateDict:
         """Return a complete copy of ``state_dict`` in host memory; blocks until the bytes are there.
 
         Raises:
-            StagingError: an entry cannot be staged (the message has its path), there is no memory for it, or a pattern
-                matches no tensor; nothing is handed out then.
+            StagingError: an entry cannot be staged (the message has its path), or there is no memory for it.
             StagerClosedError: after ``close()``.
         """
-        self._rest.pool.check_open()
         with torch.no_grad():
-            named = [(name, leaf) for name, leaf in _leaves(state_dict) if _castable(leaf)]
-            self._refuse_idle([name for name, _ in named])
-            spec = flatten(with_narrow_shards(state_dict, lambda name, x: self._wants(name) and _castable(x)))
-            tensors = spec.tensors
-            chosen = _chosen([leaf for name, leaf in named if self._wants(name)], tensors)
-            others = [i for i in range(len(tensors)) if i not in chosen]
-            with naming(state_dict):
-                staged = _copied(self._cast.copy, tensors, sorted(chosen))
-                staged |= _copied(self._rest.copy, [x.detach() for x in tensors], others)
-            copy: StateDict = spec.unflatten([staged[i] for i in range(len(tensors))])
-            return copy
-
-    def synchronize_staging(self) -> None:
-        """Nothing to wait for: ``stage`` has waited."""
-        return
-
-    def close(self) -> None:
-        """Free the memory that is kept. Copies still held stay valid. Twice is harmless."""
-        self._cast.close()
-        self._rest.close()
-
-    def _refuse_idle(self, names: Sequence[str]) -> None:
-        """Refuse a pattern that matches none of the names, which is a mistake; but for ``*``."""
-        for option, patterns in (("include", self._include), ("exclude", self._exclude)):
-            for pattern in patterns:
-                if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
-                    raise StagingError(
-                        [],
-                        f"the pattern {pattern!r} of {option!r} matches no float32 or float64 tensor."
-                        f"{nearest(pattern, names)} Names are dotted paths, such as {', '.join(names[:3]) or '-'}",
-                    )
-
-    def _wants(self, name: str) -> bool:
-        named, spared = (any(fnmatchcase(name, p) for p in patterns) for patterns in (self._include, self._exclude))
-        return named and not spared
+            spec = flatten(state_dict)
+            return super().stage(spec.unflatten(_narrow(spec.tensors, _leaves(state_dict))))
 
 
-def _castable(x: torch.Tensor) -> bool:
-    return x.layout is torch.strided and x.dtype in WIDE
+def _narrow(tensors: Sequence[torch.Tensor], leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, bfloat16 in place of the wide ones among the leaves; those that shared memory share it again."""
+    wanted = {_memory(x) for x in leaves}
+    whole: dict[tuple[object, ...], torch.Tensor] = {}
+    found = []
+    for x in tensors:
+        memory = _memory(x)
+        if x.dtype in WIDE and memory in wanted and _is_complete(x):
+            if memory not in whole:
+                storage = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+                whole[memory] = storage.to(torch.bfloat16)
+            x = whole[memory].as_strided(x.shape, x.stride(), x.storage_offset())
+        found.append(x)
+    return found
 
 
-def _chosen(leaves: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> set[int]:
-    """The indices of the tensors that the leaves are, or have inside, and of whatever is tied to one of them."""
-    wanted = {id(leaf.to_local() if isinstance(leaf, DTensor) else leaf) for leaf in leaves}
-    places = {_place(x) for x in tensors if id(x) in wanted}
-    return {i for i, x in enumerate(tensors) if id(x) in wanted or (x.numel() and _place(x) in places)}
+def _memory(x: torch.Tensor) -> tuple[object, ...]:
+    return x.device, x.dtype, x.untyped_storage().data_ptr()
 
 
-def _copied(
-    copy: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], tensors: Sequence[torch.Tensor], some: Sequence[int]
-) -> dict[int, torch.Tensor]:
-    """Copy some of the tensors; an error about one of them gives its index among all."""
-    if not some:
-        return {}
-    try:
-        return dict(zip(some, copy([tensors[i] for i in some]), strict=True))
-    except StagingError as error:
-        if len(error.path) != 1 or not isinstance(error.path[0], int):
-            raise
-        raise type(error)([some[error.path[0]]], error.reason) from error
+def _is_complete(x: torch.Tensor) -> bool:
+    """Whether all of a tensor lies in its storage; one that does not is refused by the copier, with its path."""
+    last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return not x.numel() or (last + 1) * x.itemsize <= x.untyped_storage().nbytes()
 
 
-def _place(x: torch.Tensor) -> tuple[object, ...]:
-    return x.device, x.data_ptr(), x.dtype
-
-
-def _leaves(x: Any, name: str = "", entered: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a state dict with its dotted name, once for each place where it is."""
-    entered = set() if entered is None else entered
-    if isinstance(x, torch.Tensor):
-        yield name, x
-    elif isinstance(x, (dict, list, tuple)) and id(x) not in entered:
-        entered.add(id(x))
-        for key, value in x.items() if isinstance(x, dict) else enumerate(x):
-            yield from _leaves(value, f"{name}.{key}" if name else str(key), entered)
+def _leaves(x: Any) -> Iterator[torch.Tensor]:
+    """Every plain strided tensor of a state dict, and the parts of this rank of DTensors and ShardedTensors."""
+    todo: list[Any] = [x]
+    entered: set[int] = set()
+    while todo:
+        x = todo.pop()
+        if isinstance(x, DTensor):
+            todo.append(x.to_local())
+        elif isinstance(x, ShardedTensor):
+            todo += [shard.tensor for shard in x.local_shards()]
+        elif isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_quantized:
+            yield x
+        elif isinstance(x, (dict, list, tuple)) and id(x) not in entered:
+            entered.add(id(x))
+            todo += x.values() if isinstance(x, dict) else x

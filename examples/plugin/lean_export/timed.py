@@ -1,4 +1,4 @@
-"""``join_hook=ddp_timed``: as ``ddp``, and logs how long a rank without data was busy with the steps of the others."""
+"""``join_hook=ddp_timed``: as ``ddp``, and logs how long a rank without data was busy."""
 
 from __future__ import annotations
 

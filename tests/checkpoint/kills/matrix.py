@@ -55,7 +55,7 @@ LIMIT_S = 300.0  # of one run; nothing here takes a tenth of it on an idle machi
 LINGER_S = 2.0  # for the other ranks to notice, which is no promise; a launcher would end them as well
 ATTEMPTS = 4
 BEFORE, AFTER, BETWEEN = "before the commit", "after it", "between saves"
-BY_RANK_0 = {"locked", "swept", *list(failpoints.POINTS)[list(failpoints.POINTS).index("held") :]} - {"ended"}
+BY_RANK_0 = {"locked", "swept", *list(failpoints.POINTS)[list(failpoints.POINTS).index("marked") :]} - {"ended"}
 START = {"locked", "swept"}
 
 

@@ -22,12 +22,11 @@ import stagereg.checkpoint.store.remote_store as remote
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest, file_mark
+from stagereg.checkpoint.pending_save import PendingSave, SaveTarget, write_and_commit
 from stagereg.checkpoint.rank_group import RankGroup
-from stagereg.checkpoint.saving import Save, carry_out
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.remote_store import RemoteStore
 from stagereg.checkpoint.store.retry import within
-from stagereg.checkpoint.torchfiles import Plans
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 
@@ -422,7 +421,9 @@ def test_a_store_that_cannot_be_looked_at_is_reported_by_the_commands(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_hang_before_the_first_file_is_reported_by_its_phase(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = Save(1, {"x": torch.ones(3)})
+    ranks = RankGroup(None, datetime.timedelta(seconds=60))
+    target = SaveTarget(RemoteStore(url), 1, build("storage", "dcp"), ranks, None, "0123456789ab")
+    save = PendingSave(1, target, staged={"x": torch.ones(3)})
     save.settled.set()
     at: list[str] = []
     real = ObjectStore.exists
@@ -432,8 +433,7 @@ def test_a_hang_before_the_first_file_is_reported_by_its_phase(url: str, monkeyp
         return real(self, path)
 
     monkeypatch.setattr(ObjectStore, "exists", exists)
-    ranks = RankGroup(None, datetime.timedelta(seconds=60))
-    carry_out(save, RemoteStore(url), 1, build("storage", "dcp"), Plans(), ranks)
+    write_and_commit(save)
     assert at[0] == "preparing its files"
 
 

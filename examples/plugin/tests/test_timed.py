@@ -1,4 +1,4 @@
-"""What ``$name`` adds to the contract: chosen in a config in the place of ``ddp``, it logs the steps without data."""
+"""The hook in the place of ``ddp``: the promises of its contract, and that it logs, chosen in a config."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from stagereg.testing import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lean_export.timed_contract import TimedDdpContract
+
 APP = """
 defaults:
   - stagereg
   - joinable@join.joinables.model: ddp
-  - join_hook@join.joinables.model.hook: $name
+  - join_hook@join.joinables.model.hook: ddp_timed
   - _self_
 """
 
 
-def join_config(folder: Path, *overrides: str) -> Any:
-    (folder / "app.yaml").write_text(APP)
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        return compose("app", list(overrides)).join
+class TestContract(TimedDdpContract):
+    """Inherits one test for each promise; a subclass is what pytest collects."""
 
 
 class Messages(logging.Handler):
-    """Keeps what is logged."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
@@ -42,7 +40,7 @@ class Messages(logging.Handler):
 def logged(rank: int, world_size: int, cfg: Any) -> list[str]:
     """Train on one batch or three, and return what was logged on the rank."""
     messages = Messages()
-    log = logging.getLogger("$package")
+    log = logging.getLogger("lean_export")
     log.addHandler(messages)
     log.setLevel(logging.INFO)
     model = DistributedDataParallel(nn.Linear(2, 1))
@@ -52,11 +50,11 @@ def logged(rank: int, world_size: int, cfg: Any) -> list[str]:
     return messages.seen
 
 
-def test_steps_without_data_are_logged(tmp_path: Path) -> None:
-    cfg = join_config(tmp_path)
-    assert run_ranks(logged, 2, args=(cfg,)) == [["this rank took part in 2 steps without data"], []]
-
-
-def test_fewer_steps_than_the_bound_are_not_logged(tmp_path: Path) -> None:
-    cfg = join_config(tmp_path, "join.joinables.model.hook.least_steps=3")
-    assert run_ranks(logged, 2, args=(cfg,)) == [[], []]
+def test_steps_without_data_are_logged_unless_they_are_short(tmp_path: Path) -> None:
+    (tmp_path / "app.yaml").write_text(APP)
+    for least_s, expected in (("0", [1, 0]), ("1000", [0, 0])):
+        with initialize_config_dir(str(tmp_path), version_base="1.3"):
+            cfg = compose("app", [f"join.joinables.model.hook.least_s={least_s}"]).join
+        seen = run_ranks(logged, 2, args=(cfg,))
+        assert [len(lines) for lines in seen] == expected
+        assert all("this rank took part in 2 steps" in line for lines in seen for line in lines)

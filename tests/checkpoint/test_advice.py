@@ -6,8 +6,7 @@ import errno
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from stagereg.checkpoint.advice import advice
-from stagereg.checkpoint.causes import causes
+from stagereg.checkpoint.advice import advice, causes
 
 
 def test_an_error_wrapped_by_torch_is_found_behind_other_errors() -> None:

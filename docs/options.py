@@ -1,4 +1,4 @@
-"""The option reference, ``docs/options.md``, written from the registry: ``python -m stagereg.commands.reference``.
+"""Writes the option reference from the registry: ``python docs/options.py > docs/options.md``.
 
 It has every component of stagereg itself, whatever else is installed, and imports all of them.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import stagereg.registry as registry
-from stagereg.commands.describe import Described, Field, describe
+from stagereg.commands.describe import Field, describe
 from stagereg.installed import DISTRIBUTION
+from stagereg.registry import Entry
 
 __all__ = ["page"]
 
@@ -25,7 +26,7 @@ _KINDS = {
 _HEAD = """\
 # Options
 
-Everything that can be chosen and set, written by `python -m stagereg.commands.reference`: edit docstrings,
+Everything that can be chosen and set, written by `python docs/options.py`: edit docstrings,
 not this page. An option is set where its component is chosen, `python train.py stager=pinned_cached
 stager.max_in_flight=3`; `null` is `None`. What the program passes is no option: it goes to `stagereg.instantiate`.
 `stagereg show KIND/NAME` shows the same of the plugins of other packages.
@@ -38,14 +39,15 @@ def page() -> str:
     parts = [_HEAD]
     for kind in (*_KINDS, *sorted({entry.kind for entry in own} - set(_KINDS))):
         parts.append(f"\n## {_KINDS.get(kind, kind)}\n")
-        parts += ["\n".join(_component(describe(entry))) + "\n" for entry in own if entry.kind == kind]
+        parts += ["\n".join(_component(entry)) + "\n" for entry in own if entry.kind == kind]
     return "".join(parts)
 
 
-def _component(described: Described) -> Iterator[str]:
+def _component(entry: Entry) -> Iterator[str]:
+    described = describe(entry)
     # The name alone, also where another package of this machine announces it, too.
-    yield f"\n### {described.kind}/{described.name.partition('@')[0]}\n"
-    yield f"{described.summary} (`{described.target}`)"
+    yield f"\n### {entry.kind}/{entry.bare}\n"
+    yield f"{described.summary} (`{entry.target}`)"
     if described.options:
         yield ""
         yield from _table(

@@ -1,0 +1,270 @@
+"""One save, from the call in the training loop to the committed checkpoint.
+
+:class:`PendingSave` is its state, and :func:`write_and_commit` what the background thread does with it, on all ranks at
+once. There are two exchanges, and nothing is left out of either:
+
+1. Before any file: every rank sends that it has staged and what it would write; rank 0 answers which rank writes what.
+   Without it a rank would write for nothing, or two ranks the same.
+2. After the files: every rank sends what it has written, with sizes and checksums; rank 0 writes the metadata, commits
+   and answers that it has. Without it a checkpoint would be committed with files missing, or a rank would not know how
+   its save has ended.
+
+A failure on any rank fails the save on all of them and deletes the hidden directory. Each rank lets go of its copy as
+soon as its files are written.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+import stagereg.record as record
+from stagereg.checkpoint.encoding import Encoded, encode, leaves
+from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.index import INDEX, make_index
+from stagereg.checkpoint.manifest import FileMark
+from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.storage.lookup import name_of
+from stagereg.checkpoint.storage.protocol import MarksFiles, Storage
+from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
+from stagereg.checkpoint.store.retry import within
+from stagereg.checkpoint.torchfiles import Plans
+from stagereg.checkpoint.writer_process import WriterProcess, write_data
+from stagereg.errors import CheckpointError
+
+__all__ = ["PendingSave", "SaveTarget", "write_and_commit"]
+
+_TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
+_WAITING = "waiting for the others"
+_Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], dict[str, Encoded]]
+
+
+@dataclass
+class SaveTarget:
+    """Where the saves of one checkpointer go.
+
+    Attributes:
+        store: commits them.
+        keep: how many stay.
+        storage: writes their files.
+        ranks: that save together.
+        process: where the storage writes; ``None`` for this one.
+        token: of this run, the same on all ranks; each save adds its number to it.
+        plans: of the writes.
+    """
+
+    store: CheckpointStore
+    keep: int
+    storage: Storage
+    ranks: RankGroup
+    process: WriterProcess | None
+    token: str
+    plans: Plans = field(default_factory=Plans)
+    _saves: int = 0
+
+    def next_token(self) -> str:
+        """Return the token of the next save, the same on all ranks without an exchange."""
+        self._saves += 1
+        return f"{(int(self.token, 16) + self._saves) % 16 ** len(self.token):0{len(self.token)}x}"
+
+
+@dataclass
+class PendingSave:
+    """One save on this rank.
+
+    Attributes:
+        step: the training step.
+        to: where it goes.
+        called: when the training loop has asked for it (``record.now``).
+        staged: the copy, or the promise of one; empty once it is written or lost.
+        release: called with the copy when it has been written; the stager's, if it has one.
+        failure: why there is no good copy, if this rank could not stage; its training loop has raised it already. Text,
+            since the training loop is still busy with the error itself.
+        settled: set when the training loop has done its part, and ``failure`` is as it will be.
+        began: when the stager was asked to copy (``record.now``).
+        copied: when the copy was complete; 0 as long as that is not known.
+        nbytes: of the copy's tensor data, once it is there.
+        at: what this rank is doing for it, for messages.
+        until: when it has to be complete, on ``time.monotonic``; infinite until it is its turn.
+        late: whether it has been reported to take too long.
+        abandoned: set when it has been given up; then it is not committed.
+        over: set when it has ended, well or not.
+    """
+
+    step: int
+    to: SaveTarget
+    called: float = field(default_factory=lambda: record.now())
+    staged: dict[str, Any] | Future[dict[str, Any]] = field(default_factory=dict)
+    release: Callable[[dict[str, Any]], None] = lambda copy: None
+    failure: str | None = None
+    settled: threading.Event = field(default_factory=threading.Event)
+    began: float = 0.0
+    copied: float = 0.0
+    nbytes: int | None = None
+    at: str = "waiting for its turn"
+    until: float = math.inf
+    late: bool = False
+    abandoned: bool = False
+    over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank has done its part and waits for the others."""
+        return self.at == _WAITING
+
+    def complete(self) -> None:
+        """Note that the copy is complete now, unless that is known already. May be called on any thread."""
+        self.copied = self.copied or record.now()
+
+    def complete_with_copy(self) -> None:
+        """Note that it is complete when it is there, which it is already unless it is promised."""
+        if isinstance(self.staged, Future):
+            self.staged.add_done_callback(lambda _: self.complete())
+        else:
+            self.complete()
+
+    def copy(self) -> dict[str, Any]:
+        """Return the copy, once it is there. Raises: what kept this rank from staging."""
+        self.raise_failure()
+        if isinstance(self.staged, Future):
+            self.staged = self.staged.result()
+            self.complete()
+        return self.staged
+
+    def raise_failure(self) -> None:
+        """Raise ``CheckpointError`` if this rank could not stage."""
+        if self.failure is not None:
+            raise CheckpointError(self.failure)
+
+    def record_copied(self) -> None:
+        """Record the copy, once, if there has been a complete one."""
+        if self.copied and self.nbytes is not None:
+            seconds, self.copied = self.copied - self.began, 0.0
+            record.emit("stage", step=self.step, start=self.began, seconds=seconds, bytes=self.nbytes)
+
+
+def write_and_commit(save: PendingSave) -> tuple[float, int]:
+    """Write a save and commit it, keeping the newest. Collective; on the background thread.
+
+    Returns:
+        When all ranks had staged (``record.now``), and the bytes of this rank's files.
+
+    Raises:
+        CheckpointError: on all ranks, if it failed on any.
+    """
+    failing, to, ranks = f"Step {save.step} was not saved", save.to, save.to.ranks
+    token = to.next_token()
+    path = to.store.temporary(save.step, token)
+    planner = to.plans.planner()
+    metadata: list[Metadata] = []
+    structures: dict[str, Encoded] = {}
+
+    def prepare() -> tuple[int, SavePlan]:
+        save.at = "waiting for its copy"
+        copy = save.copy()
+        structures.update({name: encode(value, name) for name, value in copy.items()})  # refuses what cannot be saved
+        save.nbytes = _tensor_bytes(copy)
+        failpoint("staged")
+        save.at = "preparing its files"
+        to.storage.reset(path)
+        planner.set_up_planner(copy, to.storage.storage_meta(), ranks.rank == 0)
+        set_up(to.storage, ranks.rank, ranks.group is not None)
+        plan = to.storage.prepare_local_plan(planner.create_local_plan())
+        save.at = _WAITING
+        return save.step, plan
+
+    def share_out(prepared: list[tuple[int, SavePlan]]) -> list[SavePlan]:
+        steps = [step for step, _ in prepared]
+        if len(set(steps)) > 1:
+            for step in steps:
+                to.store.discard(to.store.temporary(step, token))
+            raise CheckpointError(f"The ranks saved different steps at the same time: {steps}.")
+        plans, described = planner.create_global_plan([plan for _, plan in prepared])
+        metadata.append(described)
+        return to.storage.prepare_global_plan(plans)
+
+    def write() -> _Written:
+        failpoint("agreed")
+        save.at = "writing its files"
+        results = write_data(to.storage, planner.finish_plan(plan), planner, to.process, save.until)
+        copy, save.staged, planner.state_dict = save.copy(), {}, {}
+        save.release(copy)
+        del copy
+        save.settled.wait()
+        save.raise_failure()
+        save.record_copied()
+        marks = _marks(to, path) if ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
+        failpoint("written")
+        save.at = _WAITING
+        return results, marks, structures
+
+    def commit(written: list[_Written]) -> list[int]:
+        save.at = "committing"
+        if save.abandoned:
+            raise CheckpointError("it took too long and was given up")
+        results = [each for each, _, _ in written]
+        to.storage.finish(metadata[0], results)
+        own = _marks(to, path)
+        files = {name: mark for _, marks, _ in written for name, mark in marks.items()} | own
+        index = make_index(metadata[0], results, [each for _, _, each in written])
+        files[INDEX] = to.store.put(path, INDEX, index)
+        files |= {name: to.store.mark(path, name) for name in to.store.files(path) if name not in files}
+        failpoint("marked")
+        to.store.publish(path, save.step, ranks.size, name_of(to.storage), files, to.keep)
+        return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for _, each, _ in written[1:])]]
+
+    try:
+        with within(_TRYING * (save.until - time.monotonic())):
+            plan = ranks.round_trip(failing, prepare, share_out)
+            began = record.now()
+            nbytes = ranks.round_trip(failing, write, commit)
+            failpoint("ended")
+    except BaseException:
+        to.plans.forget()
+        if ranks.rank == 0:
+            with within(save.until - time.monotonic()):
+                to.store.discard(path)
+        raise
+    finally:
+        save.staged, planner.state_dict = {}, {}
+    return began, nbytes
+
+
+def set_up(storage: StorageWriter, rank: int, several: bool) -> None:
+    """Call ``set_up_storage_writer`` as torch does: with the rank, where the writer takes more arguments."""
+    parameters = inspect.signature(storage.set_up_storage_writer).parameters
+    more = {"rank": rank, "use_collectives": True} if "kwargs" in parameters else {}
+    storage.set_up_storage_writer(rank == 0, **more)
+
+
+def _marks(to: SaveTarget, path: str) -> dict[str, FileMark]:
+    """Return the marks of what this rank wrote.
+
+    A file that the storage has not marked is flushed and read, by the rank that torch has named it after. What is left,
+    such as metadata, is rank 0's.
+    """
+    known: Mapping[str, FileMark] = to.storage.marks if isinstance(to.storage, MarksFiles) else {}
+    there = to.store.files(path)
+    lost = sorted(known.keys() - there)
+    if lost:
+        raise CheckpointError(f"{path} has lost what was just written there: {', '.join(lost)}")
+    own = [name for name in there if name not in known and name.startswith(f"__{to.ranks.rank}_")]
+    return {name: known[name] for name in there if name in known} | {name: to.store.mark(path, name) for name in own}
+
+
+def _tensor_bytes(state: Mapping[str, Any]) -> int:
+    tensors = (
+        leaf for name, value in state.items() for _, leaf in leaves(value, name) if isinstance(leaf, torch.Tensor)
+    )
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,256 @@
+"""The part of ``stagereg check`` that runs in a child process: imports plugins, and runs their contracts by pytest.
+
+Whatever is tried is a case, with a section, a name and a promise. It is written down before it is tried, as a line of
+JSON, and once more with its verdict, so that the parent knows which one was running when the process crashed or hung.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import threading
+import types
+import unittest
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import stagereg.config.schema as schema
+import stagereg.registry as registry
+import stagereg.testing
+from stagereg.commands.checking import CONTRACTS
+from stagereg.config.instantiate import instantiate
+from stagereg.crash_report import summarize_exception
+from stagereg.errors import BrokenPromiseError, ConfigError, StageregError
+from stagereg.installed import normalized
+from stagereg.registry import Entry
+from stagereg.stagers.async_stager import AsyncStager
+from stagereg.testing import Contract, StagerContract
+
+__all__ = ["ConfiguredContract", "run"]
+
+_KINDS = {"stager": "StagerContract", "join_hook": "JoinHookContract", "joinable": "JoinableContract"}
+"""The kinds that have a contract, and its class in ``stagereg.testing``."""
+_CONFIG = "STAGEREG_CHECK_CONFIG"
+"""Of the environment: the ranks that a promise is tried on get it, too."""
+
+
+def run(folder: str, target: str, options: str) -> str:
+    """Try a target; return why it cannot be tried, or nothing.
+
+    Args:
+        folder: where ``events``, the lines of JSON, are written.
+        target: ``kind/name`` of a component, or the dotted name of a module.
+        options: of a stager that has no contract, as JSON.
+    """
+    import torch  # not the plugin's time
+
+    torch.set_num_threads(1)
+    cases = _Cases(Path(folder))
+    try:
+        if "/" in target:
+            entry = registry.find(*target.split("/", 1))
+            cases.component(entry, _announced(entry), json.loads(options))
+        else:
+            _module(cases, target, json.loads(options))
+    except ConfigError as error:
+        return str(error)
+    cases.run_contracts()
+    left = [thread.name for thread in threading.enumerate() if not thread.daemon]
+    if len(left) > 1:  # the main one is there
+        promise = "The process that has used it comes to its end."
+        cases.write(target, "ends", promise, "broken", f"threads hold it up: {', '.join(left[1:])}")
+    return ""
+
+
+class ConfiguredContract(StagerContract):
+    """The contract of a stager that has none of its own: it is built from the config that the environment has."""
+
+    def make(self) -> AsyncStager:
+        """Build one."""
+        config, module = json.loads(os.environ[_CONFIG])
+        importlib.import_module(module)  # ranks have not imported it
+        made: AsyncStager = instantiate(config)
+        return made
+
+
+class _Cases:
+    """What is tried, and how it went; also the plugin that pytest reports to.
+
+    Attributes:
+        contracts: the sections and the contracts that are run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.contracts: list[tuple[str, type[Contract]]] = []
+
+    def write(self, section: str, name: str, promise: str, verdict: str = "running", seen: str = "") -> None:
+        """Write how far a case is."""
+        row = {"section": section, "name": name, "promise": promise, "verdict": verdict, "seen": seen.strip()}
+        with (self._folder / "events").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def attempt(self, section: str, name: str, promise: str, do: Callable[[], str]) -> bool:
+        """Try one thing, of which ``do`` returns what was seen; return whether it was good."""
+        self.write(section, name, promise)
+        try:
+            verdict, seen = "kept", do()
+        except StageregError as error:
+            verdict, seen = "broken", str(error)
+        except BaseException as error:  # such as SystemExit: it would have ended the training
+            verdict, seen = "broken", summarize_exception(error, __file__)
+        self.write(section, name, promise, verdict, seen)
+        return verdict == "kept"
+
+    def component(self, entry: Entry, contract: str | type[Contract], options: Mapping[str, Any]) -> None:
+        """Try what every component has to have, and add its contract to those that are run.
+
+        Raises:
+            ConfigError: it does not take the options.
+        """
+        section, kind = f"{entry.kind}/{entry.name}  {entry.origin}", entry.kind.replace("_", " ")
+        promise = f"It can be imported by one name, has what a {kind} has to have, and its signature makes a config."
+        if not self.attempt(section, "loads", promise, lambda: _loaded(entry)):
+            return
+        if options and (contract or entry.kind != "stager"):
+            raise ConfigError(f"--set is for stagers without a contract: {entry.kind}/{entry.name} is none.")
+        promise = f"It keeps what a {kind} promises."
+        if entry.kind not in _KINDS:
+            self.write(section, "contract", promise, "skipped", f"there is no contract of a {kind}")
+        elif contract:
+            self.attempt(
+                section, "contract", "Its contract can be imported.", lambda: self._add(section, entry, contract)
+            )
+        elif lacking := "only its author knows a step of it" if entry.kind != "stager" else _configured(entry, options):
+            module = f"{entry.target.partition(':')[0].partition('.')[0]}.contract"
+            where = f'announce it: [project.entry-points."{CONTRACTS}"] "{entry.kind}.{entry.bare}" = "{module}:Name"'
+            write = f"write a class that inherits stagereg.testing.{_KINDS[entry.kind]}, and {where}"
+            self.write(section, "contract", promise, "not shown", f"{lacking}; {write}")
+        else:
+            self.contracts.append((section, ConfiguredContract))
+
+    def _add(self, section: str, entry: Entry, given: str | type[Contract]) -> str:
+        found: Any = given
+        if isinstance(given, str):
+            module, _, name = given.partition(":")
+            found = vars(importlib.import_module(module)).get(name)
+        if not _is_contract(found, entry.kind):
+            raise ConfigError(f"{given} is no class that inherits stagereg.testing.{_KINDS[entry.kind]}")
+        self.contracts.append((section, found))
+        return ""
+
+    def run_contracts(self) -> None:
+        """Run the contracts by pytest, without the configuration of whatever project is in this directory."""
+        os.environ.pop("PYTEST_ADDOPTS", None)
+        file = self._folder / "contracts"
+        file.touch()
+        options = ["-s", "-c", os.devnull, "--rootdir", str(self._folder)]
+        if self.contracts:
+            pytest.main([*options, "-p", "no:cacheprovider", "-p", "no:faulthandler", str(file)], plugins=[self])
+
+    # -- hooks of pytest
+
+    def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Module:
+        """Return a module in memory, which has every contract under a name that pytest takes for one of a test."""
+        module: pytest.Module = pytest.Module.from_parent(parent, path=file_path)
+        module.obj = types.ModuleType("contracts")
+        for number, (_, contract) in enumerate(self.contracts):
+            setattr(module.obj, f"Test{number}", contract)
+        return module
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Write what is going to be tried, in case that the process ends before."""
+        for item in session.items:
+            self.write(*self._case(item), "skipped", "not tried: the process has ended")
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Write that a case begins."""
+        self.write(*self._case(item))
+
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        """Write how a case went."""
+        error = call.excinfo.value if call.excinfo else None
+        if isinstance(error, (unittest.SkipTest, pytest.skip.Exception)):
+            self.write(*self._case(item), "skipped", str(error))
+        elif error is not None:
+            seen = str(error) if isinstance(error, BrokenPromiseError) else summarize_exception(error, __file__)
+            self.write(*self._case(item), "broken", seen)
+        elif call.when == "call":
+            self.write(*self._case(item), "kept")
+
+    def _case(self, item: pytest.Item) -> tuple[str, str, str]:
+        assert isinstance(item, pytest.Function)
+        number = int(item.nodeid.split("::")[1].removeprefix("Test"))
+        return self.contracts[number][0], item.name, (inspect.getdoc(item.obj) or item.name).splitlines()[0]
+
+
+def _loaded(entry: Entry) -> str:
+    """Import a component and make its config; return what options it has."""
+    options = ", ".join(schema.options(entry.load()))
+    OmegaConf.structured(schema.schema(entry))
+    others = sorted({e.bare for e in registry.entries() if e.target == entry.target} - {entry.bare})
+    if entry.distribution and others:
+        raise ConfigError(f"it is announced as {entry.bare!r}, and decorated as {', '.join(map(repr, others))}")
+    return f"options: {options}" if options else ""
+
+
+def _announced(entry: Entry) -> str:
+    """Where the contract of a component is, ``"package.module:Name"``, as its own package announces it."""
+    for point in entry_points(group=CONTRACTS, name=f"{entry.kind}.{entry.bare}"):
+        if point.dist is not None and normalized(point.dist.name) == normalized(entry.distribution):
+            return point.value
+    return ""
+
+
+def _configured(entry: Entry, options: Mapping[str, Any]) -> str:
+    """Put the config of a stager into the environment; return why it cannot be built from it, if it cannot."""
+    config = {**options, "_target_": entry.path}
+    instantiate({**config, "_partial_": True})  # refuses options that it does not take
+    try:
+        instantiate(config).close()
+    except Exception as error:
+        return f"--set OPTION=VALUE does not build it: {summarize_exception(error, __file__)}"
+    os.environ[_CONFIG] = json.dumps([config, entry.target.partition(":")[0]])
+    return ""
+
+
+def _module(cases: _Cases, name: str, options: Mapping[str, Any]) -> None:
+    """Try what a module registers, and the contracts that are in it."""
+    if not cases.attempt(name, "imports", "It can be imported.", lambda: str(importlib.import_module(name) and "")):
+        return
+    loaded = importlib.import_module(name)
+    top = name.partition(".")[0]
+    found = [e for e in registry.entries() if e.target.partition(":")[0].partition(".")[0] == top]
+    entries = list({(e.kind, e.name): e for e in found}.values())
+    contracts = [c for c in vars(loaded).values() if _is_contract(c) and not c.__module__.startswith("stagereg.")]
+    if not entries and not contracts:
+        raise ConfigError(
+            f"{name} registers no plugin and has no contract.\n"
+            'Put @stagereg.register("stager", "name") on a class in it, or write a class that inherits a contract.'
+        )
+    for entry in entries:
+        own = _matching(entry, entries, contracts)
+        contracts = [contract for contract in contracts if contract is not own]
+        cases.component(entry, own or "", options)
+    cases.contracts += [(contract.__name__, contract) for contract in contracts]
+
+
+def _matching(entry: Entry, entries: Sequence[Entry], contracts: Sequence[type[Contract]]) -> type[Contract] | None:
+    """The contract of a component: the one with its name in it, or the only one of the only component of a kind."""
+    fitting = [contract for contract in contracts if _is_contract(contract, entry.kind)]
+    name = entry.name.replace("_", "").replace("-", "").lower()
+    named = [contract for contract in fitting if name in contract.__name__.lower()]
+    alone = len(fitting) == 1 and sum(other.kind == entry.kind for other in entries) == 1
+    return (named or fitting)[0] if named or alone else None
+
+
+def _is_contract(found: object, kind: str = "") -> bool:
+    base = getattr(stagereg.testing, _KINDS[kind]) if kind in _KINDS else Contract
+    return isinstance(found, type) and issubclass(found, base)

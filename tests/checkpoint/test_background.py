@@ -1,0 +1,174 @@
+"""The background thread: its order, its time-out, its end, and how failures reach the next call."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import stagereg.checkpoint.background as background_module
+import stagereg.shutdown as shutdown
+from stagereg.checkpoint.background import Background
+from stagereg.checkpoint.pending_save import PendingSave, SaveTarget
+from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.schedule import Schedule
+from stagereg.checkpoint.storage.dcp import DcpStorage
+from stagereg.checkpoint.store.open_store import open_store
+from stagereg.errors import CheckpointError
+
+LONG_S = 3600.0
+
+
+class Write:
+    """In place of ``write_and_commit``: begins, and ends when it is asked to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, target: SaveTarget) -> None:
+        self.target = target
+        self.errors: dict[int, BaseException] = {}
+        self.begun, self.go = threading.Event(), threading.Event()
+        monkeypatch.setattr(background_module, "write_and_commit", self)
+
+    def __call__(self, save: PendingSave) -> tuple[float, int]:
+        self.begun.set()
+        assert self.go.wait(30)
+        if save.step in self.errors:
+            raise self.errors[save.step]
+        return 0.0, 0
+
+    def background(self, timeout_s: float = LONG_S, warns: bool = False) -> Background:
+        return Background(self.target, datetime.timedelta(seconds=timeout_s), Schedule(1), warns)
+
+    def submitted(self, background: Background, step: int = 1) -> PendingSave:
+        save = PendingSave(step, self.target)
+        background.submit(save)
+        return save
+
+
+@pytest.fixture
+def write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Write]:
+    target = SaveTarget(open_store(str(tmp_path)), 1, DcpStorage(), RankGroup(), None, "0123456789ab")
+    yield Write(monkeypatch, target)
+    shutdown._forget()  # no failure of a test must reach the exit status of the tests
+
+
+def test_waits_end_with_the_time_out_which_is_reported_once(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    background = write.background(0.0)
+    save = write.submitted(background)
+    assert not background.drain()
+    with pytest.raises(CheckpointError, match=r"longer than 0 s \(it is at: waiting for its turn\)"):
+        background.raise_failure()
+    assert background.hanging
+    with pytest.raises(CheckpointError, match="Step 2 was not saved: an earlier save hangs"):
+        background.admit(PendingSave(2, write.target))
+    background.raise_failure()
+    write.go.set()
+    assert save.over.wait(30)
+    assert background.drain()
+    background.raise_failure()
+    assert "step 1 is saved after all" in caplog.text
+    assert "these steps were not saved: 2" in caplog.text
+
+
+def test_a_save_behind_one_that_hangs_is_not_late_and_is_written_after_it(
+    write: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    background = write.background(0.0, warns=True)
+    write.errors[1] = OSError("gone")
+    first, second = write.submitted(background, 1), write.submitted(background, 2)
+    assert not background.drain()
+    assert first.late
+    assert not second.late
+    background._timeout_s = LONG_S
+    write.go.set()
+    assert second.over.wait(30)
+    assert background.drain()
+    background.raise_failure()
+    assert "step 1 was not saved (OSError: gone)" in caplog.text
+    assert caplog.text.count("Training goes on") == 1, "what has been reported is not reported again"
+    assert background.newest == 2
+
+
+def test_failures_are_raised_in_order_or_logged(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    write.errors = {1: OSError("disk"), 2: OSError("once more")}
+    write.go.set()
+    for warns in (False, True):
+        background = write.background(warns=warns)
+        for step in (1, 2):
+            write.submitted(background, step)
+        assert background.drain()
+        if warns:
+            background.raise_failure()
+            assert caplog.text.count("Training goes on") == 2
+        else:
+            with pytest.raises(CheckpointError, match="Step 1 was not saved: OSError: disk") as caught:
+                background.raise_failure()
+            assert caught.value.__cause__ is write.errors[1]
+            assert "once more" in caplog.text
+        background.raise_failure()
+
+
+def test_a_save_that_hangs_at_the_end_is_left_and_commits_nothing(write: Write) -> None:
+    background = write.background(0.0)
+    save = write.submitted(background)
+    background.drain()
+    background.shut()
+    assert save.abandoned
+    assert not background.finish()
+    write.go.set()
+    assert save.over.wait(30)
+
+
+def test_a_dropped_background_leaves_no_thread(write: Write) -> None:
+    write.go.set()
+    background = write.background()
+    write.submitted(background)
+    background.drain()
+    thread = background._thread
+    assert thread is not None
+    assert thread.daemon, "it must not hold up the end of the process"
+    del background
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_the_end_of_the_process_may_look_while_the_training_thread_does(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    background = write.background()
+    save = write.submitted(background)
+    assert write.begun.wait(30)
+    looked: list[bool] = []
+
+    def meanwhile() -> float:
+        if not background._lock.locked() and not looked:
+            write.go.set()
+            looked.append(save.over.wait(30))
+            looked.append(background.hanging)
+        return time.monotonic()
+
+    monkeypatch.setattr(background_module, "time", SimpleNamespace(monotonic=meanwhile))
+    looked.append(background.drain())
+    assert looked[-1]
+    write.go.set()
+
+
+def test_without_a_thread_a_save_is_refused_and_not_waited_for(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    background = write.background()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(CheckpointError, match="can't start new thread"):
+            write.submitted(background)
+    assert background.drain()
+    write.go.set()
+    write.submitted(background)
+    assert background.drain()
+    background.shut()
