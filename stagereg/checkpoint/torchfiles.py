@@ -1,20 +1,13 @@
-"""Torch's distributed checkpoint: writing entries through a storage.
-
-What is written is an ordinary torch checkpoint: ``torch.distributed.checkpoint.load`` with a template of the same names
-and the storage's reader reads it, without this project.
-"""
+"""The plans of torch's distributed checkpoint, kept from one checkpoint to the next."""
 
 from __future__ import annotations
 
 import itertools
-import warnings
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
-__all__ = ["Plans", "expect_one_process"]
-
-_ALONE = "torch.distributed is disabled, unavailable or uninitialized"
+__all__ = ["Plans"]
 
 
 class Plans:
@@ -49,9 +42,3 @@ class Plans:
             SavePlanner._cached_metadata,
         ):
             kept.pop(self._key, None)
-
-
-def expect_one_process() -> None:
-    """Keep torch from warning at each save that there is only this process, where that is meant."""
-    # Not around the save itself: it runs on a background thread, and the filters belong to the whole process.
-    warnings.filterwarnings("ignore", message=_ALONE, category=UserWarning)
