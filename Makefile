@@ -23,7 +23,7 @@ test-all: $(HYDRA_1_4)/.ready  ## the tests with their longer matrices
 nightly: $(HYDRA_1_4)/.ready  ## three hundred kills, five hundred saves twice, new examples; prints counts and figures
 	$(BIN)/python tests/checkpoint/kills/matrix.py --kills 300
 	$(BIN)/stagereg bench endurance --saves 500
-	$(BIN)/stagereg bench endurance --saves 500 --stager shared --storage direct
+	$(BIN)/stagereg bench endurance --saves 500 --stager shared --storage dcp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --hypothesis-profile=explore $(WORKERS)
 
 check: $(VENV)/.ready  ## lint, format and types

@@ -76,7 +76,7 @@ class Checkpointer:
     Every rank constructs one, calls the same methods with the same steps, and gives the same names; a process without
     an initialised ``torch.distributed`` works alone. Checkpoints are complete or absent: a crash at any moment leaves
     the earlier ones untouched. Plain ``torch.distributed.checkpoint.load(template, checkpoint_id=dir / "latest")``
-    reads what the storages ``dcp`` and ``direct`` wrote.
+    reads what the storages ``dcp`` and ``torch_dcp`` wrote.
 
     A state is a dict of names to objects with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers)
     or plain values (numbers, text, tensors, nested dicts and lists). A DDP module is saved as the module inside it. Of

@@ -298,7 +298,7 @@ def test_every_stager_writes_to_a_url(stager: str, storage: str, store: Store) -
 
 def test_a_storage_that_needs_a_file_system_is_refused_and_another_one_named() -> None:
     with pytest.raises((CheckpointError, ConfigError), match="storage=dcp"):
-        Checkpointer("memory://refused", storage=build("storage", "direct"))
+        Checkpointer("memory://refused", storage=build("storage", "safetensors"))
 
 
 def test_memory_is_a_store_too() -> None:

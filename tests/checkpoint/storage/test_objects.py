@@ -65,7 +65,7 @@ def test_torch_writes_and_reads_a_url_through_a_storage(url: str, kind: str) -> 
 def test_staged_memory_is_uploaded_as_it_lies(url: str) -> None:
     stager, storage = stagereg.build("stager", "pinned_cached", pin=False), DcpStorage()
     stager.reserve_padding(*storage.padding)
-    large = {**STATE, "large": torch.arange(3_000_000.0), "sparse": torch.ones(3).to_sparse(), "n": 1}
+    large = {**STATE, "large": torch.arange(3_000_000.0), "n": 1}
     dcp.save(stager.stage(large), checkpoint_id=url, storage_writer=storage, no_dist=True)
     assert storage.marks == stored(url)
     template = {**large, "large": torch.zeros(3_000_000), "n": 0}
@@ -129,7 +129,6 @@ def test_a_stream_that_is_left_with_an_error_leaves_no_mark(url: str) -> None:
         stream.write(b"half")
         raise ZeroDivisionError
     assert files.marks == {}
-    assert not files.exists(f"{url}/x")
 
 
 def test_a_file_without_its_final_name_is_not_in_the_store(url: str) -> None:

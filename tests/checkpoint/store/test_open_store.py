@@ -92,7 +92,7 @@ def test_a_missing_package_of_ours_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         open_store("s3://bucket/x")
 
 
-@pytest.mark.parametrize("storage", ["direct", "safetensors"])
+@pytest.mark.parametrize("storage", ["safetensors"])
 def test_a_storage_that_cannot_write_to_a_url_is_refused_at_once(storage: str) -> None:
     with pytest.raises(CheckpointError, match=rf"storage={storage} writes to .* not to memory://x; use storage=dcp"):
         Checkpointer("memory://x", storage=build("storage", storage))
