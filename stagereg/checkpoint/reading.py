@@ -39,12 +39,13 @@ from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.foreign import METADATA, index_of_metadata
 from stagereg.checkpoint.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, TensorEntry
 from stagereg.checkpoint.manifest import Checkpoint
+from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.storage.lookup import named
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import CheckpointError
 
-__all__ = ["CheckpointFiles"]
+__all__ = ["CheckpointFiles", "Transfer"]
 
 _THREADS = min(4, os.cpu_count() or 1)
 _SMALL_BYTES = 1 << 16  # less is read together with what lies beside it
@@ -132,7 +133,7 @@ class CheckpointFiles:
         Raises:
             CheckpointError: an object is refused. ``OSError``.
         """
-        transfer = _Transfer(self._file)
+        transfer = Transfer(self._file)
         elsewhere: dict[str, Any] = {}
         for leaf in leaves:
             entry = self.index.tensor(leaf.name)
@@ -154,7 +155,10 @@ class CheckpointFiles:
                 leaf.value = elsewhere.get(leaf.name, leaf.value)
 
     def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
-        """Through the reader of a storage that alone knows where things lie."""
+        """Through the reader of a storage that alone knows where things lie, which is none of the project."""
+        if isinstance(self._storage, FileStorage):  # whose reader is torch's, and would unpickle the metadata
+            name = next(iter(wanted))
+            raise CheckpointError(f"{INDEX} of {self._path} does not say where {name!r:.100} lies.")
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=_ALONE)
@@ -266,7 +270,7 @@ class _Move(NamedTuple):
     address: int
 
 
-class _Transfer:
+class Transfer:
     """What is to be read, and where to."""
 
     def __init__(self, file: Callable[[str], _File]) -> None:

@@ -18,7 +18,7 @@ from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.index import INDEX
 from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest
-from stagereg.checkpoint.reading import CheckpointFiles
+from stagereg.checkpoint.reading import CheckpointFiles, Transfer
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
@@ -57,8 +57,17 @@ def test_chunks_of_any_shape_and_order_make_the_tensor(tmp_path_factory: pytest.
     with CheckpointFiles(Checkpoint(str(root), Manifest(1, 1, 1, marks)), build("storage", "dcp")) as reading:
         leaf = reading.structure("x")
         reading.read([leaf])
+        # What one of other ranks has of it.
+        start = tuple(data.draw(st.integers(0, size - 1)) for size in sizes)
+        sub = whole[tuple(slice(at, data.draw(st.integers(at + 1, n))) for at, n in zip(start, sizes, strict=True))]
+        part, entry = torch.empty_like(sub), reading.index.tensor("x")
+        assert entry is not None
+        transfer = Transfer(reading._file)
+        transfer.add(part, start, entry, "x")
+        transfer.run()
     assert isinstance(leaf, Leaf)
     assert torch.equal(leaf.value, whole)
+    assert torch.equal(part, sub)
 
 
 def test_state_goes_into_the_memory_that_is_there(tmp_path: Path) -> None:

@@ -218,6 +218,14 @@ def test_code_in_objects_and_archives_is_refused(forged: Path, payload: Any) -> 
         refused(forged, seen)
 
 
+def test_no_reader_of_torch_is_asked_where_the_index_says_nothing(forged: Path) -> None:
+    (forged / ".metadata").write_bytes(pickle.dumps(PAYLOADS["own"]))
+    before = index_of(forged)
+    for forgery in ({"tensors": {**before["tensors"], "model.v": ["float32", [4], None]}}, {"objects": {"pair": None}}):
+        put_index(forged, {**before, **forgery})
+        refused(forged, "does not say where '(model.v|pair)' lies")
+
+
 STRUCTURES: dict[str, Any] = {
     "a function": {"type": "os.system", "value": "exit 3"},
     "a class": {"type": "builtins.object", "value": {}},
