@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import atexit
 import importlib.metadata
-import json
 import logging
 import math
 import os
 import platform
+import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,7 +44,7 @@ from stagereg.output import echo
 from stagereg.sweep.compare import compare
 from stagereg.sweep.figures import figures
 from stagereg.sweep.interleaved import KEYS
-from stagereg.sweep.metric import DIRECTIONS, directed, usual
+from stagereg.sweep.metric import DIRECTIONS, counted, directed, usual
 from stagereg.sweep.result import RESULT, JobResult, results, split
 from stagereg.sweep.run import Run
 
@@ -52,15 +52,7 @@ __all__ = ["Compare"]
 
 log = logging.getLogger(__name__)
 
-_SWEEPS_OWN = (
-    "hydra.mode",
-    "hydra.run",
-    "hydra.sweep",
-    "hydra.sweeper",
-    "hydra.launcher",
-    "hydra/sweeper",
-    "hydra/launcher",
-)
+_SWEEPS_OWN = re.compile(r"hydra[./](mode|run|sweep|sweeper|launcher)([./]|$)")
 _CLOCKS_S = 1.0
 """Seconds by which a job's ranks may seem to begin before the job."""
 
@@ -80,7 +72,6 @@ class Compare(Callback):
         # Workers of a launcher get a copy of this and know nothing of the command line.
         self._start = _started_as()
         self._begin()
-        self._early_end: _EarlyEnd | None = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuse what would make the sweep worthless. Leaves by ``SystemExit``: Hydra only warns of anything else."""
@@ -88,7 +79,7 @@ class Compare(Callback):
             self._check(config)
         except StageregError as error:
             _stop(error)
-        self._early_end = _EarlyEnd(_sweep_directory(config))
+        atexit.register(_show_what_is_done, _sweep_directory(config), os.getpid())
 
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
         self._begin()
@@ -127,8 +118,7 @@ class Compare(Callback):
         import stagereg.sweep.render as render
         from stagereg.sweep.render.tables import terminal
 
-        if self._early_end is not None:
-            self._early_end.forget()
+        atexit.unregister(_show_what_is_done)
         directory = _sweep_directory(config)
         try:
             jobs = results(directory)
@@ -152,9 +142,7 @@ class Compare(Callback):
                 "chooses its jobs by itself, so leave sweep.repeats at 1 with it"
             )
         searched = _searched(sweeper)
-        if self._metric is None or not isinstance(searched, str):
-            return
-        if DIRECTIONS.get(searched) != ranking.better:
+        if self._metric is not None and searched is not None and DIRECTIONS.get(searched) != ranking.better:
             right = next(name for name, better in DIRECTIONS.items() if better == ranking.better)
             raise ConfigError(
                 f"sweep.metric={self._metric} is to {right}, but hydra.sweeper.direction={searched}: "
@@ -164,65 +152,51 @@ class Compare(Callback):
     def _result(self, config: DictConfig, returned: Any, error: Exception | None) -> JobResult:
         hydra = config.hydra
         directory = Path(hydra.runtime.output_dir)
-        given = [str(override) for override in hydra.overrides.task]
-        overrides, repeat, again = split(given)
+        overrides, repeat, again = split(map(str, hydra.overrides.task))
         job = {key: None if OmegaConf.is_missing(hydra.job, key) else hydra.job[key] for key in ("num", "id", "name")}
-        job["sweeper"] = _sweeper(hydra)
-        returned = _plain(returned)
-        run = _run(directory, self._began)
+        run = _known("records", lambda: _run(directory, self._began), None)
         return JobResult(
             directory=directory,
             status="completed" if error is None else "failed",
             error=None if error is None else _error_text(error),
             overrides=overrides,
-            job=job,
+            job=job | {"sweeper": _sweeper(hydra)},
             repeat=repeat,
             again=again,
             started=self._began,
             seconds=record.now() - self._began,
             returned=returned,
-            figures=_known("figures", lambda: figures(run, returned)),
-            versions=_known("versions", _versions),
-            environment=_known("environment", lambda: _environment(run, self._load)),
+            figures=_known("figures", lambda: figures(run, returned), {}),
+            versions=_known("versions", _versions, {}),
+            environment=_known("environment", lambda: _environment(run), {}) | {"load": list(self._load)},
             command=self._command(hydra, overrides),
         )
 
     def _for_sweeper(self, config: DictConfig, failed: bool, value: Any, found: dict[str, float]) -> Any:
-        sweeper = config.hydra.sweeper
         if not failed:
-            if self._metric is None or isinstance(_searched(sweeper), list):
+            if self._metric is None:
                 return value
             if self._metric in found:
                 return found[self._metric]
             log.warning("%s is not known of this job, so it cannot be ranked", self._metric)
-        return _worst(_searched(sweeper))
+        # Searches of other projects end where a job has no number, and avoid what is worst.
+        return {"minimize": math.inf, "maximize": -math.inf}.get(_searched(config.hydra.sweeper) or "", math.nan)
 
     def _command(self, hydra: Any, overrides: Iterable[str]) -> str:
         """The shell command that runs this job alone."""
-        own = [override for override in hydra.overrides.hydra if not _is_sweeps_own(_key(override))]
+        own = [override for override in hydra.overrides.hydra if not _SWEEPS_OWN.match(_key(override))]
         job = [override for override in overrides if _key(override) not in KEYS]
         return shlex.join([*self._start, *job, *own])
 
 
-class _EarlyEnd:
-    """Prints, at the end of the program, what a sweep has left that was interrupted."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._process = os.getpid()
-        atexit.register(self._print)
-
-    def forget(self) -> None:
-        atexit.unregister(self._print)
-
-    def _print(self) -> None:
-        if os.getpid() != self._process:
-            return
-        done = sum(1 for _ in self._directory.rglob(RESULT))
-        if done:
-            report = f"`stagereg report {shlex.quote(str(self._directory))}`"
-            jobs = "1 job" if done == 1 else f"{done} jobs"
-            print(f"The sweep has not come to its end: {report} shows what is done, {jobs}.", file=sys.stderr)
+def _show_what_is_done(directory: Path, process: int) -> None:
+    """Print, at the end of the program, what a sweep has left that was interrupted."""
+    done = sum(1 for _ in directory.rglob(RESULT)) if os.getpid() == process else 0
+    if done:
+        report = f"`stagereg report {shlex.quote(str(directory))}`"
+        print(
+            f"The sweep has not come to its end: {report} shows what is done, {counted(done, 'job')}.", file=sys.stderr
+        )
 
 
 def _sweep_directory(config: DictConfig) -> Path:
@@ -233,27 +207,15 @@ def _sweeper(hydra: Any) -> str:
     return str(hydra.sweeper._target_).rpartition(".")[2]
 
 
-def _searched(sweeper: Any) -> Any:
-    """In which direction a sweeper searches, or a list of several; ``None`` where it does not search."""
+def _searched(sweeper: Any) -> str | None:
+    """In which direction a sweeper searches, which may be an enum; ``None`` where it does not, or in several."""
     direction = OmegaConf.select(sweeper, "direction")
-    if OmegaConf.is_list(direction):
-        return [getattr(each, "name", each) for each in direction]
-    return getattr(direction, "name", direction)
-
-
-def _worst(searched: Any) -> Any:
-    """What a sweeper gets for a job that has no number.
-
-    Optuna refuses NaN and so would end the sweep. A trial without a value, which it takes for a failed one, ends it
-    too where all have failed, or a grid's last. As the worst there is, it is avoided from then on.
-    """
-    if isinstance(searched, list):
-        return [_worst(each) for each in searched]
-    return {"minimize": math.inf, "maximize": -math.inf}.get(searched, math.nan)
+    direction = getattr(direction, "name", direction)
+    return direction if isinstance(direction, str) else None
 
 
 def _stop(error: Exception, advice: str = "") -> NoReturn:
-    text = "stagereg: " * isinstance(error, StageregError) + _one_text(error)
+    text = f"stagereg: {error}" if isinstance(error, StageregError) else _one_text(error)
     print("\n".join(filter(None, (text, advice))), file=sys.stderr, flush=True)
     raise SystemExit(1) from None
 
@@ -266,24 +228,21 @@ def _one_text(error: BaseException) -> str:
 # -- what a job leaves behind
 
 
+def _known(what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
+    try:
+        return ask()
+    except Exception as error:
+        log.error("The %s of this job are not known: %s", what, _one_text(error))
+        return otherwise
+
+
 def _run(directory: Path, began: float) -> Run | None:
     """What the ranks have recorded, if they have: not what an earlier run has left in the same directory."""
     try:
         run = Run.read(directory)
     except ConfigError:
         return None
-    except Exception as error:
-        log.error("What this job has recorded cannot be read: %s", _one_text(error))
-        return None
     return run if run.began >= began - _CLOCKS_S else None
-
-
-def _known(what: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return ask()
-    except Exception as error:
-        log.error("The %s of this job are not known: %s", what, _one_text(error))
-        return {}
 
 
 def _versions() -> dict[str, str]:
@@ -291,30 +250,21 @@ def _versions() -> dict[str, str]:
     return {"stagereg": __version__, **versions, "python": platform.python_version()}
 
 
-def _environment(run: Run | None, load: Sequence[float]) -> dict[str, Any]:
+def _environment(run: Run | None) -> dict[str, Any]:
     """Where the job ran, with what its ranks have recorded of a device that this process has never used."""
     import torch
 
     environment = machine.describe("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
-    return environment | {"load": list(load)} | (run.environment if run is not None else {})
-
-
-def _plain(returned: Any) -> Any:
-    """What a task has returned as JSON has it; nothing where it is no plain number, text, list or dict."""
-    try:
-        return json.loads(json.dumps(returned, default=lambda scalar: scalar.item()))
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        log.warning("a %s is no plain number, text, list or dict: what the task returned is dropped", type(returned))
-        return None
+    return environment | (run.environment if run is not None else {})
 
 
 def _error_text(error: Exception) -> str:
     """An error with what matters of it in the first line, whose traceback, if there is one, comes below."""
     text = _one_text(error)
-    head, _, rest = text.partition("Traceback (most recent call last):\n")
-    if not rest or "\n" in head:
+    head, found, _ = text.partition("Traceback (most recent call last):\n")
+    if not found or "\n" in head:
         return text
-    cause = rest.rpartition("Traceback (most recent call last):\n")[2].splitlines()
+    cause = text.rpartition("Traceback (most recent call last):\n")[2].splitlines()
     cause_line = next((line for line in cause if line.strip() and not line.startswith(" ")), str(error))
     return f"{head}{cause_line}\n{text}"
 
@@ -333,10 +283,6 @@ def _started_as() -> list[str]:
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     return ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else []), f"--nproc-per-node={ranks}", *rest]
-
-
-def _is_sweeps_own(key: str) -> bool:
-    return any(key == own or key.startswith((f"{own}.", f"{own}/")) for own in _SWEEPS_OWN)
 
 
 def _key(override: str) -> str:

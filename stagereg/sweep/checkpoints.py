@@ -14,8 +14,6 @@ from stagereg.sweep.run import Run, Span
 
 __all__ = ["Saved", "by_checkpoint", "saved"]
 
-_SPANS = ("stalls", "stages", "writes")
-
 
 @dataclass(frozen=True)
 class Saved:
@@ -45,13 +43,27 @@ class Saved:
 
 def saved(run: Run) -> list[Saved]:
     """Return the checkpoints of ``run``, in the order in which they were begun."""
-    stalls, stages, writes = (by_checkpoint(getattr(rank, name) for rank in run.ranks) for name in _SPANS)
-    errors = {step: error for rank in run.ranks for step, error in rank.lost}
-    keys = {*stalls, *stages, *writes}
-    keys |= {(step, 0) for step in errors if (step, 0) not in keys}
-    every = [
-        _of(step, run, stalls[step, nth], stages[step, nth], writes[step, nth], errors.get(step)) for step, nth in keys
-    ]
+    stalls = by_checkpoint(rank.stalls for rank in run.ranks)
+    stages = by_checkpoint(rank.stages for rank in run.ranks)
+    writes = by_checkpoint(rank.writes for rank in run.ranks)
+    errors = {(step, 0): error for rank in run.ranks for step, error in rank.lost}
+    every = []
+    for key in {*stalls, *stages, *writes, *errors}:
+        spans = stalls[key] + stages[key] + writes[key]
+        error = errors.get(key, "")
+        every.append(
+            Saved(
+                step=key[0],
+                start=min((span.start for span in spans), default=run.began) - run.began,
+                end=max((span.end for span in spans), default=run.began) - run.began,
+                stall_s=_longest(stalls[key]),
+                stage_s=_longest(stages[key]),
+                write_s=_longest(writes[key]),
+                nbytes=sum(span.nbytes for span in stages[key]),
+                state="complete" if writes[key] else "lost" if key in errors else "not complete",
+                error="" if writes[key] else error,
+            )
+        )
     return sorted(every, key=lambda one: (one.start, one.step))
 
 
@@ -64,17 +76,6 @@ def by_checkpoint(ranks: Iterable[Iterable[Span]]) -> defaultdict[tuple[int, int
             groups[span.step, seen[span.step]].append(span)
             seen[span.step] += 1
     return groups
-
-
-def _of(step: int, run: Run, stalls: list[Span], stages: list[Span], writes: list[Span], error: str | None) -> Saved:
-    every = stalls + stages + writes
-    start = min((span.start for span in every), default=run.began) - run.began
-    end = max((span.end for span in every), default=run.began) - run.began
-    nbytes = sum(span.nbytes for span in stages)
-    times = _longest(stalls), _longest(stages), _longest(writes)
-    if writes:
-        return Saved(step, start, end, *times, nbytes, "complete")
-    return Saved(step, start, end, *times, nbytes, "not complete" if error is None else "lost", error or "")
 
 
 def _longest(spans: list[Span]) -> float | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,16 +43,13 @@ def compare(results: Sequence[JobResult], metric: str = "stall_ms", direction: s
     if not results:
         raise ConfigError("There are no jobs to compare.")
     jobs = sorted(results, key=lambda job: job.order)
-    taken = [_by_key(job.overrides) for job in jobs]
-    parameters = _swept(jobs, taken)
-    groups = _groups(jobs, taken)
-    versions = _known_versions(groups)
-    rows = [_row(group, parameters, of, ranking) for group, of in zip(groups, versions, strict=True)]
+    parameters = _swept(jobs)
+    rows = [_row(group, parameters, versions, ranking) for versions, group in _groups(jobs)]
     columns = _columns(rows, ranking)
     return Comparison(
         directory=_directory(jobs),
         parameters=parameters,
-        constant=tuple(o for o in jobs[0].overrides if _by_key([o]).keys() - set(parameters)),
+        constant=tuple(each for each in jobs[0].overrides if _by_key([each]).keys() - set(parameters)),
         metrics=columns,
         rows=tuple(_judged(rows, columns, ranking)),
         repeats=1 + max(job.repeat for job in jobs),
@@ -71,43 +68,27 @@ def _by_key(overrides: Sequence[str]) -> dict[str, str]:
     return {key: value for key, value in keys.items() if key not in KEYS}
 
 
-def _swept(jobs: Sequence[JobResult], taken: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+def _swept(jobs: Sequence[JobResult]) -> tuple[str, ...]:
     """The keys in which jobs differ, as they were first named; of jobs whose overrides are known."""
-    known = [keys for job, keys in zip(jobs, taken, strict=True) if keys or job.status == "completed"]
+    known = [keys for job in jobs if (keys := _by_key(job.overrides)) or job.status == "completed"]
     names = dict.fromkeys(key for keys in known for key in keys)
     return tuple(name for name in names if len({keys.get(name) for keys in known}) > 1)
 
 
-def _groups(jobs: Sequence[JobResult], taken: Sequence[Mapping[str, str]]) -> list[list[JobResult]]:
-    """Jobs of one combination and of the same versions together, each A/A group after the one that it repeats."""
-    versions: dict[tuple[bool, frozenset[tuple[str, str]]], tuple[str, str]] = {}
-    for job, keys in zip(jobs, taken, strict=True):
-        if any(_versions(job)):
-            versions.setdefault((job.again, frozenset(keys.items())), _versions(job))
-    groups: defaultdict[tuple[frozenset[tuple[str, str]], tuple[str, str], bool], list[JobResult]] = defaultdict(list)
-    for job, keys in zip(jobs, taken, strict=True):
-        combination = frozenset(keys.items())
-        own = _versions(job)
-        # A job that was killed before it could record its versions has those of the others.
-        groups[combination, own if any(own) else versions.get((job.again, combination), own), job.again].append(job)
-    order = {key: at for at, key in enumerate(groups)}
-    twins = {key: (*key[:2], False) for key in groups}
-    return [groups[key] for key in sorted(groups, key=lambda key: (order.get(twins[key], order[key]), key[2]))]
-
-
-def _versions(job: JobResult) -> tuple[str, str]:
-    return job.versions.get("stagereg", ""), job.versions.get("torch", "")
-
-
-def _known_versions(groups: Sequence[Sequence[JobResult]]) -> list[str]:
-    """Of each group, the versions in which groups differ."""
-    each = [next((_versions(job) for job in group if any(_versions(job))), ("", "")) for group in groups]
-    differ = [len({versions[at] for versions in each if any(versions)}) > 1 for at in (0, 1)]
-    names = ("stagereg", "torch")
-    return [
-        ", ".join(f"{names[at]} {versions[at] or 'unknown'}" for at in (0, 1) if differ[at]) if any(versions) else ""
-        for versions in each
-    ]
+def _groups(jobs: Sequence[JobResult]) -> Iterator[tuple[str, list[JobResult]]]:
+    """Versions, as far as jobs differ in them, with the jobs of one combination; an A/A group after what it repeats."""
+    known = [job.versions for job in jobs if "stagereg" in job.versions] or [{}]
+    differ = [name for name in ("stagereg", "torch") if len({versions.get(name) for versions in known}) > 1]
+    groups: defaultdict[tuple[frozenset[tuple[str, str]], str], list[JobResult]] = defaultdict(list)
+    for job in jobs:
+        # A job that was killed before it could record its versions is taken to have those of the others.
+        versions = job.versions if "stagereg" in job.versions else known[0]
+        text = ", ".join(f"{name} {versions.get(name, 'unknown')}" for name in differ)
+        groups[frozenset(_by_key(job.overrides).items()), text].append(job)
+    for (_, text), group in groups.items():
+        for again in (False, True):
+            if part := [job for job in group if job.again == again]:
+                yield text, part
 
 
 def _row(jobs: Sequence[JobResult], parameters: Sequence[str], versions: str, ranking: Metric) -> ComparisonRow:
@@ -126,6 +107,14 @@ def _row(jobs: Sequence[JobResult], parameters: Sequence[str], versions: str, ra
         note="; ".join(comparison_warnings.of_row(completed, ranking)),
         versions=versions,
     )
+
+
+def _directory(jobs: Sequence[JobResult]) -> Path:
+    """The folder that all jobs are in."""
+    parents = [job.directory.parent for job in jobs]
+    if len({parent.is_absolute() for parent in parents}) > 1:
+        parents = [parent.absolute() for parent in parents]
+    return Path(os.path.commonpath(parents) or ".")
 
 
 # -- verdicts
@@ -150,23 +139,14 @@ def _judged(rows: Sequence[ComparisonRow], columns: Sequence[Metric], ranking: M
         candidates = [at for at, row in enumerate(rows) if row.is_candidate(name)]
         if not column.better or not candidates:
             continue
-        sign = 1 if column.better == "lower" else -1
-        best = min(candidates, key=lambda at: sign * rows[at].cells[name].median)
+        best = min(candidates, key=lambda at: column.sign * rows[at].cells[name].median)
         chance = noise(rows, name)
         ties = {at: tie(rows[best].cells[name], rows[at].cells[name], chance) for at in candidates if at != best}
         if ties and set(ties.values()) == {Tie.EQUAL} and name != ranking.name:
             continue
         verdicts[best][name] = "best"
-        for at in (at for at, why in ties.items() if why):
-            verdicts[at][name] = "tie"
+        for at, why in ties.items():
+            verdicts[at][name] = "tie" if why else ""
     for row, found in zip(rows, verdicts, strict=True):
         cells = {name: replace(cell, verdict=found.get(name, "")) for name, cell in row.cells.items()}
         yield replace(row, cells=cells)
-
-
-def _directory(jobs: Sequence[JobResult]) -> Path:
-    """The folder that all jobs are in."""
-    parents = [job.directory.parent for job in jobs]
-    if len({parent.is_absolute() for parent in parents}) > 1:
-        parents = [parent.absolute() for parent in parents]
-    return Path(os.path.commonpath(parents) or ".")

@@ -5,6 +5,7 @@ Made by :mod:`stagereg.sweep.compare`; the sentence about it is made in :mod:`st
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from stagereg.sweep.interleaved import InterleavedSweeper
 from stagereg.sweep.metric import Metric
 from stagereg.sweep.result import JobResult
 
@@ -55,10 +55,10 @@ class Cell:
 class Tie(Enum):
     """Why a difference between two combinations means nothing."""
 
-    EQUAL = "equal"
-    SPREAD = "spread"
-    NOISE = "noise"
-    OVERLAP = "overlap"
+    EQUAL = "the figures are equal"
+    SPREAD = "the difference is smaller than the spread"
+    NOISE = "the difference is smaller than that between two sets of runs of one combination"
+    OVERLAP = "their runs overlap"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ComparisonRow:
         again: whether it is the A/A row: the first combination once more, measured as if it were another one.
         error: of the first job that failed, or else of the first unfinished one; empty if all were completed.
         note: what else a reader of the row should know.
-        versions: of stagereg and torch, where rows differ in them.
+        versions: of stagereg and torch, where jobs differ in them.
     """
 
     parameters: dict[str, str]
@@ -88,10 +88,8 @@ class ComparisonRow:
         """``"completed"``, ``"failed"``, ``"unfinished"``, or how many of its jobs are, as in ``"2 of 3 failed"``."""
         counts = Counter(job.status for job in self.jobs)
         for status in ("failed", "unfinished"):
-            if 0 < counts[status] < len(self.jobs):
-                return f"{counts[status]} of {len(self.jobs)} {status}"
             if counts[status]:
-                return status
+                return status if counts[status] == len(self.jobs) else f"{counts[status]} of {len(self.jobs)} {status}"
         return "completed"
 
     @property
@@ -102,9 +100,9 @@ class ComparisonRow:
 
     def is_candidate(self, name: str) -> bool:
         """Whether it may be the best by a metric: no job failed, and each that was completed has the figure."""
-        completed = sum(job.status == "completed" for job in self.jobs)
-        failed = any(job.status == "failed" for job in self.jobs)
-        return not self.again and not failed and name in self.cells and len(self.cells[name].values) == completed
+        statuses = [job.status for job in self.jobs]
+        known = len(self.cells[name].values) if name in self.cells else 0
+        return not self.again and "failed" not in statuses and 0 < known == statuses.count("completed")
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ class Comparison:
     @property
     def best(self) -> ComparisonRow | None:
         """The row that is best by the ranking metric; ``None`` where no row may be."""
-        return next(iter(self._marked("best")), None)
+        return next(self._marked("best"), None)
 
     @property
     def ties(self) -> tuple[ComparisonRow, ...]:
@@ -142,15 +140,11 @@ class Comparison:
         return tuple(self._marked("tie"))
 
     @property
-    def repeatable(self) -> bool:
-        """Whether the sweeper that chose the jobs takes ``sweep.repeats``, as far as is known."""
-        sweepers = {job.job.get("sweeper") for row in self.rows for job in row.jobs}
-        return sweepers <= {None, InterleavedSweeper.__name__}
-
-    @property
     def candidates(self) -> tuple[ComparisonRow, ...]:
-        """The rows that may be best by the ranking metric."""
-        return tuple(row for row in self.rows if row.is_candidate(self.ranking.name))
+        """The rows that may be best by the ranking metric, the best first."""
+        name = self.ranking.name
+        found = [row for row in self.rows if row.is_candidate(name)]
+        return tuple(sorted(found, key=lambda row: self.ranking.sign * row.cells[name].median))
 
     def tie(self, one: ComparisonRow, other: ComparisonRow) -> Tie | None:
         """Why two rows tie by the ranking metric; ``None`` where they do not. Both have the figure."""
@@ -186,16 +180,10 @@ def noise(rows: Sequence[ComparisonRow], name: str) -> float:
 
     A part, since what disturbs a time or a rate of a machine makes long ones longer by more than short ones.
     """
-    differences = [
-        _part(row.cells[name].median, twin.cells[name].median)
-        for row in rows
-        if row.again and name in row.cells
-        for twin in rows
-        if not twin.again and (twin.parameters, twin.versions) == (row.parameters, row.versions) and name in twin.cells
-    ]
-    return max(differences, default=0.0)
-
-
-def _part(one: float, other: float) -> float:
-    """The difference of two figures as a part of the larger one."""
-    return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
+    most = 0.0
+    for twin, row in itertools.pairwise(rows):
+        same = (twin.parameters, twin.versions) == (row.parameters, row.versions)
+        if row.again and same and name in row.cells and name in twin.cells:
+            one, other = row.cells[name].median, twin.cells[name].median
+            most = max(most, abs(one - other) / (max(abs(one), abs(other)) or 1.0))
+    return most

@@ -6,7 +6,6 @@ Needs matplotlib; the figure becomes a file by :mod:`stagereg.sweep.render.plots
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stagereg.sweep.render.plots import COLOURS, plain, styled
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["curves_figure", "logged"]
 
-_LOSS = "loss"
 _MOST = 9
 """Panels of one picture."""
 _ACROSS = 3
@@ -32,14 +30,13 @@ def logged(run: Run) -> dict[str, dict[int, list[tuple[int, float]]]]:
     The loss comes first, the other names as they were first logged; ``samples`` are counts that figures are made of,
     and are left out.
     """
-    curves: dict[str, dict[int, list[tuple[int, float]]]] = {_LOSS: {}}
+    curves: dict[str, dict[int, list[tuple[int, float]]]] = {"loss": {}}
     for rank in run.ranks:
         for step, _, values in rank.logs:
             for name, value in values.items():
-                if name != "samples":
-                    points = curves.setdefault(name, {}).setdefault(rank.rank, [])
-                    points.append((step, math.nan if value is None else value))
-    return {name: ranks for name, ranks in curves.items() if ranks}
+                points = curves.setdefault(name, {}).setdefault(rank.rank, [])
+                points.append((step, math.nan if value is None else value))
+    return {name: ranks for name, ranks in curves.items() if ranks and name != "samples"}
 
 
 def curves_figure(run: Run) -> Figure | None:
@@ -48,13 +45,12 @@ def curves_figure(run: Run) -> Figure | None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    curves = logged(run)
-    if not curves:
+    shown = list(logged(run).items())[:_MOST]
+    if not shown:
         return None
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    shown = list(curves.items())[:_MOST]
     across = min(len(shown), _ACROSS)
     down = math.ceil(len(shown) / across)
     with styled():
@@ -64,15 +60,12 @@ def curves_figure(run: Run) -> Figure | None:
             for rank in sorted(ranks, reverse=True):
                 steps, values = zip(*ranks[rank], strict=True)
                 colour, width = (COLOURS["best"], 1.5) if rank == min(ranks) else (COLOURS["plain"], 0.7)
-                axes.plot(steps, values, color=colour, linewidth=width, marker=_marker(values), markersize=3)
+                # A line alone would hide that there are few values, and show nothing of single ones.
+                marker = "o" if len(values) <= 2 or any(map(math.isnan, values)) else ""
+                axes.plot(steps, values, color=colour, linewidth=width, marker=marker, markersize=3)
             others = f", rank {min(ranks)} and the others (grey)" if len(ranks) > 1 else ""
             axes.set_title(plain(f"{name}{others}"))
             axes.set_xlabel("step")
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.grid(axis="y")
     return figure
-
-
-def _marker(values: Sequence[float]) -> str:
-    """A dot at each value where a line alone would hide that there are few, or show nothing of single ones."""
-    return "o" if len(values) <= 2 or any(math.isnan(value) for value in values) else ""

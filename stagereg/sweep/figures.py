@@ -41,8 +41,7 @@ def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
         run: what was recorded; ``None`` where nothing was.
         returned: what the task returned: its loss, or a dict of numbers, which become ``returned.KEY``.
     """
-    found = dict(_returned(returned))
-    found |= {"loss": loss} if (loss := _loss(run, returned)) is not None else {}
+    found = _returned(run, returned)
     if run is not None:
         found |= {**_checkpoints(run), **_training(run), **_ending(run)}
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}
@@ -50,27 +49,23 @@ def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
 
 def number(value: Any) -> float | None:
     """The finite real number that ``value`` is, also as a tensor of one element; ``None`` if it is none."""
+    real = _real(value)
+    return real if real is not None and math.isfinite(real) else None
+
+
+def _real(value: Any) -> float | None:
+    """The number that a value is, if not a finite one."""
     if value is None or isinstance(value, (bool, str, bytes, bytearray)):
         return None
     try:
-        real = float(value)
+        return float(value)
     except Exception:  # whatever a type of somebody else raises
         return None
-    return real if math.isfinite(real) else None
 
 
-def _returned(returned: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(returned, Mapping):
-        for key, value in returned.items():
-            if key != "loss" and (real := number(value)) is not None:
-                yield f"{RETURNED}{key}", real
-
-
-def _loss(run: Run | None, returned: Any) -> float | None:
-    """The loss by the task's own account, which may be that there is none (NaN), or by what rank 0 has logged last."""
-    own = returned.get("loss") if isinstance(returned, Mapping) else returned
-    if _is_real(own):
-        return number(own)
+def _returned(run: Run | None, returned: Any) -> dict[str, float]:
+    """What the task has returned, or if that has no loss, not even NaN, the loss that rank 0 has logged last."""
+    by_name = returned if isinstance(returned, Mapping) else {"loss": returned}
     logged = [
         values["loss"]
         for record in (run.ranks if run is not None else ())
@@ -78,18 +73,10 @@ def _loss(run: Run | None, returned: Any) -> float | None:
         for _, _, values in record.logs
         if "loss" in values
     ]
-    return logged[-1] if logged else None
-
-
-def _is_real(value: Any) -> bool:
-    """Whether it is a number at all, if not a finite one."""
-    if value is None or isinstance(value, (bool, str, bytes, bytearray)):
-        return False
-    try:
-        float(value)
-    except Exception:
-        return False
-    return True
+    found = {f"{RETURNED}{key}": _real(value) for key, value in by_name.items() if key != "loss"}
+    own = _real(by_name.get("loss"))
+    found["loss"] = logged[-1] if own is None and logged else own
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _checkpoints(run: Run) -> dict[str, float]:
@@ -130,14 +117,14 @@ class _Covered:
     def __init__(self, spans: Iterable[Span]) -> None:
         self._starts: list[float] = []
         self._ends: list[float] = []
-        self._before: list[float] = []
         for span in sorted(spans, key=lambda span: span.start):
             if self._ends and span.start <= self._ends[-1]:
                 self._ends[-1] = max(self._ends[-1], span.end)
-                continue
-            self._before.append(self._until(span.start))
-            self._starts.append(span.start)
-            self._ends.append(span.end)
+            else:
+                self._starts.append(span.start)
+                self._ends.append(span.end)
+        lengths = (end - start for start, end in zip(self._starts, self._ends, strict=True))
+        self._before = list(itertools.accumulate(lengths, initial=0.0))
 
     def within(self, began: float, ended: float) -> float:
         """Seconds of the time from ``began`` to ``ended`` that are covered."""

@@ -50,6 +50,11 @@ class Metric:
     head: str
     doc: str
 
+    @property
+    def sign(self) -> int:
+        """-1 where higher is better, else 1: the best has the least product of this and its value."""
+        return -1 if self.better == "higher" else 1
+
     def text(self, value: float) -> str:
         """The number as people read it, with its unit."""
         return quantity(value, self.unit)

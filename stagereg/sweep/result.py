@@ -10,29 +10,28 @@ import json
 import math
 import os
 import re
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stagereg.errors import ConfigError
-from stagereg.record import FILES
+from stagereg.record import file_name
 from stagereg.sweep.figures import figures, number
 from stagereg.sweep.run import NewerError, Run
 
-__all__ = ["FORMAT", "RESULT", "JobResult", "results", "split"]
+__all__ = ["FORMAT", "OVERRIDES", "RESULT", "SWEEP", "JobResult", "results", "split"]
 
 RESULT = "result.json"
 FORMAT = 1
+OVERRIDES = Path(".hydra", "overrides.yaml")
+SWEEP = "multirun.yaml"
+"""What Hydra's sweepers leave in the directory of a sweep."""
 _STATUSES = ("completed", "failed", "unfinished")
 _INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")
 """Errors by which a rank ends that are not its job's fault."""
 _DEEPEST = 20
 """Levels of what a task returns that are kept as they are."""
-_OVERRIDES = Path(".hydra", "overrides.yaml")
-_HYDRA = Path(".hydra", "hydra.yaml")
-_SWEEP = "multirun.yaml"
 _MARK = re.compile(r"\+{0,2}sweep\.(repeat|again)=(.*)")
 
 
@@ -72,15 +71,15 @@ class JobResult:
     environment: dict[str, Any] = field(default_factory=dict)
     command: str = ""
 
-    def write(self, path: Path | None = None) -> Path:
-        """Write it, completely or not at all, to ``path`` or to its own directory. Raises: ``OSError``."""
-        path = self.directory / RESULT if path is None else Path(path)
-        content = {"format": FORMAT, **{name: getattr(self, name) for name in _FIELDS}}
-        text = json.dumps(_plain(content), indent=1, allow_nan=False) + "\n"
+    def write(self) -> Path:
+        """Write it into its directory, completely or not at all. Raises: ``OSError``."""
+        path = self.directory / RESULT
+        fields = {name: value for name, value in vars(self).items() if name != "directory"}
+        text = json.dumps(_plain({"format": FORMAT, **fields}), indent=1, allow_nan=False) + "\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            with temporary.open("x", encoding="utf-8") as file:
+            with temporary.open("w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -90,14 +89,13 @@ class JobResult:
         return path
 
     @classmethod
-    def read(cls, path: Path | str) -> JobResult:
-        """Read a ``result.json``, or the one in a directory.
+    def read(cls, directory: Path | str) -> JobResult:
+        """Read the ``result.json`` in a directory.
 
         Raises:
             ConfigError: it is not there, not of the project, damaged, or of a newer version.
         """
-        path = Path(path)
-        path = path / RESULT if path.is_dir() else path
+        path = Path(directory, RESULT)
         try:
             content = json.loads(path.read_bytes())
         except OSError as error:
@@ -137,10 +135,8 @@ class JobResult:
     def order(self) -> tuple[Any, ...]:
         """Sorts jobs as they were planned: by number, then by directory, ``9`` before ``10``."""
         num = self.job.get("num")
-        return (num if isinstance(num, int) else math.inf, _natural(self.directory))
-
-
-_FIELDS = tuple(name for name in JobResult.__dataclass_fields__ if name != "directory")
+        parts = re.split(r"(\d+)", str(self.directory))
+        return (num if isinstance(num, int) else math.inf, [int(p) if p.isdecimal() else p for p in parts])
 
 
 def results(sweep_dir: Path | str) -> list[JobResult]:
@@ -154,13 +150,11 @@ def results(sweep_dir: Path | str) -> list[JobResult]:
     """
     sweep_dir = Path(sweep_dir)
     if not sweep_dir.is_dir():
-        raise ConfigError(
-            f"{sweep_dir} is {'a file' if sweep_dir.exists() else 'not there'}: name the directory of a sweep."
-        )
+        raise ConfigError(f"There is no directory {sweep_dir}: name that of a sweep.")
     sweeps: list[Path] = []
     jobs = list(_jobs(sweep_dir, sweeps))
     if len(sweeps) > 1:
-        newest = max(sweeps, key=lambda path: (path / _SWEEP).stat().st_mtime)
+        newest = max(sweeps, key=lambda path: (path / SWEEP).stat().st_mtime)
         raise ConfigError(f"{sweep_dir} holds {len(sweeps)} sweeps: name one of them. The newest is {newest}.")
     if not jobs:
         raise ConfigError(_nothing_in(sweep_dir))
@@ -176,7 +170,7 @@ def split(overrides: Iterable[str]) -> tuple[tuple[str, ...], int, bool]:
         if mark is None:
             kept.append(override)
         else:
-            marks[mark[1]] = mark[2].strip("'\" ")
+            marks[mark[1]] = mark[2]
     repeat = int(marks["repeat"]) if marks["repeat"].isdecimal() else 0
     return tuple(kept), repeat, marks["again"].lower() == "true"
 
@@ -185,7 +179,7 @@ def _jobs(root: Path, sweeps: list[Path]) -> Iterator[Path]:
     """Folders of jobs; what lies below one is the job's own. Fills ``sweeps`` with the folders Hydra calls that."""
     for folder, below, names in os.walk(root):
         path = Path(folder)
-        if _SWEEP in names:
+        if SWEEP in names:
             sweeps.append(path)
         if _is_job(path):
             below.clear()
@@ -194,25 +188,24 @@ def _jobs(root: Path, sweeps: list[Path]) -> Iterator[Path]:
 
 
 def _is_job(path: Path) -> bool:
-    return any((path / name).is_file() for name in (RESULT, _OVERRIDES, FILES.replace("*", "")))
+    return any((path / name).is_file() for name in (RESULT, OVERRIDES, file_name(0)))
 
 
 def _nothing_in(path: Path) -> str:
     return (
-        f"{path} holds no job: there is no folder with {RESULT}, {_OVERRIDES} or {FILES.replace('*', '')}, neither it "
-        "nor any below. Name the directory of a sweep (hydra.sweep.dir) or of a run (hydra.run.dir)."
+        f"{path} holds no job: there is no folder with {RESULT}, {OVERRIDES} or {file_name(0)}, neither it nor any "
+        "below. Name the directory of a sweep (hydra.sweep.dir) or of a run (hydra.run.dir)."
     )
-
-
-def _natural(path: Path) -> tuple[tuple[int, int, str], ...]:
-    parts = re.split(r"(\d+)", str(path))
-    return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)
 
 
 def _without_result(directory: Path, trouble: str) -> JobResult:
     """What Hydra and the ranks have left of a job."""
-    overrides, repeat, again = split(_overrides(directory / _OVERRIDES))
-    known: dict[str, Any] = {"overrides": overrides, "job": _job(directory / _HYDRA), "repeat": repeat, "again": again}
+    overrides, repeat, again = split(map(str, _yaml(directory / OVERRIDES, list)))
+    hydra = _of(dict, _yaml(directory / ".hydra" / "hydra.yaml", dict), "hydra")
+    job = {name: value for name, value in _of(dict, hydra, "job").items() if name in ("num", "id", "name")}
+    if target := _of(dict, hydra, "sweeper").get("_target_"):
+        job["sweeper"] = str(target).rpartition(".")[2]
+    known: dict[str, Any] = {"overrides": overrides, "job": job, "repeat": repeat, "again": again}
     try:
         run = Run.read(directory)
     except NewerError:
@@ -235,40 +228,28 @@ def _without_result(directory: Path, trouble: str) -> JobResult:
     )
 
 
-def _overrides(path: Path) -> list[str]:
-    content = _yaml(path)
-    return [str(each) for each in content] if isinstance(content, list) else []
-
-
-def _job(path: Path) -> dict[str, Any]:
-    """Number, id, name and sweeper of the job by Hydra's own config; what it lacks is left out."""
-    hydra = _of(dict, _yaml(path), "hydra")
-    job, sweeper = _of(dict, hydra, "job"), _of(dict, hydra, "sweeper")
-    content = {name: job[name] for name in ("num", "id", "name") if job.get(name) not in (None, "???")}
-    return content | ({"sweeper": str(sweeper["_target_"]).rpartition(".")[2]} if "_target_" in sweeper else {})
-
-
-def _yaml(path: Path) -> Any:
-    """The content of a file of Hydra's, with nothing interpolated; ``None`` if it cannot be read."""
+def _yaml(path: Path, kind: type[Any]) -> Any:
+    """The content of a file of Hydra's, with nothing interpolated; an empty ``kind`` if it cannot be read as one."""
     from omegaconf import OmegaConf
 
     try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except Exception:  # whatever YAML and OmegaConf raise for a torn file
-        return None
+        return kind()
+    return content if isinstance(content, kind) else kind()
 
 
 def _fields(content: Any, path: Path) -> dict[str, Any]:
     """The fields of a result, each of its type. Raises: ``ConfigError`` for what is no result."""
-    if not isinstance(content, dict) or not isinstance(content.get("format"), int) or "status" not in content:
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise ConfigError(f"{path} is no result of a job: stagereg has not written it.")
     if content["format"] > FORMAT:
         raise NewerError(
             f"{path} was written by a newer stagereg (format {content['format']}; this one reads formats up to "
             f"{FORMAT}). Update stagereg to read it."
         )
-    if content["status"] not in _STATUSES:
-        raise ConfigError(f"{path} is no result of a job: its status is {content['status']!r}.")
+    if content.get("status") not in _STATUSES:
+        raise ConfigError(f"{path} is no result of a job: its status is {content.get('status')!r}.")
     numbers = {str(name): number(value) for name, value in _of(dict, content, "figures").items()}
     return {
         "status": content["status"],
@@ -287,8 +268,8 @@ def _fields(content: Any, path: Path) -> dict[str, Any]:
     }
 
 
-def _of(kind: type[Any], content: Any, name: str) -> Any:
-    value = content.get(name) if isinstance(content, Mapping) else None
+def _of(kind: type[Any], content: Mapping[str, Any], name: str) -> Any:
+    value = content.get(name)
     return value if isinstance(value, kind) else kind()
 
 

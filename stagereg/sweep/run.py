@@ -7,12 +7,14 @@ what follows the last start of each file counts. What the figures of a run are i
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import sys
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -106,6 +108,30 @@ class RankRecord:
     damaged: int = 0
     first: float = 0.0
     last: float = 0.0
+
+    def step_spans(self) -> list[Span]:
+        """Return the steps, in the order in which they ended, as stretches of time without stalls.
+
+        A step begins where the one before it ended, or where the stall that followed that one did. The first begins
+        with the recording, which makes all that was prepared for training a part of it.
+        """
+        stalls = sorted((span.start, span.end) for span in self.stalls)
+        last = self.start.get("t", self.first)
+        spans = []
+        for end, step in sorted((end, step) for step, end in self.steps):
+            # The save of a step comes after its end, so at that moment it is no part of it yet.
+            before = bisect_left(stalls, (end,))
+            begin = min(max(last, stalls[before - 1][1]), end) if before else last
+            spans.append(Span(step, begin, end - begin))
+            last = end
+        return spans
+
+    @property
+    def steps_with_data(self) -> int:
+        """How many of the steps, from the first on, had data; the others were empty, for the others' sake."""
+        joined = self.join or {}
+        given = int(joined.get("steps", 0))
+        return given if joined.get("shadowed") and given < len(self.steps) else len(self.steps)
 
 
 @dataclass(frozen=True)
@@ -203,49 +229,52 @@ class Run:
         return sum(record.damaged for record in self.ranks)
 
 
-class _Damaged(Exception):
-    """A line does not have what its event needs."""
-
-
 def _rank_record(rank: int, path: Path) -> RankRecord | None:
     """Return the last recording in the file, or ``None`` if no line in it is of a recording."""
-    events = _RankEvents()
-    for line in _lines(path):
+    events: defaultdict[str, list[Any]] = defaultdict(list)
+    times: list[float] = []
+    damaged = 0
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
         try:
-            event = _event(line)
-            if event["event"] == "start":
-                _check_format(event, path)
-                begun = _RankEvents()
-                begun.take(event)
-                events = begun
-            else:
-                events.take(event)
-        except _Damaged:
-            events.damaged += 1
-    return events.record(rank)
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file; without the last one if it is torn."""
-    *whole, last = path.read_bytes().split(b"\n")
-    yield from (line for line in whole if line.strip())
-    if last.strip():
-        try:
-            _event(last)
-        except _Damaged:
-            return
-        yield last
-
-
-def _event(line: bytes) -> dict[str, Any]:
-    try:
-        event = _decoded(line.decode())
-    except (ValueError, RecursionError):
-        raise _Damaged from None
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        raise _Damaged
-    _number(event, "t")
-    return event
+            event = _decoded(line.decode())
+            name, t = event["event"], _number(event, "t")
+            if not isinstance(name, str):
+                raise TypeError(name)
+            value = _READ[name](event) if name in _READ else None
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+            # What comes after the last end of a line is what a killed process was writing.
+            damaged += number < len(lines) - 1
+            continue
+        if name == "start":
+            _check_format(event, path)
+            events.clear()
+            damaged = 0
+            times = [t, t]
+        if value is not None:  # an event of an unknown name is of a later version or not ours
+            events[name].append(value)
+            times = [min(t, *times), max(t, *times)] if times else [t, t]
+    if not events:
+        return None
+    logs = tuple(events["log"])
+    return RankRecord(
+        rank=rank,
+        start=events["start"][-1] if events["start"] else {},
+        steps=_firsts(events["step"] or [(step, t) for step, t, _ in logs]),
+        stalls=tuple(events["stall"]),
+        stages=tuple(events["stage"]),
+        writes=tuple(events["write"]),
+        lost=tuple(events["lost"]),
+        fallbacks=tuple(events["fallback"]),
+        logs=logs,
+        join=_total(events["join"]),
+        end=events["end"][-1] if events["end"] else None,
+        damaged=damaged,
+        first=times[0],
+        last=times[1],
+    )
 
 
 def _check_format(event: Mapping[str, Any], path: Path) -> None:
@@ -257,57 +286,9 @@ def _check_format(event: Mapping[str, Any], path: Path) -> None:
         )
 
 
-class _RankEvents:
-    """The events of one recording so far."""
-
-    def __init__(self) -> None:
-        self.damaged = 0
-        self._events: defaultdict[str, list[Any]] = defaultdict(list)
-        self._first = math.inf
-        self._last = -math.inf
-
-    def take(self, event: Mapping[str, Any]) -> None:
-        """Keep an event; one of an unknown name is of a later version or not ours. Raises: ``_Damaged``."""
-        name, t = event["event"], event["t"]
-        read = _READ.get(name)
-        if read is None:
-            return
-        self._events[name].append(read(event))
-        if t < self._first:
-            self._first = t
-        if t > self._last:
-            self._last = t
-
-    def record(self, rank: int) -> RankRecord | None:
-        if not self._events:
-            return None
-        events = self._events
-        logs = tuple(events.get("log", ()))
-        return RankRecord(
-            rank=rank,
-            start=events.get("start", [{}])[-1],
-            steps=_firsts(events.get("step") or [(step, t) for step, t, _ in logs]),
-            stalls=tuple(events.get("stall", ())),
-            stages=tuple(events.get("stage", ())),
-            writes=tuple(events.get("write", ())),
-            lost=tuple(events.get("lost", ())),
-            fallbacks=tuple(events.get("fallback", ())),
-            logs=logs,
-            join=_total(events.get("join", ())),
-            end=events.get("end", [None])[-1],
-            damaged=self.damaged,
-            first=self._first,
-            last=self._last,
-        )
-
-
 def _firsts(steps: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """The steps without those that repeat the one before."""
-    kept: list[tuple[int, float]] = []
-    for step, t in steps:
-        if not kept or kept[-1][0] != step:
-            kept.append((step, t))
-    return tuple(kept)
+    return tuple(next(same) for _, same in itertools.groupby(steps, key=lambda each: each[0]))
 
 
 def _total(joins: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
@@ -316,10 +297,20 @@ def _total(joins: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
     return {name: sum(join.get(name, 0) for join in joins) for name in sorted(set().union(*joins))}
 
 
+# -- how each event is read: KeyError, TypeError and ValueError are damage
+
+
+def _real(value: Any) -> float | None:
+    """The value if it is a finite number, which NaN, infinity and true are not."""
+    if type(value) in _NUMBERS and -sys.float_info.max <= value <= sys.float_info.max:
+        return float(value)
+    return None
+
+
 def _number(event: Mapping[str, Any], name: str) -> float:
-    value = _real(event.get(name))
+    value = _real(event[name])
     if value is None:
-        raise _Damaged
+        raise ValueError(name)
     return value
 
 
@@ -332,37 +323,26 @@ def _span(event: Mapping[str, Any]) -> Span:
     return Span(_step(event), _number(event, "start"), max(0.0, _number(event, "seconds")), nbytes)
 
 
-def _start(event: Mapping[str, Any]) -> dict[str, Any]:
-    if "world_size" in event and (not isinstance(event["world_size"], int) or event["world_size"] < 1):
-        raise _Damaged
-    return _without(event, "event")
-
-
 def _log(event: Mapping[str, Any]) -> tuple[int, float, dict[str, float | None]]:
-    values = event.get("values")
-    if not isinstance(values, dict):
-        raise _Damaged
-    return _step(event), float(event["t"]), {str(name): _real(value) for name, value in values.items()}
+    values = {str(name): _real(value) for name, value in event["values"].items()}
+    return _step(event), float(event["t"]), values
 
 
-def _real(value: Any) -> float | None:
-    if type(value) in _NUMBERS and -sys.float_info.max <= value <= sys.float_info.max:
-        return float(value)
-    return None
+def _start(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    size = event.get("world_size", 1)
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(size)
+    return event
 
 
-def _end(event: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(event.get("status"), str):
-        raise _Damaged
-    return _without(event, "event")
+def _end(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(event["status"], str):
+        raise TypeError(event["status"])
+    return event
 
 
 def _join(event: Mapping[str, Any]) -> dict[str, float]:
     return {name: _number(event, name) for name in ("steps", "shadowed", "samples") if event.get(name) is not None}
-
-
-def _without(event: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in event.items() if name not in names}
 
 
 _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -377,4 +357,4 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "log": _log,
     "end": _end,
 }
-"""How each event is read; whatever it has besides is left to later versions."""
+"""Whatever an event has besides is left to later versions."""

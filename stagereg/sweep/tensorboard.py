@@ -11,21 +11,20 @@ more into the same directory, it takes the place of what was there. Needs the pa
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagereg.errors import ConfigError
 from stagereg.sweep.run import Run, Span
-from stagereg.sweep.steps import without_stalls
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from stagereg.sweep.comparison import Comparison
-    from stagereg.sweep.result import JobResult
 
 __all__ = ["check", "write_run", "write_sweep"]
 
@@ -49,8 +48,8 @@ def write_run(run: Run, directory: Path) -> None:
     Raises:
         ConfigError: the package tensorboard is missing, or the directory cannot be written.
     """
-    with _Writer(directory) as writer:
-        writer.run(run)
+    with _opened(directory) as writer:
+        _write_scalars(run, writer)
 
 
 def write_sweep(comparison: Comparison, directory: Path) -> list[Path]:
@@ -62,127 +61,82 @@ def write_sweep(comparison: Comparison, directory: Path) -> list[Path]:
     Raises:
         ConfigError: the package tensorboard is missing, or the directory cannot be written.
     """
-    parameters = _parameters(comparison)
+    rows = comparison.rows
+    numeric = [name for name in comparison.parameters if all(_is_number(row.parameters.get(name)) for row in rows)]
     written = []
-    for place, row in enumerate(comparison.rows):
+    for row in rows:
+        given: dict[str, float | str] = {name: row.parameters.get(name, "") for name in comparison.parameters}
+        given |= {name: float(row.parameters[name]) for name in numeric}
         for job in row.jobs:
-            written.append(directory / _name(job, comparison))
-            with _Writer(written[-1]) as writer:
-                run = _run(job)
-                if run is not None:
-                    writer.run(run)
-                given: dict[str, float | str] = {name: values[place] for name, values in parameters.items()}
-                if comparison.repeats > 1:
-                    given |= {"repeat": job.repeat, "A/A": "yes" if job.again else "no"}
-                writer.hparams(
-                    given,
-                    {metric.name: job.figures.get(metric.name) for metric in comparison.metrics},
-                    completed=job.status == "completed",
-                )
+            if comparison.repeats > 1:
+                given |= {"repeat": job.repeat, "A/A": "yes" if job.again else "no"}
+            inside = job.directory.is_relative_to(comparison.directory)
+            name = job.directory.relative_to(comparison.directory) if inside else job.directory.name
+            written.append(directory / name)
+            with _opened(written[-1]) as writer:
+                with contextlib.suppress(ConfigError):  # a job that recorded nothing has its figures
+                    _write_scalars(Run.read(job.directory), writer)
+                known = {metric.name: job.figures.get(metric.name) for metric in comparison.metrics}
+                _write_hparams(given, known, job.status == "completed", writer)
     return written
 
 
-class _Writer:
-    """The event file of one directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._writer: SummaryWriter | None = None
-
-    def __enter__(self) -> _Writer:
-        check()
-        from torch.utils.tensorboard import SummaryWriter
-
-        try:
-            for old in self._directory.glob(f"events.out.tfevents.*{_SUFFIX}"):
-                old.unlink()
-            self._writer = SummaryWriter(str(self._directory), filename_suffix=_SUFFIX)
-        except OSError as error:
-            raise ConfigError(f"--tensorboard: cannot write in {self._directory}: {error.strerror}.") from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._writer is not None
-        self._writer.close()
-
-    def run(self, run: Run) -> None:
-        for tag, step, value, at in _scalars(run):
-            assert self._writer is not None
-            self._writer.add_scalar(tag, value, step, walltime=at)
-
-    def hparams(self, parameters: dict[str, float | str], figures: dict[str, float | None], completed: bool) -> None:
-        from torch.utils.tensorboard.summary import hparams
-
-        assert self._writer is not None
-        names = {name: f"figures/{name}" for name in figures}
-        file = self._writer.file_writer
-        assert file is not None
-        # TensorBoard takes the columns from the first job it meets, so all jobs name the same ones.
-        head, start, end = hparams(parameters, dict.fromkeys(names.values(), 0.0))
-        for summary in (head, start, end) if completed else (head, start):
-            file.add_summary(summary)
-        for name, value in figures.items():
-            if value is not None:
-                self._writer.add_scalar(names[name], value, 0)
+def _is_number(text: str | None) -> bool:
+    try:
+        return text is not None and math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
-# -- what is written of a run
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[SummaryWriter]:
+    """The event file of one directory, in the place of an older one."""
+    check()
+    from torch.utils.tensorboard import SummaryWriter
+
+    try:
+        for old in directory.glob(f"events.out.tfevents.*{_SUFFIX}"):
+            old.unlink()
+        writer = SummaryWriter(str(directory), filename_suffix=_SUFFIX)
+    except OSError as error:
+        raise ConfigError(f"--tensorboard: cannot write in {directory}: {error.strerror}.") from error
+    with contextlib.closing(writer):
+        yield writer
 
 
-def _scalars(run: Run) -> Iterator[tuple[str, int, float, float]]:
-    """Tag, step, value, seconds since the epoch."""
-    for name in ("stall", "stage", "write"):
-        yield from _slowest(f"checkpoint/{name}_ms", (getattr(rank, f"{name}s") for rank in run.ranks))
-    yield from _slowest("train/step_ms", (without_stalls(rank)[1:] for rank in run.ranks))
+def _write_scalars(run: Run, writer: SummaryWriter) -> None:
+    spans = {
+        "checkpoint/stall_ms": [span for rank in run.ranks for span in rank.stalls],
+        "checkpoint/stage_ms": [span for rank in run.ranks for span in rank.stages],
+        "checkpoint/write_ms": [span for rank in run.ranks for span in rank.writes],
+        "train/step_ms": [span for rank in run.ranks for span in rank.step_spans()[1:]],
+    }
+    for tag, every in spans.items():
+        slowest: dict[int, Span] = {}
+        for span in sorted(every, key=lambda span: span.seconds):
+            slowest[span.step] = span
+        for step, span in sorted(slowest.items()):
+            writer.add_scalar(tag, span.seconds * 1e3, step, walltime=span.end)
     for rank in run.ranks:
         for step, at, values in rank.logs:
             for key, value in values.items():
-                number = math.nan if value is None else value
-                if rank.rank == 0 and key == "loss":
-                    yield "train/loss", step, number, at
-                elif rank.rank == 0:
-                    yield f"log/{key}", step, number, at
-                else:
-                    yield f"log/{key}/rank{rank.rank}", step, number, at
+                of_rank = f"log/{key}/rank{rank.rank}" if rank.rank else f"log/{key}"
+                tag = "train/loss" if of_rank == "log/loss" else of_rank
+                writer.add_scalar(tag, math.nan if value is None else value, step, walltime=at)
 
 
-def _slowest(tag: str, ranks: Iterable[Iterable[Span]]) -> Iterator[tuple[str, int, float, float]]:
-    """For each step the longest span of any rank, in ms."""
-    longest: dict[int, Span] = {}
-    for span in (span for spans in ranks for span in spans):
-        if span.step not in longest or span.seconds > longest[span.step].seconds:
-            longest[span.step] = span
-    for step in sorted(longest):
-        span = longest[step]
-        yield tag, step, span.seconds * 1e3, span.start + span.seconds
+def _write_hparams(
+    parameters: dict[str, float | str], figures: dict[str, float | None], completed: bool, writer: SummaryWriter
+) -> None:
+    from torch.utils.tensorboard.summary import hparams
 
-
-def _run(job: JobResult) -> Run | None:
-    try:
-        return Run.read(job.directory)
-    except ConfigError:
-        return None
-
-
-# -- what is written of a sweep
-
-
-def _parameters(comparison: Comparison) -> dict[str, list[float] | list[str]]:
-    """The values of each swept parameter, row by row: numbers where all are, else texts."""
-    columns = {name: [row.parameters.get(name, "") for row in comparison.rows] for name in comparison.parameters}
-    return {name: _numbers(texts) or texts for name, texts in columns.items()}
-
-
-def _numbers(texts: list[str]) -> list[float] | None:
-    try:
-        return [float(text) for text in texts]
-    except ValueError:
-        return None
-
-
-def _name(job: JobResult, comparison: Comparison) -> Path:
-    """Where the job lies in the sweep."""
-    try:
-        return job.directory.relative_to(comparison.directory)
-    except ValueError:
-        return Path(job.directory.name)
+    names = {name: f"figures/{name}" for name in figures}
+    # TensorBoard takes the columns from the first job it meets, so all jobs name the same ones.
+    head, start, end = hparams(parameters, dict.fromkeys(names.values(), 0.0))
+    file = writer.file_writer
+    assert file is not None
+    for summary in (head, start, end) if completed else (head, start):
+        file.add_summary(summary)
+    for name, value in figures.items():
+        if value is not None:
+            writer.add_scalar(names[name], value, 0)

@@ -5,17 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-import stagereg.sweep.run_directory as run_directory
 from stagereg import cli
-from stagereg.errors import ConfigError
 
 from ..sweep.samples import FAILING, Sample, failed, rank_file, sweep, write_hydra, write_run
 
@@ -222,93 +217,3 @@ def test_without_tensorboard_one_line_is_reported_before_anything_is_made(
     seen = refused(capsys, "run", "--tensorboard", "logdir")
     assert seen == "stagereg: --tensorboard needs the package tensorboard: pip install 'hydra-stagereg[tensorboard]'\n"
     assert "report.html" not in os.listdir("run")
-
-
-# -- what it was given
-
-
-RUN = "outputs/2026-11-21/10-00-00"
-SWEEP = "multirun/2026-11-21/12-00-00"
-
-
-def write_examples(root: Path) -> None:
-    """Write runs and sweeps as Hydra does, and directories that a user might name by mistake."""
-    write_hydra(write_run(root / RUN), ["lr=1"])
-    write_hydra(write_run(root / "outputs/2026-11-21/11-00-00"), ["lr=2"])
-    sweep(root / SWEEP, {"stager=blocking": 30.0}, repeats=1, again=False, failing="", unfinished="")
-    checkpoints = root / RUN / "checkpoints"
-    (checkpoints / "step-00000010").mkdir(parents=True)
-    (checkpoints / "latest").symlink_to("step-00000010")
-    (root / "empty").mkdir()
-    (root / "other/conf").mkdir(parents=True)
-    (root / "alone/step-00000010").mkdir(parents=True)
-    for age, name in enumerate([SWEEP, "outputs/2026-11-21/11-00-00"]):
-        for path in (root / name, *(root / name).iterdir()):
-            os.utime(path, (2e9 - 100 * age, 2e9 - 100 * age))
-
-
-NAME_THE_RUN = f"Name the run:\n  stagereg report {RUN}\n"
-NEWEST_RUN = "  stagereg report outputs/2026-11-21/11-00-00  # a run\n"
-LOOKED_FOR = "a run has metrics.jsonl, result.json or .hydra/overrides.yaml in it, a sweep has runs in it, one a job"
-
-
-@pytest.mark.parametrize(
-    ("given", "seen"),
-    [
-        (f"{RUN}/checkpoints", f"has checkpoints, but no record of the run that wrote them. {NAME_THE_RUN}"),
-        (f"{RUN}/checkpoints/latest", NAME_THE_RUN),
-        (f"{RUN}/checkpoints/step-00000010", NAME_THE_RUN),
-        (f"{RUN}/.hydra", f"has the configs of a run. {NAME_THE_RUN}"),
-        (f"{RUN}/metrics.jsonl", f"is a file. {NAME_THE_RUN}"),
-        (f"{SWEEP}/multirun.yaml", f"is a file. Name the sweep:\n  stagereg report {SWEEP}\n"),
-        ("multirun", f"but has some below. The newest:\n  stagereg report {SWEEP}  # a sweep\n"),
-        ("outputs", f"The newest:\n{NEWEST_RUN}  stagereg report {RUN}  # a run\n"),
-        (".", f"The newest:\n  stagereg report {SWEEP}  # a sweep\n{NEWEST_RUN}  stagereg report {RUN}  # a run\n"),
-        ("empty", f"has none below: {LOOKED_FOR}; it is empty.\n"),
-        ("other", f"{LOOKED_FOR}; there is: conf/.\n"),
-        ("alone", "alone has checkpoints, but no record of the run that wrote them"),
-        ("outptus", "There is no directory outptus. Did you mean 'outputs'?"),
-        ("outputs/2026-11-22/x", "has: 2026-11-21.\n"),
-    ],
-)
-def test_a_directory_that_is_neither_run_nor_sweep_is_an_error_that_lists_those_nearby(
-    given: str, seen: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_examples(here)
-    assert seen in refused(capsys, given)
-
-
-@pytest.mark.parametrize("subdir", ["${hydra.job.num}", "x/${hydra.job.override_dirname}", "'job_${hydra.job.num}'"])
-def test_a_sweep_without_hydras_mark_is_known_by_its_jobs(subdir: str, here: Path) -> None:
-    # Hydra's Optuna sweeper leaves no multirun.yaml.
-    parts = subdir.strip("'").split("/")
-    names = [[*parts[:-1], f"{parts[-1].partition('$')[0]}{name}"] for name in ("a=1", "a=2")]
-    for name in names:
-        job = write_hydra(here.joinpath("sweep", *name), ["a=1"])
-        text = f"hydra:\n  sweep:\n    dir: multirun/x\n    subdir: {subdir}\n  mode: MULTIRUN\n"
-        (job / ".hydra" / "hydra.yaml").write_text(text)
-    assert run_directory.kind_of(here / "sweep") == "sweep"
-    assert run_directory.kind_of(here.joinpath("sweep", *names[0])) == "run"
-    if len(parts) == 1:
-        assert not run_directory.is_sweep(here)
-
-
-def test_jobs_by_number_are_a_sweep_and_runs_by_the_clock_are_not(here: Path) -> None:
-    write_run(here / "trials" / "0")
-    write_run(here / "today" / "10-00-00")
-    assert run_directory.is_sweep(here / "trials")
-    assert not run_directory.is_sweep(here / "today")
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.sampled_from(["step-1", "0", "a", ".hydra", "multirun.yaml", "result.json", "latest"]), max_size=5))
-def test_any_directory_gets_an_answer(tmp_path: Path, names: list[str]) -> None:
-    path = tmp_path
-    for name in names:
-        path = path / name
-    path.mkdir(parents=True, exist_ok=True)
-    if run_directory.is_run(tmp_path) or run_directory.is_sweep(tmp_path):
-        assert run_directory.kind_of(tmp_path) in ("run", "sweep")
-        return
-    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
-        run_directory.kind_of(tmp_path)

@@ -69,13 +69,6 @@ def test_a_killed_run_has_the_figures_up_to_its_end(tmp_path: Path) -> None:
     assert not found.keys() & {"peak_host_gib", "shadowed_steps"}
 
 
-def test_peak_memory_is_known_only_of_all_ranks(tmp_path: Path) -> None:
-    run = Run.read(write_run(tmp_path))
-    assert figures(run)["peak_host_gib"] == 1.0
-    assert "peak_host_gib" not in figures(Run(tmp_path, (run.ranks[0], replace(run.ranks[1], end=None))))
-    assert "peak_host_gib" not in figures(Run(tmp_path, run.ranks[:1]))
-
-
 def test_a_checkpoint_is_as_slow_as_its_slowest_rank_and_as_large_as_all() -> None:
     one = RankRecord(0, stalls=(Span(1, 0, 1.0), Span(2, 5, 3.0)), stages=(Span(1, 0, 2.0, GIB), Span(2, 5, 1.0, GIB)))
     two = RankRecord(1, stalls=(Span(1, 0, 2.0), Span(2, 5, 1.0)), stages=(Span(1, 0, 1.0, GIB), Span(2, 5, 4.0, GIB)))
@@ -106,20 +99,6 @@ class TestLostTime:
         record = RankRecord(0, steps=steps(1, 1, 1, 1), stalls=(Span(0, -9, 2.0), Span(5, 4.0, 1.0)))
         found = figures(run_of(record))
         assert (found["train_s"], found["lost_s"], found["lost_percent"]) == (5, 1, 20)
-
-    def test_the_time_between_the_last_step_and_a_later_save_is_no_training(self) -> None:
-        record = RankRecord(0, steps=steps(1, 1, 1), stalls=(Span(4, 500, 1.0),))
-        assert figures(run_of(record))["train_s"] == 4
-
-    def test_steps_beside_background_work_are_compared_with_undisturbed_ones(self) -> None:
-        record = RankRecord(0, steps=steps(1, 1, 3, 1.5, 1), stalls=(Span(3, 2, 0.5),), writes=(Span(3, 2.5, 3.0),))
-        found = figures(run_of(record))
-        assert (found["step_s"], found["lost_s"]) == (1, 0.5 + (2.5 - 1) + (1.5 - 1))
-
-    def test_quick_steps_make_up_for_slow_ones(self) -> None:
-        write = Span(3, 2.1, 1.9)
-        record = RankRecord(0, steps=steps(1, 1, 1.5, 0.5, 1), stalls=(Span(3, 2, 0.25),), writes=(write,))
-        assert figures(run_of(record))["lost_s"] == pytest.approx(0.25)  # 1.25 and 0.5 are less than twice 1
 
     def test_staging_within_the_stall_disturbs_no_step(self) -> None:
         held = Span(2, 1, 0.5)
@@ -197,12 +176,6 @@ class TestSamples:
         assert "samples_per_s" not in figures(
             run_of(RankRecord(0, steps=steps(1, 1), join={"steps": 3, "shadowed": 0}))
         )
-
-    def test_ranks_without_data_add_nothing(self) -> None:
-        counted = RankRecord(0, steps=steps(1, 1), join={"steps": 3, "shadowed": 0, "samples": 12})
-        empty = RankRecord(1, steps=steps(1, 1), join={"steps": 0, "shadowed": 3, "samples": 0})
-        found = figures(run_of(counted, empty))
-        assert (found["samples_per_s"], found["shadowed_steps"]) == (4, 3)
 
 
 class TestLoss:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
         figures={"stall_ms": 1.25},
     )
     assert seen.write() == tmp_path / "3" / RESULT
-    assert JobResult.read(tmp_path / "3") == JobResult.read(tmp_path / "3" / RESULT) == seen
+    assert JobResult.read(tmp_path / "3") == seen
     assert JobResult.of_directory(tmp_path / "3") == seen
 
 
@@ -43,13 +42,7 @@ def test_a_result_is_strict_json_of_this_format(tmp_path: Path) -> None:
     seen = json.loads(written.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert seen["format"] == 1
     assert seen["returned"] == {"nan": None, "1": None, "loss": 2.0, "path": "a/b", "pair": [1, None], "set": "{1}"}
-    assert JobResult.read(written).figures == {"stall_ms": 1.0}
-
-
-def test_a_returned_value_may_contain_itself(tmp_path: Path) -> None:
-    returned: list[Any] = []
-    returned.append(returned)
-    assert JobResult.read(result(tmp_path, returned=returned).write()).status == "completed"
+    assert JobResult.read(tmp_path).figures == {"stall_ms": 1.0}
 
 
 def test_a_result_that_cannot_be_written_leaves_the_old_one_and_nothing_else(
@@ -65,14 +58,6 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one_and_nothing_else(
         result(tmp_path, returned=2).write()
     assert os.listdir(tmp_path) == [RESULT]
     assert JobResult.read(tmp_path).returned == 1
-
-
-def test_a_result_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        assert result(tmp_path).write().stat().st_mode & 0o777 == 0o640
-    finally:
-        os.umask(before)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +173,6 @@ class TestResults:
         write_run(tmp_path / ".submitit" / "0")
         assert [job.directory for job in results(tmp_path)] == [tmp_path / "0"]
 
-    def test_a_run_is_a_sweep_of_one_job(self, tmp_path: Path) -> None:
-        assert [job.directory for job in results(write_run(tmp_path))] == [tmp_path]
-
     def test_a_folder_of_several_sweeps_has_to_be_narrowed_down(self, tmp_path: Path) -> None:
         for at, name in enumerate(["10-00-00", "11-00-00"]):
             sweep(tmp_path / name, repeats=1)
@@ -204,9 +186,9 @@ class TestResults:
         (tmp_path / "multirun.yaml").write_text("")
         with pytest.raises(ConfigError, match=r"holds no job"):
             results(tmp_path)
-        with pytest.raises(ConfigError, match=r"absent is not there"):
+        with pytest.raises(ConfigError, match=r"no directory .*absent"):
             results(tmp_path / "absent")
-        with pytest.raises(ConfigError, match=r"multirun\.yaml is a file"):
+        with pytest.raises(ConfigError, match=r"no directory .*multirun\.yaml"):
             results(tmp_path / "multirun.yaml")
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from stagereg import record
 from stagereg.errors import ConfigError
-from stagereg.sweep.run import Fallback, RankRecord, Run, Span
+from stagereg.sweep.run import Fallback, Run, Span
 
-from .samples import BEGAN, Sample, rank_file, write_events, write_run
+from .samples import BEGAN, Sample, rank_file, write_run
 
 START = {"event": "start", "t": 5.0, "format": 1, "rank": 0, "world_size": 1, "host": "here", "stagereg": "0.1.0"}
 END = {"event": "end", "t": 9.0, "seconds": 4.0, "status": "completed", "error": None, "peak_rss": 7}
@@ -57,11 +57,6 @@ def test_recorded_events_are_read_back(tmp_path: Path) -> None:
     assert (run.world_size, run.finished, run.status, run.error, run.damaged) == (1, True, "completed", "", 0)
     assert set(run.versions) == {"stagereg", "torch", "hydra-core", "python"}
     assert run.began <= before <= run.began + run.seconds
-
-
-def test_ranks_are_sorted_by_number(tmp_path: Path) -> None:
-    write_run(tmp_path, Sample(ranks=12, steps=2))
-    assert [record.rank for record in Run.read(tmp_path).ranks] == list(range(12))
 
 
 @settings(deadline=None)
@@ -205,16 +200,3 @@ def test_the_error_for_a_directory_without_a_run_names_the_missing_file(tmp_path
         Run.read(tmp_path / "taken")
     with pytest.raises(ConfigError, match=r"metrics\.jsonl is not of stagereg"):
         lines(tmp_path, {"loss": 1.0}, {"event": "mine", "t": 3})
-
-
-def test_a_record_made_by_hand_needs_no_more_than_its_rank() -> None:
-    run = Run(Path("run"), (RankRecord(0, first=1.0, last=3.0),))
-    assert (run.world_size, run.began, run.seconds, run.status) == (1, 1.0, 2.0, "unfinished")
-
-
-def test_a_half_written_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
-    write_events(rank_file(tmp_path, 0), [START], torn='{"event": "st')
-    assert len(Run.read(tmp_path).ranks[0].steps) == 0
-    with rank_file(tmp_path, 0).open("a") as file:
-        file.write('ep", "t": 6, "step": 1}\n')
-    assert Run.read(tmp_path).ranks[0].steps == ((1, 6.0),)

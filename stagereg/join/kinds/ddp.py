@@ -30,6 +30,7 @@ from stagereg.join.joinable import JoinConfig, JoinHook, serves
 from stagereg.join.kinds.reduction import ReducingJoinable
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
+from stagereg.stagers.guard import announce_write
 
 __all__ = ["DdpHook", "DdpJoinable"]
 
@@ -70,6 +71,7 @@ class DdpHook(JoinHook):
         self.joinable.end_steps()  # torch's ``Join`` may be entered again, so the watch goes on
         if session is not None and session.all_took_every_step and not any(True for _ in ddp.buffers()):
             return  # it is the same on all ranks
+        announce_write()  # a stager may still be copying these parameters
         ddp._sync_final_model(is_last_joiner)
         if not is_last_joiner:
             for param in ddp.parameters():

@@ -27,10 +27,6 @@ FILES = ("compare.csv", "compare.md", "compare.svg", "compare.png", "report.html
 """What :func:`write` leaves in a directory, in this order."""
 _MOST_TIMELINES = 8
 """Rows of a sweep whose first run is drawn."""
-_LONGEST_SVG = 200_000
-"""Characters from which on a timeline is an image in the page."""
-_DOTS_PER_INCH = 110.0
-"""Of such an image."""
 
 
 def write(comparison: Comparison, directory: Path | str) -> list[Path]:
@@ -55,7 +51,7 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
         if figure is not None:
             svg = plots.svg_text(figure)
             documents |= {"compare.svg": svg.encode(), "compare.png": plots.png_bytes(figure)}
-            pictures = [page.Picture(f"{comparison.ranking.name} and the rest", svg, caption=_CAPTION)]
+            pictures = [page.Picture(f"{comparison.ranking.name} and the rest", svg, _CAPTION)]
         timelines = list(_timelines(comparison))
     except ImportError as error:
         print(f"no picture ({error}): pip install 'hydra-stagereg[report]'", file=sys.stderr)
@@ -77,14 +73,11 @@ def _timelines(comparison: Comparison) -> Iterator[page.Picture]:
     from stagereg.sweep.timeline import timeline_figure
 
     drawn = 0
-    for row in tables.ordered(comparison):
+    for row in (one.row for one in tables.ComparisonTable.of(comparison).rows):
         job = next((job for job in row.jobs if job.status == "completed"), None)
         if job is None or row.again or drawn == _MOST_TIMELINES:
             continue
         with contextlib.suppress(ConfigError):  # a run without records has no timeline; the table is there anyway
-            figure = timeline_figure(Run.read(job.directory), None)
-            caption = f"The first run of the row, {job.directory}"
-            svg = plots.svg_text(figure)
-            png = plots.png_bytes(figure, _DOTS_PER_INCH) if len(svg) > _LONGEST_SVG else b""
-            yield page.Picture(row.label, "" if png else svg, png, caption)
+            svg = plots.svg_text(timeline_figure(Run.read(job.directory)))
+            yield page.Picture(row.label, svg, f"The first run of the row, {job.directory}")
             drawn += 1
