@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from stagereg.checkpoint.structure import leaves
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -30,6 +29,7 @@ import stagereg.checkpoint.writer_process as process_module
 import stagereg.stagers.shared_memory as shared_memory
 import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.encoding import leaves
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.protocol import UsesPadding
 from stagereg.checkpoint.writer_process import WriterProcess, write_data
