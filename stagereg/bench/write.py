@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from stagereg.bench.ceiling import flush, raw_write
 from stagereg.bench.measure import Case, NotThere, Timed
 from stagereg.bench.states import State
+from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.checkpoint.storage.protocol import UsesPadding
-from stagereg.checkpoint.torchfiles import Plans
 from stagereg.errors import CheckpointError, UnknownNameError
 from stagereg.registry import build, names
 from stagereg.stagers.async_stager import AsyncStager, ReservesPadding
@@ -100,8 +100,7 @@ def _storages() -> list[str]:
 
 
 def _writer(storage: Any, copy: dict[str, Any]) -> _Save:
-    plans = Plans()
-    return lambda path: save(copy, checkpoint_id=path, storage_writer=storage, planner=plans.planner(), no_dist=True)
+    return lambda path: save(copy, checkpoint_id=path, storage_writer=storage, planner=StatePlanner(), no_dist=True)
 
 
 def _storage_writer(name: str, copy: dict[str, Any]) -> _Save:
