@@ -246,7 +246,7 @@ def test_a_directory_that_cannot_be_listed_is_an_error_and_not_an_empty_one(
         real = os.scandir
 
         def scandir(path: Path) -> Any:
-            if path == root:
+            if Path(path) == root:
                 raise PermissionError(errno.EACCES, "Permission denied", str(path))
             return real(path)
 
