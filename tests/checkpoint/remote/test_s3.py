@@ -246,7 +246,7 @@ def test_ranks_save_together(store: Store) -> None:
     assert [found for found, _, _ in results] == [2, 2]
     assert all(same for _, same, _ in results)
     assert results[0][2] == results[1][2]
-    assert steps(store) == {2: {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"}}
+    assert steps(store) == {2: {".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "manifest.json"}}
 
 
 @pytest.mark.parametrize("stager", ["shared", "overlapped"])
