@@ -25,7 +25,7 @@ import stagereg.sweep.render.tables as tables
 from stagereg.sweep.answer import answer as answer_of
 from stagereg.sweep.metric import METRICS, counted, in_order, labelled
 from stagereg.sweep.render.plots import COLOURS
-from stagereg.sweep.render.tables import ComparisonTable, TableRow, first_line, known, number, one_line
+from stagereg.sweep.render.tables import ComparisonTable, TableRow, first_line, number, one_line
 
 if TYPE_CHECKING:
     from stagereg.sweep.comparison import Comparison
@@ -179,7 +179,6 @@ def _rendered(template: str, **values: Any) -> str:
         script_hash=f"sha256-{digest}",
         version=__version__,
         drawn=_Drawn(),
-        known=known,
         number=number,
         median_text=tables.median_text,
         spread_text=tables.spread_text,
@@ -226,7 +225,7 @@ def _incomplete(rows: Sequence[TableRow]) -> list[str]:
     if not broken:
         return []
     # The table has no space for the error of a row with figures.
-    why = [f"{one.row.status}: {first_line(one.row.error)}" if one.measured else one.row.status for one in broken]
+    why = [f"{one.row.status}: {first_line(one.row.error)}" if one.row.cells else one.row.status for one in broken]
     names = "; ".join(f"{one.name} ({text})" for one, text in zip(broken, why, strict=True))
     where = names if len(names) < _LINE else "they are the last of the table, and their errors are with their configs"
     return [f"{len(broken)} of {counted(len(rows), 'row')} did not complete: {where}."]
