@@ -42,6 +42,8 @@ _BUILT_IN = {
     ("stager", "shared"): "stagereg.stagers.shared:SharedStager",
     ("stager", "torch_default"): "stagereg.stagers.torch_default:TorchDefaultStager",
     ("joinable", "auto"): "stagereg.join.adapt:auto",
+    ("joinable", "checkpoint"): "stagereg.checkpoint.saves_in_join:CheckpointJoinable",
+    ("join_hook", "checkpoint"): "stagereg.checkpoint.saves_in_join:CheckpointHook",
     ("storage", "dcp"): "stagereg.checkpoint.storage.dcp:DcpStorage",
     ("storage", "direct"): "stagereg.checkpoint.storage.dcp:direct",
     ("storage", "safetensors"): "stagereg.checkpoint.storage.safetensors:SafetensorsStorage",
@@ -50,7 +52,7 @@ _BUILT_IN = {
     ("checkpoint", "default"): "stagereg.checkpoint.checkpointer:Checkpointer",
 }
 # Of each of these kinds, the joinable and its hook stand in one file.
-for _kind in ("checkpoint", "collective", "ddp", "fsdp2", "metrics", "module", "step", "zero"):
+for _kind in ("collective", "ddp", "fsdp2", "metrics", "module", "step", "zero"):
     _BUILT_IN["joinable", _kind] = f"stagereg.join.kinds.{_kind}:{_kind.title()}Joinable"
     _BUILT_IN["join_hook", _kind] = f"stagereg.join.kinds.{_kind}:{_kind.title()}Hook"
 

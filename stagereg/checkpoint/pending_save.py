@@ -27,18 +27,18 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.record as record
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.checkpoint.storage.lookup import name_of
 from stagereg.checkpoint.storage.protocol import MarksFiles, Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
-from stagereg.checkpoint.structure import leaves
-from stagereg.checkpoint.torchfiles import Plans, skeletons
+from stagereg.checkpoint.torchfiles import skeletons
 from stagereg.checkpoint.writer_process import WriterProcess, write_data
 from stagereg.errors import CheckpointError
 
@@ -59,7 +59,6 @@ class SaveTarget:
         ranks: that save together.
         process: where the storage writes; ``None`` for this one.
         token: of this run, the same on all ranks; each save adds its number to it.
-        plans: of the writes.
     """
 
     store: CheckpointStore
@@ -68,8 +67,10 @@ class SaveTarget:
     ranks: RankGroup
     process: WriterProcess | None
     token: str
-    plans: Plans = field(default_factory=Plans)
     _saves: int = 0
+
+    def __post_init__(self) -> None:
+        self.storage_name = name_of(self.storage)  # for manifests
 
     def next_token(self) -> str:
         """Return the token of the next save, the same on all ranks without an exchange."""
@@ -164,19 +165,21 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     failing, to, ranks = f"Step {save.step} was not saved", save.to, save.to.ranks
     token = to.next_token()
     path = to.store.temporary(save.step, token)
-    planner = to.plans.planner()
+    planner = StatePlanner()
     metadata: list[Metadata] = []
 
     def prepare() -> tuple[int, SavePlan]:
         save.at = "waiting for its copy"
         copy = save.copy()
         entries = {**copy, **skeletons(copy)}  # refuses what cannot be saved
-        save.nbytes = _tensor_bytes(copy)
         failpoint("staged")
         save.at = "preparing its files"
         to.storage.reset(path)
         planner.set_up_planner(entries, to.storage.storage_meta(), ranks.rank == 0)
-        set_up(to.storage, ranks.rank, ranks.group is not None)
+        save.nbytes = sum(x.nbytes for x in planner.state_dict.values() if isinstance(x, torch.Tensor))
+        takes_more = "kwargs" in inspect.signature(to.storage.set_up_storage_writer).parameters  # as torch asks
+        more = {"rank": ranks.rank, "use_collectives": True} if takes_more else {}
+        to.storage.set_up_storage_writer(ranks.rank == 0, **more)
         plan = to.storage.prepare_local_plan(planner.create_local_plan())
         save.at = _WAITING
         return save.step, plan
@@ -215,7 +218,7 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         files = {name: mark for _, marks in written for name, mark in marks.items()} | own
         files |= {name: to.store.mark(path, name) for name in to.store.files(path) if name not in files}
         failpoint("marked")
-        to.store.publish(path, save.step, ranks.size, name_of(to.storage), files, to.keep)
+        to.store.publish(path, save.step, ranks.size, to.storage_name, files, to.keep)
         return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for _, each in written[1:])]]
 
     try:
@@ -225,7 +228,6 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
             nbytes = ranks.round_trip(failing, write, commit)
             failpoint("ended")
     except BaseException:
-        to.plans.forget()
         if ranks.rank == 0:
             with within(save.until - time.monotonic()):
                 to.store.discard(path)
@@ -233,13 +235,6 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     finally:
         save.staged, planner.state_dict = {}, {}
     return began, nbytes
-
-
-def set_up(storage: StorageWriter, rank: int, several: bool) -> None:
-    """Call ``set_up_storage_writer`` as torch does: with the rank, where the writer takes more arguments."""
-    parameters = inspect.signature(storage.set_up_storage_writer).parameters
-    more = {"rank": rank, "use_collectives": True} if "kwargs" in parameters else {}
-    storage.set_up_storage_writer(rank == 0, **more)
 
 
 def _marks(to: SaveTarget, path: str) -> dict[str, FileMark]:
@@ -255,10 +250,3 @@ def _marks(to: SaveTarget, path: str) -> dict[str, FileMark]:
         raise CheckpointError(f"{path} has lost what was just written there: {', '.join(lost)}")
     own = [name for name in there if name not in known and name.startswith(f"__{to.ranks.rank}_")]
     return {name: known[name] for name in there if name in known} | {name: to.store.mark(path, name) for name in own}
-
-
-def _tensor_bytes(state: Mapping[str, Any]) -> int:
-    tensors = (
-        leaf for name, value in state.items() for _, leaf in leaves(value, name) if isinstance(leaf, torch.Tensor)
-    )
-    return sum(tensor.nbytes for tensor in tensors)

@@ -28,7 +28,7 @@ from stagereg.join.kinds.step import StepJoinable
 from stagereg.join.kinds.zero import ZeroJoinable
 from stagereg.registry import register
 
-__all__ = ["ForeignJoinable", "adapt", "announces_through_torch", "auto", "common_group", "type_name"]
+__all__ = ["ForeignJoinable", "adapt", "auto", "common_group", "type_name"]
 
 
 class ForeignJoinable(BuiltInJoinable):
@@ -114,11 +114,6 @@ def common_group(joinables: Sequence[Joinable], given: dist.ProcessGroup | None)
     if any(group != groups[0] for group in groups):
         raise JoinError("Using join context manager with multiple process groups")
     return groups[0] if given is None else given
-
-
-def announces_through_torch(joinable: Joinable) -> bool:
-    """Whether its steps are announced through torch's ``Join``, so that only torch's wire knows of them."""
-    return isinstance(joinable, (ForeignJoinable, ZeroJoinable))
 
 
 def type_name(joinable: Joinable) -> str:

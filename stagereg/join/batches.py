@@ -8,6 +8,7 @@ that names its place in the batch and how the user supplies one.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import datetime
@@ -15,17 +16,15 @@ import enum
 import io
 import numbers
 import pathlib
-import pickle
 import sys
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from stagereg.errors import JoinError
 
@@ -46,6 +45,7 @@ _DEPTH, _WIDTH = 4, 8
 """How deep, and at how many parts of a container, the samples of a batch are looked for."""
 
 
+@dataclasses.dataclass
 class SampleCounter:
     """Counts what one rank was given by the loops of one join, without the empty batches that keep it in step.
 
@@ -54,23 +54,15 @@ class SampleCounter:
         samples: in all of them; ``None`` if that is unknown of some batch, or if there was no loop.
     """
 
-    def __init__(self) -> None:
-        self.batches = 0
-        self.samples: int | None = None
-
-    def count(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield what ``loader`` does, and count it."""
-        for batch in loader:
-            self.add(batch)
-            yield batch
+    batches: int = 0
+    samples: int | None = None
 
     def add(self, batch: Any) -> None:
         """Count a batch."""
         known = self.samples if self.batches else 0
+        found = None if known is None else samples_in(batch)
+        self.samples = None if known is None or found is None else known + found
         self.batches += 1
-        if known is not None:
-            found = samples_in(batch)
-            self.samples = None if found is None else known + found
 
 
 def samples_in(batch: Any) -> int | None:
@@ -92,8 +84,8 @@ def emptied(batch: Any) -> Any:
       are taken for the fields of a batch and keep their length, as do named tuples, dataclasses and mappings.
     * Numbers, strings and the like stay as they are. Any other object has to give its own type back for ``[:0]``.
 
-    A batch that has no samples already (its tensors and arrays have none, or it is made of empty lists only) comes back
-    with all that it holds: that is how a user supplies what these rules get wrong.
+    A batch whose tensors and arrays have no samples already comes back with all that it holds: that is how a user
+    supplies what these rules get wrong.
 
     Args:
         batch: what a loader gave, or an example of it. It is not changed.
@@ -102,9 +94,8 @@ def emptied(batch: Any) -> Any:
         JoinError: something in it cannot be emptied, or nothing in it can; the message says what and where.
     """
     sizes = list(_sizes(batch))
-    done = not any(sizes) if sizes else not pytree.tree_leaves(batch)
-    result = _emptied(batch, "", done)
-    if not sizes and not done:
+    result = _emptied(batch, "", is_empty=bool(sizes) and not any(sizes))
+    if not sizes:
         raise _refusal(batch, "", "it holds no tensor or array")
     return result
 
@@ -121,29 +112,44 @@ def publish(store: Any, key: str, batch: Any) -> None:
         JoinError: the batch cannot be emptied or pickled, or is larger than :data:`LIMIT` bytes even when empty.
     """
     try:
-        store.set(key, _pickled(emptied(batch)))
+        content = _saved(emptied(batch))
     except JoinError as error:
-        store.set(key, pickle.dumps(error))
+        store.set(key, _saved(error))
         raise
+    store.set(key, content)
 
 
-def fetch(store: Any, key: str, device: torch.device | None = None) -> Any | None:
-    """Return an empty batch that another rank has published, or ``None`` while there is none; does not wait.
+def fetch(store: Any, key: str, device: torch.device) -> Any:
+    """Return the empty batch that another rank has published.
 
     Args:
         store: a ``torch.distributed`` store.
         key: as in :func:`publish`.
-        device: where tensors go that were on an accelerator on the other rank; ``None`` for host memory.
+        device: where tensors go that were on an accelerator on the other rank.
 
     Raises:
         JoinError: the rank that published could not, for the reason in the message.
     """
-    if not store.check([key]):
-        return None
-    found = _Unpickler(io.BytesIO(store.get(key)), device).load()
+
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.to(device=device)
+
+    found = torch.load(io.BytesIO(store.get(key)), map_location=place, weights_only=False)
     if isinstance(found, JoinError):
         raise found
     return found
+
+
+def _saved(thing: Any) -> bytes:
+    cannot = "the empty batch cannot go to the ranks that have no batch of their own"
+    file = io.BytesIO()
+    try:
+        torch.save(thing, file)
+    except Exception as error:  # of any class that the batch is made of
+        raise JoinError(f"{cannot}: it cannot be pickled ({error}). {_ADVICE}") from error
+    if file.tell() > LIMIT:
+        raise JoinError(f"{cannot}: it takes {file.tell()} bytes, more than {LIMIT}, beside its samples. {_ADVICE}")
+    return file.getvalue()
 
 
 # -- looking into a batch
@@ -151,16 +157,15 @@ def fetch(store: Any, key: str, device: torch.device | None = None) -> Any | Non
 
 def _parts(thing: Any) -> dict[Any, Any] | None:
     """The parts of a container by key, index or field name; ``None`` for what is no container."""
-    if isinstance(thing, _CONSTANTS) or _is_tensor(thing):
+    if isinstance(thing, _CONSTANTS):
         return None
     if isinstance(thing, Mapping):
         return dict(thing)
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        names = [field.name for field in dataclasses.fields(thing)] + list(getattr(thing, "__dict__", ()))
-        return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
-    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return dict(zip(thing._fields, thing, strict=True))
-    return dict(enumerate(thing)) if isinstance(thing, Sequence) else None
+        return {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
+    if isinstance(thing, (list, tuple)):
+        return dict(zip(getattr(thing, "_fields", range(len(thing))), thing, strict=True))
+    return None
 
 
 def _is_tensor(thing: Any) -> bool:
@@ -168,14 +173,10 @@ def _is_tensor(thing: Any) -> bool:
     return isinstance(thing, torch.Tensor) or (numpy is not None and isinstance(thing, numpy.ndarray))
 
 
-def _is_list(thing: Any) -> bool:
-    fields = hasattr(type(thing), "_fields") or dataclasses.is_dataclass(thing)
-    return isinstance(thing, Sequence) and not fields and not isinstance(thing, _CONSTANTS)
-
-
 def _is_plain_list(thing: Any) -> bool:
     """Whether it is a list without a tensor at any depth, whose items are taken for samples."""
-    return _is_list(thing) and not any(map(_holds_tensors, thing))
+    is_list = isinstance(thing, (list, tuple)) and not isinstance(thing, torch.Size) and not hasattr(thing, "_fields")
+    return is_list and not any(map(_holds_tensors, thing))
 
 
 def _holds_tensors(thing: Any) -> bool:
@@ -197,42 +198,43 @@ def _sizes(thing: Any) -> Iterator[int]:
     if _is_tensor(thing):
         if thing.ndim:
             yield 1 if getattr(thing, "is_nested", False) else thing.shape[0]
-    elif not isinstance(thing, _CONSTANTS) and not _is_plain_list(thing):
-        if (parts := _parts(thing)) is not None:
+    elif (parts := _parts(thing)) is not None:
+        if not _is_plain_list(thing):
             for part in parts.values():
                 yield from _sizes(part)
-        elif hasattr(type(thing), "__len__"):
-            yield len(thing)
-        elif _slice(thing) is not None:
-            yield 1
+    elif not isinstance(thing, _CONSTANTS):
+        yield len(thing) if hasattr(type(thing), "__len__") else 1
 
 
 # -- emptying
 
 
-def _emptied(thing: Any, path: str, done: bool) -> Any:
-    if _is_tensor(thing):
-        return _emptied_tensor(thing, path)
+def _emptied(thing: Any, path: str, is_empty: bool) -> Any:
     if isinstance(thing, _CONSTANTS):
         return thing
+    if isinstance(thing, torch.Tensor):
+        return _emptied_tensor(thing, path)
+    if _is_tensor(thing):  # an array
+        return (thing[:0] if thing.ndim else thing).copy()
     if isinstance(thing, PackedSequence):
         raise _refusal(thing, path, "its samples are packed in one tensor")
     if _is_plain_list(thing):
-        return copy.copy(thing) if done else _rebuilt(thing, path, {})
-    if (part := _slice(thing)) is not None:
-        return part.clone() if hasattr(part, "clone") else copy.copy(part)
-    if (parts := _parts(thing)) is not None:
-        named = not isinstance(thing, Mapping) and not _is_list(thing)
-        where = {key: f"{path}.{key}" if named else f"{path}[{key!r}]" for key in parts}
-        return _rebuilt(thing, path, {key: _emptied(part, where[key], done) for key, part in parts.items()})
-    if done:
+        return copy.copy(thing) if is_empty else type(thing)()
+    parts = _parts(thing)
+    if parts is not None:
+        fields = not isinstance(thing, (Mapping, list)) and (not isinstance(thing, tuple) or hasattr(thing, "_fields"))
+        where = {key: f"{path}.{key}" if fields else f"{path}[{key!r}]" for key in parts}
+        return _rebuilt(thing, path, {key: _emptied(part, where[key], is_empty) for key, part in parts.items()})
+    with contextlib.suppress(Exception):  # whatever it raises for a key that it does not know
+        part = thing[:0]
+        if type(part) is type(thing) and not (hasattr(part, "__len__") and len(part)):
+            return part.clone() if hasattr(part, "clone") else copy.copy(part)
+    if is_empty:
         return thing
     raise _refusal(thing, path, "it does not give a part of its own type for [:0]")
 
 
-def _emptied_tensor(tensor: Any, path: str) -> Any:
-    if not isinstance(tensor, torch.Tensor):  # an array
-        return tensor[:0].copy() if tensor.ndim else tensor.copy()
+def _emptied_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
     if isinstance(tensor, DTensor) or tensor.is_nested or tensor.layout != torch.strided:
         what = "on several ranks" if isinstance(tensor, DTensor) else f"nested or of the layout {tensor.layout}"
         raise _refusal(tensor, path, f"it is {what}")
@@ -240,86 +242,27 @@ def _emptied_tensor(tensor: Any, path: str) -> Any:
     return (whole[:0] if whole.dim() else whole).clone().requires_grad_(tensor.requires_grad)
 
 
-def _slice(thing: Any) -> Any | None:
-    """``thing[:0]``, if ``thing`` is no plain container and gives that as one of its own type."""
-    if isinstance(thing, (list, tuple, dict, UserDict, type)) or not hasattr(type(thing), "__getitem__"):
-        return None
-    try:
-        part = thing[:0]
-        return part if type(part) is type(thing) and not (hasattr(part, "__len__") and len(part)) else None
-    except Exception:  # whatever it raises for a key that it does not know
-        return None
-
-
 def _rebuilt(thing: Any, path: str, parts: dict[Any, Any]) -> Any:
     """A container like ``thing`` of other parts."""
     kind: Any = type(thing)
+    if isinstance(thing, Mapping):
+        with contextlib.suppress(Exception):  # a constructor that takes something else, as defaultdict's
+            made = kind(parts)
+            if list(made) == list(parts):
+                return made
+        if not isinstance(thing, (dict, UserDict)):  # the copy of another one may share its items
+            raise _refusal(thing, path, "it cannot be made of a dict of its items")
+        made = copy.copy(thing)
+        made.update(parts)
+        return made
     if dataclasses.is_dataclass(thing):
         twin = copy.copy(thing)
         for name, part in parts.items():
             object.__setattr__(twin, name, part)  # also where it is frozen; its checks are for real batches
         return twin
-    if hasattr(kind, "_fields"):
-        return kind(*parts.values())
-    mapping = isinstance(thing, Mapping)
-    try:
-        made = kind(parts if mapping else list(parts.values()))
-        if list(made) == list(parts) if mapping else len(made) == len(parts):
-            return made
-    except Exception:  # a constructor that takes something else, as defaultdict's
-        pass
-    if not isinstance(thing, (dict, UserDict)):  # the copy of another one may share its items
-        raise _refusal(thing, path, f"it cannot be made of a {'dict' if mapping else 'list'} of its items")
-    made = copy.copy(thing)
-    made.update(parts)
-    return made
+    return kind(*parts.values()) if hasattr(kind, "_fields") else kind(parts.values())
 
 
 def _refusal(thing: Any, path: str, reason: str) -> JoinError:
     where = f"batch{path}, a {type(thing).__name__}," if path else f"a batch that is a {type(thing).__name__}"
     return JoinError(f"{where} cannot be emptied for the ranks that are out of data: {reason}. {_ADVICE}")
-
-
-# -- to other ranks
-
-
-def _pickled(batch: Any) -> bytes:
-    cannot = "the empty batch cannot go to the ranks that have no batch of their own"
-    file = io.BytesIO()
-    try:
-        _Pickler(file).dump(batch)
-    except Exception as error:  # of any class that the batch is made of
-        raise JoinError(f"{cannot}: it cannot be pickled ({error}). {_ADVICE}") from error
-    if file.tell() > LIMIT:
-        raise JoinError(f"{cannot}: it takes {file.tell()} bytes, more than {LIMIT}, beside its samples. {_ADVICE}")
-    return file.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """Marks tensors that were on an accelerator, and copies them to host memory."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Write a tensor without elements as its shape; torch would write an archive."""
-        if type(obj) is torch.Tensor and obj.device.type == "cpu" and not obj.numel():
-            return _tensor_of, (tuple(obj.shape), obj.dtype, obj.requires_grad)
-        return NotImplemented
-
-    def persistent_id(self, obj: Any) -> torch.Tensor | None:
-        elsewhere = isinstance(obj, torch.Tensor) and obj.device.type != "cpu"
-        return obj.detach().cpu().requires_grad_(obj.requires_grad) if elsewhere else None
-
-
-def _tensor_of(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts the tensors that :class:`_Pickler` marked on a device."""
-
-    def __init__(self, file: io.BytesIO, device: torch.device | None) -> None:
-        super().__init__(file)
-        self._device = device
-
-    def persistent_load(self, tensor: torch.Tensor) -> torch.Tensor:
-        moved = tensor if self._device is None else tensor.detach().to(self._device)
-        return moved.requires_grad_(tensor.requires_grad)

@@ -18,23 +18,28 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 import stagereg.record as record
-from stagereg.errors import JoinError, PeerFailedError, Preempted, Stopped, UnevenInputsError, nearest
-from stagereg.join.adapt import ForeignJoinable, adapt, announces_through_torch, auto, common_group, type_name
+from stagereg.errors import (
+    JoinError,
+    PeerFailedError,
+    Preempted,
+    Stopped,
+    UnevenInputsError,
+    nearest,
+)
+from stagereg.join.adapt import ForeignJoinable, adapt, auto, common_group, type_name
 from stagereg.join.batches import SampleCounter
 from stagereg.join.failure import discard_channels
 from stagereg.join.iterate import Loop
-from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, is_native, notify
-from stagereg.join.mean import Average, weighted
+from stagereg.join.joinable import Joinable, JoinConfig, JoinHook, notify
+from stagereg.join.kinds.zero import ZeroJoinable
 from stagereg.join.session import JoinSession, Mode, one_of
 from stagereg.kernel.channel import resources_of
 from stagereg.kernel.membership import StoreMembership
@@ -43,9 +48,7 @@ from stagereg.registry import register
 
 __all__ = ["Join", "configured"]
 
-log = logging.getLogger("stagereg")
-
-_SKEW = 1000
+Average = Literal["samples", "world", "active"]
 
 
 class Join:
@@ -108,11 +111,7 @@ class Join:
         process_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(joinables, Iterable):
-            raise JoinError(
-                f"joinables must be a list, as in Join([model, optimizer]), not a {type(joinables).__name__}"
-            )
-        named = joinables if isinstance(joinables, Mapping) else {str(i): each for i, each in enumerate(joinables)}
+        named = _named(joinables)
         if not named:
             raise JoinError("The join context manager requires at least one joinable")
         if not timeout > 0:
@@ -132,7 +131,6 @@ class Join:
         self._divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         self._group = common_group(self._joinables, process_group)
         self._wire = TorchWire(self._group, self._joinables[0].join_device)
-        self._configs: list[Any] = []
         self._hooks: list[JoinHook] = []
         self._session: JoinSession | None = None
         self._loop: Loop | None = None
@@ -141,31 +139,28 @@ class Join:
         self._collectives = 0  # that this rank had run in the group when it entered
 
     def __enter__(self) -> Join:
+        self._counter, self._failed = SampleCounter(), False
         if self._enable:
             self._refuse_to_enter()
-        self._counter, self._failed = SampleCounter(), False
-        self._configs = [getattr(joinable, "_join_config", None) for joinable in self._joinables]
-        try:
-            session = self._start() if self._enable else None
-            for i, joinable in enumerate(self._joinables):
-                joinable._join_config = JoinConfig(self._enable, self._throw, i == 0)
-                if session is not None:
+            try:
+                session = self._start()
+                for i, joinable in enumerate(self._joinables):
+                    joinable._join_config = JoinConfig(True, self._throw, i == 0)
                     joinable.attach(session)
-        except BaseException as error:
-            self._failed = isinstance(error, PeerFailedError) or not isinstance(error, (JoinError, UnevenInputsError))
-            self._restore()
-            raise
+            except BaseException as error:
+                self._failed = not isinstance(error, UnevenInputsError)
+                self._restore()
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if self._session is not None:
-                if error is None:
-                    self._finish(self._session)
-                else:
-                    self._give_up(self._session, error)
+            if self._session is not None and error is None:
+                self._finish(self._session)
+            elif self._session is not None and error is not None:
+                self._give_up(self._session, error)
         finally:
             self._record()
             self._restore()
@@ -206,21 +201,22 @@ class Join:
             UnevenInputsError: with ``throw``, with planned lengths before the first step.
         """
         if not self._enable or self._mode == "torch":  # torch's wire is for loops that ranks leave
-            yield from self._counter.count(loader)
+            for batch in loader:
+                self._counter.add(batch)
+                yield batch
             return
         if self._session is None:
             raise JoinError("join.iterate works inside the join: with stagereg.Join(...) as join: ...")
-        if self._loop is not None and self._loop.running:
-            raise JoinError(
-                "another join.iterate of this join has not come to its end, and only one runs at a time. Evaluate "
-                "after it, or loop over the loader itself under torch.no_grad(), with the metrics joinable for what "
-                "is reported"
-            )
         if self._loop is not None:
+            if self._loop.running:
+                raise JoinError(
+                    "another join.iterate of this join has not come to its end, and only one runs at a time. Evaluate "
+                    "after it, or loop over the loader itself under torch.no_grad(), with the metrics joinable for "
+                    "what is reported"
+                )
             self._loop.leave()
-        self._loop = Loop(self._session, loader, self._shadow_step, self._counter)
+        self._loop = Loop(self._session, loader, self._counter)
         yield from self._loop.run(example, self._wire.device)
-        self._session.end_loop()
 
     def mean(self, loss_sum: torch.Tensor, n: float | torch.Tensor, over: str | None = None) -> torch.Tensor:
         """Return the loss whose gradients, averaged over the ranks as DDP and FSDP do it, are those of a mean.
@@ -243,7 +239,7 @@ class Join:
         count = float(n)
         world = self._group.size()
         if not self._enable or world == 1:
-            return weighted(loss_sum, 1.0, count)
+            return _weighted(loss_sum, 1.0, count)
         responder = None if self._session is None else self._session.responder
         if responder is None:
             raise JoinError(
@@ -251,12 +247,12 @@ class Join:
                 "planned; it is not to be had on torch's wire (join.mode=torch)"
             )
         if over == "world" and self._divides_by_world:
-            return weighted(loss_sum, 1.0, count)
+            return _weighted(loss_sum, 1.0, count)
         has_data = float(self._loop is None or not self._loop.membership.empty)
         samples, active = responder.request(count, has_data)
         ranks = world if self._divides_by_world else active  # by which the gradients are going to be divided
         divisors = {"samples": samples, "world": world * count, "active": active * count}
-        return weighted(loss_sum, ranks if count else 0.0, divisors[over])
+        return _weighted(loss_sum, ranks if count else 0.0, divisors[over])
 
     # -- entering
 
@@ -282,8 +278,9 @@ class Join:
             self._mode,
             self._throw,
             any(joinable.needs_active_ranks(self._divides_by_world) for joinable in self._joinables),
-            type_name(first) if announces_through_torch(first) else "",
+            type_name(first) if isinstance(first, (ForeignJoinable, ZeroJoinable)) else "",  # of torch's own
             self._timeout,
+            self._shadow_step,
         )
         session.start(self._loader)
         self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
@@ -310,41 +307,26 @@ class Join:
         """This rank leaves with an error: report it to the other ranks, or raise what theirs was."""
         if type(error) is RuntimeError and str(error) == PEER_EXHAUSTED:
             raise UnevenInputsError(PEER_EXHAUSTED) from error  # raised by torch's notify, inside a torch joinable
-        if isinstance(error, UnevenInputsError):
-            self._thrown(session, error)
+        loop = self._loop or session.plain
+        membership = loop.membership if loop is not None and loop.is_decided else None
+        if isinstance(error, UnevenInputsError) and not isinstance(membership, StoreMembership):
+            if session.responder is not None:
+                session.responder.close()
+            return  # all ranks raise it; of a plan, only this rank can know that it ran out too early
+        self._failed = True
+        if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # by the latter two all ranks leave together
             return
-        cause = self._cause_of(session, error)
-        if cause is not error:
-            raise cause from error
-        if self._loop is not None and session.membership is not None and session.membership.empty:
+        if isinstance(error, RuntimeError) and not isinstance(error, JoinError):
+            cause = session.detector.explain(error)
+            if cause is not None:
+                raise cause from error
+        session.detector.report(error)
+        if membership is not None and membership.empty:
             error.add_note(
                 "This rank has no more data, and join.iterate ran the loop body on an empty batch to keep it in step "
                 "with the others. What the body does with samples must bear that there are none: x.flatten(1) in "
                 "place of x.view(len(x), -1), sums in place of means and maxima."
             )
-
-    def _cause_of(self, session: JoinSession, error: BaseException) -> BaseException:
-        """Return what to raise for ``error``: what another rank has failed with, or itself, after reporting it."""
-        if error is session.refusal:  # all ranks raise it
-            return error
-        self._failed = True
-        if isinstance(error, (PeerFailedError, Preempted, Stopped)):  # by the latter two all ranks leave together
-            return error
-        if isinstance(error, RuntimeError) and not isinstance(error, JoinError):
-            cause = session.detector.explain(error)
-            if cause is not None:
-                return cause
-        session.detector.report(error)
-        return error
-
-    def _thrown(self, session: JoinSession, error: BaseException) -> None:
-        """An ``UnevenInputsError`` was raised: by a plan on this rank alone, so report it; otherwise on all ranks."""
-        membership = session.plain if self._loop is None else self._loop.membership
-        if isinstance(membership, StoreMembership):  # only this rank can know that it ran out of data too early
-            self._failed = True
-            session.detector.report(error)
-        else:
-            session.end_answers()
 
     def _must_have_announced(self, session: JoinSession) -> None:
         """Refuse a first joinable that ran collectives and never said so; the others would wait for it, or worse."""
@@ -362,31 +344,18 @@ class Join:
         for hook in self._hooks:
             if isinstance(hook, JoinHook):  # torch's hooks have no such member
                 hook.on_exhausted()
-        had_data = self._loop is None or self._loop.leave()
-        steps = 0
-        while self._wait_for_next_step(session):
-            self._shadow_step()
-            steps += 1
-            if steps == _SKEW + 1:
-                self._warn_of_skew()
+        was_last = self._loop is None or self._loop.leave()
+        if session.plain is not None:
+            was_last = session.plain.leave() and was_last
+        elif not session.cannot_plan:
+            while self._wire.count_active():
+                if self._throw:
+                    self._wire.raise_if_exhausted(joined=True)
+                session.followed += 1
+                self._shadow_step()
+            was_last = was_last and not session.followed
         for hook in self._hooks:
-            hook.post_hook(steps == 0 and had_data)
-        if session.plain is not None:
-            session.end_answers(session.plain)
-
-    def _wait_for_next_step(self, session: JoinSession) -> bool:
-        """Rank without data in a plain loop: whether some rank takes another step."""
-        if session.plain is not None:
-            goes_on = session.plain.wait_for_next_step() is not None
-            if goes_on:
-                session.answer()
-            return goes_on
-        if not self._wire.count_active():
-            return False
-        if self._throw:
-            self._wire.raise_if_exhausted(joined=True)
-        session.followed += 1
-        return True
+            hook.post_hook(was_last)
 
     def _shadow_step(self) -> None:
         for hook in self._hooks:
@@ -395,43 +364,47 @@ class Join:
         for hook in self._hooks:
             hook.main_hook()
 
-    def _warn_of_skew(self) -> None:
-        """Warn, in torch's words. Where the filters make that an error it is logged: other ranks count on this one."""
-        rank = dist.get_rank(self._group)
-        try:
-            warnings.warn(
-                f"Detected uneven input skew of greater than {_SKEW}. This means that rank {rank} has at least {_SKEW} "
-                "fewer inputs than other currently-active ranks. This level of skew could lead to performance "
-                "degradation during training.",
-                stacklevel=5,
-            )
-        except Warning as warning:
-            log.warning("stagereg: %s", warning)
-
     def _record(self) -> None:
         """Record how many steps this rank took in this join, and the samples it was given."""
         counts: dict[str, int] = {} if self._counter.samples is None else {"samples": self._counter.samples}
         if self._session is not None:
             counts["shadowed"] = self._session.shadowed
-            if self._session.counts_steps:
+            if not self._session.foreign:  # whose steps are announced elsewhere
                 counts["steps"] = self._session.steps - self._session.shadowed
             record.emit("join", **counts)
         elif self._counter.batches:
             record.emit("join", steps=self._counter.batches, shadowed=0, **counts)
 
     def _restore(self) -> None:
-        self._hooks = []
-        self._loop = None
-        session, self._session = self._session, None
+        session, self._session, self._loop, self._hooks = self._session, None, None, []
+        if session is None:
+            return
         with contextlib.ExitStack() as every:  # whatever one of them raises
-            if session is not None:
-                if self._failed:
-                    every.callback(discard_channels, self._group)
-                every.callback(session.stop)
-            for joinable, config in zip(self._joinables, self._configs, strict=True):
-                put_back = JoinConfig.construct_disabled_join_config() if config is None else config
-                every.callback(setattr, joinable, "_join_config", put_back)
+            if self._failed:
+                every.callback(discard_channels, self._group)
+            every.callback(session.stop)
+            for joinable in self._joinables:
+                every.callback(setattr, joinable, "_join_config", JoinConfig.construct_disabled_join_config())
                 every.callback(joinable.detach)
+
+
+def _named(joinables: Any) -> Mapping[str, Any]:
+    """Return joinables by name; those of a list by their index. Raises: ``JoinError`` if it is neither."""
+    if not isinstance(joinables, Iterable):
+        raise JoinError(f"joinables must be a list, as in Join([model, optimizer]), not a {type(joinables).__name__}")
+    return joinables if isinstance(joinables, Mapping) else {str(i): each for i, each in enumerate(joinables)}
+
+
+def _weighted(loss_sum: torch.Tensor, ranks: float, divisor: float) -> torch.Tensor:
+    """Return ``loss_sum * ranks / divisor``; exactly zero, with a gradient of zero, if either is zero.
+
+    DDP and FSDP take the mean of the gradients over the ranks: with N samples on D ranks, ``loss_sum * D / N`` on each
+    of them makes it that of the mean over all samples. The loss of an empty batch may be anything, such as the NaN that
+    is the mean of nothing.
+    """
+    if ranks and divisor:
+        return loss_sum * (ranks / divisor)
+    return loss_sum.masked_fill(torch.ones_like(loss_sum, dtype=torch.bool), 0.0)
 
 
 def _collectives(group: Any) -> int:
@@ -478,11 +451,12 @@ def configured(
     Raises:
         JoinError: a joinable has no object and needs one, or an object has no joinable and needs one.
     """
-    if objects is not None and not isinstance(objects, Iterable):
-        raise JoinError(f"joinables must be a list, as in [model, optimizer], not a {type(objects).__name__}")
-    given = {**{str(i): each for i, each in enumerate(objects or ())}, **runtime}
+    factories = dict(joinables or {})
+    given = {**_named(objects or ()), **runtime}
+    made = {name: _joinable(name, thing, factories, given) for name, thing in given.items()}
+    made |= {name: _make(name, factory, given) for name, factory in factories.items() if name not in given}
     return Join(
-        _bound(dict(joinables or {}), given),
+        made,
         enable=enable,
         throw_on_early_termination=throw,
         mode=mode,
@@ -493,12 +467,6 @@ def configured(
     )
 
 
-def _bound(factories: dict[str, Callable[..., Joinable]], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the objects, each made a joinable by the factory of its name, and what the other factories make alone."""
-    bound = {name: _joinable(name, thing, factories, given) for name, thing in given.items()}
-    return bound | {name: _make(name, factory, given) for name, factory in factories.items() if name not in given}
-
-
 def _joinable(name: str, thing: Any, factories: Mapping[str, Callable[..., Joinable]], given: Mapping[str, Any]) -> Any:
     """Return the joinable of one object: of the factory of its name, or else as in a list of bare objects."""
     if name in factories:
@@ -507,8 +475,7 @@ def _joinable(name: str, thing: Any, factories: Mapping[str, Callable[..., Joina
         return auto(thing)
     except JoinError as error:
         close = nearest(name, [*factories, *inspect.signature(configured).parameters])
-        what = f"the join has no joinable {name!r}.{close} There is: {', '.join(factories) or 'none'}. "
-        raise JoinError((what if close or factories else "") + str(error)) from None
+        raise JoinError(f"the join has no joinable {name!r}.{close} And {error}") from None
 
 
 def _make(name: str, factory: Callable[..., Joinable], given: Mapping[str, Any]) -> Joinable:
@@ -522,7 +489,4 @@ def _make(name: str, factory: Callable[..., Joinable], given: Mapping[str, Any])
             f"join.joinables.{name} cannot be made: {error}. Give it by name, as in stagereg.instantiate(cfg.join, "
             f"{name}=...).{close} Given: {', '.join(given) or 'nothing'}"
         ) from None
-    joinable = factory(*args, **kwargs)
-    if is_native(joinable) and joinable.hook is not None:
-        joinable.make_hook(joinable.hook)  # one of the wrong kind is refused here, and not when the join is entered
-    return joinable
+    return factory(*args, **kwargs)

@@ -7,51 +7,42 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from stagereg.errors import JoinError
 from stagereg.join.batches import SampleCounter, emptied, fetch, publish
-from stagereg.join.session import JoinSession
+from stagereg.join.session import EnteredLoop, JoinSession
 from stagereg.kernel.channel import wait_for_keys
-from stagereg.kernel.membership import Membership
 
 __all__ = ["Loop"]
 
-_NOTHING = object()
 
-
-class Loop:
-    """One loop over a loader, on one rank. Constructing it is collective: lengths are exchanged.
+class Loop(EnteredLoop):
+    """One loop over a loader, on one rank.
 
     Args:
         session: of its join.
         loader: this rank's batches.
-        shadow: takes part in a step by hooks, for a body that has skipped an empty batch.
         counter: counts this rank's batches.
 
     Attributes:
         running: whether its generator has begun, and has neither ended nor been closed.
     """
 
-    def __init__(
-        self, session: JoinSession, loader: Iterable[Any], shadow: Callable[[], None], counter: SampleCounter
-    ) -> None:
+    def __init__(self, session: JoinSession, loader: Iterable[Any], counter: SampleCounter) -> None:
+        if session.foreign:
+            raise JoinError(
+                f"join.iterate needs a first joinable that announces through stagereg's Join, but {session.foreign} "
+                "does so through torch's. Put the model first."
+            )
+        super().__init__(session, loader)
         self.running = False
-        self._closed = False
-        self._session = session
         self._loader = loader
-        self._shadow = shadow
         self._counter = counter
-        self._key = f"example/{session.loops}"
-        self._decided = session.start_loop(loader)
-
-    @property
-    def membership(self) -> Membership:
-        """Who still has data; waits for the lengths of all ranks the first time."""
-        return self._decided()
+        session.loop = self
 
     def run(self, example: Any, device: torch.device) -> Iterator[Any]:
         """Yield this rank's batches, then empty ones for as long as others have some.
@@ -67,70 +58,39 @@ class Loop:
             self.running = False
 
     def _run(self, example: Any, device: torch.device) -> Iterator[Any]:
-        empty = _NOTHING if example is None else _emptied_if_possible(example)
-        batch = _NOTHING
+        session = self._session
+        empty = None if example is None else _emptied_if_possible(example)
+        batch = None
         for i, batch in enumerate(self._loader):
-            if i == 0:
-                self._publish(batch, empty)
-            self._session.awaits_step = True
+            if i == 0 and empty is None and not self.membership.even:  # some rank may never have a batch
+                publish(self.store, "example", batch)
+            session.awaits_step = True
             self._counter.add(batch)
             yield batch
-        self._session.awaits_step = False
+        session.awaits_step = False
         membership = self.membership
         while membership.wait_for_next_step() is not None:
-            if empty is _NOTHING:
-                empty = self._from_other_rank(device) if batch is _NOTHING else emptied(batch)
-            batch = _NOTHING  # so that its memory can be freed
+            if empty is None:
+                empty = self._from_other_rank(device) if batch is None else emptied(batch)
+            batch = None  # so that its memory can be freed
             membership.expects_empty_step = True
-            membership.empty = self._session.awaits_step = True
+            membership.empty = session.awaits_step = True
             yield _emptied_if_possible(empty)  # anew each time: the body may take its items out
             membership.empty = False
             if membership.expects_empty_step:  # the body has skipped it, so it also calls no join.mean
                 self.shadow_step()
         self.close()
 
-    def leave(self) -> bool:
-        """Take part by hooks in what is left of the loop, which this rank has left by itself.
-
-        Returns:
-            Whether this rank had data in the last step.
-        """
-        membership = self.membership
-        membership.empty = False
-        if membership.expects_empty_step:
-            self.shadow_step()
-        while not membership.over and membership.wait_for_next_step() is not None:
-            self.shadow_step()
-        self.close()
-        return membership.shadowed == 0
-
-    def shadow_step(self) -> None:
-        """Take part in a step by hooks, and in its means by zeros."""
-        self._session.answer()
-        self._shadow()
-
-    def close(self) -> None:
-        """The loop is over on all ranks; twice is harmless."""
-        if not self._closed:
-            self._closed = True
-            self._session.end_answers(self.membership)
-
-    def _publish(self, batch: Any, empty: Any) -> None:
-        """Give an empty batch to ranks that have none of their own."""
-        if self._session.store is not None:
-            try:
-                publish(self._session.store, self._key, batch if empty is _NOTHING else empty)
-            except JoinError:  # published too, for ranks that ask for a batch
-                if empty is _NOTHING and not self.membership.even:
-                    raise
-
     def _from_other_rank(self, device: torch.device) -> Any:
         """Return the empty batch of a rank that had one: it has published that before its first step began."""
-        store: Any = self._session.store
-        self._session.detector.wait(
-            lambda seconds: wait_for_keys(store, self._key, seconds), "publishing an empty batch"
-        )
-        return fetch(store, self._key, device)
+        if self.membership.even:
+            raise JoinError(
+                f"the loader of every rank has a length of {self._length}, but that of this rank gave no batch at all, "
+                "so it is not known what an empty one is: join.iterate(loader, example=...)"
+            )
+        wait = self._session.detector.wait
+        wait(lambda seconds: wait_for_keys(self.store, "example", seconds), "publishing an empty batch")
+        return fetch(self.store, "example", device)
 
 
 def _emptied_if_possible(example: Any) -> Any:

@@ -156,7 +156,8 @@ class Joinable(ABC):
         """Whether the active ranks step their optimizers in the step that is shadowed: not while they accumulate."""
         model = self.after
         if model is None and self.session is not None:
-            model = self.session.model_before(self)
+            listed = self.session.joinables
+            model = next((each for each in reversed(listed[: listed.index(self)]) if each.reduces_gradients), None)
         return model is None or model.reduced
 
 
@@ -186,9 +187,8 @@ class BuiltInJoinable(Joinable):
         self.hook = hook
         self._group = process_group
         self._device = torch.device(device)
-        self._keeper = stands_for
-        if stands_for is None:
-            self._keeper = SimpleNamespace(_join_config=JoinConfig.construct_disabled_join_config())
+        own = SimpleNamespace(_join_config=JoinConfig.construct_disabled_join_config())
+        self._keeper = own if stands_for is None else stands_for
 
     @property
     def _join_config(self) -> Any:

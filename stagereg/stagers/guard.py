@@ -1,9 +1,10 @@
 """What only an optimizer writes, and the moment before it does.
 
 A :class:`WriteGuard` calls back before any torch optimizer steps (a global step pre-hook, which is called for default,
-foreach and fused implementations, for ``ZeroRedundancyOptimizer`` and the optimizer inside it) and before any module
-loads a state dict. It knows the optimizers that have stepped since it was made, or that it was shown, and so the memory
-that nothing else is meant to write between two steps: their parameters that require gradients, and their state.
+foreach and fused implementations, for ``ZeroRedundancyOptimizer`` and the optimizer inside it), before any module loads
+a state dict, and where :func:`announce_write` is called. It knows the optimizers that have stepped since it was made,
+or that it was shown, and so the memory that nothing else is meant to write between two steps: their parameters that
+require gradients, and their state.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stagereg.kernel.state_dict import flatten
 
-__all__ = ["WriteGuard"]
+__all__ = ["WriteGuard", "announce_write"]
 
 
 class WriteGuard:
@@ -81,10 +82,15 @@ _load_state_dict = torch.nn.Module.load_state_dict
 _lock = threading.RLock()  # a finalizer may remove a hook while this thread is adding one
 
 
-@functools.wraps(_load_state_dict)
-def _load_after_hooks(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def announce_write() -> None:
+    """Call all guards back: parameters are about to be written by something that is no optimizer."""
     for hook in list(_load_hooks.values()):
         hook()
+
+
+@functools.wraps(_load_state_dict)
+def _load_after_hooks(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    announce_write()
     return _load_state_dict(self, *args, **kwargs)
 
 

@@ -3,37 +3,30 @@
 A case is a loop body with ``join.iterate``; the columns are in ``parallel``. All cases of a column run one after
 another in the same ranks, so none may leave anything behind. The single process has no join and no collective: at each
 step it has the batches of all ranks that have one, and adds up their losses as the average asks for.
-
-``python -m tests.join.table`` prints the largest difference of each case in each column. With ``--join none`` there is
-no join, and the inputs are made even: that holds the columns and the reference to each other. With ``--join torch`` the
-same loops run in torch's own ``Join``, each in processes of its own, as they may abort.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
-import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stagereg
 from stagereg.errors import UnevenInputsError
-from stagereg.testing import RankFailure, run_ranks
+from stagereg.testing import run_ranks
 
 from .parallel import COLUMNS, Ddp, write_values
-from .reference import EXACT, difference
+from .reference import difference
 
 HOOKED = ("ddp", "zero", "fsdp2")
 ALL = ("ddp", "zero", "fsdp1", "fsdp2")
@@ -195,6 +188,7 @@ CASES = {
     "uneven evaluation after": Case(after=True, columns=("ddp", "zero")),
     "infinite gradients, then no data": Case(poisoned=True, extras=frozenset({"scaler", "loss"})),
     "buffers": Case(net=("norm",), lengths=((2, 4, 6), (6, 4, 2)), columns=("ddp", "zero"), average="world"),
+    "buffers, even": Case(net=("norm",), lengths=((3, 3, 3),), columns=("ddp", "zero")),
     "buffers, a rank without batches": Case(net=("norm",), lengths=((0, 3, 5),), columns=("ddp", "zero")),
     "static graph": Case(lengths=((0, 3, 5),), wrap={"static_graph": True}, columns=("ddp", "zero")),
     "many buckets": Case(lengths=((0, 3, 5),), wrap={"bucket_cap_mb": 1e-5}, columns=("ddp", "zero")),
@@ -434,35 +428,19 @@ def through(models: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class NoJoin:
-    """Stands in for a join on even inputs, to check a column without one."""
-
-    def __enter__(self) -> NoJoin:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def iterate(self, batches: Any, example: Any = None) -> Any:
-        return batches
-
-    def mean(self, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
-        return loss_sum / count
-
-
-def train(rank: int, world_size: int, case: Case, column: Ddp, mode: str, library: str = "ours") -> dict[str, Any]:
+def train(rank: int, world_size: int, case: Case, column: Ddp, mode: str) -> dict[str, Any]:
     """Run a case on ranks; ``data_index`` is the index in ``case.lengths`` of a rank's data."""
     data_index = rank // (world_size // case.world)
     training = Training(case, column, [column.wrap(net, **case.wrap) for net in nets(case)])
     outcome: dict[str, Any] = {"raised": torch.tensor(0.0)}
     try:
         if case.one_join:
-            with joined(training, mode, library, loader(case, data_index, 0)) as join:
+            with joined(training, mode) as join:
                 for epoch in range(len(case.lengths)):
                     run_epoch(training, join, data_index, epoch)
         else:
             for epoch in range(len(case.lengths)):
-                with joined(training, mode, library, loader(case, data_index, epoch)) as join:
+                with joined(training, mode) as join:
                     run_epoch(training, join, data_index, epoch)
     except UnevenInputsError:
         outcome["raised"] = torch.tensor(1.0)
@@ -473,12 +451,8 @@ def train(rank: int, world_size: int, case: Case, column: Ddp, mode: str, librar
     return training.outcome() | outcome
 
 
-def joined(training: Training, mode: str, library: str, batches: Any) -> Any:
+def joined(training: Training, mode: str) -> stagereg.Join:
     """The context of a loop."""
-    if library == "none":
-        return NoJoin()
-    if library == "torch":
-        return _InTorchsJoin(training.joinables(), training.case.throw)
     case = training.case
     return stagereg.Join(
         training.joinables(),
@@ -641,22 +615,12 @@ def chosen(case: Case, mode: str) -> str:
     return mode if mode in case.modes else case.modes[0]
 
 
-def evened(case: Case) -> Case:
-    """The same body on inputs that need no join."""
-    longest = tuple((max(lengths),) * len(lengths) for lengths in case.lengths)
-    full = -(-max(map(max, longest)) // case.accumulate) * case.accumulate
-    lengths = tuple((full,) * len(each) for each in longest) if case.accumulate > 1 else longest
-    return replace(case, lengths=lengths, sizes="equal", skips=(), breaks=(), poisoned=False, loader="list")
-
-
-def run_column(column: str, cases: Mapping[str, Case], mode: str, library: str = "ours") -> dict[str, float]:
+def run_column(column: str, names: Sequence[str], mode: str) -> dict[str, float]:
     """Run cases one after another in the same ranks; return their largest differences from the single process."""
-    ranks = 4 if column == "tp" else RANKS
-    limit = 20 + 2 * len(cases) if library == "ours" else 8 + len(cases)
-    outcomes = run_ranks(run_cases, ranks, args=(column, cases, mode, library), timeout_s=limit)
+    outcomes = run_ranks(run_cases, ranks_of(column), args=(column, names, mode), timeout_s=20 + 2 * len(names))
     return {
-        name: max(distance(outcome[name], expected(case, chosen(case, mode))) for outcome in outcomes)
-        for name, case in cases.items()
+        name: max(distance(outcome[name], expected(CASES[name], chosen(CASES[name], mode))) for outcome in outcomes)
+        for name in names
     }
 
 
@@ -666,152 +630,36 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     return difference(one, other) if all(bool(leaf.isfinite().all()) for leaf in leaves) else float("inf")
 
 
-def run_cases(
-    rank: int, world_size: int, column: str, cases: Mapping[str, Case], mode: str, library: str
-) -> dict[str, dict[str, Any]]:
+def run_cases(rank: int, world_size: int, column: str, names: Sequence[str], mode: str) -> dict[str, dict[str, Any]]:
     """One rank's share of :func:`run_column`."""
     warnings.simplefilter("ignore", FutureWarning)  # FSDP1's state dicts
     ways = COLUMNS[column]()
     outcomes = {}
-    for number, (name, case) in enumerate(cases.items()):
-        print(f"case {number} of this column: {name}")  # the last output of a rank that dies
+    for name in names:
+        print(f"now comes the case {name!r}")  # the last output of a rank that dies
         try:
-            outcomes[name] = train(rank, world_size, case, ways, chosen(case, mode), library)
+            outcomes[name] = train(rank, world_size, CASES[name], ways, chosen(CASES[name], mode))
         except Exception as error:
-            error.add_note(f"in case {number} of this column: {name}")
+            error.add_note(f"in the case {name!r}")
             raise
     return outcomes
 
 
 def run_failing(column: str, name: str, mode: str) -> list[tuple[str, float]]:
     """Run a case that has an error; return each rank's, and the seconds from the beginning of the case to it."""
-    case = CASES[name]
-    ranks = 4 if column == "tp" else RANKS
-    return run_ranks(fail, ranks, args=(column, case, chosen(case, mode)), timeout_s=6 * PATIENCE_S)
+    return run_ranks(fail, ranks_of(column), args=(column, name, mode), timeout_s=6 * PATIENCE_S)
 
 
-def fail(rank: int, world_size: int, column: str, case: Case, mode: str) -> tuple[str, float]:
+def fail(rank: int, world_size: int, column: str, name: str, mode: str) -> tuple[str, float]:
     """One rank's share of :func:`run_failing`."""
     started = time.monotonic()
     try:
-        train(rank, world_size, case, COLUMNS[column](), mode)
+        train(rank, world_size, CASES[name], COLUMNS[column](), chosen(CASES[name], mode))
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - started
     return "no error", time.monotonic() - started
 
 
-class _InTorchsJoin:
-    """torch's ``Join`` around the same loop: it takes torch's joinables, and knows no samples."""
-
-    def __init__(self, joinables: Sequence[Any], throw: bool) -> None:
-        listed = [thing for thing in joinables if hasattr(thing, "join_hook") or isinstance(thing, nn.Module)]
-        self._join = TorchJoin(listed, throw_on_early_termination=throw, divide_by_initial_world_size=False)
-
-    def __enter__(self) -> _InTorchsJoin:
-        self._join.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._join.__exit__(*error)
-
-    def iterate(self, batches: Any, example: Any = None) -> Any:
-        return batches
-
-    def mean(self, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
-        return loss_sum / count
-
-
-def measured(column: str, cases: Mapping[str, Case], mode: str, library: str = "ours") -> dict[str, float | str]:
-    """The difference of each case, or what went wrong in it; the others then run again without it, or by themselves."""
-    found: dict[str, float | str] = {}
-    if library == "ours":
-        failing = [name for name, case in cases.items() if case.fails]
-        found |= {name: describe(run_failing(column, name, mode), cases[name].fails) for name in failing}
-        cases = {name: case for name, case in cases.items() if name not in failing}
-    while cases and library != "torch":
-        try:
-            return found | run_column(column, cases, mode, library)
-        except RankFailure as failure:
-            culprit = re.findall(r"case (\d+) of this column", str(failure))
-            if not culprit:
-                break
-            name = list(cases)[int(culprit[-1])]
-            found[name] = in_short(failure)
-            cases = {other: case for other, case in cases.items() if other != name}
-    for name, case in cases.items():
-        try:
-            found |= run_column(column, {name: case}, mode, library)
-        except RankFailure as failure:
-            found[name] = in_short(failure)
-    return found
-
-
-def in_short(failure: RankFailure) -> str:
-    """The last line of the first rank's error."""
-    if failure.hung:
-        return "hangs"
-    text = next(iter(failure.failed.values()))
-    if any("PeerFailedError" not in text for text in failure.failed.values()):
-        text = next(text for text in failure.failed.values() if "PeerFailedError" not in text)
-    if died := re.search(r"died of (\w+)", "\n".join(failure.failed.values())):
-        return died.group(1)
-    lines = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return lines[-1][:160] if lines else text[:160]
-
-
-def holds(value: float | str) -> bool:
-    """Whether a figure is that of rounding."""
-    return isinstance(value, float) and value < EXACT
-
-
-def describe(errors: list[tuple[str, float]], pattern: str) -> str:
-    """The errors of all ranks and the longest time to them, or the first wrong error."""
-    kinds = sorted({error.split(":")[0] for error, _ in errors})
-    wrong = [error for error, _ in errors if not re.search(pattern, error)]
-    return (
-        f"not as it should be: {wrong[0][:160]}"
-        if wrong
-        else f"{', '.join(kinds)} in {max(s for _, s in errors):.1f} s"
-    )
-
-
-def shown(value: float | str | None) -> str:
-    """A figure as the table shows it."""
-    if value == float("inf"):
-        return "NaN, or parts missing"
-    return f"{value:.1e}" if isinstance(value, float) else value or ""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; returns 1 if a difference in it is not that of rounding."""
-    parser = argparse.ArgumentParser(prog="python -m tests.join.table", description=main.__doc__)
-    parser.add_argument("--join", choices=["ours", "torch", "none"], default="ours")
-    parser.add_argument("--column", action="append", choices=list(COLUMNS), help="only these columns")
-    parser.add_argument("--mode", action="append", choices=MODES, help="only these modes")
-    parser.add_argument("--case", action="append", default=[], help="only cases with this in their name")
-    options = parser.parse_args(argv)
-    columns = options.column or list(COLUMNS)
-    wrong = False
-    for mode in (options.mode or MODES) if options.join == "ours" else ["-"]:
-        found = {}
-        for column in columns:
-            cases = {name: CASES[name] for name in in_column(column)}
-            if options.join == "ours":
-                cases = {name: case for name, case in cases.items() if has(mode, name)}
-            if options.case:
-                cases = {name: case for name, case in cases.items() if any(part in name for part in options.case)}
-            if options.join == "none":
-                # Without a join there is nothing at the end that makes the ranks' buffers equal.
-                cases = {name: evened(case) for name, case in cases.items() if case.net != ("norm",)}
-            found[column] = measured(column, cases, mode, options.join) if cases else {}
-        print(f"\n| case ({options.join}, {mode}) | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
-        for name in CASES:
-            row = [found[column].get(name) for column in columns]
-            wrong = wrong or not all(CASES[name].fails or not value or holds(value) for value in row)
-            if any(value is not None for value in row):
-                print(f"| {name} | {' | '.join(map(shown, row))} |", flush=True)
-    return int(wrong)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def ranks_of(column: str) -> int:
+    """How many ranks a column trains on."""
+    return 4 if column == "tp" else RANKS

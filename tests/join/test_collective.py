@@ -31,12 +31,6 @@ def test_a_neutral_value_changes_no_result(reduce: Any, dtype: torch.dtype, valu
     assert torch.equal(REDUCTIONS[reduce](tensor, neutral).to(dtype), tensor)
 
 
-def test_infinities_survive_beside_a_neutral_value() -> None:
-    for reduce, value in (("min", torch.inf), ("max", -torch.inf)):
-        neutral = Collective("all_reduce", (), torch.float32, reduce).neutral(torch.device("cpu"))  # type: ignore[arg-type]
-        assert REDUCTIONS[reduce](torch.tensor(value), neutral).item() == value
-
-
 def test_a_declaration_normalizes_names_and_lists() -> None:
     declared = Collective("all_reduce", [2, 3], "bfloat16")  # type: ignore[arg-type]
     assert (declared.shape, declared.dtype) == ((2, 3), torch.bfloat16)
@@ -52,83 +46,43 @@ def mine(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return value.eq(3) if dtype == torch.bool else value.to(dtype)
 
 
-def run_all(rank: int, world_size: int, declared: list[dict[str, Any]], context: str) -> list[list[Any]]:
-    return [run_one(rank, each, context) for each in declared]
+REDUCED = {"sum": [9, 7, 3], "product": [24, 12, 3], "min": [2, 3, 3], "max": [4, 4, 3]}
+DTYPES_SENT = ["int64", "int32", "uint8", "bfloat16", "float16"]
+RIGHT: list[tuple[dict[str, Any], int, list[Any]]] = [
+    *(({"op": "all_reduce", "shape": [1], "reduce": reduce}, 1, [[v] for v in REDUCED[reduce]]) for reduce in REDUCED),
+    *(({"op": "all_reduce", "dtype": dtype, "reduce": "min"}, 1, REDUCED["min"]) for dtype in DTYPES_SENT),
+    *(({"op": "all_reduce", "dtype": dtype, "reduce": "product"}, 1, REDUCED["product"]) for dtype in DTYPES_SENT),
+    ({"op": "all_reduce", "dtype": "bool", "reduce": "max"}, 1, [True, True, True]),
+    ({"op": "all_reduce", "dtype": "bool", "reduce": "min"}, 1, [False, False, True]),
+    ({"op": "reduce", "rank": 1}, 1, [9, 7, 3]),
+    ({"op": "broadcast", "rank": 0, "dtype": "int64"}, 1, [2, 2, 2]),  # what a joined root sent last
+    ({"op": "broadcast", "rank": 1}, 2, [3, 3]),
+    ({"op": "all_gather"}, 1, [[2, 3, 4], [0, 3, 4], [0, 3, 0]]),
+    ({"op": "reduce_scatter", "shape": [6]}, 1, [[9, 9], [7, 7], [3, 3]]),
+    ({"op": "barrier"}, 2, [4, 4]),
+]
+"""What is declared, and what a rank gets in each of its steps."""
+
+
+def run_all(rank: int, world_size: int, context: str) -> list[list[Any]]:
+    return [run_one(rank, declared, context) for declared, _, _ in RIGHT]
 
 
 def run_one(rank: int, declared: dict[str, Any], context: str) -> list[Any]:
     collective = stagereg.build("joinable", "collective", collectives=[declared])
-    dtype = collective.collectives[0].dtype
     results = []
     with {"ours": stagereg.Join, "torch's": TorchJoin}[context]([collective]):
         for _ in range(LENGTHS[rank]):
-            (result,) = collective(mine(rank, tuple(declared.get("shape", ())), dtype))
-            results.append(result)
+            (result,) = collective(mine(rank, tuple(declared.get("shape", ())), collective.collectives[0].dtype))
+            results.append([each.item() for each in result] if isinstance(result, list) else result.tolist())
     return results
 
 
-def outcomes(**declared: Any) -> list[list[Any]]:
-    """What each rank got in each of its steps."""
-    return all_outcomes([declared])[0]
-
-
-def all_outcomes(declared: list[dict[str, Any]], context: str = "ours") -> list[list[list[Any]]]:
-    """The same for several collectives, one join after the other."""
-    by_rank = run_ranks(run_all, 3, args=(declared, context), timeout_s=60)
-    return [list(each) for each in zip(*by_rank, strict=True)]
-
-
-REDUCED = {"sum": [9, 7, 3], "product": [24, 12, 3], "min": [2, 3, 3], "max": [4, 4, 3]}
-
-
 @pytest.mark.parametrize("context", ["ours", "torch's"])
-def test_all_reduce_is_over_the_active_ranks(context: str) -> None:
-    declared = [{"op": "all_reduce", "shape": [2], "dtype": "float64", "reduce": reduce} for reduce in REDUCED]
-    for reduce, results in zip(REDUCED, all_outcomes(declared, context), strict=True):
-        assert [[each.tolist() for each in rank] for rank in results] == [
-            [[value] * 2 for value in REDUCED[reduce][:length]] for length in LENGTHS
-        ], reduce
-
-
-def test_the_neutral_value_is_one_of_the_dtype() -> None:
-    dtypes = ["int64", "int32", "uint8", "bfloat16", "float16"]
-    declared = [
-        {"op": "all_reduce", "dtype": dtype, "reduce": reduce} for dtype in dtypes for reduce in ("min", "product")
-    ]
-    for each, results in zip(declared, all_outcomes(declared), strict=True):
-        assert [result.item() for result in results[1]] == REDUCED[each["reduce"]], each
-
-
-def test_all_reduce_of_truth_values() -> None:
-    expected = {"max": [True, True, True], "min": [False, False, True]}
-    declared = [{"op": "all_reduce", "dtype": "bool", "reduce": reduce} for reduce in expected]
-    for wanted, results in zip(expected.values(), all_outcomes(declared), strict=True):
-        assert [each.item() for each in results[1]] == wanted
-
-
-def test_reduce_reaches_its_root() -> None:
-    assert [each.item() for each in outcomes(op="reduce", rank=1)[1]] == [9, 7, 3]
-
-
-def test_broadcast_repeats_the_last_value_of_a_joined_root() -> None:
-    assert [each.item() for each in outcomes(op="broadcast", rank=0, dtype="int64")[1]] == [2, 2, 2]
-
-
-def test_broadcast_of_an_active_root() -> None:
-    assert [each.item() for each in outcomes(op="broadcast", rank=1)[2]] == [3, 3]
-
-
-def test_all_gather_has_neutral_values_of_joined_ranks() -> None:
-    gathered = [[part.item() for part in each] for each in outcomes(op="all_gather")[1]]
-    assert gathered == [[2, 3, 4], [0, 3, 4], [0, 3, 0]]
-
-
-def test_reduce_scatter_is_over_the_active_ranks() -> None:
-    assert [each.tolist() for each in outcomes(op="reduce_scatter", shape=[6])[1]] == [[9, 9], [7, 7], [3, 3]]
-
-
-def test_barrier_is_passed_by_all() -> None:
-    assert [len(each) for each in outcomes(op="barrier")] == list(LENGTHS)
+def test_active_ranks_have_the_results_over_the_active_ranks(context: str) -> None:
+    outcomes = run_ranks(run_all, 3, args=(context,), timeout_s=60)
+    for i, (declared, rank, right) in enumerate(RIGHT):
+        assert outcomes[rank][i] == right, declared
 
 
 def several(rank: int, world_size: int) -> Any:
@@ -219,15 +173,3 @@ def iterating(rank: int, mode: str | None) -> list[float]:
 
 def test_it_announces_the_steps_of_iterate_too() -> None:
     assert run_ranks(all_iterating, 3, timeout_s=60) == [[[6.0, 4.0, 2.0]] * 3] * 3
-
-
-def mirror(rank: int, world_size: int) -> list[float]:
-    collectives = [Collective("all_reduce"), Collective("all_reduce", reduce="product"), Collective("broadcast")]
-    group = dist.group.WORLD
-    assert group is not None
-    tensors = [each.neutral(torch.device("cpu")) if rank == 0 else torch.tensor(5.0) for each in collectives]
-    return [collective.issue(tensor, group).item() for collective, tensor in zip(collectives, tensors, strict=True)]
-
-
-def test_neutral_values_leave_the_results_of_other_ranks_alone() -> None:
-    assert run_ranks(mirror, 2, timeout_s=30) == [[5.0, 5.0, 0.0]] * 2

@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from torch import nn
-from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.algorithms.join import Joinable as TorchJoinable
-from torch.distributed.algorithms.join import JoinHook as TorchJoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
@@ -111,47 +107,13 @@ def test_a_joinable_of_another_package_replaces_a_built_in_one(tmp_path: Any) ->
     assert torch.equal(ranks[0][0], ranks[1][0])
 
 
-class TorchSum(TorchJoinable):
-    """A joinable for torch's ``Join``, as other packages have them."""
-
-    join_device = torch.device("cpu")
-    join_process_group = property(lambda self: dist.group.WORLD)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = torch.zeros(())
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        hook = TorchJoinHook()
-        hook.main_hook = lambda: dist.all_reduce(torch.zeros(()))
-        return hook
-
-    def add(self, value: float) -> None:
-        TorchJoin.notify_join_context(self)
-        mine = torch.tensor(value)
-        dist.all_reduce(mine)
-        self.total += mine
-
-
-def summed(rank: int, world_size: int) -> float:
-    join = stagereg.build("join", "default", joinables={"sum": TorchSum})
-    with join:
-        for _ in range(1 + rank):
-            join.joinables["sum"].add(1.0)
-    return join.joinables["sum"].total.item()
-
-
-def test_a_joinable_made_for_torchs_join_can_be_configured() -> None:
-    assert run_ranks(summed, 2, timeout_s=30) == [2.0, 3.0]
-
-
 def refusals(rank: int, world_size: int, cases: dict[str, Any]) -> dict[str, str]:
     model, optimizer = model_and_optimizer()
     objects = {"model": model, "optimizer": optimizer, "optimizr": optimizer, "modle": model, "number": 3}
     errors = {}
     for name, (cfg, names) in cases.items():
         with pytest.raises((JoinError, ConfigError)) as error:
-            stagereg.instantiate(cfg, **{each: objects[each] for each in names})
+            stagereg.instantiate(cfg, **{each: objects[each] for each in names}).__enter__()
         errors[name] = str(error.value)
     return errors
 
@@ -219,18 +181,6 @@ def bare(rank: int, world_size: int, cfg: Any) -> list[list[str]]:
 def test_without_configured_joinables_bare_objects_are_adapted(tmp_path: Any) -> None:
     cfg = composed(tmp_path, [], "defaults: [stagereg, _self_]").join
     assert run_ranks(bare, 1, args=(cfg,), timeout_s=40) == [[["0", "1"], ["model", "optimizer"], ["net", "metrics"]]]
-
-
-def automatic(rank: int, world_size: int) -> list[str]:
-    model, optimizer = model_and_optimizer()
-    made = [stagereg.build("joinable", "auto", thing=thing) for thing in (model, optimizer)]
-    with pytest.raises(JoinError, match="a int cannot take part"):
-        stagereg.build("joinable", "auto", thing=3)
-    return [type(each).__name__ for each in made]
-
-
-def test_auto_makes_the_joinable_that_a_bare_object_gets() -> None:
-    assert run_ranks(automatic, 1, timeout_s=40) == [[DdpJoinable.__name__, StepJoinable.__name__]]
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "collective", "ddp", "fsdp2", "metrics", "module", "step", "zero"])

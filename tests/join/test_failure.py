@@ -17,9 +17,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.testing.ranks as ranks
 from stagereg.errors import JoinError, PeerFailedError
@@ -42,51 +39,6 @@ def outcome(detector: FailureDetector, step: Callable[[], Any]) -> tuple[float, 
     known = error if isinstance(error, PeerFailedError) else detector.explain(error)
     assert known is not None, f"not explained: {error}"
     return time.monotonic() - start, known.rank, known.message, str(known)
-
-
-def sit_in(kind: str, group: dist.ProcessGroup, detector: FailureDetector) -> Callable[[], Any]:
-    """A step that the other ranks are to take part in, and that cannot end without them."""
-    if kind == "all_reduce":
-        return lambda: dist.all_reduce(torch.ones(1), group=group)
-    if kind == "backward":
-        ddp = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
-        ddp(torch.ones(1, 4)).sum().backward()
-        return lambda: ddp(torch.ones(1, 4)).sum().backward()
-    never = threading.Event()
-    return lambda: detector.wait(never.wait, "the end")
-
-
-def raising(rank: int, world_size: int) -> Any:
-    seen = []
-    for kind in ("all_reduce", "backward", "wait"):
-        group = dist.new_group()
-        detector = FailureDetector(group, 60, f"raising {kind}")
-        detector.start()
-        step = sit_in(kind, group, detector)
-        detector.check()
-        dist.barrier(group)
-        if rank == 1:
-            detector.report(ValueError(f"loss is not finite\nin {kind}"))
-        else:
-            seen.append(outcome(detector, step))
-            with pytest.raises(PeerFailedError):
-                detector.check()
-            detector.report(RuntimeError("a consequence, not reported"))
-        detector.stop()
-        dist.barrier()
-    return seen
-
-
-def test_an_exception_of_one_rank_reaches_all_wherever_they_sit() -> None:
-    seen, unreported, others = run_ranks(raising, 3, timeout_s=60)
-    assert unreported == []
-    assert len(seen) == len(others) == 3
-    for kind, *both in zip(("all_reduce", "backward", "wait"), seen, others, strict=True):
-        for seconds, rank, message, text in both:
-            assert seconds < SOON_S
-            assert rank == 1
-            assert message == f"ValueError: loss is not finite\nin {kind}"
-            assert text == f"rank 1 failed: {message}\nThe cause is there: read the output of rank 1."
 
 
 def aborting(rank: int, world_size: int) -> list[float]:
@@ -132,57 +84,6 @@ def status_of(store: dist.Store, rank: int) -> RankStatus | None:
     return pickle.loads(store.get(str(rank))) if store.check([str(rank)]) else None
 
 
-def unreachable(rank: int, world_size: int, timeout_s: float) -> Any:
-    """Rank 1 is frozen, then twice busy with something else."""
-    pids: list[Any] = [None] * world_size
-    dist.all_gather_object(pids, os.getpid())
-    seen: dict[str, Any] = {}
-    for kind in ("frozen", "all_reduce", "wait"):
-        group = dist.new_group()
-        detector = FailureDetector(group, timeout_s, kind, lambda: 40)
-        detector.start()
-        await_statuses(group, kind, (0, 1, 2), 40)
-        if rank != 1:
-            seen[kind] = outcome(detector, sit_in("all_reduce" if kind == "frozen" else kind, group, detector))
-            os.kill(pids[1], signal.SIGCONT)
-        elif kind == "frozen":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        dist.barrier()  # where it is busy
-        if rank == 1:
-            seen[kind] = outcome(detector, sit_in("wait", group, detector))
-        detector.stop()
-        dist.barrier()
-    return seen
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_frozen_or_stuck_is_named_within_the_timeout() -> None:
-    timeout_s = 3.0
-    others = run_ranks(unreachable, 3, args=(timeout_s,), timeout_s=90)
-    suspect = others.pop(1)
-    for seen in others:
-        for kind in seen:
-            seconds, rank, _, _ = seen[kind]
-            assert seconds < timeout_s + INQUIRY_S
-            assert rank == 1, kind
-        assert seen["frozen"][2].startswith("did not answer for at least ")
-        assert seen["frozen"][3].endswith(
-            " s; it was last in step 40. Such a process was killed or frozen, or its machine is gone: "
-            "look at the end of its output."
-        )
-        what = {"all_reduce": "a collective", "wait": "the end"}
-        for kind in what:
-            assert seen[kind][2] == f"is alive, but did not come to {what[kind]} within 3 s"
-            assert seen[kind][3] == (
-                f"rank 1 {seen[kind][2]}; it was last in step 40. Raise join.timeout if that is how long a step takes."
-            )
-    for kind in suspect:
-        seconds, rank, _, text = suspect[kind]
-        assert seconds < SOON_S
-        assert rank == 1
-        assert text.startswith("the other ranks have given this one up, and went on without it: rank 1 "), kind
-
-
 def killed(rank: int, world_size: int, folder: Path, timeout_s: float, own_store: bool) -> None:
     """Rank 0 is killed, and with it the store of the process group if it is its ``own``."""
     if own_store:
@@ -204,7 +105,7 @@ def killed(rank: int, world_size: int, folder: Path, timeout_s: float, own_store
     assert detector.explain(RuntimeError("DataLoader timed out after 5 seconds")) is None
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    seen = outcome(detector, sit_in("all_reduce", group, detector))
+    seen = outcome(detector, lambda: dist.all_reduce(torch.ones(1)))
     start = time.monotonic()
     detector.stop()
     (folder / f"{rank}.json").write_text(json.dumps([*seen, time.monotonic() - start]))
@@ -383,41 +284,6 @@ class Detecting(FailureDetector):
         thread.submit(idle.set)
         assert idle.wait(10)
         thread.close()
-
-
-FATES = st.lists(st.sampled_from(["well", "well", "dead", "absent"]), min_size=2, max_size=8)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("simulated_abort")
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(FATES, min_size=1, max_size=5))
-def test_ranks_that_publish_nothing_more_are_named_and_no_others(joins: list[list[str]]) -> None:
-    store = dist.HashStore()
-    timeout_s = 1.2
-    alive: list[tuple[Detecting, tuple[int, ...]]] = []
-    for i, fates in enumerate(joins):
-        dead = tuple(rank for rank, fate in enumerate(fates) if fate == "dead")
-        for rank in dead:
-            dist.PrefixStore(f"join {i}", store).set(str(rank), pickle.dumps(RankStatus(1)))
-        for rank, fate in enumerate(fates):
-            if fate == "well":
-                alive.append((Detecting(Member(store, rank, len(fates)), timeout_s, f"join {i}"), dead))
-    try:
-        for each, _ in alive:
-            each.start()
-        for each, dead in alive:
-            assert not dead or each.acted.wait(20)
-        deadline = time.monotonic() + 1.5 * timeout_s
-        for each, dead in alive:
-            assert each.acted.wait(max(0.0, deadline - time.monotonic())) == bool(dead)
-            failure = each.failure
-            assert each._store_error == "it does not answer"
-            assert (failure is not None and failure.rank) == (bool(dead) and dead[0])
-            assert all(f"rank {rank} did not answer" in str(failure) for rank in dead)
-    finally:
-        for each, _ in alive:
-            each.leave()
 
 
 def await_true(holds: Callable[[], bool], limit_s: float = 10.0) -> None:

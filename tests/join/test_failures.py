@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 import stagereg.testing.ranks as ranks
-from stagereg.errors import JoinError, PeerFailedError
 from stagereg.testing import RankFailure, run_ranks
 from stagereg.testing.worker import new_group
 
@@ -95,7 +94,7 @@ def test_an_exception_on_one_rank_is_reported_on_all(way: str) -> None:
     for kind, text, seconds in (joined, active):
         assert kind == "PeerFailedError"
         assert "rank 1" in text
-        assert "ValueError: loss is not finite" in text
+        assert "rank 1 failed: ValueError: loss is not finite\nThe cause is there: read the output of rank 1" in text
         assert seconds < SLACK_S
 
 
@@ -372,8 +371,3 @@ def test_two_forwards_for_one_backward_and_evaluation_between_give_the_reference
     for outcomes in run_ranks(twice, 3, timeout_s=60):
         for way, params in zip(WAYS, outcomes, strict=True):
             assert difference(params, [p.detach() for p in single.parameters()]) < EXACT, way
-
-
-def test_the_errors_are_the_projects_and_torchs_kind() -> None:
-    assert issubclass(PeerFailedError, (JoinError, RuntimeError))
-    assert issubclass(PeerFailedError, stagereg.StageregError)

@@ -67,7 +67,7 @@ def test_the_error_of_a_joinable_or_hook_of_the_wrong_object_names_what_it_needs
 
 DECLARATIONS: dict[str, tuple[Any, type[Exception], str]] = {
     "no collective": ([], JoinError, "at least one collective"),
-    "no op": ([{"shape": [2]}], ConfigError, "needs an op"),
+    "no op": ([{"shape": [2]}], ConfigError, "declared by its fields, as in {op: all_reduce}"),
     "a misspelt op": ([{"op": "allreduce"}], JoinError, "Did you mean 'all_reduce'"),
     "a misspelt field": ([{"op": "all_reduce", "shpae": [2]}], ConfigError, "Did you mean 'shape'"),
     "a misspelt reduction": ([{"op": "all_reduce", "reduce": "sun"}], JoinError, "Did you mean 'sum'"),

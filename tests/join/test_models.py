@@ -153,26 +153,6 @@ def in_one_process(lengths: tuple[int, ...], divide: bool) -> list[torch.Tensor]
     return values(one, two)
 
 
-def bucketed(rank: int, world_size: int) -> list[Any]:
-    return [with_views(rank, view) for view in (True, False)]
-
-
-def with_views(rank: int, view: bool) -> Any:
-    ddp = DistributedDataParallel(seeded())
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, parameters_as_bucket_view=view, lr=0.05)
-    with stagereg.Join([ddp, zero]):
-        for step in range(1 + 3 * rank):
-            zero.zero_grad()
-            ddp(batch(rank, 0, step)).sum().backward()
-            zero.step()
-    return values(ddp)
-
-
-def test_zero_with_parameters_as_bucket_views() -> None:
-    for viewed, plain in run_ranks(bucketed, 2, timeout_s=30):
-        assert difference(viewed, plain) == 0.0
-
-
 def zero_alone(rank: int, world_size: int) -> Any:
     """ZeRO over parameters whose gradients are not reduced: each rank's shard follows its owner, to the end."""
     module = seeded()
@@ -189,47 +169,6 @@ def test_zero_may_be_the_only_joinable() -> None:
     (one, enabled), (other, _) = run_ranks(zero_alone, 2, timeout_s=30)
     assert difference(one, other) == 0.0
     assert not enabled
-
-
-def by_hand(rank: int, world_size: int) -> Any:
-    """A plugin author's joinable that has the registered one within."""
-
-    class Wrapped(stagereg.Joinable):
-        announces_itself = True
-
-        def __init__(self, ddp: DistributedDataParallel) -> None:
-            self.ddp = ddp
-            self.inner = stagereg.build("joinable", "ddp", module=ddp)
-            super().__init__()
-
-        def join_hook(self, **kwargs: Any) -> Any:
-            return self.inner.join_hook(**kwargs)
-
-        def attach(self, session: Any) -> None:
-            self.inner.attach(session)
-
-        def detach(self) -> None:
-            self.inner.detach()
-
-        join_device = property(lambda self: self.ddp.join_device)
-        join_process_group = property(lambda self: self.ddp.join_process_group)
-        _join_config = property(
-            lambda self: self.ddp._join_config, lambda self, c: setattr(self.ddp, "_join_config", c)
-        )
-
-    ddp = DistributedDataParallel(seeded())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    with stagereg.Join([Wrapped(ddp), optimizer], divide_by_initial_world_size=True):
-        for step in range(1 + rank):
-            optimizer.zero_grad()
-            ddp(batch(rank, 0, step)).sum().backward()
-            optimizer.step()
-    return values(ddp)
-
-
-def test_the_ddp_hook_serves_a_third_partys_joinable() -> None:
-    one, other = run_ranks(by_hand, 2, timeout_s=30)
-    assert difference(one, other) == 0.0
 
 
 def subgroup(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[torch.Tensor]:

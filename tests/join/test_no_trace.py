@@ -6,7 +6,6 @@ import contextlib
 import warnings
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -105,23 +104,6 @@ def test_training_after_a_join_averages_over_the_world_again() -> None:
     assert run_ranks(afterwards, 2, timeout_s=30) == [1.5, 1.5]
 
 
-def uneven_evaluation(rank: int, world_size: int) -> int:
-    ddp = DistributedDataParallel(net(Case(net="norm")))
-    with stagereg.Join([ddp]):
-        for step in range(1 + rank):
-            ddp(batch(rank, 0, step)).sum().backward()
-    ddp.eval()
-    with torch.no_grad():
-        ddp(batch(rank, 0, 0))  # DDP shares its buffers once more
-        for step in range(3 * rank):
-            ddp(batch(rank, 0, step))
-    return 3 * rank
-
-
-def test_evaluation_after_a_join_may_be_uneven() -> None:
-    assert run_ranks(uneven_evaluation, 2, timeout_s=30) == [0, 3]
-
-
 def nested(rank: int, world_size: int) -> Any:
     ddp = DistributedDataParallel(net(Case()))
     joinable = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
@@ -168,43 +150,3 @@ def test_a_joinable_that_fails_to_leave_does_not_keep_the_others_in() -> None:
     for before, after, enabled in run_ranks(failing_exit, 2, timeout_s=30):
         assert after == before
         assert enabled == [False, False, False]
-
-
-def skewed(rank: int, world_size: int, skew: int, action: str) -> Any:
-    joinable = stagereg.build("joinable", "collective", collectives=[{"op": "all_reduce"}])
-    raised = None
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter(action, UserWarning)  # type: ignore[arg-type]
-        filters = list(warnings.filters)
-        try:
-            with stagereg.Join([joinable]):
-                for _ in range(skew * rank):
-                    joinable(torch.ones(()))
-        except UserWarning as warning:
-            raised = str(warning)
-        untouched = filters == list(warnings.filters)
-    return [(str(w.message), w.filename) for w in seen], untouched, raised
-
-
-SKEW_WARNING = "Detected uneven input skew of greater than 1000. This means that rank 0 has at least 1000 fewer inputs"
-
-
-def test_a_skew_above_1000_steps_is_warned_of_once() -> None:
-    (joined, untouched, _), (active, _, _) = run_ranks(skewed, 2, args=(1001, "always"), timeout_s=60)
-    assert len(joined) == 1
-    assert joined[0][0].startswith(SKEW_WARNING)
-    assert joined[0][1] == __file__
-    assert untouched
-    assert active == []
-
-
-@pytest.mark.parametrize("action", ["error", pytest.param("ignore", marks=pytest.mark.slow)])
-def test_filters_that_make_the_skew_warning_an_error_end_no_rank(action: str) -> None:
-    (seen, _, raised), (_, _, active) = run_ranks(skewed, 2, args=(1001, action), timeout_s=60)
-    assert seen == []
-    assert raised is None
-    assert active is None
-
-
-def test_a_skew_of_1000_steps_is_not_warned_of() -> None:
-    assert run_ranks(skewed, 2, args=(1000, "always"), timeout_s=60)[0][0] == []

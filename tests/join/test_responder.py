@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 
 from stagereg.errors import JoinError
 from stagereg.join.responder import Responder
-from stagereg.kernel.channel import control_channel
-from stagereg.testing import run_ranks
 
 from ..kernel.simulated import SimulatedChannel, Simulation
 
@@ -66,59 +63,6 @@ def test_no_rank_passes_the_end_before_all_have_reached_it(leave: list[bool], se
         assert min(passed) >= closing
 
 
-class Broken:
-    """A channel whose sums fail."""
-
-    rank, size = 0, 2
-
-    def add(self, values: object) -> Broken:
-        return self
-
-    def gather(self, thing: object) -> list[object]:
-        raise NotImplementedError
-
-    @property
-    def thread(self) -> Broken:
-        return self
-
-    def submit(self, job: Callable[[], None]) -> None:
-        threading.Thread(target=job, daemon=True).start()
-
-    def ready(self, seconds: float) -> bool:
-        raise ConnectionError("the peer is gone")
-
-    def wait(self) -> list[float]:
-        raise ConnectionError("the peer is gone")
-
-
-def test_the_error_of_a_sum_is_raised_by_its_request() -> None:
-    with pytest.raises(ConnectionError, match="the peer is gone"):
-        Responder(Broken(), 1).request(1.0)
-
-
-def test_an_error_while_answering_is_raised_at_the_end() -> None:
-    responder = Responder(Broken(), 1)
-    responder.start()
-    with pytest.raises(ConnectionError, match="the peer is gone"):
-        responder.close()
-
-
-def test_a_wait_is_named() -> None:
-    waited_for = []
-
-    def waiting(ready: object, what: str) -> None:
-        waited_for.append(what)
-
-    def act(rank: int) -> None:
-        responder = Responder(simulation.channel(rank, "responder"), 1, waiting)
-        responder.request(1.0)
-        responder.close()
-
-    simulation = Simulation(1)
-    simulation.run(act)
-    assert waited_for == ["join.mean", "the end of the join"]
-
-
 def on_ranks(size: int, act: Callable[[int, Responder, SimulatedChannel], Any], follow: Any = None) -> list[Any]:
     """Run ``act`` on each rank; ``follow`` makes what a rank does after each request that it answers."""
     simulation = Simulation(size)
@@ -158,17 +102,6 @@ def test_requests_reach_all_ranks_also_those_that_left(calls: list[int], again: 
         assert mine == wanted
 
 
-def test_ranks_that_all_answer_do_not_go_on_without_end() -> None:
-    followed: list[int] = []
-
-    def act(rank: int, responder: Responder, channel: SimulatedChannel) -> None:
-        responder.start()
-        responder.close()
-
-    on_ranks(3, act, lambda rank, channel: lambda: followed.append(rank))
-    assert followed == []
-
-
 def test_the_error_of_what_follows_a_request_is_raised_by_close() -> None:
     def act(rank: int, responder: Responder, channel: SimulatedChannel) -> str:
         if rank == 0:
@@ -191,36 +124,3 @@ def test_a_rank_that_answers_cannot_request() -> None:
 
     (text,) = on_ranks(1, act)
     assert "passed over an empty batch" in text
-
-
-def test_a_request_is_answered_by_ranks_that_have_come_to_the_end_already() -> None:
-    def act(rank: int, responder: Responder, channel: SimulatedChannel) -> list[list[float]]:
-        results = []
-        for _ in range(2 * (rank == 1)):
-            responder.request()
-            results.append(channel.gather(rank))
-        responder.close()
-        return results
-
-    results = on_ranks(3, act, lambda rank, channel: lambda: channel.gather("closed"))
-    assert results == [[], [["closed", 1, "closed"]] * 2, []]
-
-
-def over_gloo(rank: int, world_size: int) -> list[Any]:
-    import torch.distributed as dist
-
-    assert dist.group.WORLD is not None
-    channel = control_channel(dist.group.WORLD, "responder")
-    responder = Responder(channel, 1, follow=lambda: channel.gather(f"{rank} left"))
-    results = [[*responder.request(rank + 1.0), *channel.gather(f"{rank}.{i}")] for i in range(rank)]
-    responder.start()
-    responder.close()
-    return results
-
-
-def test_requests_go_over_process_groups() -> None:
-    assert run_ranks(over_gloo, 3, timeout_s=30) == [
-        [],
-        [[5.0, "0 left", "1.0", "2.0"]],
-        [[5.0, "0 left", "1.0", "2.0"], [3.0, "0 left", "1 left", "2.1"]],
-    ]

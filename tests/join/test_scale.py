@@ -14,15 +14,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.errors import PeerFailedError, UnevenInputsError
-from stagereg.testing import run_ranks
 
 from ..kernel.simulated import SimulatedChannel, Simulation
-from .reference import EXACT, Case, batch, difference, net
 
 SEVERAL = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -376,49 +372,3 @@ def test_after_a_throw_that_all_ranks_caught_they_can_join_again(scenario: Scena
     assert not any(isinstance(result, PeerFailedError) for _, result in thrown)
     for totals, _ in results:
         assert totals == about(calm.totals())
-
-
-LENGTHS = (3, 0, 5, 1, 4, 2, 5, 3)
-
-
-def eight(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
-    """A rank of a plain loop and of one over ``iterate``, in each mode."""
-    outcomes = {}
-    data = [batch(rank, 0, step) for step in range(LENGTHS[rank])]
-    for mode in ("planned", "counted"):
-        for way in ("plain", "iterate"):
-            ddp = DistributedDataParallel(net(Case()))
-            optimizer = torch.optim.Adam(ddp.parameters(), lr=0.05)
-            join = stagereg.Join([ddp, optimizer], mode=mode, loader=data if way == "plain" else None)
-            with join:
-                for x in join.iterate(data) if way == "iterate" else data:
-                    optimizer.zero_grad()
-                    join.mean(ddp(x).sum(), len(x)).backward()
-                    optimizer.step()
-            outcomes[mode, way] = trained(ddp, optimizer)
-    return outcomes
-
-
-def trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    state = optimizer.state_dict()["state"]
-    moments = {(i, key): value for i, each in state.items() for key, value in each.items()}
-    return [[param.detach() for param in module.parameters()], moments]
-
-
-def one_process() -> list[Any]:
-    module = net(Case())
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
-    for step in range(max(LENGTHS)):
-        batches = [batch(rank, 0, step) for rank, length in enumerate(LENGTHS) if length > step]
-        optimizer.zero_grad()
-        (sum(module(x).sum() for x in batches) / sum(map(len, batches))).backward()  # type: ignore[union-attr]
-        optimizer.step()
-    return trained(module, optimizer)
-
-
-@pytest.mark.slow
-def test_eight_ranks_end_with_the_numbers_of_one_process() -> None:
-    wanted = one_process()
-    for outcomes in run_ranks(eight, len(LENGTHS), timeout_s=100):
-        for outcome in outcomes.values():
-            assert difference(outcome, wanted) < EXACT

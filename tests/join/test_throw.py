@@ -53,19 +53,16 @@ def test_all_ranks_stop_at_the_shortest_length(first: str) -> None:
     assert not any(leftover for *_, leftover in outcomes)
 
 
-def test_several_ranks_may_run_out_at_once() -> None:
-    outcomes = run_ranks(throwing, 3, args=((2, 5, 2), "ddp", "ours"), timeout_s=30)
-    assert [(steps, rank) for steps, _, _, rank, _ in outcomes] == [(2, 0), (2, None), (2, 2)]
+ENDS = {(2, 5, 2): [(2, 0), (2, None), (2, 2)], (3, 0): [(0, None), (0, 1)], (3, 3): [(3, None)] * 2}
+"""By the lengths of the ranks: how many steps each takes, and which rank it says has run out."""
 
 
-def test_a_rank_without_batches_stops_all_before_the_first_step() -> None:
-    outcomes = run_ranks(throwing, 2, args=((3, 0), "ddp", "ours"), timeout_s=30)
-    assert [(steps, kind) for steps, kind, *_ in outcomes] == [(0, stagereg.UnevenInputsError)] * 2
-
-
-def test_even_inputs_do_not_throw() -> None:
-    outcomes = run_ranks(throwing, 2, args=((3, 3), "ddp", "ours"), timeout_s=30)
-    assert [(steps, kind) for steps, kind, *_ in outcomes] == [(3, type(None))] * 2
+@pytest.mark.parametrize("lengths", ENDS)
+def test_the_ranks_that_run_out_are_named_on_themselves(lengths: tuple[int, ...]) -> None:
+    outcomes = run_ranks(throwing, len(lengths), args=(lengths, "ddp", "ours"), timeout_s=30)
+    assert [(steps, rank) for steps, _, _, rank, _ in outcomes] == ENDS[lengths]
+    kind = stagereg.UnevenInputsError if len(set(lengths)) > 1 else type(None)
+    assert {outcome[1] for outcome in outcomes} == {kind}
 
 
 @pytest.mark.parametrize("lengths", [(2, 4, 6), (6, 4, 2)])

@@ -145,29 +145,7 @@ def test_a_third_partys_joinables_are_joined() -> None:
         totals = [totals for totals, _, _ in outcomes]
         assert totals == [[(3, 3)], [(3, 3), (2, 2), (1, 1)], [(3, 3), (2, 2)]], which
         assert [calls for _, _, calls in outcomes] == [["main", "main", False], [True], ["main", False]], which
-
-
-def keywords(rank: int, world_size: int) -> Any:
-    joinables = [SUMS[base](stagereg.Join) for base in SUMS]
-    with stagereg.Join(joinables, colour="red", size=2):
-        return [joinable.seen for joinable in joinables]
-
-
-def test_keyword_arguments_reach_every_hook_when_the_join_is_entered() -> None:
-    assert run_ranks(keywords, 1, timeout_s=30) == [[[{"colour": "red", "size": 2}]] * 3]
-
-
-class Elsewhere(Sum):
-    join_device = property(lambda self: torch.device("meta"))
-
-
-def first_device(rank: int, world_size: int) -> list[str]:
-    here, elsewhere = Sum(stagereg.Join), Elsewhere(stagereg.Join)
-    return [str(stagereg.Join(order)._wire.device) for order in ([here, elsewhere], [elsewhere, here])]
-
-
-def test_the_first_joinables_device_is_used() -> None:
-    assert run_ranks(first_device, 1, timeout_s=30) == [["cpu", "meta"]]
+        assert [seen for _, seen, _ in outcomes] == [[{"colour": "red", "divide_by_initial_world_size": False}]] * 3
 
 
 def groups(rank: int, world_size: int) -> list[str]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -316,6 +317,30 @@ def reduce_parameters(rank: int, world_size: int) -> None:
         future.result(WAIT_S)
     patch.undo()
     stager.close()
+
+
+def leave_join(rank: int, world_size: int) -> None:
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    stager = OverlappedStager()
+    patch = pytest.MonkeyPatch()
+    gate = Gate(patch)
+    with stagereg.Join([ddp, optimizer]):
+        for _ in range(1 + rank):
+            train_step(ddp, optimizer)
+        future = stager.stage(state_of(net))
+        expected = copy.deepcopy(state_of(net))
+    gate.open()
+    for name, x in expected["net"].items():
+        assert torch.equal(future.result(WAIT_S)["net"][name], x), name
+    patch.undo()
+    stager.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_final_model_that_a_join_sends_does_not_show(world_size: int) -> None:
+    run_ranks(leave_join, world_size, timeout_s=WAIT_S)
 
 
 def test_a_collective_that_moves_no_version_counter_is_reported() -> None:

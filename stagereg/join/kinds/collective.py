@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from stagereg.errors import ConfigError, JoinError, nearest
+from stagereg.errors import ConfigError, JoinError
 from stagereg.join.joinable import BuiltInJoinable, JoinHook, notify, serves
+from stagereg.join.session import one_of
 from stagereg.registry import register
+from stagereg.spec import refuse_unknown
 
 __all__ = ["Collective", "CollectiveHook", "CollectiveJoinable"]
 
@@ -42,10 +44,8 @@ class Collective:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        for what, value, choices in (("op", self.op, get_args(Op)), ("reduce", self.reduce, get_args(Reduction))):
-            if value not in choices:
-                close = nearest(value, choices)
-                raise JoinError(f"a collective's {what} cannot be {value!r}.{close} One of: {', '.join(choices)}")
+        one_of("collective", self.op, Op)
+        one_of("reduction", self.reduce, Reduction)
         dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
         if not isinstance(dtype, torch.dtype):
             raise JoinError(f"a collective's dtype must be a torch dtype or its name, not {self.dtype!r}")
@@ -62,11 +62,13 @@ class Collective:
 
     def neutral(self, device: torch.device) -> torch.Tensor:
         """The value that leaves the other ranks' result alone. An ``avg`` still divides by the whole world."""
-        value: float = 0
-        if self.reduce == "product":
-            value = 1
-        elif self.reduce in ("min", "max"):
-            value = _bound(self.dtype, lowest=self.reduce == "max")
+        if self.dtype == torch.bool:
+            lowest, highest = 0.0, 1.0
+        elif self.dtype.is_floating_point:
+            lowest, highest = -math.inf, math.inf
+        else:
+            lowest, highest = torch.iinfo(self.dtype).min, torch.iinfo(self.dtype).max
+        value = {"product": 1.0, "min": highest, "max": lowest}.get(self.reduce, 0.0)
         return torch.full(self.shape, value, dtype=self.dtype, device=device)
 
     def issue(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
@@ -183,22 +185,7 @@ class CollectiveJoinable(BuiltInJoinable):
 def _declared(collective: Any) -> Collective:
     if isinstance(collective, Collective):
         return collective
-    if not isinstance(collective, Mapping):
+    if not isinstance(collective, Mapping) or "op" not in collective:
         raise ConfigError(f"a collective is declared by its fields, as in {{op: all_reduce}}, not by {collective!r}")
-    fields = Collective.__dataclass_fields__
-    for key in collective:
-        if key not in fields:
-            raise ConfigError(
-                f"a collective has no field {key!r}.{nearest(str(key), fields)} It has: {', '.join(fields)}"
-            )
-    if "op" not in collective:
-        raise ConfigError("a collective needs an op, as in {op: all_reduce}")
+    refuse_unknown("a collective", collective, Collective)
     return Collective(**collective)
-
-
-def _bound(dtype: torch.dtype, lowest: bool) -> float:
-    if dtype == torch.bool:
-        return not lowest
-    if dtype.is_floating_point:
-        return -math.inf if lowest else math.inf
-    return torch.iinfo(dtype).min if lowest else torch.iinfo(dtype).max

@@ -30,8 +30,12 @@ from stagereg.join.joinable import JoinConfig, JoinHook, serves
 from stagereg.join.kinds.reduction import ReducingJoinable
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
+from stagereg.stagers.guard import announce_write
 
 __all__ = ["DdpHook", "DdpJoinable"]
+
+_REPLACED = ("_divide_by_initial_world_size", "_check_global_requires_backward_grad_sync", "_find_common_rank")
+"""Attributes of the module in a join. The first is what DDP's forward reads, the others are methods of its class."""
 
 
 @register("join_hook", "ddp")
@@ -68,8 +72,9 @@ class DdpHook(JoinHook):
         """Take parameters and buffers from the last rank to join, as torch does."""
         session, ddp = self.joinable.session, self.joinable.module
         self.joinable.end_steps()  # torch's ``Join`` may be entered again, so the watch goes on
-        if session is not None and session.all_took_every_step and not any(True for _ in ddp.buffers()):
+        if session is not None and session.all_took_every_step and not list(ddp.buffers()):
             return  # it is the same on all ranks
+        announce_write()  # a stager may still be copying these parameters
         ddp._sync_final_model(is_last_joiner)
         if not is_last_joiner:
             for param in ddp.parameters():
@@ -157,16 +162,11 @@ class DdpJoinable(ReducingJoinable):
             raise JoinError(f"the ddp joinable needs a DistributedDataParallel module, not a {type(module).__name__}")
         super().__init__(hook, module.join_process_group, module.join_device, stands_for=module)
         self.module = module
-        self._replaced: dict[str, Any] = {}
         self._has_divisor = False  # whether some step got one from the join
-        self._forward_settings: tuple[Any, bool] | None = None
+        self._forward_settings: Any = None
 
     def watch(self) -> None:
-        """Have the module's forward announce through the join.
-
-        Raises:
-            JoinError: the module has sparse gradients, which DDP cannot shadow.
-        """
+        """Have the module's forward announce through the join. Refuses sparse gradients, which DDP cannot shadow."""
         ddp = self.module
         layers = (each for each in ddp.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
         if any(layer.sparse for layer in layers):
@@ -178,35 +178,26 @@ class DdpJoinable(ReducingJoinable):
         params = sorted((param for param in ddp.parameters() if param.requires_grad), key=torch.numel)
         self.watched = params if ddp.find_unused_parameters or ddp.static_graph else params[:1]
         super().watch()
-        assert self.tracker is not None
-        self.tracker.handles.append(ddp.module.register_forward_hook(self._inner_forward_done))
-        members = {
-            "_divide_by_initial_world_size": self.divides_by_world,  # DDP's forward reads it
-            "_check_global_requires_backward_grad_sync": self._announce_reduction,
-            "_find_common_rank": self._common_rank,
-        }
-        self._replaced = {name: vars(ddp).get(name) for name in members}
-        vars(ddp).update(members)
+        self.handles = [*self.handles, ddp.module.register_forward_hook(self._inner_forward_done)]
+        values = self.divides_by_world, self._announce_reduction, self._common_rank
+        vars(ddp).update(zip(_REPLACED, values, strict=True))
 
     def end_steps(self) -> None:
         """No step follows: forget the divisor of the last step, if it had one."""
         if self._has_divisor:
+            self._has_divisor = False
             self.module.reducer._set_forward_pass_work_handle(_done_work(0.0), True)
 
     def detach(self) -> None:
         """Stop watching, and leave the module as it was."""
-        if self.tracker is not None:
-            self.end_steps()
-        for name, before in self._replaced.items():
-            del vars(self.module)[name]
-            if before is not None:
-                vars(self.module)[name] = before
-        self._replaced, self._has_divisor = {}, False
+        self.end_steps()
+        for name in _REPLACED:
+            vars(self.module).pop(name, None)
         super().detach()
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
         """Whether a step depends on which ranks are active: through the divisor, or through buffers that are shared."""
-        shares = self.module.forward_sync_buffers and any(True for _ in self.module.module.buffers())
+        shares = self.module.forward_sync_buffers and bool(list(self.module.module.buffers()))
         return shares or super().needs_active_ranks(divide_by_initial_world_size)
 
     @property
@@ -216,25 +207,20 @@ class DdpJoinable(ReducingJoinable):
 
     def on_step(self) -> None:
         """Announce the step, except on torch's wire, where DDP's own forward does."""
-        tracker, membership, config = self.tracker, self.membership, self._join_config
-        assert tracker is not None
+        membership, config = self.membership, self._join_config
         self.reduces = torch.is_grad_enabled() and self.will_reduce
         self._has_divisor |= membership is None
         if self.session is None:
             return
         leader = next((each for each in self.session.joinables if isinstance(each, DdpJoinable)), self)
-        if leader is not self and leader.tracker is not None and leader.tracker.begun <= tracker.begun:
+        if leader is not self and leader.begun <= self.begun:
             raise JoinError(
                 "a DDP module ran before the join's first joinable did in this step, so ranks without data would "
                 "answer the wrong one. List the joinables in the order in which the loop uses them."
             )
         if config.is_first_joinable:
             self.session.begin(self.reduces)
-        if membership is None:
-            return
-        if not config.is_first_joinable:
-            membership.check()
-        if config.throw_on_early_termination and self._rebuilds_buckets(tracker.begun):
+        if membership is not None and config.throw_on_early_termination and self._rebuilds_buckets():
             # DDP's forward begins with a collective, in which ranks out of data do not take part.
             membership.raise_if_exhausted()
 
@@ -251,14 +237,12 @@ class DdpJoinable(ReducingJoinable):
 
     def after_forward(self, is_step: bool) -> None:
         """Put DDP's settings back."""
-        if self._forward_settings is not None:
-            self.module._join_config, self.module.require_forward_param_sync = self._forward_settings
-            self._forward_settings = None
+        self.module._join_config, self.module.require_forward_param_sync = self._forward_settings
 
     def _inner_forward_done(self, *_: Any) -> None:
         # The sum has had the whole forward to arrive, and nothing of the step has been prepared yet.
         membership = self.membership
-        if membership is None or self.tracker is None or not self.tracker.in_step:
+        if membership is None or not self.in_step:
             return
         if self._join_config.throw_on_early_termination:
             membership.raise_if_exhausted()
@@ -289,12 +273,12 @@ class DdpJoinable(ReducingJoinable):
             return self.module.process_group.size() - 1
         return int(DistributedDataParallel._find_common_rank(self.module, rank, is_candidate))
 
-    def _rebuilds_buckets(self, begun: int) -> bool:
+    def _rebuilds_buckets(self) -> bool:
         """Whether DDP arranges its buckets anew in this step, which it does once, and all ranks together."""
         ddp = self.module
         if ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph):
             return False  # it has, or never will
-        return begun > 0 or int(ddp._get_ddp_logging_data().get("iteration", 0)) > 0
+        return self.begun > 0 or int(ddp._get_ddp_logging_data().get("iteration", 0)) > 0
 
 
 def _done_work(value: float) -> Any:

@@ -26,7 +26,7 @@ from stagereg.errors import JoinError
 from stagereg.join.batches import emptied, fetch, publish
 from stagereg.join.joinable import JoinHook, notify, serves
 from stagereg.join.kinds.reduction import ReducingJoinable, local
-from stagereg.join.step_tracker import differentiable
+from stagereg.join.tracked import differentiable
 from stagereg.kernel.channel import wait_for_keys
 from stagereg.kernel.shadow import TorchWire
 from stagereg.registry import register
@@ -59,7 +59,7 @@ class Fsdp2Hook(JoinHook):
             JoinError: the module cannot run on empty inputs, or no rank has published what inputs look like.
         """
         joinable, module = self.joinable, self.joinable.module
-        if joinable.tracker is None:
+        if not joinable.handles:
             raise JoinError(
                 "an fsdp2 joinable has left its join, but ranks still take steps. torch's Join cannot be entered a "
                 "second time with it: make a new one for every epoch, or use stagereg.Join."
@@ -254,11 +254,9 @@ class Fsdp2Joinable(ReducingJoinable):
 
     def divide_by(self, count: int) -> None:
         """Have this step's backward divide as if ``count`` ranks trained the module; 0 where it does not reduce."""
-        share = (count or self._group.size()) / self._group.size()
+        size = self._group.size()
         for group, before, _ in self._divisors:
-            info = group.mesh_info
-            whole = getattr(info, "shard_mesh_size", 1) * getattr(info, "replicate_mesh_size", 1)
-            group.gradient_divide_factor = (whole if before is None else before) * share
+            group.gradient_divide_factor = (size if before is None else before) * (count or size) / size
             # With a divisor of one's own FSDP2 asks for a reduction that only NCCL has.
             group.force_sum_reduction_for_comms = self._group._get_backend(group.device).name() != "nccl"
 

@@ -38,15 +38,16 @@ class MetricsHook(JoinHook):
 
     def on_exhausted(self) -> None:
         """Begin to answer."""
-        self.joinable.answer()
+        self.joinable.responder.start()
 
     def main_hook(self) -> None:
         """Begin to answer, if that has not happened yet: torch's ``Join`` calls nothing before this."""
-        self.joinable.answer()
+        self.joinable.responder.start()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """End, together with all ranks."""
-        self.joinable.end_answers()
+        self.joinable.in_use = False
+        self.joinable.responder.close()
 
 
 @register("joinable", "metrics")
@@ -59,6 +60,9 @@ class MetricsJoinable(BuiltInJoinable):
     Args:
         process_group: the ranks to add over; ``None`` is the default group.
         hook: another hook in the place of ``metrics``.
+
+    Attributes:
+        in_use: whether it is in a join that has not ended, where some rank may wait at the responder.
 
     Example::
 
@@ -82,7 +86,7 @@ class MetricsJoinable(BuiltInJoinable):
         self._totals: dict[str, tuple[Number, Number]] = {}
         self._lock = threading.Lock()
         self._responder: Responder | None = None
-        self._in_use = False  # whether some rank may still wait at the responder, of a join that has not ended
+        self.in_use = False
 
     def add(self, **metrics: tuple[Number, Number]) -> None:
         """Add to this rank's totals; no collective.
@@ -121,18 +125,18 @@ class MetricsJoinable(BuiltInJoinable):
         Raises:
             JoinError: a rank without data called it, or a rank has ended the join already.
         """
-        channel: ControlChannel | None = None
+        shares = [self._own()]
         if dist.is_available() and dist.is_initialized():
-            responder = self._open()
-            if responder.running:
+            if self.responder.running:
                 raise JoinError(
                     "this rank has no data any more, so it gives its metrics when the others ask, and cannot ask "
                     "itself. Call compute() in the loop or after the join, not in a function that the join calls on "
                     "ranks without data."
                 )
-            responder.request()
-            channel = responder.channel
-        shares = self._exchange(channel, reset)
+            self.responder.request()
+            shares = self._exchange(self.responder.channel, reset)
+        elif reset:
+            self.reset()
         names = sorted({name for share in shares for name in share})
         columns = {name: [share.get(name, (0.0, 0.0)) for share in shares] for name in names}
         return {
@@ -148,40 +152,35 @@ class MetricsJoinable(BuiltInJoinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook. Collective where it is the first time."""
         self.detach()
-        self._open()
-        self._in_use = True
+        _ = self.responder
+        self.in_use = True
         return super().join_hook(**kwargs)
 
     def detach(self) -> None:
         """Leave a responder behind that was not closed, as the join failed; some rank may still wait for it."""
-        if self._in_use:
-            self._in_use, self._responder = False, None
+        if self.in_use:
+            self.in_use, self._responder = False, None
         super().detach()
 
-    def answer(self) -> None:
-        """Begin to answer the other ranks from a thread, as this one has no data any more. Twice is harmless."""
-        self._open().start()
-
-    def end_answers(self) -> None:
-        """The join ends on all ranks, and with it the answers."""
-        self._in_use = False
-        self._open().close()
-
-    def _exchange(self, channel: ControlChannel | None, reset: bool) -> list[dict[str, tuple[float, float]]]:
-        """Return the totals of all ranks, and start anew if one of them is to ``reset``."""
-        with self._lock:
-            own = {name: (float(total), float(count)) for name, (total, count) in self._totals.items()}
-        answers = [(reset, own)] if channel is None else channel.gather((reset, own))
-        if any(reset for reset, _ in answers):
-            self.reset()
-        return [totals for _, totals in answers]
-
-    def _open(self) -> Responder:
+    @property
+    def responder(self) -> Responder:
+        """Asks the other ranks, or answers them. Collective where it is the first time."""
         if self._responder is None:
             group = self.join_process_group
             channel = control_channel(group, resources_of(group).next_name("metrics"))
             self._responder = Responder(channel, follow=lambda: self._exchange(channel, False))
         return self._responder
+
+    def _own(self) -> dict[str, tuple[float, float]]:
+        with self._lock:
+            return {name: (float(total), float(count)) for name, (total, count) in self._totals.items()}
+
+    def _exchange(self, channel: ControlChannel, reset: bool) -> list[dict[str, tuple[float, float]]]:
+        """Return the totals of all ranks, and start anew if one of them is to ``reset``."""
+        answers = channel.gather((reset, self._own()))
+        if any(reset for reset, _ in answers):
+            self.reset()
+        return [totals for _, totals in answers]
 
 
 def _pair(name: str, given: Any) -> tuple[Number, Number]:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from stagereg.errors import JoinError
 from stagereg.join.joinable import JoinHook, serves
-from stagereg.join.step_tracker import TrackedJoinable
+from stagereg.join.tracked import TrackedJoinable
 from stagereg.registry import register
 
 __all__ = ["ModuleHook", "ModuleJoinable"]

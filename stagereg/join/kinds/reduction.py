@@ -1,71 +1,53 @@
 """What ``ddp`` and ``fsdp2`` share: a module of which the ranks reduce the gradients.
 
-A joined rank has to do with the gradients of a step what the loop of the active ranks does: zero them, drop them, or
-add to them. So, while it has data, each rank looks at one gradient as a backward begins
-(:mod:`stagereg.join.carryover`).
+A training loop zeroes the gradients of one step before the next, drops them, or carries them over. A rank without data
+has to do the same, without seeing the loop. It goes by what it saw while it had data: each rank looks at one gradient
+as a backward begins. A rank that had data for less than two steps cannot know, and asks one that has seen more, through
+the process group's store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.tensor import DTensor
 
-from stagereg.join.carryover import ZeroGradPolicy, policy_of
-from stagereg.join.joinable import JoinHook
-from stagereg.join.step_tracker import TrackedJoinable
+from stagereg.join.session import JoinSession
+from stagereg.join.tracked import TrackedJoinable
+from stagereg.kernel.channel import resources_of, wait_for_keys
 
-__all__ = ["ReducingJoinable", "local"]
+__all__ = ["ReducingJoinable", "ZeroGradPolicy", "local"]
 
 
 class ReducingJoinable(TrackedJoinable):
     """Joins a module of which the ranks reduce the gradients.
 
     Attributes:
-        divides_by_world: whether gradients are divided by the number of ranks that train the module, and not by the
-            number of active ones.
         watched: parameters; the gradient of the first that has one shows what the loop does with them.
         reduces: between a step's forward and its backward, whether that will reduce the gradients; else ``None``.
         is_unfinished: whether the last backward has not reduced them, so that they wait for the next one.
     """
 
     reduces_gradients = True
+    reduced = False
+    watched: Sequence[torch.Tensor] = ()
+    reduces: bool | None = None
+    is_unfinished = False
     module: Any
-
-    def __init__(
-        self,
-        hook: Callable[..., JoinHook] | None,
-        process_group: dist.ProcessGroup,
-        device: torch.device,
-        stands_for: Any = None,
-    ) -> None:
-        super().__init__(hook, process_group, device, stands_for)
-        self.divides_by_world = True
-        self.watched: Sequence[torch.Tensor] = ()
-        self.reduces: bool | None = None
-        self.reduced = self.is_unfinished = False
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the module's hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
-        self.detach()
-        self.divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
-        return super().join_hook(**kwargs)
 
     def watch(self) -> None:
         """Begin to watch the module and its gradients."""
         super().watch()
+        self.reduces, self.reduced, self.is_unfinished = None, False, False
         self.policy.steps = 0
         if self.watched:
             self.policy.set_active(True)
-
-    def detach(self) -> None:
-        """Stop watching."""
-        self.watched, self.reduces = (), None
-        self.divides_by_world, self.reduced, self.is_unfinished = True, False, False
-        super().detach()
 
     def needs_active_ranks(self, divide_by_initial_world_size: bool) -> bool:
         """Whether a step depends on which ranks are active: through the divisor."""
@@ -73,8 +55,10 @@ class ReducingJoinable(TrackedJoinable):
 
     @property
     def policy(self) -> ZeroGradPolicy:
-        """What is known of what the loop does with its gradients."""
-        return policy_of(self.module, self.join_process_group)
+        """What is known of what the loop does with its gradients, in this join and those before."""
+        if self.module not in _policies:
+            _policies[self.module] = ZeroGradPolicy(self.join_process_group)
+        return _policies[self.module]
 
     def on_backward(self) -> None:
         """A backward has begun, which is about to add to the gradients: look at what the loop has left there."""
@@ -91,6 +75,63 @@ class ReducingJoinable(TrackedJoinable):
         """A shadowed step has been reduced, and what this rank had added up has been part of it."""
         self.policy.step_begins, self.is_unfinished = True, False
         self.policy.steps += 1
+
+
+class ZeroGradPolicy:
+    """What is known of one module's loop, on this rank and through the store. All ranks make these in the same order.
+
+    What a look at the gradients finds stays on the device until it is asked for.
+
+    Attributes:
+        store: of what ranks publish of this module.
+        steps: how many steps have been reduced in this join, on this rank or while it had no data.
+        step_begins: whether the last backward was reduced, so that the next one begins a step.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.steps = 0
+        self.step_begins = True
+        self._nonzero: torch.Tensor | None = None  # whether there were gradients as the last step began
+        self._in_doubt = True
+        self._active = False
+        self.store = PrefixStore(resources_of(group).next_name("carry"), group.get_group_store())
+
+    def current(self) -> Literal["drops", "zeroes", "carries"]:
+        """What the loop does with its gradients between steps, as far as it is known."""
+        if self._nonzero is None:
+            return "drops"
+        return "carries" if self._nonzero.item() else "zeroes"
+
+    def observe(self, gradient: torch.Tensor | None) -> None:
+        """A step's backward is about to add to a gradient; the first one does not show what the loop does between."""
+        self._nonzero = None if gradient is None else gradient.detach().ne(0).any()
+        if self._in_doubt and self.steps:
+            self._in_doubt = False
+            self.store.set("policy", self.current())
+
+    def set_active(self, active: bool) -> None:
+        """Publish whether this rank has data, and will publish what its loop does; nothing if that is known here."""
+        if self._in_doubt and active != self._active:
+            self._active = active
+            self.store.add("active", 1 if active else -1)
+
+    def ask(self, session: JoinSession | None) -> None:
+        """Rank without data, in a step: end the doubt. A rank with data publishes its policy within this step.
+
+        It waits by ``session``, or in torch's ``Join``, where there is none, for as long as the store does.
+        """
+        if not self._in_doubt or not self.steps:  # in the first step no rank knows yet
+            return
+        self._in_doubt = False
+        if self.store.check(["policy"]) or self.store.add("active", 0):
+            if session is not None:
+                session.detector.wait(lambda seconds: wait_for_keys(self.store, "policy", seconds), "the backward")
+            policy = self.store.get("policy").decode()
+            self._nonzero = None if policy == "drops" else torch.tensor(policy == "carries")
+
+
+_policies: weakref.WeakKeyDictionary[nn.Module, ZeroGradPolicy] = weakref.WeakKeyDictionary()
+"""Global, as the module is all that two joins over it have in common; it must not get attributes of ours."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,32 +27,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
+from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.errors import JoinError
+from stagereg.join.adapt import auto
 from stagereg.join.joinable import JoinHook, notify, serves
-from stagereg.join.kinds.ddp import DdpJoinable
-from stagereg.join.kinds.fsdp2 import Fsdp2Joinable
 from stagereg.join.kinds.module import ModuleJoinable
-from stagereg.join.step_tracker import TrackedJoinable
+from stagereg.join.tracked import TrackedJoinable
 from stagereg.kernel.channel import control_channel
 from stagereg.registry import register
 
-__all__ = ["CheckpointHook", "CheckpointJoinable", "Saves"]
+__all__ = ["CheckpointHook", "CheckpointJoinable"]
 
 _MOST = 2**51
 _NO_SIGNALS = [0.0, 0.0]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-
-
-class Saves(Protocol):
-    """What is needed of a :class:`stagereg.Checkpointer`."""
-
-    preemption: Any  # a PreemptionConsensus, or None
-
-    def due(self, step: int) -> bool:
-        """Whether to save after ``step``, which has just ended. Called once a step."""
-
-    def save(self, step: int, state: MutableMapping[str, Any]) -> None:
-        """Save; called on all ranks with the same steps."""
 
 
 @register("join_hook", "checkpoint")
@@ -95,7 +83,7 @@ class CheckpointJoinable(TrackedJoinable):
     collectives on every rank. In torch's ``Join``, make a new ``Join`` for each epoch.
 
     Args:
-        checkpointer: the :class:`stagereg.Checkpointer`; in a join its ``save`` is not called directly.
+        checkpointer: in a join its ``save`` is not called directly.
         state: what to save. Of entries that are plain values, ranks that have left the loop save those of one that has
             not.
         module: the model whose forward begins a step: what the loop calls. ``stagereg.Join`` fills in that of the first
@@ -116,7 +104,7 @@ class CheckpointJoinable(TrackedJoinable):
 
     def __init__(
         self,
-        checkpointer: Saves,
+        checkpointer: Checkpointer,
         state: MutableMapping[str, Any],
         module: nn.Module | None = None,
         hook: Callable[..., JoinHook] | None = None,
@@ -145,7 +133,7 @@ class CheckpointJoinable(TrackedJoinable):
         """
         if type(step) is not int or not 0 <= step < _MOST:
             raise JoinError(f"A step is a whole number from 0 on, not {step!r}.")
-        if self.tracker is None or not self._join_config.enable:
+        if not self.handles or not self._join_config.enable:
             self.checkpointer.save(step, self.state)
         else:
             self._asked = step
@@ -166,17 +154,18 @@ class CheckpointJoinable(TrackedJoinable):
         """Watch the model's forward, and count the optimizers' steps. Collective where it is the first time."""
         self._channel = control_channel(self.join_process_group, "checkpoint")
         super().watch()
-        assert self.tracker is not None
-        for name, value in self.state.items():
-            if isinstance(value, Optimizer):
-                count = functools.partial(self._count_step, name)
-                self.tracker.handles.append(value.register_step_post_hook(count))
+        optimizers = {name: value for name, value in self.state.items() if isinstance(value, Optimizer)}
+        counters = [
+            optimizer.register_step_post_hook(functools.partial(self._count_step, name))
+            for name, optimizer in optimizers.items()
+        ]
+        self.handles = [*self.handles, *counters]
         if self.checkpointer.preemption is not None:
             self.checkpointer.preemption.exchanged_by_join = True
 
     def detach(self) -> None:
         """Stop watching the model and its optimizers."""
-        if self.tracker is not None and self.checkpointer.preemption is not None:
+        if self.handles and self.checkpointer.preemption is not None:
             self.checkpointer.preemption.exchanged_by_join = False
         self._asked, self._shadows, self._active, self._steps, self._channel = None, False, [], Counter(), None
         super().detach()
@@ -255,18 +244,16 @@ class CheckpointJoinable(TrackedJoinable):
     def _count_step(self, name: str, *_: Any) -> None:
         self._steps[name] += 1
 
-    @property
-    def _model(self) -> TrackedJoinable:
+    @functools.cached_property
+    def _model(self) -> Any:
         """A joinable of the model, which knows its device, its ranks, and when it reduces its gradients."""
         if self.module is None:
             raise JoinError(
                 "the checkpoint joinable needs to know the model whose forward begins a step: "
                 "stagereg.build('joinable', 'checkpoint', checkpointer=..., state=..., module=model)"
             )
-        if isinstance(self.module, DistributedDataParallel):
-            return DdpJoinable(self.module)
-        if isinstance(self.module, FSDPModule):
-            return Fsdp2Joinable(self.module)
+        if isinstance(self.module, (DistributedDataParallel, FSDPModule)):
+            return auto(self.module)
         return ModuleJoinable(self.module, device=str(next((p.device for p in self.module.parameters()), "cpu")))
 
 

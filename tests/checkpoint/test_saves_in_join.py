@@ -16,8 +16,8 @@ import stagereg
 from stagereg.errors import JoinError
 from stagereg.testing import run_ranks
 
-from .reference import EXACT, Case, Training, batch, difference, expected, length, net
-from .test_fsdp2 import join_of, sharded, whole
+from ..join.reference import EXACT, Case, Training, batch, difference, expected, length, net
+from ..join.test_fsdp2 import join_of, sharded, whole
 
 PLAIN = Case(lengths=(2, 4, 6), last="scheduler")
 ASKED = {2: (0,), 3: (1, 2), 5: (2,), 6: (2,)}

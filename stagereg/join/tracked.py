@@ -1,0 +1,144 @@
+"""Where a training step begins: with the forward of a module.
+
+A step begins with the first forward that builds a graph, and ends when a backward through one of its outputs begins. So
+a second forward before that backward is no second step, and a forward under ``no_grad`` is none; unless the loop runs
+its body on all ranks, where the first forward on each batch is a step, whatever it is for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stagereg.join.joinable import BuiltInJoinable, JoinHook, notify
+from stagereg.kernel.membership import Membership
+from stagereg.kernel.shadow import TorchWire
+
+__all__ = ["TrackedJoinable", "differentiable"]
+
+
+class TrackedJoinable(BuiltInJoinable):
+    """A joinable whose steps begin with the forward of its module, which it watches from ``join_hook`` to ``detach``.
+
+    Attributes:
+        begun: how many steps have begun.
+        in_step: whether a forward runs that has begun a step.
+        divides_by_world: whether gradients are divided by the number of ranks that train the module, and not by the
+            number of active ones.
+        handles: of the hooks with which it watches; empty while it does not.
+    """
+
+    announces_itself = True
+    begun = 0
+    in_step = False
+    divides_by_world = True
+    handles: Sequence[Any] = ()
+    _is_open = False  # whether a step has begun of which no backward has run
+    _takes_part = False  # ... in the forward that runs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
+        self.detach()  # which torch's ``Join`` does not
+        self.divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
+        hook = super().join_hook(**kwargs)
+        self.watch()
+        return hook
+
+    def watch(self) -> None:
+        """Begin to watch the module, which is not watched."""
+        assert self.module is not None
+        self.begun, self.in_step, self._is_open = 0, False, False
+        self.handles = [
+            self.module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Stop watching."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = ()
+        super().detach()
+
+    @property
+    def has_unfinished_step(self) -> bool:
+        """Whether a step of this rank has begun without a backward."""
+        return self._is_open
+
+    @property
+    def membership(self) -> Membership | None:
+        """How the join knows who has data; ``None`` on torch's wire."""
+        return None if self.session is None else self.session.membership
+
+    @property
+    def will_reduce(self) -> bool:
+        """Whether the next backward reduces the gradients among the ranks."""
+        return True
+
+    def active_that_reduce(self) -> int:
+        """Joined rank: how many active ranks will reduce their gradients in this step."""
+        if (membership := self.membership) is not None:
+            return int(membership.read().syncing)
+        return TorchWire(self.join_process_group, self.join_device).count_active()
+
+    def on_step(self) -> None:
+        """A step begins: announce it, before the forward does anything."""
+        notify(self)
+
+    def before_forward(self, is_step: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward begins. Called after :meth:`on_step` if it begins a step."""
+
+    def after_forward(self, is_step: bool) -> None:
+        """A forward has ended, or has raised."""
+
+    def on_backward(self) -> None:
+        """A gradient has reached an output of the module. Called once for each of them."""
+
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        config, session = self._join_config, self.session
+        self._takes_part = False
+        if _in_backward() or not config.enable:
+            return
+        # Once the loop has given its body a batch, any forward is a step.
+        awaited = session is not None and session.awaits_step and config.is_first_joinable
+        training = torch.is_grad_enabled()
+        begins = not self._is_open and (training or awaited)
+        if begins:
+            self.on_step()  # if it raises, no step has begun
+            self.begun += 1
+            self._is_open = training
+        self._takes_part, self.in_step = True, begins
+        self.before_forward(begins, args, kwargs)
+
+    def _after(self, module: Any, inputs: Any, output: Any) -> None:
+        if not self._takes_part or _in_backward():
+            return
+        self._takes_part, began, self.in_step = False, self.in_step, False
+        self.after_forward(began)
+        if torch.is_grad_enabled():
+            tensors = differentiable(output)
+            for tensor in tensors:
+                tensor.register_hook(self._on_gradient)
+            if not tensors:  # no backward can be seen
+                self._is_open = False
+
+    def _on_gradient(self, gradient: torch.Tensor) -> None:
+        self._is_open = False
+        self.on_backward()
+
+
+def differentiable(output: Any) -> list[torch.Tensor]:
+    """Return the tensors in ``output`` through which a backward can run."""
+    if dataclasses.is_dataclass(output):
+        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _in_backward() -> bool:
+    """Whether a backward runs; it computes forwards again of which the results were not kept (checkpointing)."""
+    return torch._C._current_graph_task_id() != -1
