@@ -76,7 +76,7 @@ class TorchDcpStorage(FileSystemWriter, Storage):
     """Writes with torch's ``FileSystemWriter``, through the page cache: to compare ``dcp`` with.
 
     Args:
-        path: the directory; torch and the checkpointer name another for each checkpoint.
+        path: the directory, the current one by default; torch and the checkpointer name another for each checkpoint.
     """
 
     remote = False
