@@ -135,7 +135,7 @@ def restore(path: Path, state: dict[str, Any]) -> None:
         reading.restore(state)
 
 
-def seal(path: Path) -> None:
+def seal(path: Path, **changes: Any) -> None:
     """Write a manifest that fits what is there now."""
     old = Manifest.loads((path / MANIFEST).read_text())
     files = {}
@@ -143,7 +143,7 @@ def seal(path: Path) -> None:
         if file.name != MANIFEST and file.is_file():
             with file.open("rb") as stream:
                 files[file.name] = file_mark(stream)
-    (path / MANIFEST).write_text(replace(old, files=files).dumps())
+    (path / MANIFEST).write_text(replace(old, files=files, **changes).dumps())
 
 
 def index_of(path: Path) -> dict[str, Any]:
@@ -218,11 +218,13 @@ def test_code_in_objects_and_archives_is_refused(forged: Path, payload: Any) -> 
         refused(forged, seen)
 
 
-def test_no_reader_of_torch_is_asked_where_the_index_says_nothing(forged: Path) -> None:
+@pytest.mark.parametrize("storage", ["dcp", "torch_dcp", "safetensors"])
+def test_no_reader_of_torch_is_asked_where_the_index_says_nothing(forged: Path, storage: str) -> None:
     (forged / ".metadata").write_bytes(pickle.dumps(PAYLOADS["own"]))
     before = index_of(forged)
     for forgery in ({"tensors": {**before["tensors"], "model.v": ["float32", [4], None]}}, {"objects": {"pair": None}}):
         put_index(forged, {**before, **forgery})
+        seal(forged, storage=storage)
         refused(forged, "does not say where '(model.v|pair)' lies")
 
 
