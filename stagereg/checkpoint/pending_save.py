@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -30,7 +30,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.record as record
+from stagereg.checkpoint.encoding import Encoded, encode
 from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.index import INDEX, make_index
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.state_planner import StatePlanner
@@ -38,7 +40,6 @@ from stagereg.checkpoint.storage.lookup import name_of
 from stagereg.checkpoint.storage.protocol import MarksFiles, Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
-from stagereg.checkpoint.torchfiles import skeletons
 from stagereg.checkpoint.writer_process import WriterProcess, write_data
 from stagereg.errors import CheckpointError
 
@@ -46,6 +47,7 @@ __all__ = ["PendingSave", "SaveTarget", "write_and_commit"]
 
 _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
 _WAITING = "waiting for the others"
+_Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], dict[str, Encoded]]
 
 
 @dataclass
@@ -141,6 +143,11 @@ class PendingSave:
             self.complete()
         return self.staged
 
+    def release_copy(self) -> None:
+        """Let go of the copy, which is written. Raises: as :meth:`copy`."""
+        copy, self.staged = self.copy(), {}
+        self.release(copy)
+
     def raise_failure(self) -> None:
         """Raise ``CheckpointError`` if this rank could not stage."""
         if self.failure is not None:
@@ -167,15 +174,16 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     path = to.store.temporary(save.step, token)
     planner = StatePlanner()
     metadata: list[Metadata] = []
+    structures: dict[str, Encoded] = {}
 
     def prepare() -> tuple[int, SavePlan]:
         save.at = "waiting for its copy"
         copy = save.copy()
-        entries = {**copy, **skeletons(copy)}  # refuses what cannot be saved
+        structures.update({name: encode(value, name) for name, value in copy.items()})  # refuses what cannot be saved
         failpoint("staged")
         save.at = "preparing its files"
         to.storage.reset(path)
-        planner.set_up_planner(entries, to.storage.storage_meta(), ranks.rank == 0)
+        planner.set_up_planner(copy, to.storage.storage_meta(), ranks.rank == 0)
         save.nbytes = sum(x.nbytes for x in planner.state_dict.values() if isinstance(x, torch.Tensor))
         takes_more = "kwargs" in inspect.signature(to.storage.set_up_storage_writer).parameters  # as torch asks
         more = {"rank": ranks.rank, "use_collectives": True} if takes_more else {}
@@ -194,32 +202,34 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         metadata.append(described)
         return to.storage.prepare_global_plan(plans)
 
-    def write() -> tuple[list[WriteResult], dict[str, FileMark]]:
+    def write() -> _Written:
         failpoint("agreed")
         save.at = "writing its files"
         results = write_data(to.storage, planner.finish_plan(plan), planner, to.process, save.until)
-        copy, save.staged, planner.state_dict = save.copy(), {}, {}
-        save.release(copy)
-        del copy
+        planner.state_dict = {}
+        save.release_copy()
         save.settled.wait()
         save.raise_failure()
         save.record_copied()
         marks = _marks(to, path) if ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
         save.at = _WAITING
-        return results, marks
+        return results, marks, structures
 
-    def commit(written: list[tuple[list[WriteResult], dict[str, FileMark]]]) -> list[int]:
+    def commit(written: list[_Written]) -> list[int]:
         save.at = "committing"
         if save.abandoned:
             raise CheckpointError("it took too long and was given up")
-        to.storage.finish(metadata[0], [results for results, _ in written])
+        results = [each for each, _, _ in written]
+        to.storage.finish(metadata[0], results)
         own = _marks(to, path)
-        files = {name: mark for _, marks in written for name, mark in marks.items()} | own
+        files = {name: mark for _, marks, _ in written for name, mark in marks.items()} | own
+        index = make_index(metadata[0], results, [each for _, _, each in written])
+        files[INDEX] = to.store.put(path, INDEX, index)
         files |= {name: to.store.mark(path, name) for name in to.store.files(path) if name not in files}
         failpoint("marked")
         to.store.publish(path, save.step, ranks.size, to.storage_name, files, to.keep)
-        return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for _, each in written[1:])]]
+        return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for _, each, _ in written[1:])]]
 
     try:
         with within(_TRYING * (save.until - time.monotonic())):

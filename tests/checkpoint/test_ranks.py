@@ -311,4 +311,4 @@ def save_in_a_subgroup(rank: int, world_size: int, root: str) -> list[str]:
 
 def test_a_subgroup_saves_without_the_others(tmp_path: Path) -> None:
     results = run_ranks(save_in_a_subgroup, nproc=3, args=(str(tmp_path),))
-    assert results[1] == results[2] == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+    assert results[1] == results[2] == [".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "manifest.json"]

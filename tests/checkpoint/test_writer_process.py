@@ -29,9 +29,9 @@ import stagereg.checkpoint.writer_process as process_module
 import stagereg.stagers.shared_memory as shared_memory
 import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.encoding import leaves
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.protocol import UsesPadding
-from stagereg.checkpoint.structure import leaves
 from stagereg.checkpoint.writer_process import WriterProcess, write_data
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks

@@ -20,7 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 
-from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differences, of_error, owners
+from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differences, of_error
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import Owner, StoreLock
 from stagereg.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_BYTES, Checkpoint, FileMark, Manifest, newest_first
@@ -91,10 +91,6 @@ class CheckpointStore(ABC):
         wrong = differences(condition.manifest, found)
         if wrong and self.condition(path).manifest != condition.manifest:
             return self.examine(path)
-        if wrong:
-            complete, refused = self.checkpoints()
-            whose = owners([condition, *complete, *map(self.condition, refused)], condition.path)
-            wrong = differences(condition.manifest, found, whose)
         return Condition(condition.path, condition.manifest, wrong)
 
     def latest(self) -> Checkpoint | None:
@@ -147,6 +143,10 @@ class CheckpointStore(ABC):
     @abstractmethod
     def files(self, written: str) -> list[str]:
         """Return the names of the files in the directory ``written``, in no order. Any rank."""
+
+    @abstractmethod
+    def put(self, written: str, name: str, data: bytes) -> FileMark:
+        """Write one file into the directory ``written``, have it safely stored, and return its mark."""
 
     @abstractmethod
     def mark(self, written: str, name: str) -> FileMark:

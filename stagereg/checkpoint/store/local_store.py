@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.damage import Condition, Found, Unclear, of_error
 from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import DirectoryLock, Owner, StoreLock, holder
@@ -129,6 +130,12 @@ class LocalStore(CheckpointStore):
 
     def files(self, written: str) -> list[str]:
         return os.listdir(written)
+
+    def put(self, written: str, name: str, data: bytes) -> FileMark:
+        path = Path(written) / name
+        path.write_bytes(data)
+        _sync(path)
+        return FileMark(len(data), crc32(data))
 
     def mark(self, written: str, name: str) -> FileMark:
         path = Path(written) / name

@@ -81,7 +81,8 @@ def test_a_url_holds_checkpoints_as_a_directory_does(store: Store) -> None:
         newest = str(checkpointer.latest)
         with pytest.raises(CheckpointError, match=rf"{re.escape(store.url)} is in use"):
             Checkpointer(store.url)
-    assert steps(store) == {step: {".metadata", "__0_0.distcp", "manifest.json"} for step in (4, 6)}
+    whole = {".metadata", "__0_0.distcp", "index.json", "manifest.json"}
+    assert steps(store) == dict.fromkeys((4, 6), whole)
     assert unfinished(store) == []
     assert newest.startswith(f"{store.url}/step-00000006")
     older = next(name.partition("/")[0] for name in store.names() if name.startswith("step-00000004"))
@@ -245,7 +246,7 @@ def test_ranks_save_together(store: Store) -> None:
     assert [found for found, _, _ in results] == [2, 2]
     assert all(same for _, same, _ in results)
     assert results[0][2] == results[1][2]
-    assert steps(store) == {2: {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"}}
+    assert steps(store) == {2: {".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "manifest.json"}}
 
 
 @pytest.mark.parametrize("stager", ["shared", "overlapped"])
