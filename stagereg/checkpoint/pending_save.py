@@ -143,6 +143,11 @@ class PendingSave:
             self.complete()
         return self.staged
 
+    def release_copy(self) -> None:
+        """Let go of the copy, which is written. Raises: as :meth:`copy`."""
+        copy, self.staged = self.copy(), {}
+        self.release(copy)
+
     def raise_failure(self) -> None:
         """Raise ``CheckpointError`` if this rank could not stage."""
         if self.failure is not None:
@@ -201,9 +206,8 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         failpoint("agreed")
         save.at = "writing its files"
         results = write_data(to.storage, planner.finish_plan(plan), planner, to.process, save.until)
-        copy, save.staged, planner.state_dict = save.copy(), {}, {}
-        save.release(copy)
-        del copy
+        planner.state_dict = {}
+        save.release_copy()
         save.settled.wait()
         save.raise_failure()
         save.record_copied()

@@ -37,6 +37,8 @@ def fail_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | N
         if raised[0] is None:
             return write_data(self, plan, planner)
         (Path(self.path) / "__0_0.distcp").write_bytes(b"half")
+        held = [planner.resolve_data(item) for item in plan.items]  # as a traceback would hold it
+        assert held
         raise raised[0]
 
     def fail(error: BaseException | None) -> None:
@@ -189,6 +191,24 @@ def test_a_state_that_cannot_be_staged_raises_once(tmp_path: Path) -> None:
         stager.error = None
         checkpointer.save(2, {"x": torch.ones(1)})
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000002"]
+
+
+def test_a_copy_that_proves_bad_after_its_write_is_not_committed(tmp_path: Path) -> None:
+    written, committed = threading.Event(), threading.Event()
+
+    class Late(Tracked):
+        def synchronize_staging(self) -> None:
+            assert written.wait(30)
+            committed.wait(0.2)
+            raise StagingError(("x",), "has changed meanwhile")
+
+    failpoints.watch(lambda name: {"flushed": written, "committed": committed}.get(name, threading.Event()).set())
+    with Checkpointer(str(tmp_path), stager=Late()) as checkpointer:
+        with pytest.raises(CheckpointError, match="has changed meanwhile"):
+            checkpointer.save(1, {"x": torch.ones(1)})
+        checkpointer.wait()
+    failpoints.watch(None)
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_interrupt_while_staging_commits_nothing(tmp_path: Path) -> None:
