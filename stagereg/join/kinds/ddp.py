@@ -238,6 +238,7 @@ class DdpJoinable(ReducingJoinable):
     def after_forward(self, is_step: bool) -> None:
         """Put DDP's settings back."""
         self.module._join_config, self.module.require_forward_param_sync = self._forward_settings
+        self._forward_settings = None
 
     def _inner_forward_done(self, *_: Any) -> None:
         # The sum has had the whole forward to arrive, and nothing of the step has been prepared yet.
