@@ -380,14 +380,14 @@ class Join:
 
     def _restore(self) -> None:
         session, self._session, self._loop, self._hooks = self._session, None, None, []
-        if session is None:
-            return
         with contextlib.ExitStack() as every:  # whatever one of them raises
-            if self._failed:
-                every.callback(discard_channels, self._group)
-            every.callback(session.stop)
-            for joinable in self._joinables:
-                every.callback(setattr, joinable, "_join_config", JoinConfig.construct_disabled_join_config())
+            if session is not None:
+                if self._failed:
+                    every.callback(discard_channels, self._group)
+                every.callback(session.stop)
+            for joinable, config in zip(self._joinables, self._configs, strict=True):
+                put_back = JoinConfig.construct_disabled_join_config() if config is None else config
+                every.callback(setattr, joinable, "_join_config", put_back)
                 every.callback(joinable.detach)
 
 
