@@ -191,7 +191,7 @@ class DdpJoinable(ReducingJoinable):
     def detach(self) -> None:
         """Stop watching, and leave the module as it was."""
         self.end_steps()
-        for name in _REPLACED:
+        for name in _REPLACED if self.handles else ():
             vars(self.module).pop(name, None)
         super().detach()
 
