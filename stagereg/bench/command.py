@@ -21,7 +21,7 @@ from stagereg.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from stagereg.bench.report import Group
 
-__all__ = ["add_to", "check_writable", "quiet", "run"]
+__all__ = ["add_to", "run"]
 
 _STATES = {"staging": "large,gpt,small,lora", "write": "gpt"}
 _SCALES = {"staging": 1.0, "write": 1 / 3, "stall": 1.0}
@@ -116,7 +116,7 @@ def _endurance(asked: argparse.Namespace) -> int:
 # -- what was asked for
 
 
-def check_writable(option: str, folder: Path) -> None:
+def _check_writable(option: str, folder: Path) -> None:
     """Raise ``ConfigError`` if no file can be made in ``folder``, which ``option`` of a command line names."""
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -156,9 +156,9 @@ def _check_outputs(asked: argparse.Namespace) -> None:
         target = Path(asked.json).absolute()
         if target.is_dir():
             raise ConfigError(f"--json {asked.json} is a directory; name a file.")
-        check_writable("--json", target.parent)
+        _check_writable("--json", target.parent)
     if "dir" in asked:
-        check_writable("--dir", Path(asked.dir))
+        _check_writable("--dir", Path(asked.dir))
 
 
 def _check_at_least(option: str, value: int, least: int) -> None:

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from stagereg.bench.ceiling import flush
 from stagereg.bench.measure import Case, NotThere, Series, Stopwatch, in_own_process, interleave, quiet
 from stagereg.bench.report import Group, Line, progress
-from stagereg.errors import UnknownNameError
 from stagereg.registry import build
 
 __all__ = ["BASE", "StallTraining", "group", "measured", "row_names"]
@@ -34,7 +33,7 @@ BASE = "none"
 """The row without a checkpoint, which all others are held against."""
 
 _STAGERS = ("blocking", "pinned_cached", "overlapped", "shared")
-_STORAGES = ("dcp", "direct")
+_STORAGES = ("dcp", "torch_dcp")
 
 
 class StallTraining:
@@ -148,10 +147,7 @@ class Checkpoints(Segment):
         """Build the checkpointer the first time."""
         if self._checkpointer is None:
             stager, storage = self.rows[0].split("+")
-            try:
-                parts = {"stager": build("stager", stager), "storage": build("storage", storage)}
-            except UnknownNameError as error:
-                raise NotThere(str(error).partition("\n")[0]) from error
+            parts = {"stager": build("stager", stager), "storage": build("storage", storage)}
             self._checkpointer = build("checkpoint", "default", dir=str(self.folder), every=1, keep=1, **parts)
 
     def save(self) -> None:

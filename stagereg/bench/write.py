@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from stagereg.bench.ceiling import flush, raw_write
-from stagereg.bench.measure import Case, NotThere, Timed
+from stagereg.bench.measure import Case, Timed
 from stagereg.bench.states import State
+from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.checkpoint.storage.protocol import UsesPadding
-from stagereg.checkpoint.torchfiles import Plans
-from stagereg.errors import CheckpointError, UnknownNameError
+from stagereg.errors import CheckpointError
 from stagereg.registry import build, names
 from stagereg.stagers.async_stager import AsyncStager, ReservesPadding
 
@@ -33,8 +33,9 @@ __all__ = ["CEILING", "cases", "durable", "row_names"]
 CEILING = "ceiling"
 """The row that all others are a ratio to."""
 
-_BUILT_IN = ("dcp", "direct", "safetensors")
-_PADDING = "direct:padding"
+_ALIAS = "direct"
+"""Another name of ``dcp``, which needs no row."""
+_PADDING = "dcp:padding"
 
 _Save = Callable[[Path], object]
 _Make = Callable[[], _Save]
@@ -56,8 +57,8 @@ def cases(state: State, folder: Path, note: Callable[[str], None]) -> list[Case]
             shutil.rmtree(old)
         return Path(tempfile.mkdtemp(dir=folder))
 
-    makes: dict[str, _Make] = {name: partial(_storage_writer, name, copy) for name in _storages()}
-    makes |= {_PADDING: lambda: _direct_with_padding(state), **_torchs(copy)}
+    makes: dict[str, _Make] = {name: partial(_writer, name, copy) for name in _storages()}
+    makes |= {_PADDING: lambda: _with_padding(state), **_torchs(copy)}
     rows = [durable(row, make, state.nbytes, fresh) for row, make in makes.items()]
     ceiling, again = (Timed(row, lambda: raw_write(state.nbytes, note), fresh) for row in (CEILING, f"again:{CEILING}"))
     return [ceiling, *rows, again]
@@ -95,36 +96,24 @@ def durable(row: str, make: _Make, nbytes: int, fresh: Callable[[], Path]) -> Ca
 
 
 def _storages() -> list[str]:
-    """What there should be, and whatever else is registered."""
-    return list(dict.fromkeys([*_BUILT_IN, *names("storage")]))
+    return [name for name in names("storage") if name != _ALIAS]
 
 
-def _writer(storage: Any, copy: dict[str, Any]) -> _Save:
-    plans = Plans()
-    return lambda path: save(copy, checkpoint_id=path, storage_writer=storage, planner=plans.planner(), no_dist=True)
+def _writer(storage: str | UsesPadding, copy: dict[str, Any]) -> _Save:
+    writer = build("storage", storage) if isinstance(storage, str) else storage
+    return lambda path: save(copy, checkpoint_id=path, storage_writer=writer, planner=StatePlanner(), no_dist=True)
 
 
-def _storage_writer(name: str, copy: dict[str, Any]) -> _Save:
-    return _writer(_built(name), copy)
-
-
-def _direct_with_padding(state: State) -> _Save:
-    """``direct`` at its best: over a copy with the padding that it writes in."""
-    storage = _built("direct")
+def _with_padding(state: State) -> _Save:
+    """``dcp`` at its best: over a copy with the padding that it writes in."""
+    storage: Any = build("storage", "dcp")
     stager: AsyncStager = build("stager", "pinned_cached")
-    if not isinstance(storage, UsesPadding) or not isinstance(stager, ReservesPadding):
-        raise NotThere("the storage uses no padding, or the stager reserves none")
+    assert isinstance(storage, UsesPadding)
+    assert isinstance(stager, ReservesPadding)
     stager.reserve_padding(*storage.padding)
     copy = stager.stage(state.tree)
     stager.close()  # the copy outlives it
     return _writer(storage, copy)  # type: ignore[arg-type]
-
-
-def _built(name: str) -> Any:
-    try:
-        return build("storage", name)
-    except UnknownNameError as error:
-        raise NotThere("no storage of that name is registered") from error
 
 
 def _torchs(copy: dict[str, Any]) -> dict[str, _Make]:

@@ -320,7 +320,6 @@ class Checkpointer:
         self._background.shut()
         if ended:  # otherwise a thread hangs, and no other run may write there before this process has ended
             self._let_go()
-        self._target.plans.forget()
         if self._process is not None:
             if self._process.pid is not None:
                 record.add_child_memory(record.peak_rss(self._process.pid))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagereg.checkpoint.damage import Condition, Found, Unclear, differences, owners
+from stagereg.checkpoint.damage import Condition, Found, Unclear, differences
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.rank_group import RankGroup
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
@@ -75,15 +75,12 @@ def choice(store: CheckpointStore, resume: str) -> Choice:
     return Choice(tuple(complete[:1]), others=tuple(complete[1:]))
 
 
-def compared(
-    store: CheckpointStore, chosen: Checkpoint, known: Sequence[Checkpoint | Condition], ranks: RankGroup
-) -> Condition:
+def compared(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup) -> Condition:
     """Read all files of ``chosen``, each rank a share, and return what is wrong with them. Collective.
 
     Args:
         store: that it lies in.
         chosen: the checkpoint, complete by manifest and sizes.
-        known: others of the store, whose content may have got among its files; the same on all ranks.
         ranks: who reads.
 
     Raises:
@@ -102,10 +99,7 @@ def compared(
         raise CheckpointError(f"{failing}: {'; '.join(unclear[:3])}")
     _check_same_files(store, chosen, shares, ranks)
     found = {name: mark for marks in shares for name, mark in marks.items()}
-    wrong = differences(chosen.manifest, found)
-    if wrong:
-        wrong = differences(chosen.manifest, found, owners([chosen, *known], chosen.path))
-    return Condition(chosen.path, chosen.manifest, wrong)
+    return Condition(chosen.path, chosen.manifest, differences(chosen.manifest, found))
 
 
 def newest_good(
@@ -113,7 +107,7 @@ def newest_good(
 ) -> Checkpoint | None:
     """Return the first of ``offered`` with which nothing is wrong, by its content if that is to be read. Collective."""
     for each in offered:
-        if not content or not compared(store, each, offered, ranks).damages:
+        if not content or not compared(store, each, ranks).damages:
             return each
     return None
 

@@ -5,8 +5,7 @@ and checksum where it has read the content, or nothing. This module compares tha
 difference. It touches no disk.
 
 Found without reading content: a manifest that is missing, damaged, or of another step; a file that is missing, is no
-regular file, or has another size. Found by reading: any other content of the same size, down to a single bit, and whose
-content it is instead, if another checkpoint of the store has the same.
+regular file, or has another size. Found by reading: any other content of the same size, down to a single bit.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from stagereg.checkpoint.manifest import MANIFEST, Checkpoint, FileMark, Manifest, step_within
+from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest, step_within
 
-__all__ = ["Condition", "Damage", "Found", "Unclear", "damage_lines", "differences", "of_error", "owners"]
+__all__ = ["Condition", "Damage", "Found", "Unclear", "damage_lines", "differences", "of_error"]
 
 _SHOWN = 8
 """Files that a message names, of one checkpoint."""
@@ -98,37 +97,13 @@ class Condition:
         return "; ".join(damage_lines(self.damages))
 
 
-def differences(
-    manifest: Manifest, found: Mapping[str, Found], whose: Mapping[FileMark, str] | None = None
-) -> tuple[Damage, ...]:
-    """Return what differs from the manifest.
-
-    Args:
-        manifest: of the checkpoint.
-        found: what there is, by name; of the names of the manifest only those in here are compared.
-        whose: from :func:`owners`, to recognise the content of other checkpoints.
-    """
-    whose = whose or {}
-    wrong = tuple(
+def differences(manifest: Manifest, found: Mapping[str, Found]) -> tuple[Damage, ...]:
+    """Return what differs from the manifest; of its names only those in ``found`` are compared."""
+    return tuple(
         Damage(name, what, certain=not isinstance(found[name], Unclear))
         for name, mark in manifest.files.items()
-        if name in found and (what := _difference(mark, found[name], whose))
+        if name in found and (what := _difference(mark, found[name]))
     )
-    marks = [mark for each in wrong if isinstance(mark := found[each.file], FileMark)]
-    if len(manifest.files) == len(marks) > 1 and all(mark.bytes and mark not in whose for mark in marks):
-        text = "older than its files, or of another save: it describes none of them"
-        return (Damage(MANIFEST, text), *wrong)
-    return wrong
-
-
-def owners(conditions: Iterable[Condition | Checkpoint], here: str) -> dict[FileMark, str]:
-    """Return whose content has which mark, for the checkpoint in ``here`` among others of its store."""
-    whose: dict[FileMark, str] = {}
-    for one in conditions:
-        for name, mark in one.manifest.files.items() if one.manifest is not None else ():
-            if mark.bytes:
-                whose.setdefault(mark, f"of another file: {name}" if one.path == here else _other(one.name, name))
-    return whose
 
 
 def of_error(error: OSError) -> str | Unclear:
@@ -147,13 +122,11 @@ def damage_lines(damages: Iterable[Damage]) -> Iterator[str]:
         yield f"and {len(every) - _SHOWN} more files"
 
 
-def _difference(expected: FileMark, found: Found, whose: Mapping[FileMark, str]) -> str:
+def _difference(expected: FileMark, found: Found) -> str:
     if isinstance(found, Unclear):
         return found.why
     if isinstance(found, str):
         return found
-    if isinstance(found, FileMark) and found != expected and found in whose:
-        return whose[found]
     size = found if isinstance(found, int) else found.bytes
     if size < expected.bytes:
         return f"truncated: {size} of {expected.bytes} bytes"
@@ -162,7 +135,3 @@ def _difference(expected: FileMark, found: Found, whose: Mapping[FileMark, str])
     if isinstance(found, FileMark) and found != expected:
         return f"flipped bits: its CRC-32 is {found.crc32:08x} and was {expected.crc32:08x}"
     return ""
-
-
-def _other(checkpoint: str, file: str) -> str:
-    return f"of another checkpoint: {checkpoint}/{file}"

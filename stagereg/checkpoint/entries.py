@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg.checkpoint.rng as rng
 import stagereg.checkpoint.zero_shards as zero_shards
-from stagereg.checkpoint.structure import leaves
+from stagereg.checkpoint.encoding import Leaf, leaves, marks
 from stagereg.errors import CheckpointError
 
-__all__ = ["RESERVED", "assign", "capture", "rank_name", "rng_name", "sharded"]
+__all__ = ["RESERVED", "assign", "capture", "pair", "rank_name", "rng_name"]
 
 RESERVED = "stagereg"
 
@@ -58,14 +58,74 @@ def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int) -> 
     return entries
 
 
-def sharded(entry: str, value: Any) -> dict[str, DTensor]:
-    """Return the sharded tensors of an object by the dotted names that they have in an entry.
+def pair(structure: Any, value: Any) -> list[Leaf]:
+    """Give the leaves of a structure the tensors of the object or value that is to take it, and return them.
 
-    A parameter of an optimizer stands for the state that there is not of it yet, under the name of all its state.
+    A parameter of an optimizer stands for the state that there is not of it yet. Tensors may be written to in place
+    only where taking the state is what torch does, and where no other tensor of the object shares their memory.
     """
+    found = list(marks(structure))
     if isinstance(value, ZeroRedundancyOptimizer):
-        return {}
-    return {name: x for name, x in _tensors(entry, value) if isinstance(x, DTensor)}
+        return found
+    _pair(structure, _current(value), _is_torchs_own(_unwrapped(value)))
+    if isinstance(value, torch.optim.Optimizer) and zero_shards.is_whole(structure):
+        for index, param in enumerate(param for group in value.param_groups for param in group["params"]):
+            for leaf in marks(structure["state"].get(index)):
+                leaf.live = param if leaf.live is None and isinstance(param, DTensor) else leaf.live
+    last: Leaf | None = None
+    end = 0
+    for leaf in sorted((leaf for leaf in found if leaf.in_place), key=_address):
+        if last is not None and _address(leaf) < end:
+            last.in_place = leaf.in_place = False
+        if _address(leaf) + _local(leaf).nbytes > end:
+            last, end = leaf, _address(leaf) + _local(leaf).nbytes
+    return found
+
+
+def _pair(structure: Any, live: Any, in_place: bool) -> None:
+    if isinstance(structure, Leaf):
+        if isinstance(live, torch.Tensor):
+            structure.live = live
+            structure.in_place = in_place and _is_plain(_local(structure))
+    elif isinstance(structure, Mapping) and isinstance(live, Mapping):
+        for key, item in structure.items():
+            if key in live:
+                _pair(item, live[key], in_place)
+    elif isinstance(structure, list) and isinstance(live, list):
+        for item, other in zip(structure, live, strict=False):
+            _pair(item, other, in_place)
+
+
+def _local(leaf: Leaf) -> torch.Tensor:
+    assert leaf.live is not None
+    return leaf.live.to_local() if isinstance(leaf.live, DTensor) else leaf.live
+
+
+def _address(leaf: Leaf) -> int:
+    return _local(leaf).data_ptr()
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and not x.is_inference()
+
+
+def _is_torchs_own(value: Any) -> bool:
+    """Whether the state of an object is its tensors themselves, and taking it only copies into them."""
+    if isinstance(value, torch.optim.Optimizer):
+        return type(value).__module__.startswith("torch.optim.") and not value._optimizer_load_state_dict_pre_hooks
+    if isinstance(value, torch.nn.Module):
+        return all(map(_loads_as_torch, value.modules()))
+    return not _is_stateful(value)
+
+
+def _loads_as_torch(module: torch.nn.Module) -> bool:
+    kind, plain = type(module), torch.nn.Module
+    return (
+        kind.load_state_dict is plain.load_state_dict
+        and kind.state_dict is plain.state_dict
+        and kind._load_from_state_dict.__module__.startswith("torch.nn.")
+        and not (module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks or module._state_dict_hooks)
+    )
 
 
 def assign(state: MutableMapping[str, Any], name: str, loaded: Any) -> None:
@@ -91,7 +151,7 @@ def assign(state: MutableMapping[str, Any], name: str, loaded: Any) -> None:
 
 
 def _tensors(entry: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of an object by dotted name, and of an optimizer its parameters, as :func:`sharded` has them."""
+    """The tensors of an object by dotted name, and of an optimizer its parameters, as :func:`pair` has them."""
     if not isinstance(value, ZeroRedundancyOptimizer):  # whose state dict is only there when all ranks make it
         yield from ((name, x) for name, x in leaves(_current(value), entry) if isinstance(x, torch.Tensor))
     if isinstance(value, torch.optim.Optimizer):
@@ -115,6 +175,8 @@ def _current(value: Any) -> Any:
 
 def _merged(value: Any, loaded: Any) -> Any:
     """Return ``loaded``, in the tensors and containers of ``value`` wherever they fit it."""
+    if value is loaded:
+        return value
     if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
         if value.shape == loaded.shape and value.dtype == loaded.dtype:
             with torch.no_grad():

@@ -22,23 +22,24 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 
 import stagereg.record as record
+from stagereg.checkpoint.encoding import Encoded, encode
 from stagereg.checkpoint.failpoints import failpoint
+from stagereg.checkpoint.index import INDEX, make_index
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.checkpoint.storage.lookup import name_of
 from stagereg.checkpoint.storage.protocol import MarksFiles, Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.retry import within
-from stagereg.checkpoint.structure import leaves
-from stagereg.checkpoint.torchfiles import Plans, skeletons
 from stagereg.checkpoint.writer_process import WriterProcess, write_data
 from stagereg.errors import CheckpointError
 
@@ -46,6 +47,7 @@ __all__ = ["PendingSave", "SaveTarget", "write_and_commit"]
 
 _TRYING = 0.5  # of the time-out; the rest is for clearing away and reporting
 _WAITING = "waiting for the others"
+_Written: TypeAlias = tuple[list[WriteResult], dict[str, FileMark], dict[str, Encoded]]
 
 
 @dataclass
@@ -59,7 +61,6 @@ class SaveTarget:
         ranks: that save together.
         process: where the storage writes; ``None`` for this one.
         token: of this run, the same on all ranks; each save adds its number to it.
-        plans: of the writes.
     """
 
     store: CheckpointStore
@@ -68,8 +69,10 @@ class SaveTarget:
     ranks: RankGroup
     process: WriterProcess | None
     token: str
-    plans: Plans = field(default_factory=Plans)
     _saves: int = 0
+
+    def __post_init__(self) -> None:
+        self.storage_name = name_of(self.storage)  # for manifests
 
     def next_token(self) -> str:
         """Return the token of the next save, the same on all ranks without an exchange."""
@@ -140,6 +143,11 @@ class PendingSave:
             self.complete()
         return self.staged
 
+    def release_copy(self) -> None:
+        """Let go of the copy, which is written. Raises: as :meth:`copy`."""
+        copy, self.staged = self.copy(), {}
+        self.release(copy)
+
     def raise_failure(self) -> None:
         """Raise ``CheckpointError`` if this rank could not stage."""
         if self.failure is not None:
@@ -164,19 +172,22 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     failing, to, ranks = f"Step {save.step} was not saved", save.to, save.to.ranks
     token = to.next_token()
     path = to.store.temporary(save.step, token)
-    planner = to.plans.planner()
+    planner = StatePlanner()
     metadata: list[Metadata] = []
+    structures: dict[str, Encoded] = {}
 
     def prepare() -> tuple[int, SavePlan]:
         save.at = "waiting for its copy"
         copy = save.copy()
-        entries = {**copy, **skeletons(copy)}  # refuses what cannot be saved
-        save.nbytes = _tensor_bytes(copy)
+        structures.update({name: encode(value, name) for name, value in copy.items()})  # refuses what cannot be saved
         failpoint("staged")
         save.at = "preparing its files"
         to.storage.reset(path)
-        planner.set_up_planner(entries, to.storage.storage_meta(), ranks.rank == 0)
-        set_up(to.storage, ranks.rank, ranks.group is not None)
+        planner.set_up_planner(copy, to.storage.storage_meta(), ranks.rank == 0)
+        save.nbytes = sum(x.nbytes for x in planner.state_dict.values() if isinstance(x, torch.Tensor))
+        takes_more = "kwargs" in inspect.signature(to.storage.set_up_storage_writer).parameters  # as torch asks
+        more = {"rank": ranks.rank, "use_collectives": True} if takes_more else {}
+        to.storage.set_up_storage_writer(ranks.rank == 0, **more)
         plan = to.storage.prepare_local_plan(planner.create_local_plan())
         save.at = _WAITING
         return save.step, plan
@@ -191,32 +202,34 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
         metadata.append(described)
         return to.storage.prepare_global_plan(plans)
 
-    def write() -> tuple[list[WriteResult], dict[str, FileMark]]:
+    def write() -> _Written:
         failpoint("agreed")
         save.at = "writing its files"
         results = write_data(to.storage, planner.finish_plan(plan), planner, to.process, save.until)
-        copy, save.staged, planner.state_dict = save.copy(), {}, {}
-        save.release(copy)
-        del copy
+        planner.state_dict = {}
+        save.release_copy()
         save.settled.wait()
         save.raise_failure()
         save.record_copied()
         marks = _marks(to, path) if ranks.rank > 0 else {}  # those of rank 0 come with the metadata's
         failpoint("written")
         save.at = _WAITING
-        return results, marks
+        return results, marks, structures
 
-    def commit(written: list[tuple[list[WriteResult], dict[str, FileMark]]]) -> list[int]:
+    def commit(written: list[_Written]) -> list[int]:
         save.at = "committing"
         if save.abandoned:
             raise CheckpointError("it took too long and was given up")
-        to.storage.finish(metadata[0], [results for results, _ in written])
+        results = [each for each, _, _ in written]
+        to.storage.finish(metadata[0], results)
         own = _marks(to, path)
-        files = {name: mark for _, marks in written for name, mark in marks.items()} | own
+        files = {name: mark for _, marks, _ in written for name, mark in marks.items()} | own
+        index = make_index(metadata[0], results, [each for _, _, each in written])
+        files[INDEX] = to.store.put(path, INDEX, index)
         files |= {name: to.store.mark(path, name) for name in to.store.files(path) if name not in files}
         failpoint("marked")
-        to.store.publish(path, save.step, ranks.size, name_of(to.storage), files, to.keep)
-        return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for _, each in written[1:])]]
+        to.store.publish(path, save.step, ranks.size, to.storage_name, files, to.keep)
+        return [sum(mark.bytes for mark in marks.values()) for marks in [own, *(each for _, each, _ in written[1:])]]
 
     try:
         with within(_TRYING * (save.until - time.monotonic())):
@@ -225,7 +238,6 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
             nbytes = ranks.round_trip(failing, write, commit)
             failpoint("ended")
     except BaseException:
-        to.plans.forget()
         if ranks.rank == 0:
             with within(save.until - time.monotonic()):
                 to.store.discard(path)
@@ -233,13 +245,6 @@ def write_and_commit(save: PendingSave) -> tuple[float, int]:
     finally:
         save.staged, planner.state_dict = {}, {}
     return began, nbytes
-
-
-def set_up(storage: StorageWriter, rank: int, several: bool) -> None:
-    """Call ``set_up_storage_writer`` as torch does: with the rank, where the writer takes more arguments."""
-    parameters = inspect.signature(storage.set_up_storage_writer).parameters
-    more = {"rank": rank, "use_collectives": True} if "kwargs" in parameters else {}
-    storage.set_up_storage_writer(rank == 0, **more)
 
 
 def _marks(to: SaveTarget, path: str) -> dict[str, FileMark]:
@@ -255,10 +260,3 @@ def _marks(to: SaveTarget, path: str) -> dict[str, FileMark]:
         raise CheckpointError(f"{path} has lost what was just written there: {', '.join(lost)}")
     own = [name for name in there if name not in known and name.startswith(f"__{to.ranks.rank}_")]
     return {name: known[name] for name in there if name in known} | {name: to.store.mark(path, name) for name in own}
-
-
-def _tensor_bytes(state: Mapping[str, Any]) -> int:
-    tensors = (
-        leaf for name, value in state.items() for _, leaf in leaves(value, name) if isinstance(leaf, torch.Tensor)
-    )
-    return sum(tensor.nbytes for tensor in tensors)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import stagereg.checkpoint.entries as entries
@@ -18,9 +19,10 @@ import stagereg.checkpoint.sources as sources
 import stagereg.record as record
 from stagereg.checkpoint.choosing import Choice, choice, compared, newest_good
 from stagereg.checkpoint.damage import Condition, damage_lines
+from stagereg.checkpoint.encoding import Leaf, fill
 from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
 from stagereg.checkpoint.rank_group import RankGroup
-from stagereg.checkpoint.storage.lookup import named
+from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
 from stagereg.checkpoint.store.open_store import open_parent_store
@@ -63,16 +65,17 @@ def restore(
     damaged = list(listed.damaged)
     if resume == "auto":
         _warn(damaged, ranks)
-    known: tuple[Checkpoint | Condition, ...] = (*listed.candidates, *listed.others, *listed.damaged)
     for candidate in listed.candidates:
         where = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
         condition = Condition(candidate.path, candidate.manifest)
         if verify == "full":
-            condition = compared(where, candidate, known, ranks)
+            condition = compared(where, candidate, ranks)
         if not condition.damages:
-            assign, condition = _read(where, candidate, known, verify, state, own, ranks)
+            with ExitStack() as opened:
+                assign, condition = _read(where, candidate, verify, state, own, ranks, opened)
+                if assign is not None:
+                    ranks.run_on_all(f"{candidate.path} could not be restored", assign)
             if assign is not None:
-                ranks.run_on_all(f"{candidate.path} could not be restored", assign)
                 passed = [each for each in damaged if each not in listed.damaged]
                 _log_fallback(candidate, [*passed, *listed.newer(candidate)], ranks)
                 return candidate
@@ -91,13 +94,13 @@ def restore(
 def _read(
     store: CheckpointStore,
     chosen: Checkpoint,
-    known: Sequence[Checkpoint | Condition],
     verify: str,
     state: MutableMapping[str, Any],
     own: Storage,
     ranks: RankGroup,
+    opened: ExitStack,
 ) -> tuple[Callable[[], None] | None, Condition]:
-    """Read what this rank needs; what puts it in place, or what is wrong with the files if they cannot be read.
+    """Prepare what this rank needs; what puts it in place, or what is wrong with the files if they cannot be read.
 
     Raises:
         CheckpointError: on all ranks, if some rank cannot read it although its files are what was written.
@@ -105,7 +108,8 @@ def _read(
     assign: Callable[[], None] | None = None
     failure: Exception | None = None
     try:
-        assign = _load(chosen, state, named(chosen.manifest.storage, own), ranks.rank, ranks.size)
+        files = opened.enter_context(CheckpointFiles(chosen, own))
+        assign = _load(chosen, state, files, ranks.rank, ranks.size)
     except Exception as error:
         failure = error
     good = Condition(chosen.path, chosen.manifest)
@@ -115,7 +119,7 @@ def _read(
     if all(each is None for each in failed):
         return assign, good
     if verify != "full" or True in failed:
-        condition = compared(store, chosen, known, ranks)
+        condition = compared(store, chosen, ranks)
         if condition.damages:
             return None, condition
 
@@ -128,21 +132,29 @@ def _read(
 
 
 def _load(
-    chosen: Checkpoint, state: MutableMapping[str, Any], storage: Storage, rank: int, size: int
+    chosen: Checkpoint, state: MutableMapping[str, Any], files: CheckpointFiles, rank: int, size: int
 ) -> Callable[[], None]:
-    """Read all that ``state`` needs and touch nothing of it; what is returned puts it in place."""
+    """Read all that does not go straight into the objects of ``state``; what is returned does the rest."""
     saved_size = chosen.manifest.world_size
-    loaded = sources.read(storage, chosen.path, state, saved_size, rank, size)
+    found = sources.find(files, state, saved_size, rank, size)
+    into: dict[str, list[Leaf]] = {}
+    for name, structure in found.items():
+        leaves = entries.pair(structure, state.get(name))
+        into[name] = files.open_in_place(leaves)
+        files.read([leaf for leaf in leaves if not leaf.in_place])
 
     def assign() -> None:
         for name in state:
             try:
-                entries.assign(state, name, loaded[name])
+                files.read(into[name])
+                entries.assign(state, name, fill(found[name]))
+            except OSError as error:
+                raise CheckpointError(f"{name!r} has changed in part: {error}") from error
             except Exception as error:
-                damage_lines = f"{name!r} does not take what was saved under its name: {_short(error)}"
-                raise CheckpointError(damage_lines) from error
+                text = f"{name!r} does not take what was saved under its name: {_short(error)}"
+                raise CheckpointError(text) from error
         if saved_size == size:
-            rng.restore(loaded[entries.rng_name(rank)])
+            rng.restore(fill(found[entries.rng_name(rank)]))
         elif rank == 0:
             _log.warning("%s is of %d ranks: random numbers start anew.", chosen.path, saved_size)
 

@@ -5,8 +5,7 @@ program has imported NumPy. All states are stored as bytes: those of Python and 
 understand, and torch returns a new tensor each time, for which a stager would have to make a new plan. Generators that
 the program made itself are not covered: put their states into the saved state.
 
-The bytes are torch's own, and JSON with the words of Python's and NumPy's generators as hexadecimal text, least byte
-first. Older checkpoints have pickles in place of the JSON, which are read with :mod:`stagereg.checkpoint.trusted`.
+The bytes are torch's own, and JSON with what Python and NumPy return.
 """
 
 from __future__ import annotations
@@ -14,19 +13,15 @@ from __future__ import annotations
 import ctypes
 import json
 import random
-import struct
 import sys
 from typing import Any
 
 import torch
 
-from stagereg.checkpoint.trusted import Maker, Record, Vocabulary, exactly, loads
 from stagereg.errors import CheckpointError
 
 __all__ = ["capture", "restore"]
 
-_PICKLE = b"\x80"
-_MERSENNE = "MT19937"
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
 """The last index that NumPy's generators may have in the block they draw from. NumPy does not check it."""
 
@@ -39,12 +34,12 @@ def _accelerator() -> Any | None:
 
 def capture() -> dict[str, bytes]:
     """Return the state of every generator of this process; drawing nothing from any of them."""
-    version, words, gauss = random.getstate()
-    state = {"python": _json(version, _hex(words), gauss), "torch": _bytes(torch.get_rng_state())}
+    state = {"python": json.dumps(random.getstate()).encode(), "torch": _bytes(torch.get_rng_state())}
     if accelerator := _accelerator():
         state["accelerator"] = _bytes(accelerator.get_rng_state())
     if numpy := sys.modules.get("numpy"):
-        state["numpy"] = _numpy_state(numpy)
+        words = numpy.random.get_state(legacy=False)
+        state["numpy"] = json.dumps(words, default=lambda array: array.tolist()).encode()
     return state
 
 
@@ -59,7 +54,7 @@ def restore(state: dict[str, bytes]) -> None:
         cpu = _tensor(state["torch"])
         numpy, others = sys.modules.get("numpy"), None
         if "numpy" in state and numpy is not None:
-            others = _numpy_from(state["numpy"], numpy)
+            others = _numpy_from(state["numpy"])
         random.setstate(python)
         torch.set_rng_state(cpu)
         if "accelerator" in state and (accelerator := _accelerator()):
@@ -75,63 +70,18 @@ def _bytes(x: torch.Tensor) -> bytes:
 
 
 def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(exactly(bytes, data)), dtype=torch.uint8)
-
-
-def _json(*parts: Any) -> bytes:
-    return json.dumps(parts).encode()
-
-
-def _hex(words: tuple[int, ...]) -> str:
-    return struct.pack(f"<{len(words)}I", *words).hex()
-
-
-def _words(text: str) -> tuple[int, ...]:
-    data = bytes.fromhex(text)
-    return struct.unpack(f"<{len(data) // 4}I", data)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _python_from(data: bytes) -> Any:
-    if exactly(bytes, data).startswith(_PICKLE):
-        return loads(data, Vocabulary({}))
     version, words, gauss = json.loads(data)
-    return version, _words(words), gauss
+    return version, tuple(words), gauss
 
 
-def _numpy_state(numpy: Any) -> bytes:
-    state = numpy.random.get_state(legacy=False)
-    if state["bit_generator"] == _MERSENNE:
-        state["state"]["key"] = _hex(tuple(state["state"]["key"].tolist()))
-    return json.dumps(state, default=lambda array: array.tolist()).encode()
-
-
-def _numpy_from(data: bytes, numpy: Any) -> Any:
-    if exactly(bytes, data).startswith(_PICKLE):
-        name, words, position, *rest = loads(data, _NUMPY)
-        rest.insert(0, _position("pos", position))
-        return name, numpy.array(_words(exactly(bytes, words.state[-1]).hex()), dtype="uint32"), *rest
+def _numpy_from(data: bytes) -> Any:
     state = json.loads(data)
-    if state["bit_generator"] == _MERSENNE:
-        state["state"]["key"] = numpy.array(_words(state["state"]["key"]), dtype="uint32")
     for part in (state, state["state"]):
-        part |= {name: _position(name, part[name]) for name in _POSITIONS.keys() & part.keys()}
+        for name, most in _POSITIONS.items():
+            if name in part and (type(part[name]) is not int or not 0 <= part[name] <= most):
+                raise ValueError(f"{name} is out of its block")
     return state
-
-
-def _position(name: str, value: Any) -> int:
-    if not 0 <= exactly(int, value) <= _POSITIONS[name]:
-        raise ValueError(f"{name} is out of its block")
-    return int(value)
-
-
-_NUMPY = Vocabulary(
-    {
-        **{
-            f"numpy.{core}.multiarray._reconstruct": Maker("_reconstruct", lambda *args: Record("array", args))
-            for core in ("core", "_core")
-        },
-        "numpy.ndarray": None,
-        "numpy.dtype": Record.maker("numpy.dtype"),
-    }
-)
-"""What the pickled state of NumPy's generator names: one array, of 32-bit words."""

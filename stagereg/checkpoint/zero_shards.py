@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["cut", "dealt", "is_shard", "is_whole", "load", "merged", "numbers", "shard", "whole"]
+__all__ = ["cut", "dealt", "is_shard", "is_whole", "load", "merged", "numbers", "shard"]
 
 _STATE, _GROUPS, _PARAMS, _SIZES = "state", "param_groups", "params", "group_sizes"
 _OF_THE_PARAMETERS = (_PARAMS, "param_names")
@@ -77,33 +77,33 @@ def load(optimizer: ZeroRedundancyOptimizer, saved: Mapping[str, Any]) -> None:
 
 
 def is_whole(saved: Any) -> bool:
-    """Return whether an entry, or its skeleton, is the state dict of an optimizer."""
+    """Return whether an entry, or its structure, is the state dict of an optimizer."""
     return isinstance(saved, Mapping) and _GROUPS in saved and isinstance(saved.get(_STATE), Mapping)
 
 
 def is_shard(saved: Any) -> bool:
-    """Return whether an entry, or its skeleton, is a shard."""
+    """Return whether an entry, or its structure, is a shard."""
     return is_whole(saved) and _SIZES in saved
 
 
 def cut(saved: Mapping[str, Any], wanted: Collection[int]) -> dict[str, Any]:
-    """Return a shard, or a whole state dict, or the skeleton of one, without the state of all other parameters."""
+    """Return a shard, or a whole state dict, or the structure of one, without the state of all other parameters."""
     return {**saved, _STATE: {number: part for number, part in saved[_STATE].items() if number in wanted}}
 
 
-def dealt(shards: Mapping[str, Any], wanted: Collection[int]) -> tuple[dict[str, Any], set[int]]:
-    """Return what to take of some shards, or their skeletons, and which of ``wanted`` is in none of them.
+def dealt(shards: Mapping[str, Any], wanted: Collection[int]) -> tuple[list[dict[str, Any]], set[int]]:
+    """Return what to take of some shards, or their structures, and which of ``wanted`` is in none of them.
 
     The state of a parameter is taken from the first that has it, and the groups from the first of all.
     """
     missing = set(wanted)
-    taken: dict[str, Any] = {}
-    for name, part in shards.items():
+    taken: list[dict[str, Any]] = []
+    for part in shards.values():
         own = missing & part[_STATE].keys()
         if not taken:
-            taken[name] = cut(part, own)
+            taken.append(cut(part, own))
         elif own:
-            taken[name] = {_STATE: cut(part, own)[_STATE]}
+            taken.append({_STATE: cut(part, own)[_STATE]})
         missing -= own
     return taken, missing
 
@@ -117,13 +117,6 @@ def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ]
     state = {number: part for each in shards for number, part in each[_STATE].items() if part}
     return {_STATE: dict(sorted(state.items())), _GROUPS: groups}
-
-
-def whole(optimizer: ZeroRedundancyOptimizer, local: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what :func:`load` takes, of a shard with the rank's own numbers, as they were saved at first."""
-    own = numbers(optimizer)
-    state = {own[index]: part for index, part in local[_STATE].items()}
-    return merged([{_STATE: state, _GROUPS: local[_GROUPS], _SIZES: _sizes(optimizer.param_groups)}])
 
 
 def _inner(optimizer: ZeroRedundancyOptimizer) -> Optimizer:

@@ -12,7 +12,6 @@ import json
 import os
 import threading
 import types
-import unittest
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -177,7 +176,7 @@ class _Cases:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         """Write how a case went."""
         error = call.excinfo.value if call.excinfo else None
-        if isinstance(error, (unittest.SkipTest, pytest.skip.Exception)):
+        if isinstance(error, pytest.skip.Exception):  # pytest makes it of unittest.SkipTest, too
             self.write(*self._case(item), "skipped", str(error))
         elif error is not None:
             seen = str(error) if isinstance(error, BrokenPromiseError) else summarize_exception(error, __file__)

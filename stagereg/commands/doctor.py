@@ -209,23 +209,22 @@ def load(*components: str) -> str:
 
 
 def components(limit_s: float) -> Iterator[Finding]:
-    """Whether the built-in components and those of other packages load; a few processes at once."""
+    """Whether the built-in components and those of other packages load, and what packages announce in vain."""
     own = [f"{e.kind}/{e.name}" for e in registry.entries() if e.distribution == DISTRIBUTION]
     do = "Install stagereg again, with the versions of torch and hydra-core that it takes."
-    asked = [("built-in components", own, f"{len(own)} of stagereg", do)]
+    yield _loaded("built-in components", own, f"{len(own)} of stagereg", do, max(limit_s, _TORCH_LIMIT_S))
     for each in registry.entries():
         if each.distribution not in ("", DISTRIBUTION):
             what = f"{each.kind}/{each.name}"
             do = f"Repair, update or uninstall {each.distribution}. Until then only runs that choose {what} fail."
-            asked.append((what, [what], f"{each.distribution} {each.version}", do))
-    for first in range(0, len(asked), machine.cores()):
-        some = asked[first : first + machine.cores()]
-        output.progress(f"importing {', '.join(what for what, *_ in some)}")
-        with contextlib.ExitStack() as running:
-            calls = [running.enter_context(ChildCall(f"{__name__}:load", *names)) for _, names, *_ in some]
-            for (what, names, who, do), call in zip(some, calls, strict=True):
-                failed, failure = call.result(max(limit_s, _TORCH_LIMIT_S) if names is own else limit_s)
-                wrong = failed or failure
-                yield _judged(what, not wrong, f"{who}: {wrong}" if wrong else who, do, "broken")
+            yield _loaded(what, [what], f"{each.distribution} {each.version}", do, limit_s)
     do = "Install it again, update it, or report it to its author. Its other plugins are there, if they can be read."
     yield from (Finding(package, "broken", reason, do) for package, reason in registry.unreadable())
+
+
+def _loaded(what: str, names: list[str], who: str, do: str, limit_s: float) -> Finding:
+    output.progress(f"importing {what}")
+    with ChildCall(f"{__name__}:load", *names) as child:
+        failed, failure = child.result(limit_s)
+    wrong = failed or failure
+    return _judged(what, not wrong, f"{who}: {wrong}" if wrong else who, do, "broken")

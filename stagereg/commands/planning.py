@@ -100,12 +100,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         ("restart", "TIME", "from a failure until training goes on, 5m if not given"),
         ("step", "TIME", "of a training step, to show the interval in steps too"),
         ("run", "DIR", "take what a checkpoint takes from a recorded run"),
-        (
-            "stage-gib-s",
-            "X",
-            "GiB/s at which one rank copies its share, the loop waiting; without the two it is measured",
-        ),
-        ("write-gib-s", "X", "GiB/s at which one rank writes its share; without the two it is measured"),
+        ("stage-gib-s", "X", "GiB/s at which one rank copies its share, the loop waiting; measured if not given"),
+        ("write-gib-s", "X", "GiB/s at which one rank writes its share; measured if not given"),
     ):
         parser.add_argument(f"--{name}", metavar=kind, dest="recorded" if name == "run" else None, help=text)
     parser.add_argument("--stager", default="pinned_cached", metavar="NAME", help="to measure with, %(default)s")
@@ -129,17 +125,14 @@ def run(asked: argparse.Namespace) -> int:
     job.mtbf_s, job.restart_s = mtbf_s or each_s / nodes, 300.0 if restart_s is None else restart_s
     job.step_s = step_s or job.step_s
     if restart_s is None:
-        job.sources.append(
-            "The restart is assumed (set --restart): it changes what is lost, not which interval is best."
-        )
+        job.sources.append("The restart is assumed (set --restart): it changes what is lost, not the best interval.")
     best_s, least_s = interval.best(job.cost_s, job.mtbf_s, job.write_s), interval.least(job.cost_s, job.write_s)
     steps = interval.in_steps(best_s, job.step_s, least_s) if job.step_s else None
     best_s = steps * job.step_s if steps and job.step_s else best_s
     named = {f"{factor:g} times that": best_s * factor for factor in (0.25, 0.5, 2, 4)}
     named |= {"Young 1974": interval.young(job.cost_s, job.mtbf_s), "Daly 2006": interval.daly(job.cost_s, job.mtbf_s)}
-    table = {
-        name: job.loss(at) for name, at in sorted({"least is lost": best_s, **named}.items(), key=lambda item: item[1])
-    }
+    named["least is lost"] = best_s
+    table = {name: job.loss(named[name]) for name in sorted(named, key=lambda name: named[name])}
     plan = {"interval_s": best_s, "steps": steps, "least_s": least_s, "as_good_s": [job.edge(1e-4), job.edge(1e4)]}
     if asked.json:
         rows = [{"name": name, **loss} for name, loss in table.items()]
@@ -170,9 +163,7 @@ def _costs(asked: argparse.Namespace) -> Job:
     nbytes, ranks = _number(asked, "state"), _number(asked, "ranks")
     stage, write = _number(asked, "stage_gib_s"), _number(asked, "write_gib_s")
     if (stage is None) != (write is None) or (asked.recorded and stage):
-        raise ConfigError(
-            "--stage-gib-s and --write-gib-s go together, and not with --run, which has how fast they are."
-        )
+        raise ConfigError("--stage-gib-s and --write-gib-s go together, and not with --run, which has both.")
     if asked.recorded:
         return _of_run(asked.recorded, f"From {asked.recorded}", nbytes, ranks)
     if nbytes is None:
@@ -246,9 +237,8 @@ def _print(job: Job, best_s: float, steps: int | None, least_s: float, table: di
     ]
     output.table("", (), rows)
     lost, in_steps = job.loss(best_s)["lost"], f", every {steps:,} steps" if steps else ""
-    output.echo(
-        f"\nSave every {_time(best_s)}{in_steps}: {lost:.2%} of the time, {_time(lost * 86400)} a day, is lost.", "bold"
-    )
+    a_day = f"{lost:.2%} of the time, {_time(lost * 86400)} a day,"
+    output.echo(f"\nSave every {_time(best_s)}{in_steps}: {a_day} is lost.", "bold")
     if lost >= 0.5:
         output.echo("Training would hardly get on: no interval mends this, only faster checkpoints and restarts do.")
     if least_s > interval.optimum(job.cost_s, job.mtbf_s):
@@ -266,7 +256,6 @@ def _print(job: Job, best_s: float, steps: int | None, least_s: float, table: di
 
 def _time(seconds: float) -> str:
     """``seconds`` as people write them, to three digits or so."""
-    rounded = (
-        float(f"{seconds:.3g}") if seconds < 60 else round(seconds) if seconds < 3600 else round(seconds / 60) * 60
-    )
+    unit = 60 if seconds >= 3600 else 1
+    rounded = float(f"{seconds:.3g}") if seconds < 60 else round(seconds / unit) * unit
     return write_duration(datetime.timedelta(seconds=rounded))

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import stagereg.output as output
 import stagereg.sweep.render.page as page
 import stagereg.sweep.render.plots as plots
+import stagereg.sweep.tensorboard as tensorboard
+from stagereg.errors import ConfigError
 from stagereg.sweep.checkpoints import saved
 from stagereg.sweep.curves import curves_figure
+from stagereg.sweep.figures import figures
 from stagereg.sweep.metric import counted, in_order, labelled, metric, quantity, shown
 from stagereg.sweep.render.page import Picture, Table
 from stagereg.sweep.render.tables import first_line
 from stagereg.sweep.result import JobResult
-from stagereg.sweep.run import RankRecord, Run
-from stagereg.sweep.timeline import timeline_figure
+from stagereg.sweep.run import NewerError, RankRecord, Run
+from stagereg.sweep.timeline import check_window, timeline_figure
 from stagereg.sweep.trace import trace_text
 
-__all__ = ["plain", "show", "warnings", "write"]
+__all__ = ["RunReport"]
 
 _MIB = 2**20
 _GIB = 2**30
@@ -37,59 +40,114 @@ _CAPTION = (
 )
 
 
-def plain(job: JobResult, recorded: Run | None, found: dict[str, float], warnings: Sequence[str]) -> dict[str, Any]:
-    """Return what there is as JSON has it."""
-    checkpoints = saved(recorded) if recorded is not None else []
-    ranks = recorded.ranks if recorded is not None else ()
-    return {
-        "directory": job.directory,
-        "status": job.status,
-        "error": job.error,
-        "overrides": job.overrides,
-        "figures": found,
-        "checkpoints": [dataclasses.asdict(one) for one in checkpoints],
-        "ranks": [dict(zip(_RANK_NAMES, _rank(rank), strict=True)) for rank in ranks],
-        "versions": job.versions,
-        "environment": _environment(job, recorded),
-        "warnings": warnings,
-    }
+class RunReport:
+    """The report on one run, also on one that recorded nothing but its result.
+
+    Raises:
+        ConfigError: the records are of a newer stagereg, or have nothing in the window.
+    """
+
+    def __init__(self, directory: Path, window: tuple[float, float] | None) -> None:
+        self._job = JobResult.of_directory(directory)
+        self._window = window
+        self._run: Run | None = None
+        self._why = ""
+        try:
+            self._run = Run.read(directory)
+        except NewerError:
+            raise
+        except ConfigError as error:
+            self._why = str(error)
+        if window is not None and self._run is not None:
+            check_window(self._run, window)
+        self._figures = figures(self._run, self._job.returned) if self._run is not None else self._job.figures
+        self._environment = (self._run.environment if self._run is not None else {}) | self._job.environment
+        self._warnings = list(_warnings(self._job, self._run))
+
+    def write_scalars(self, logdir: Path) -> None:
+        """Write what TensorBoard shows. Raises: ``ConfigError`` if nothing was recorded."""
+        if self._run is None:
+            raise ConfigError(f"--tensorboard: there is nothing to write. {self._why}")
+        tensorboard.write_run(self._run, logdir)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        job, run = self._job, self._run
+        return {
+            **{"kind": "run", "directory": job.directory, "status": job.status, "error": job.error},
+            "overrides": job.overrides,
+            "figures": self._figures,
+            "checkpoints": [dataclasses.asdict(one) for one in saved(run)] if run is not None else [],
+            "ranks": [dict(zip(_RANK_NAMES, _rank(rank), strict=True)) for rank in (run.ranks if run else ())],
+            "versions": job.versions,
+            "environment": self._environment,
+            "warnings": self._warnings,
+        }
+
+    def show(self) -> None:
+        """Print it; of many checkpoints the first and the last ones."""
+        output.echo(f"{self._job.directory}: {self._answer()}", "bold")
+        for line in self._warnings:
+            output.echo(line, "yellow")
+        if self._figures:
+            output.echo()
+            labels = [labelled(name, self._figures[name]) for name in in_order(self._figures)]
+            output.table("Figures", (), [(head, quantity(value, unit)) for head, value, unit in labels])
+        for table in _tables(self._run) if self._run is not None else []:
+            rows = table.rows
+            if len(rows) > _FIRST + _LAST + 1:
+                gap = ("…", *[""] * (len(table.columns) - 1))
+                rows = (*rows[:_FIRST], gap, *rows[-_LAST:])
+            output.echo()
+            output.table(table.title, table.columns, [tuple(map(_cell, row)) for row in rows], verdict="state")
+        if self._why:
+            output.echo(f"\nThere is no timeline: {self._why}")
+
+    def write(self, target: Path) -> list[Path]:
+        """Write the pictures and the page into ``target`` and return their paths. Raises: ``OSError``."""
+        job, run = self._job, self._run
+        if run is None:
+            return []
+        target.mkdir(parents=True, exist_ok=True)
+        documents, pictures = _pictures(run, self._window)
+        config = job.directory / ".hydra" / "config.yaml"
+        text = page.run_page(
+            run,
+            self._figures,
+            pictures,
+            answer=self._answer(),
+            tables=_tables(run),
+            config=config.read_text(errors="replace") if config.is_file() else "",
+            command=job.command,
+            environment={**self._environment, **run.versions},
+            warnings=self._warnings,
+            error=(job.error or "") if "\n" in (job.error or "").strip() else "",
+        )
+        documents |= {"trace.json": trace_text(run).encode(), "report.html": text.encode()}
+        for name in ("timeline.svg", "timeline.png", "trace.json", "report.html"):
+            if name in documents:
+                (target / name).write_bytes(documents[name])
+            else:
+                (target / name).unlink(missing_ok=True)
+        return [target / name for name in documents]
+
+    def _answer(self) -> str:
+        """What the run was, in a sentence or two."""
+        text, run, found = self._job.status.capitalize(), self._run, self._figures
+        if run is not None:
+            text += f": {counted(found.get('steps', 0), 'step')} on {counted(run.world_size, 'rank')}"
+            text += f" in {shown(run.seconds)} s"
+        if found.get("checkpoints"):
+            text += f". {counted(found['checkpoints'], 'checkpoint')}"
+            if "stall_ms" in found:
+                text += f", each held training for {metric('stall_ms').text(found['stall_ms'])} (median)"
+            if "lost_percent" in found:
+                text += f"; {metric('lost_percent').text(found['lost_percent'])} of training time lost"
+        return f"{text}."
 
 
-def show(job: JobResult, recorded: Run | None, found: dict[str, float], warnings: Sequence[str]) -> None:
-    """Print it; of many checkpoints the first and the last ones."""
-    output.echo(f"{job.directory}: {_answer(job, recorded, found)}", "bold")
-    for line in warnings:
-        output.echo(line, "yellow")
-    if found:
-        output.echo()
-        output.table("Figures", (), [(head, text) for head, text in _figures(found)])
-    for table in _tables(recorded) if recorded is not None else []:
-        rows = table.rows
-        if len(rows) > _FIRST + _LAST + 1:
-            gap = ("…", *[""] * (len(table.columns) - 1))
-            rows = (*rows[:_FIRST], gap, *rows[-_LAST:])
-        output.echo()
-        cells = [tuple(_cell(value) for value in row) for row in rows]
-        output.table(table.title, table.columns, cells, verdict="state")
-
-
-def _answer(job: JobResult, recorded: Run | None, found: dict[str, float]) -> str:
-    """What the run was, in a sentence or two."""
-    text = job.status.capitalize()
-    if recorded is not None:
-        text += f": {counted(found.get('steps', 0), 'step')} on {counted(recorded.world_size, 'rank')}"
-        text += f" in {shown(recorded.seconds)} s"
-    if found.get("checkpoints"):
-        text += f". {counted(found['checkpoints'], 'checkpoint')}"
-        if "stall_ms" in found:
-            text += f", each held training for {metric('stall_ms').text(found['stall_ms'])} (median)"
-        if "lost_percent" in found:
-            text += f"; {metric('lost_percent').text(found['lost_percent'])} of training time lost"
-    return f"{text}."
-
-
-def warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
-    """Return what to know before reading the figures: how it ended, if not well, and what is missing."""
+def _warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
+    """What to know before reading the figures: how it ended, if not well, and what is missing."""
     if job.error:
         yield f"It {'failed' if job.status == 'failed' else 'did not come to its end'}: {first_line(job.error)}"
     if recorded is None:
@@ -108,13 +166,6 @@ def warnings(job: JobResult, recorded: Run | None) -> Iterator[str]:
         named = ", ".join(gone[:8]) + ", …" * (len(gone) > 8)
         ranks = "rank" if len(gone) == 1 else "ranks"
         yield f"There are no records of {ranks} {named}: the figures are those of the others."
-
-
-def _figures(found: dict[str, float]) -> Iterator[tuple[str, str]]:
-    """Heads and texts."""
-    for name in in_order(found):
-        head, value, unit = labelled(name, found[name])
-        yield head, quantity(value, unit)
 
 
 _RANK_NAMES = ("rank", "host", "steps", "without_data", "stall_ms", "lost", "peak_gib", "state")
@@ -157,38 +208,6 @@ def _rank(rank: RankRecord) -> tuple[str | float | int | None, ...]:
     )
 
 
-def write(
-    target: Path,
-    job: JobResult,
-    recorded: Run,
-    found: dict[str, float],
-    warnings: Sequence[str],
-    window: tuple[float, float] | None,
-) -> list[Path]:
-    """Write the pictures and the page into ``target`` and return their paths. Raises: ``OSError``."""
-    target.mkdir(parents=True, exist_ok=True)
-    documents, pictures = _pictures(recorded, window)
-    text = page.run_page(
-        recorded,
-        found,
-        pictures,
-        answer=_answer(job, recorded, found),
-        tables=_tables(recorded),
-        config=_text(job.directory / ".hydra" / "config.yaml"),
-        command=job.command,
-        environment={**_environment(job, recorded), **recorded.versions},
-        warnings=warnings,
-        error=(job.error or "") if "\n" in (job.error or "").strip() else "",
-    )
-    documents |= {"trace.json": trace_text(recorded).encode(), "report.html": text.encode()}
-    for name in ("timeline.svg", "timeline.png", "trace.json", "report.html"):
-        if name in documents:
-            (target / name).write_bytes(documents[name])
-        else:
-            (target / name).unlink(missing_ok=True)
-    return [target / name for name in documents]
-
-
 def _pictures(recorded: Run, window: tuple[float, float] | None) -> tuple[dict[str, bytes], list[Picture]]:
     """The files of the timeline by name, and the pictures of the page."""
     documents: dict[str, bytes] = {}
@@ -204,17 +223,6 @@ def _pictures(recorded: Run, window: tuple[float, float] | None) -> tuple[dict[s
     except ImportError:
         print("no picture: pip install 'hydra-stagereg[report]'", file=sys.stderr)
     return documents, pictures
-
-
-def _environment(job: JobResult, recorded: Run | None) -> dict[str, Any]:
-    return (recorded.environment if recorded is not None else {}) | job.environment
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from stagereg.errors import ConfigError
 from stagereg.sweep.answer import sentences
 
 if TYPE_CHECKING:
-    from stagereg.sweep.comparison import Comparison
     from stagereg.sweep.result import JobResult
 
 __all__ = ["add_to", "run"]
@@ -49,46 +48,87 @@ def run(asked: argparse.Namespace) -> int:
     """
     import stagereg.sweep.run_directory as run_directory
     import stagereg.sweep.tensorboard as tensorboard
+    from stagereg.commands.reported import RunReport
 
-    directory = Path(asked.directory)
-    window = _window(asked.window)
-    kind = run_directory.kind_of(directory)
+    directory, window = Path(asked.directory), _window(asked.window)
+    is_sweep = run_directory.kind_of(directory) == "sweep"
+    if is_sweep and window is not None:
+        raise ConfigError(f"--window is for the timeline of a run, and {directory} is a sweep: name a job of it.")
+    if not is_sweep and (asked.metric or asked.direction):
+        raise ConfigError(f"--metric and --direction rank the jobs of a sweep, and {directory} is a single run.")
     if asked.tensorboard:
         tensorboard.check()
-    if kind == "sweep":
-        if asked.window:
-            raise ConfigError(f"--window is for the timeline of a run, and {directory} is a sweep: name a job of it.")
-        _sweep(asked, directory)
+    report = SweepReport(directory, asked.metric, asked.direction) if is_sweep else RunReport(directory, window)
+    if asked.tensorboard:
+        report.write_scalars(Path(asked.tensorboard))
+    target, files, trouble = Path(asked.output or directory), [], None
+    try:
+        files = report.write(target) if asked.output or not asked.json else []
+    except OSError as error:  # the tables are of use anyway
+        why = error.strerror or error
+        trouble = ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another directory.")
+    if asked.json:
+        output.as_json({**report.plain(), "files": files})
     else:
-        if asked.metric or asked.direction:
-            raise ConfigError(f"--metric and --direction rank the jobs of a sweep, and {directory} is a single run.")
-        _run(asked, directory, window)
+        report.show()
+    if trouble is not None:
+        raise trouble
+    if files and not asked.json:
+        names = ", ".join(path.name for path in files)
+        output.echo(f"\nWritten to {os.path.relpath(files[0].parent)}: {names}")
+    if asked.tensorboard and not asked.json:
+        output.echo(f"For TensorBoard: tensorboard --logdir {shlex.quote(asked.tensorboard)}")
     return 0
 
 
-# -- a sweep
+class SweepReport:
+    """The report on a sweep: its comparison, ranked by what it was run with or by what is asked for."""
 
+    def __init__(self, directory: Path, metric: str, direction: str | None) -> None:
+        from stagereg.sweep.compare import compare
+        from stagereg.sweep.result import results
 
-def _sweep(asked: argparse.Namespace, directory: Path) -> None:
-    import stagereg.sweep.render as render
-    import stagereg.sweep.render.tables as tables
-    import stagereg.sweep.tensorboard as tensorboard
-    from stagereg.sweep.compare import compare
-    from stagereg.sweep.result import results
+        jobs = results(directory)
+        own, its_direction = _ranking(jobs)
+        self._comparison = compare(jobs, metric or own, direction or (None if metric else its_direction))
 
-    jobs = results(directory)
-    metric, direction = _ranking(jobs)
-    if asked.metric:
-        metric, direction = asked.metric, asked.direction
-    comparison = compare(jobs, metric, asked.direction or direction)
-    if asked.tensorboard:
-        tensorboard.write_sweep(comparison, Path(asked.tensorboard))
-    files, trouble = _written(asked, directory, lambda target: render.write(comparison, target))
-    if asked.json:
-        output.as_json({"kind": "sweep", **_plain(comparison), "files": files})
-    else:
-        tables.terminal(comparison)
-    _say_where(files, asked, trouble)
+    def write_scalars(self, logdir: Path) -> None:
+        """Write what TensorBoard shows."""
+        import stagereg.sweep.tensorboard as tensorboard
+
+        tensorboard.write_sweep(self._comparison, logdir)
+
+    def write(self, target: Path) -> list[Path]:
+        """Write its files and return their paths. Raises: ``OSError``."""
+        import stagereg.sweep.render as render
+
+        return render.write(self._comparison, target)
+
+    def show(self) -> None:
+        """Print it."""
+        import stagereg.sweep.render.tables as tables
+
+        tables.terminal(self._comparison)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        comparison, rows = self._comparison, []
+        for row in comparison.rows:
+            cells = {name: dataclasses.asdict(cell) for name, cell in row.cells.items()}
+            shown = {"parameters": row.parameters, "status": row.status, "again": row.again, "error": row.error}
+            rows.append({**shown, "note": row.note, "cells": cells, "jobs": [job.directory for job in row.jobs]})
+        return {
+            "kind": "sweep",
+            "directory": comparison.directory,
+            "answer": sentences(comparison),
+            "metric": comparison.ranking.name,
+            "better": comparison.ranking.better,
+            "repeats": comparison.repeats,
+            "parameters": comparison.parameters,
+            "constant": comparison.constant,
+            "warnings": comparison.warnings,
+            "rows": rows,
+        }
 
 
 def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
@@ -105,75 +145,6 @@ def _ranking(jobs: Sequence[JobResult]) -> tuple[str, str | None]:
     return usual(set().union(*(job.figures for job in jobs))), None
 
 
-def _plain(comparison: Comparison) -> dict[str, Any]:
-    return {
-        "directory": comparison.directory,
-        "answer": sentences(comparison),
-        "metric": comparison.ranking.name,
-        "better": comparison.ranking.better,
-        "repeats": comparison.repeats,
-        "parameters": comparison.parameters,
-        "constant": comparison.constant,
-        "warnings": comparison.warnings,
-        "rows": [
-            {
-                "parameters": row.parameters,
-                "status": row.status,
-                "again": row.again,
-                "error": row.error,
-                "note": row.note,
-                "cells": {name: dataclasses.asdict(cell) for name, cell in row.cells.items()},
-                "jobs": [job.directory for job in row.jobs],
-            }
-            for row in comparison.rows
-        ],
-    }
-
-
-# -- a run
-
-
-def _run(asked: argparse.Namespace, directory: Path, window: tuple[float, float] | None) -> None:
-    import stagereg.commands.reported as reported
-    import stagereg.sweep.tensorboard as tensorboard
-    import stagereg.sweep.timeline as timeline
-    from stagereg.sweep.figures import figures
-    from stagereg.sweep.result import JobResult
-    from stagereg.sweep.run import NewerError, Run
-
-    job = JobResult.of_directory(directory)
-    recorded, why = None, ""
-    try:
-        recorded = Run.read(directory)
-    except NewerError:
-        raise
-    except ConfigError as error:
-        why = str(error)
-    if window is not None and recorded is not None:
-        timeline.check_window(recorded, window)
-    found = figures(recorded, job.returned) if recorded is not None else job.figures
-    if asked.tensorboard:
-        if recorded is None:
-            raise ConfigError(f"--tensorboard: there is nothing to write. {why}")
-        tensorboard.write_run(recorded, Path(asked.tensorboard))
-    warnings = list(reported.warnings(job, recorded))
-
-    def write(target: Path) -> list[Path]:
-        return [] if recorded is None else reported.write(target, job, recorded, found, warnings, window)
-
-    files, trouble = _written(asked, directory, write)
-    if asked.json:
-        output.as_json({"kind": "run", **reported.plain(job, recorded, found, warnings), "files": files})
-    else:
-        reported.show(job, recorded, found, warnings)
-        if why:
-            output.echo(f"\nThere is no timeline: {why}")
-    _say_where(files, asked, trouble)
-
-
-# -- what both need
-
-
 def _window(text: str) -> tuple[float, float] | None:
     """``10:20`` as a pair of seconds; a side that is left open is the run's own."""
     if not text:
@@ -188,29 +159,3 @@ def _window(text: str) -> tuple[float, float] | None:
             f"--window takes seconds since the start of the run, as in 10:20 or 10: or :20, not {text!r}."
         )
     return window
-
-
-def _written(
-    asked: argparse.Namespace, directory: Path, write: Callable[[Path], list[Path]]
-) -> tuple[list[Path], ConfigError | None]:
-    """Write the files, if any are wanted, and return them, or why they could not be: the tables are of use anyway."""
-    if asked.json and not asked.output:
-        return [], None
-    target = Path(asked.output or directory)
-    try:
-        return write(target), None
-    except OSError as error:
-        why = error.strerror or error
-        return [], ConfigError(f"Cannot write in {target}: {why}. `--output DIR` names another directory.")
-
-
-def _say_where(files: Sequence[Path], asked: argparse.Namespace, trouble: ConfigError | None) -> None:
-    if trouble is not None:
-        raise trouble
-    if asked.json:
-        return
-    if files:
-        names = ", ".join(path.name for path in files)
-        output.echo(f"\nWritten to {os.path.relpath(files[0].parent)}: {names}")
-    if asked.tensorboard:
-        output.echo(f"For TensorBoard: tensorboard --logdir {shlex.quote(asked.tensorboard)}")

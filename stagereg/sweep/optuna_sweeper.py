@@ -235,7 +235,8 @@ class OptunaSweeper(Sweeper):
     def _own(self, key: str) -> Any:
         """What the program has for a key or a group by itself."""
         path, choices = key.lstrip("+"), self._config.hydra.runtime.choices
-        return choices[path] if path in choices else OmegaConf.select(self._config, path)
+        own = OmegaConf.select(self._config, path, throw_on_resolution_failure=False)
+        return choices.get(path, own)
 
     def _defaults(self) -> dict[str, Any]:
         """What the program has by itself, as far as it is among the values that are searched."""

@@ -145,12 +145,9 @@ def results(sweep_dir: Path | str) -> list[JobResult]:
     A job is a folder with ``result.json``, ``.hydra/overrides.yaml`` or ``metrics.jsonl``.
 
     Raises:
-        ConfigError: the directory is not there, holds no job, or holds several sweeps; or a newer version of the
-            project wrote there.
+        ConfigError: the directory holds no job or several sweeps, or a newer version of the project wrote there.
     """
     sweep_dir = Path(sweep_dir)
-    if not sweep_dir.is_dir():
-        raise ConfigError(f"There is no directory {sweep_dir}: name that of a sweep.")
     sweeps: list[Path] = []
     jobs = list(_jobs(sweep_dir, sweeps))
     if len(sweeps) > 1:

@@ -18,6 +18,7 @@ One at a time in a process: the moments do not show which checkpointer they belo
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
@@ -32,7 +34,6 @@ from torch.futures import Future
 import stagereg.checkpoint.failpoints as failpoints
 import stagereg.registry as registry
 from stagereg.checkpoint.manifest import FileMark
-from stagereg.checkpoint.storage.forwarding import ForwardingWriter
 from stagereg.checkpoint.storage.protocol import Storage, UsesPadding, WritesUrls
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.errors import ConfigError, nearest
@@ -50,7 +51,7 @@ _AFTER = ("ended",)
 
 
 @registry.register("storage", "faulty")
-class FaultyStorage(ForwardingWriter, Storage):
+class FaultyStorage(Storage):
     """Writes through another storage, and fails where it is asked to.
 
     Checkpoints that it completes are that other storage's, and are read through it.
@@ -92,7 +93,7 @@ class FaultyStorage(ForwardingWriter, Storage):
         if at not in moments:
             raise ConfigError(f"at must be one of {', '.join(moments)}, not {at!r}.{nearest(at, moments)}")
         inner: Storage = registry.build("storage", storage) if isinstance(storage, str) else storage
-        super().__init__(inner)
+        self.wraps = inner  # the storage whose checkpoints these are
         self.fault = fault
         self.at = at
         self.after_bytes = after_bytes
@@ -108,11 +109,6 @@ class FaultyStorage(ForwardingWriter, Storage):
             self.remote = inner.remote
 
     @property
-    def wraps(self) -> Storage:
-        """The storage whose checkpoints these are."""
-        return self.inner  # type: ignore[return-value]
-
-    @property
     def marks(self) -> Mapping[str, FileMark]:
         """As the storage inside."""
         return self.wraps.marks
@@ -123,7 +119,7 @@ class FaultyStorage(ForwardingWriter, Storage):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another checkpoint, the next by the count of ``saves``."""
-        super().reset(checkpoint_id)
+        self.wraps.reset(checkpoint_id)
         self._folder = os.fspath(checkpoint_id or "")
         self._count += 1
         self._rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -132,15 +128,37 @@ class FaultyStorage(ForwardingWriter, Storage):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write as the storage inside, which may be in another process by now. Raises: ``OSError``."""
         self._listen()
-        return super().write_data(plan, planner)
+        return self.wraps.write_data(plan, planner)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """As the storage inside, which gets more than ``is_coordinator`` only where it takes that, as from torch."""
+        takes_more = "kwargs" in inspect.signature(self.wraps.set_up_storage_writer).parameters
+        self.wraps.set_up_storage_writer(is_coordinator, **(kwargs if takes_more else {}))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As the storage inside."""
+        return self.wraps.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """As the storage inside."""
+        return self.wraps.prepare_global_plan(plans)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """As the storage inside."""
+        self.wraps.finish(metadata, results)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return True: the storage inside decides, and this is asked before it is known."""
+        return True
 
     def _listen(self) -> None:
         wrong = (self.saves is None or self._count in self.saves) and (self.ranks is None or self._rank in self.ranks)
         failpoints.watch(self._reached if wrong else None)
 
     def _reached(self, name: str) -> None:
-        if self._is_over(name):
-            failpoints.watch(None)
+        if name in _HIDDEN and not is_url(self._folder) and not os.path.isdir(self._folder):
+            failpoints.watch(None)  # of another save, whoever makes it, since what this one wrote has gone away
             return
         if name != self.at or (name == "writing" and self._written() < self.after_bytes):
             return
@@ -151,14 +169,6 @@ class FaultyStorage(ForwardingWriter, Storage):
         while self.release is None or not os.path.exists(self.release):
             time.sleep(_LOOK_S)
 
-    def _is_over(self, name: str) -> bool:
-        """Whether this moment is of another save, whoever makes it, since what this one wrote has gone away."""
-        return name in _HIDDEN and not is_url(self._folder) and not os.path.isdir(self._folder)
-
     def _written(self) -> int:
         own = (f"__{self._rank}_*", f"shard-{self._rank + 1:05}-*")  # as torch's writers name them
         return sum(file.stat().st_size for names in own for file in Path(self._folder).glob(names))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For a writer in another process."""
-        return dict(vars(self))

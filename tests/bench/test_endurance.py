@@ -91,7 +91,7 @@ def test_a_stager_that_leaves_files_open_is_seen_in_a_real_run(registry_as_befor
 @pytest.mark.slow
 def test_counts_are_of_this_process_and_its_writer(folders: list[Path]) -> None:
     others = len(list(endurance._children(os.getpid())))  # what earlier tests have started
-    seen = endure("shared", "direct", 10, 1, *folders)
+    seen = endure("shared", "torch_dcp", 10, 1, *folders)
     assert {mark["processes"] for mark in seen} == {others + 2}
     assert all(mark["seconds"] > 0 for mark in seen)
     assert seen[-1]["unfinished"] == 0
@@ -107,7 +107,7 @@ def test_a_process_that_fails_is_an_error_of_the_project(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stager", "storage"), [("pinned_cached", "dcp"), ("shared", "direct")])
+@pytest.mark.parametrize(("stager", "storage"), [("pinned_cached", "dcp"), ("shared", "dcp")])
 def test_hundreds_of_checkpoints_leave_nothing_behind(
     stager: str, storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

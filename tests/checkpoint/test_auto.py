@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -83,7 +82,7 @@ class Training:
         return interval.in_steps(taken, self.step_s, interval.least(cost, self.write_s))
 
 
-def test_it_saves_after_ten_steps_and_twenty_and_then_as_often_as_is_best() -> None:
+def test_it_saves_after_ten_steps_and_twenty_then_at_the_best() -> None:
     rank = Training(step_s=0.5, stall_s=0.2, write_s=2.0)
     saved = rank.steps(1, 1000)
     assert saved[:2] == [10, 20]
@@ -96,9 +95,7 @@ TIMES = st.floats(-3, 2).map(lambda power: 10.0**power)
 
 @settings(max_examples=40, deadline=None)
 @given(TIMES, TIMES, TIMES, st.floats(1, 2))
-def test_no_save_comes_before_the_one_before_is_written_and_the_plan_is_the_best(
-    step: float, stall: float, write: float, slower: float
-) -> None:
+def test_saves_do_not_overlap_and_the_plan_is_the_best(step: float, stall: float, write: float, slower: float) -> None:
     rank = Training(step, stall, write, slower)
     rank.steps(1, 1000)
     assert rank.busy == []
@@ -122,7 +119,7 @@ def test_a_first_save_that_is_slow_does_not_count_for_long() -> None:
     assert rank.schedule.every == rank.best
 
 
-def test_the_next_save_is_at_most_ten_times_as_far_as_was_measured() -> None:
+def test_a_plan_goes_at_most_ten_times_as_far_as_was_measured() -> None:
     rank = Training(step_s=1e-3, stall_s=1.0, write_s=1.0)
     assert interval.best(1.0, MTBF_S) / 1e-3 > 200_000
     assert rank.steps(1, 2500) == [10, 20, 20 + 190, 210 + 2090]  # the first step has no beginning
@@ -146,7 +143,7 @@ def test_the_plan_follows_a_disk_that_becomes_slow() -> None:
     assert rank.schedule.every == rank.best
 
 
-def test_a_resumed_run_measures_anew_and_a_restore_in_between_keeps_the_plan() -> None:
+def test_a_resumed_run_measures_anew_and_a_restore_does_not() -> None:
     fresh = Training(step_s=0.5, stall_s=0.2, write_s=2.0)
     fresh.schedule.restored(500)
     assert fresh.steps(501, 530) == [510, 520]
@@ -252,7 +249,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(all_of_it, nproc=3, args=(str(tmp_path_factory.mktemp("ranks")),))
 
 
-def test_all_ranks_save_at_the_same_steps_although_each_measures_other_times(seen: list[dict[str, Any]]) -> None:
+def test_all_ranks_save_at_the_same_steps(seen: list[dict[str, Any]]) -> None:
     for runs in zip(*(one["runs"] for one in seen), strict=True):
         assert all(run == runs[0] for run in runs)
     assert len({tuple(run) for run in seen[0]["runs"]}) > 5  # that is, they have something to agree upon
@@ -293,21 +290,6 @@ def test_every_is_a_number_from_the_first_step_to_the_last(tmp_path: Path) -> No
     with Checkpointer(str(tmp_path), every="auto") as checkpointer:
         assert checkpointer.restore({"x": 0}) == 20
         assert [step for step in range(21, 31) if checkpointer.maybe_save(step, {"x": 1})] == [30]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"every": "atuo"}, r"every is 'atuo'\. Did you mean 'auto'\?"),
-        ({"every": 0}, "every must be a whole number of at least 1, not 0"),
-        ({"every": True}, "every must be a whole number"),
-        ({"mtbf": datetime.timedelta(0)}, "mtbf must be a duration above 0"),
-        ({"mtbf": 6}, "mtbf must be a duration above 0"),
-    ],
-)
-def test_useless_arguments_are_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Checkpointer(str(tmp_path), **arguments)
 
 
 def config(**values: Any) -> Any:

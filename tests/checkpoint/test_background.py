@@ -75,9 +75,7 @@ def test_waits_end_with_the_time_out_which_is_reported_once(write: Write, caplog
     assert "these steps were not saved: 2" in caplog.text
 
 
-def test_a_save_behind_one_that_hangs_is_not_late_and_is_written_after_it(
-    write: Write, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_behind_one_that_hangs_is_written_after_it(write: Write, caplog: pytest.LogCaptureFixture) -> None:
     background = write.background(0.0, warns=True)
     write.errors[1] = OSError("gone")
     first, second = write.submitted(background, 1), write.submitted(background, 2)
@@ -113,7 +111,7 @@ def test_failures_are_raised_in_order_or_logged(write: Write, caplog: pytest.Log
         background.raise_failure()
 
 
-def test_a_save_that_hangs_at_the_end_is_left_and_commits_nothing(write: Write) -> None:
+def test_a_save_that_hangs_at_the_end_commits_nothing(write: Write) -> None:
     background = write.background(0.0)
     save = write.submitted(background)
     background.drain()
@@ -137,9 +135,7 @@ def test_a_dropped_background_leaves_no_thread(write: Write) -> None:
     assert not thread.is_alive()
 
 
-def test_the_end_of_the_process_may_look_while_the_training_thread_does(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_may_look_while_the_training_thread_does(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     background = write.background()
     save = write.submitted(background)
     assert write.begun.wait(30)

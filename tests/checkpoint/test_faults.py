@@ -58,7 +58,7 @@ class TestEnding:
 
 
 @pytest.mark.parametrize("stager", ["blocking", "pinned_cached"])
-def test_training_goes_on_past_a_failed_save_and_the_end_reports_if_it_was_the_last(
+def test_training_goes_on_and_the_end_reports_a_last_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, stager: str
 ) -> None:
     import stagereg
@@ -93,9 +93,7 @@ def test_a_copy_that_fails_is_a_warning_too(tmp_path: Path, caplog: pytest.LogCa
     ending.finish()
 
 
-def test_a_file_in_the_way_of_the_directory_is_not_reported_as_a_deleted_directory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_in_the_way_is_not_a_deleted_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = tmp_path / "run"
     with Checkpointer(str(run), on_error="warn") as checkpointer:
         checkpointer.save(1, {"x": 1})
@@ -113,7 +111,7 @@ def test_a_file_in_the_way_of_the_directory_is_not_reported_as_a_deleted_directo
     assert (run / "step-00000003").exists()
 
 
-def test_a_checkpoint_from_elsewhere_is_not_reported_as_in_this_directory(tmp_path: Path) -> None:
+def test_a_checkpoint_from_elsewhere_is_not_of_this_directory(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path / "old")) as checkpointer:
         checkpointer.save(1, {"x": 1})
     for name, there in (("old", "newest good checkpoint is step 1"), ("new", "This run has no complete checkpoint")):
@@ -126,7 +124,7 @@ def test_a_checkpoint_from_elsewhere_is_not_reported_as_in_this_directory(tmp_pa
             checkpointer.close()
 
 
-def test_while_a_save_hangs_others_take_no_memory_and_nothing_is_restored(tmp_path: Path) -> None:
+def test_while_a_save_hangs_no_memory_is_taken_nor_restored(tmp_path: Path) -> None:
     release = tmp_path / "release"
     storage = FaultyStorage(fault="hang", saves=[1], release=str(release))
     checkpointer = Checkpointer(str(tmp_path / "run"), storage=storage, timeout=datetime.timedelta(milliseconds=100))
@@ -217,7 +215,7 @@ def on_two_ranks(rank: int, world_size: int, root: str) -> list[Any]:
     return [hung, kept.texts, gone, sorted(path.name for path in Path(root, "run").glob("step-*"))]
 
 
-def test_one_rank_that_hangs_is_named_and_when_it_is_back_all_go_on_together(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named_and_then_all_go_on(tmp_path: Path) -> None:
     first, second = run_ranks(on_two_ranks, args=(str(tmp_path),))
     assert first[0]
     assert second[0]
@@ -242,7 +240,7 @@ def programs(*names: str) -> dict[str, SimpleNamespace]:
     return {name: SimpleNamespace(**result) for name, result in map(json.loads, done.stdout.splitlines())}
 
 
-def test_the_end_of_a_program_reports_of_a_last_save_that_failed_or_hangs() -> None:
+def test_the_end_reports_of_a_last_save_that_failed_or_hangs() -> None:
     results = programs("eio_last", "hangs_warn")
     for result in results.values():
         assert result.status == 1
@@ -255,7 +253,7 @@ def test_the_end_of_a_program_reports_of_a_last_save_that_failed_or_hangs() -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_fault_leaves_complete_checkpoints_and_is_reported_in_the_exit_status() -> None:
+def test_every_fault_leaves_complete_checkpoints_and_its_status() -> None:
     results = programs()
     assert len(results) > 15
     for name, result in results.items():
@@ -319,7 +317,7 @@ CONFIG = "nproc: 2\nfault: EIO\nsaves: [4]\non_error: warn\ntimeout_s: 60.0\ndir
         (["fault=hang", "timeout_s=10", "on_error=raise"], 1, "rank 1 is at: writing its files"),
     ],
 )
-def test_a_job_of_several_ranks_ends_with_the_status_of_its_last_save(
+def test_a_job_ends_with_the_status_of_its_last_save(
     tmp_path: Path, options: list[str], status: int, printed: str
 ) -> None:
     (tmp_path / "conf").mkdir()

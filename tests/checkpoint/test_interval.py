@@ -29,7 +29,7 @@ def test_daly_gives_the_figures_of_his_paper(mtbf_h: float, minutes: float) -> N
 
 @settings(deadline=None)
 @given(COSTS, MTBFS)
-def test_daly_is_near_the_optimum_within_its_bounds_and_young_where_costs_are_small(cost: float, mtbf: float) -> None:
+def test_daly_is_near_the_optimum_and_young_for_small_costs(cost: float, mtbf: float) -> None:
     optimum = interval.optimum(cost * mtbf, mtbf)
     assert abs(interval.daly(cost * mtbf, mtbf) / optimum - 1) < (0.01 if cost < 0.7 else 0.07)
     if cost < 1e-4:
@@ -47,7 +47,7 @@ def least_of(function: Callable[[float], float], low: float, high: float) -> flo
 
 @settings(deadline=None)
 @given(COSTS, MTBFS, st.floats(0, 2), st.floats(0, 1))
-def test_the_chosen_interval_loses_least_for_any_restart_and_write_times(
+def test_the_chosen_interval_loses_least(
     cost: float,
     mtbf: float,
     restart: float,
@@ -101,7 +101,7 @@ def test_the_lost_fraction_is_that_of_simulated_failures(
     assert interval.lost_fraction(*times) == pytest.approx(found, abs=5 * error)
 
 
-def test_the_write_time_adds_to_the_loss_but_moves_the_optimum_only_as_a_bound() -> None:
+def test_the_write_time_moves_the_optimum_only_as_a_bound() -> None:
     cost, mtbf = 2.0, 3600.0
     free = interval.optimum(cost, mtbf)
     assert interval.best(cost, mtbf, write_s=free / 2) == free
@@ -119,7 +119,7 @@ def test_any_times_give_a_fraction(at: float, cost: float, mtbf: float, restart:
 
 @settings(deadline=None)
 @given(st.floats(1e-3, 1e6), st.floats(1e-4, 1e3), st.floats(0, 1e6))
-def test_steps_are_the_nearest_whole_number_that_leaves_time_to_write(at: float, step: float, least: float) -> None:
+def test_steps_are_the_nearest_number_that_leaves_time_to_write(at: float, step: float, least: float) -> None:
     steps = interval.in_steps(at, step, least)
     assert steps >= 1
     assert steps * step >= least * (1 - 1e-9)
@@ -127,7 +127,7 @@ def test_steps_are_the_nearest_whole_number_that_leaves_time_to_write(at: float,
         assert abs(steps - at / step) <= 0.5 + 1e-9
 
 
-def test_a_whole_number_of_steps_is_not_rounded_up_by_float_errors() -> None:
+def test_a_whole_number_of_steps_is_not_rounded_up() -> None:
     assert interval.in_steps(0.3, 0.1, 0.3) == 3
 
 

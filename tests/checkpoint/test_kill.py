@@ -49,7 +49,7 @@ def work(kill_at):
 def check():
     for path in root.iterdir():
         if path.name.startswith("step-"):
-            found = open_parent_store(path).open(str(path))
+            found = open_parent_store(path).condition(str(path)).checkpoint
             assert isinstance(found, Checkpoint), (path, found)
     if sys.argv[2] != "two renames":
         template = {"x": torch.zeros(50)}

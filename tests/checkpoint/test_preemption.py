@@ -243,9 +243,7 @@ def closed_early(rank: int, directory: str) -> Any:
 
 
 @pytest.mark.parametrize("names", [list(CASES)[:FEW], pytest.param(list(CASES), marks=pytest.mark.slow)], ids=len)
-def test_all_ranks_save_the_same_step_and_the_next_run_ends_as_an_uninterrupted_one(
-    tmp_path: Path, names: list[str]
-) -> None:
+def test_all_ranks_save_the_same_step_and_resume_bit_for_bit(tmp_path: Path, names: list[str]) -> None:
     first, second = run_ranks(everything, 2, args=(str(tmp_path), names), timeout_s=LIMIT_S)
     for name in names:
         signals = CASES[name][1]
@@ -508,7 +506,7 @@ def test_a_preempted_process_has_ended_when_its_grace_is_over(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_alone_has_the_signal_reports_why_it_ends_and_otherwise_rank_0_does(rank: int) -> None:
+def test_a_rank_alone_with_the_signal_reports_else_rank_0_does(rank: int) -> None:
     handler = PreemptionHandler(1.0, str)
     side = preemption_consensus.PreemptionConsensus(mock.Mock(rank=rank, size=2), handler)
     assert handler.reports

@@ -108,7 +108,7 @@ def write_fails(rank: int, world_size: int, root: str, where: str) -> tuple[str,
     return causes[2], causes[:2], listing
 
 
-def test_a_write_that_fails_on_one_rank_fails_on_all_with_the_cause(tmp_path: Path) -> None:
+def test_a_write_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     for where, culprit in (("write", 1), ("flush", 1), ("commit", 0)):
         root = tmp_path / where
         for text, types, listing in run_ranks(write_fails, nproc=2, args=(str(root), where)):
@@ -184,7 +184,7 @@ def raise_what_is_odd(rank: int, world_size: int, root: str) -> list[str]:
     return texts
 
 
-def test_any_error_of_a_storage_on_one_rank_is_reported_on_all_and_the_next_save_works(tmp_path: Path) -> None:
+def test_any_error_of_a_storage_is_reported_on_all_ranks(tmp_path: Path) -> None:
     for rank, texts in enumerate(run_ranks(raise_what_is_odd, nproc=2, args=(str(tmp_path),))):
         for i, (text, (culprit, where, error)) in enumerate(zip(texts, ODD, strict=True)):
             assert text.startswith(f"Step {2 * i} was not saved: "), (rank, where)
@@ -208,7 +208,7 @@ def fail_between_the_collectives(rank: int, world_size: int, root: str) -> list[
     return results
 
 
-def test_an_error_of_one_rank_after_its_write_is_reported_on_all_and_nothing_is_committed(tmp_path: Path) -> None:
+def test_an_error_between_the_exchanges_commits_nothing(tmp_path: Path) -> None:
     for results in run_ranks(fail_between_the_collectives, nproc=2, args=(str(tmp_path),)):
         for (text, found, then), culprit in zip(results, (1, 1, 0), strict=True):
             assert text.startswith(f"Step 2 was not saved: rank {culprit}: OSError: [Errno 5]")
@@ -235,7 +235,7 @@ def see_a_failure_at_different_calls(rank: int, world_size: int, root: str) -> t
         return first, checkpointer.restore({"x": 0})
 
 
-def test_saves_stay_paired_when_ranks_see_a_failure_at_different_calls(tmp_path: Path) -> None:
+def test_saves_stay_paired_when_ranks_see_a_failure_apart(tmp_path: Path) -> None:
     for text, step in run_ranks(see_a_failure_at_different_calls, nproc=2, args=(str(tmp_path),)):
         assert "Step 1 was not saved" in text
         assert step == 3
@@ -246,7 +246,7 @@ def construct(rank: int, world_size: int, root: str) -> str:
     return message(lambda: Checkpointer(root, stager=BlockingAsyncStager()))
 
 
-def test_a_directory_that_cannot_be_written_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_refused_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for text in run_ranks(construct, nproc=2, args=(str(tmp_path / "file"),)):
         assert "cannot be written to: rank 0: FileExistsError" in text
@@ -271,7 +271,7 @@ def destroy_the_group(rank: int, world_size: int, root: str) -> str:
     return message(checkpointer.close)
 
 
-def test_ranks_whose_group_is_destroyed_do_not_save_as_single_processes(tmp_path: Path) -> None:
+def test_ranks_whose_group_is_destroyed_do_not_save_alone(tmp_path: Path) -> None:
     for text in run_ranks(destroy_the_group, nproc=2, args=(str(tmp_path),)):
         assert "Step 1 was not saved" in text
         assert "close() the Checkpointer before destroy_process_group()" in text
@@ -311,4 +311,4 @@ def save_in_a_subgroup(rank: int, world_size: int, root: str) -> list[str]:
 
 def test_a_subgroup_saves_without_the_others(tmp_path: Path) -> None:
     results = run_ranks(save_in_a_subgroup, nproc=3, args=(str(tmp_path),))
-    assert results[1] == results[2] == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+    assert results[1] == results[2] == [".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "manifest.json"]

@@ -53,7 +53,7 @@ STATE = {"x": torch.ones(1000), "y": torch.ones(10, dtype=torch.float64), "n": 7
 BYTES = 4 * 1000 + 8 * 10
 
 
-def test_each_step_save_copy_and_write_is_reported_with_its_bytes(tmp_path: Path) -> None:
+def test_each_step_save_copy_and_write_is_recorded(tmp_path: Path) -> None:
     with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), every=2, keep=9) as checkpointer:
         for step in range(1, 6):
             checkpointer.maybe_save(step, STATE)
@@ -100,7 +100,7 @@ class Promises(AsyncStager):
         return kept
 
 
-def test_the_copy_of_a_stager_that_promises_ends_when_the_promise_is_kept(tmp_path: Path, clock: Clock) -> None:
+def test_a_promised_copy_ends_when_the_promise_is_kept(tmp_path: Path, clock: Clock) -> None:
     stager = Promises(clock, synchronizes=False)
     with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=stager) as checkpointer:
         checkpointer.save(1, STATE)
@@ -111,7 +111,7 @@ def test_the_copy_of_a_stager_that_promises_ends_when_the_promise_is_kept(tmp_pa
     assert stall["start"] < stage["start"] < stager.returned
 
 
-def test_the_copy_of_a_stager_that_synchronizes_ends_when_that_has_returned(tmp_path: Path, clock: Clock) -> None:
+def test_a_synchronized_copy_ends_when_that_has_returned(tmp_path: Path, clock: Clock) -> None:
     stager = Promises(clock, synchronizes=True)
     with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=stager) as checkpointer:
         checkpointer.save(1, STATE)
@@ -132,7 +132,7 @@ class Blocking(BlockingAsyncStager):
         return staged
 
 
-def test_the_copy_of_any_other_stager_ends_when_stage_has_returned(tmp_path: Path, clock: Clock) -> None:
+def test_any_other_copy_ends_when_stage_has_returned(tmp_path: Path, clock: Clock) -> None:
     stager = Blocking()
     with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=stager) as checkpointer:
         checkpointer.save(1, STATE)
@@ -147,7 +147,7 @@ class Full(DcpStorage):
         raise OSError(28, "No space left on device")
 
 
-def test_a_save_that_fails_is_reported_as_lost_and_its_copy_still_counts(tmp_path: Path) -> None:
+def test_a_failed_save_is_lost_and_its_copy_still_counts(tmp_path: Path) -> None:
     checkpointer = Checkpointer(str(tmp_path / "c"), storage=Full())
     with record.recording(tmp_path, 0, 1):
         checkpointer.save(3, STATE)

@@ -76,7 +76,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("stager", STAGERS)
-def test_every_checkpoint_is_of_its_own_step_while_training_goes_on(stager: str, storage: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_of_its_step_while_training_goes_on(stager: str, storage: str, tmp_path: Path) -> None:
     if storage == "safetensors":
         pytest.importorskip("safetensors")
     name, options = STAGERS[stager]
@@ -102,7 +102,7 @@ def test_every_checkpoint_is_of_its_own_step_while_training_goes_on(stager: str,
         assert equal(picture(fresh), expected), step
 
 
-def test_the_checkpointer_promises_to_release_its_copies_and_does(tmp_path: Path) -> None:
+def test_the_checkpointer_releases_its_copies_as_promised(tmp_path: Path) -> None:
     class Recording(type(stagereg.build("stager", "pinned_cached"))):  # type: ignore[misc]
         def release(self, staged: dict[str, Any]) -> None:
             released.append(bool(staged))
@@ -144,13 +144,11 @@ def save_while_one_rank_keeps_what_did_not_fit(rank: int, world_size: int, folde
     checkpointer.close()
 
 
-def test_a_copy_that_may_change_while_it_is_held_is_never_committed(tmp_path: Path) -> None:
+def test_a_copy_that_may_change_is_never_committed(tmp_path: Path) -> None:
     run_ranks(save_while_one_rank_keeps_what_did_not_fit, 2, args=(str(tmp_path),), timeout_s=60)
 
 
-def test_a_source_that_was_written_under_the_copy_fails_the_save_and_the_next_one_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_written_under_the_copy_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
     from stagereg.stagers.deferred_copy import DeferredCopy

@@ -6,14 +6,11 @@ events record what happens while it is read, and every wait has an end.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
 import datetime
 import enum
 import io
 import json
-import math
 import os
 import pickle
 import random
@@ -21,7 +18,6 @@ import shutil
 import signal
 import struct
 import sys
-import tracemalloc
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -30,37 +26,24 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy._core import multiarray
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.device_mesh import DeviceMesh
 
-import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.pickled as pickled
 import stagereg.checkpoint.rng as rng
-import stagereg.checkpoint.structure as structure
-import stagereg.checkpoint.torchfiles as torchfiles
-import stagereg.checkpoint.trusted as trusted
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
-from stagereg.checkpoint.manifest import MANIFEST, Manifest, file_mark
-from stagereg.checkpoint.storage.reader import CheckpointReader, read_metadata
+from stagereg.checkpoint.encoding import decode
+from stagereg.checkpoint.index import INDEX, Index
+from stagereg.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, file_mark
+from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.errors import CheckpointError
 from stagereg.registry import build
 
-STORAGES = ("dcp", "direct", "safetensors")
+DATA = "__0_0.distcp"
 FORBIDDEN_EVENTS = {"exec", "import", "open", "os.system", "os.exec", "os.posix_spawn", "pickle.find_class"}
 FORBIDDEN_EVENTS |= {"socket.connect", "subprocess.Popen"}
 armed: list[list[str]] = []
@@ -134,8 +117,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for state in (full_state(), {"missing": 0}):
         with contextlib.suppress(CheckpointError):
             restore(path, state)
-    (path / "private").write_text("x")
-    (path / "private").unlink()
     return path
 
 
@@ -145,7 +126,8 @@ def forged(good: Path, tmp_path: Path) -> Path:
 
 
 def full_state() -> dict[str, Any]:
-    return {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "note": ("text", 1), "count": 3}
+    model = {"w": torch.arange(6.0).reshape(2, 3), "v": torch.ones(4)}
+    return {"model": model, "pair": (torch.ones(2), 1), "count": {3: "x"}}
 
 
 def restore(path: Path, state: dict[str, Any]) -> None:
@@ -164,25 +146,20 @@ def seal(path: Path) -> None:
     (path / MANIFEST).write_text(replace(old, files=files).dumps())
 
 
-def metadata_of(path: Path) -> Metadata:
-    found: Metadata = pickle.loads((path / ".metadata").read_bytes())
+def index_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / INDEX).read_text())
     return found
 
 
-def put_metadata(path: Path, metadata: Any, protocol: int = 4) -> None:
-    (path / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
+def put_index(path: Path, index: Any) -> None:
+    (path / INDEX).write_text(index if isinstance(index, str) else json.dumps(index))
     seal(path)
 
 
-def put_blob(path: Path, name: str, blob: bytes) -> None:
-    """Have an entry be these bytes."""
-    metadata = metadata_of(path)
-    file = path / "__0_0.distcp"
-    (index,) = (index for index in metadata.storage_data if index.fqn == name)
-    metadata.storage_data[index] = _StorageInfo(file.name, file.stat().st_size, len(blob))
-    with file.open("ab") as stream:
-        stream.write(blob)
-    put_metadata(path, metadata)
+def append(path: Path, blob: bytes) -> list[int]:
+    """Put bytes behind the data file, and return their place for the index."""
+    with (path / DATA).open("ab") as stream:
+        return [0, stream.tell(), len(blob), stream.write(blob)][:3]
 
 
 def saved(value: Any, **how: Any) -> bytes:
@@ -209,170 +186,117 @@ def refused(path: Path, seen: str = "") -> str:
 
 
 @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
-def test_code_instead_of_metadata_is_refused_before_it_runs(forged: Path, payload: Any) -> None:
-    put_metadata(forged, payload)
-    refused(forged, "names|no metadata")
-    with auditing(forged) as audited:
-        for protocol in range(6):
-            with pytest.raises(CheckpointError):
-                read_metadata(pickle.dumps(payload, protocol))
+def test_code_in_metadata_and_plain_entries_is_never_read(forged: Path, payload: Any) -> None:
+    """They are there for torch alone."""
+    (forged / ".metadata").write_bytes(pickle.dumps(payload))
+    data = bytearray((forged / DATA).read_bytes())
+    first = min(chunk[0][1] for _, _, chunk in index_of(forged)["tensors"].values())
+    assert first > 4096, "plain entries lie before the tensors"
+    data[: first - 1024] = pickle.dumps(payload).ljust(first - 1024, b"\0")
+    index = index_of(forged)
+    index["objects"] = {name: append(forged, saved((torch.ones(2), 1))) for name in index["objects"]}
+    (forged / DATA).write_bytes(bytes(data) + (forged / DATA).read_bytes()[len(data) :])
+    put_index(forged, index)
+    state = full_state()
+    state["model"]["w"].zero_()
+    with auditing(forged.parent) as audited:
+        restore(forged, state)
     assert audited == []
-
-
-def test_code_anywhere_in_the_metadata_is_refused_before_it_runs(forged: Path) -> None:
-    whole, payload = metadata_of(forged), PAYLOADS["own"]
-    for forge in (
-        lambda m: m.state_dict_metadata.update(x=payload),
-        lambda m: m.planner_data.update(x=(payload,)),
-        lambda m: m.storage_data.update({MetadataIndex("x"): payload}),
-        lambda m: setattr(m.storage_meta, "checkpoint_id", payload),
-        lambda m: setattr(m, "anything", payload),
-    ):
-        metadata = copy.deepcopy(whole)
-        forge(metadata)
-        put_metadata(forged, metadata)
-        refused(forged, "metadata of .* was refused")
+    assert state["model"]["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
-def test_code_in_objects_tensors_and_structures_is_refused_before_it_runs(forged: Path, payload: Any) -> None:
-    before = metadata_of(forged)
-    for name, seen in (
-        ("note", "'note' was not read"),
-        ("model.w", "where a tensor belongs; nothing was run$"),
-    ):
-        put_blob(forged, name, saved(payload))
+def test_code_in_objects_and_archives_is_refused(forged: Path, payload: Any) -> None:
+    before = index_of(forged)
+    older = saved(payload, _use_new_zipfile_serialization=False)
+    for blob, seen in ((saved(payload), "was not read"), (pickle.dumps(payload), "no archive"), (older, "no archive")):
+        place = append(forged, blob)
+        put_index(forged, {**before, "objects": {"pair": place}})
         refused(forged, seen)
-        put_metadata(forged, before)
-    put_blob(forged, "stagereg.structure.note", saved(pickle.dumps(payload)))
-    refused(forged, "which is no plain data|structure of an entry")
+        chunk = [*place, [0], [4], "archive"]
+        put_index(forged, {**before, "tensors": {**before["tensors"], "model.v": ["uint8", [4], [chunk]]}})
+        refused(forged, seen)
 
 
-FORGERIES: dict[str, Callable[[Metadata], Any]] = {
-    "a long name": lambda m: m.state_dict_metadata.update({"n" * 100_000: BytesStorageMetadata()}),
-    "a long file": lambda m: _put_info(m, _StorageInfo("f" * 100_000, 0, 1)),
-    "a huge number": lambda m: _put_info(m, _StorageInfo("__0_0.distcp", 10**5000, 1)),
-    "a number below zero": lambda m: _put_info(m, _StorageInfo("__0_0.distcp", -(10**4000), 1)),
-    "a lost leaf": lambda m: (m.state_dict_metadata.pop("note"), m.storage_data.pop(MetadataIndex("note"))),
+def test_torchs_reader_is_never_asked_where_the_index_is_empty(forged: Path) -> None:
+    (forged / ".metadata").write_bytes(pickle.dumps(PAYLOADS["own"]))
+    before = index_of(forged)
+    for forgery in ({"tensors": {**before["tensors"], "model.v": ["float32", [4], None]}}, {"objects": {"pair": None}}):
+        put_index(forged, {**before, **forgery})
+        refused(forged, "does not say where '(model.v|pair)' lies")
+
+
+STRUCTURES: dict[str, Any] = {
+    "a function": {"type": "os.system", "value": "exit 3"},
+    "a class": {"type": "builtins.object", "value": {}},
+    "a factory": {"type": "defaultdict", "value": {}, "factory": "eval"},
+    "a method": {"type": "OrderedDict", "value": {}, "attributes": {"type": "dict", "value": {"items": 1}}},
+    "another class": {"type": "OrderedDict", "value": {}, "attributes": {"type": "dict", "value": {"__class__": 1}}},
+    "attributes of a dict": {"type": "dict", "value": {}, "attributes": {"type": "dict", "value": {"a": 1}}},
+    "a number of objects": {"type": "numpy", "dtype": "object", "value": "AAAAAAAAAAA="},
+    "a number that is cut off": {"type": "numpy", "dtype": "float64", "value": "AAAA"},
+    "a key that is a list": {"type": "dict", "value": [[[1], 2]]},
+    "a key that is a leaf": {"type": "dict", "value": [[{}, 2]]},
+    "a leaf in a tuple": {"type": "tuple", "value": [{}]},
+    "a leaf that is not stored": {"type": "dict", "value": {"x": {}}},
+    "no base64": {"type": "bytes", "value": "?"},
+    "no number": {"type": "float", "value": "fire()"},
+    "no type": {"value": {}},
+    "a type that is no text": {"type": ["dict"], "value": {}},
 }
 
 
-def _put_info(metadata: Metadata, info: _StorageInfo) -> None:
-    metadata.storage_data[MetadataIndex("note")] = info
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+def test_structures_name_plain_data_only(forged: Path, structure: Any) -> None:
+    index = index_of(forged)
+    index["state"]["count"] = structure
+    put_index(forged, index)
+    refused(forged, "structure|not allowed")
 
 
-@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
-def test_any_bad_metadata_is_refused_in_a_short_text_also_by_convert(
-    forged: Path, tmp_path: Path, forge: Callable[[Metadata], Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    metadata = metadata_of(forged)
-    forge(metadata)
-    put_metadata(forged, metadata)
-    seen = refused(forged, "was refused|nothing of that is stored").partition("could not be restored: ")[2]
-    assert len(seen) < 400
-    assert cli.main(["convert", str(forged), str(tmp_path / "x.pt")]) == 2
-    assert capsys.readouterr().err.strip() == f"stagereg: {seen}"
-
-
-@pytest.mark.parametrize("how", ["older", "bare"])
-def test_only_archives_of_torch_are_read(forged: Path, how: str) -> None:
-    payload = PAYLOADS["own"]
-    blob = saved(payload, _use_new_zipfile_serialization=False) if how == "older" else pickle.dumps(payload)
-    put_blob(forged, "note", blob)
-    refused(forged, "no archive")
-    put_blob(forged, "model.w", blob)
-    refused(forged, "no archive")
-
-
-@pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
-def test_code_in_random_states_is_refused_before_it_runs(forged: Path, payload: Any) -> None:
-    for which in ("python", "numpy"):
-        state = {**rng.capture(), which: pickle.dumps(payload)}
-        with auditing(forged) as audited, pytest.raises(CheckpointError, match="random number generators"):
-            rng.restore(state)
-        assert audited == []
-
-
-def test_no_instruction_of_a_pickle_reaches_beyond_the_vocabulary() -> None:
-    metadata = b"torch.distributed.checkpoint.metadata\n"
-    attacks = {
-        "INST": b"(S'exit 3'\nios\nsystem\n.",
-        "OBJ": b"(cos\nsystem\nS'exit 3'\no.",
-        "EXT1": b"\x82\x01.",
-        "NEWOBJ_EX": b"\x80\x04" + b"c" + metadata + b"Metadata\n)}\x92.",
-        "PERSID": b"Pname\n.",
-        "BINPERSID": b"N" + b"Q.",
-        "a call of what was made": b"c" + metadata + b"Metadata\n)\x81)R.",
-        "a call of a value": b"c" + b"torch\nfloat32\n)R.",
-        "a state for a class": b"c" + metadata + b"Metadata\n}(X\x01\x00\x00\x00aNub.",
-        "an attribute of a class": b"c" + metadata + b"Metadata\nN}X\x0c\x00\x00\x00__setstate__K\x01s\x86b.",
-        "a name with dots": b"\x80\x04\x8c\x05torch\x8c\x12serialization.load\x93.",
-        "a name in a class": b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x15Metadata.__init__.__x\x93.",
-        "getattr": b"cbuiltins\ngetattr\n(c" + metadata + b"Metadata\nX\x08\x00\x00\x00__init__tR.",
-        "an empty stack": b"R.",
-        "a mark that is not there": b"t.",
-        "memory that is not there": b"h\x07.",
-        "an end that does not come": b"N",
-        "nothing": b"",
-    }
-    with auditing(Path(__file__)) as audited:
-        for what, data in attacks.items():
-            with pytest.raises(CheckpointError):
-                pytest.fail(f"{what} gave {read_metadata(data)}")
-    assert audited == []
-
-
-def test_no_ranks_are_connected_for_a_mesh_that_a_file_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_ranks_are_connected_for_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch lists ``DeviceMesh`` as safe, and connects ranks by the environment of ``torchrun`` when it loads one."""
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}.items():
         monkeypatch.setenv(name, str(value))
-    mesh = Payload(DeviceMesh, "cpu", (0, 1))
     connected: list[Any] = []
     monkeypatch.setattr(torch.distributed.device_mesh, "init_process_group", connected.append)
     with pytest.raises(CheckpointError, match="DeviceMesh"):
-        structure.load(pickle.dumps(mesh))
-    with pytest.raises(CheckpointError, match="DeviceMesh"):
-        pickled.load("x", io.BytesIO(saved(mesh)))
+        pickled.load("x", saved(Payload(DeviceMesh, "cpu", (0, 1))))
+    with pytest.raises(CheckpointError, match="not allowed"):
+        decode({"type": "torch.distributed.device_mesh.DeviceMesh", "value": {}}, "x")
     assert connected == []
 
 
-def test_random_states_out_of_their_block_are_refused_and_not_drawn_from() -> None:
+def test_random_states_out_of_their_block_are_refused() -> None:
     """NumPy reads memory at its generator's position without checking it."""
-    state: Any = numpy.random.get_state()
+    pytest.importorskip("numpy")
     for position in (-1, 625, 1 << 30, 1.5):
         seen = json.loads(rng.capture()["numpy"])
         seen["state"]["pos"] = position
-        older = pickle.dumps((*state[:2], position, *state[3:]), 4)
-        for forged in (json.dumps(seen).encode(), older):
-            with pytest.raises(CheckpointError, match="random number generators"):
-                rng.restore({**rng.capture(), "numpy": forged})
+        with pytest.raises(CheckpointError, match="random number generators"):
+            rng.restore({**rng.capture(), "numpy": json.dumps(seen).encode()})
+    for which in ("python", "torch", "numpy"):
+        with pytest.raises(CheckpointError, match="random number generators"):
+            rng.restore({**rng.capture(), which: pickle.dumps(PAYLOADS["own"])})
 
 
 # -- where files lie
 
 
-@pytest.mark.parametrize(
-    "name", ["../private", "/etc/passwd", "a/../../private", "..", ".", "", "a\\b", "x\0", "__0_0.distcp\n", "private"]
-)
-def test_no_file_is_opened_that_is_not_one_of_the_checkpoint(forged: Path, name: str) -> None:
-    (forged.parent / "private").write_bytes((forged / "__0_0.distcp").read_bytes())
-    metadata = metadata_of(forged)
-    for index, info in metadata.storage_data.items():
-        metadata.storage_data[index] = replace(info, relative_path=name)
-    put_metadata(forged, metadata)
+@pytest.mark.parametrize("name", ["../private", "/etc/passwd", "..", "", "a\\b", "x\0", "private", 3, None, ["a"]])
+def test_no_file_but_those_of_the_manifest_is_opened(forged: Path, name: Any) -> None:
+    (forged.parent / "private").write_bytes((forged / DATA).read_bytes())
+    index = index_of(forged)
+    index["files"] = [name]
+    put_index(forged, index)
     if name == "private":  # in the directory, and not in the manifest
         (forged.parent / "private").rename(forged / "private")
-    refused(forged, "no file of")
-    (forged / MANIFEST).unlink()
-    if name != "private":
-        with auditing(forged) as audited, pytest.raises(CheckpointError, match="no file of its directory"):
-            CheckpointReader(forged).read_metadata()
-        assert audited == []
+    refused(forged, "no file of|not what an index is")
 
 
-@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("file", [INDEX, DATA])
 @pytest.mark.parametrize("kind", ["link", "fifo", "device", "directory"])
-def test_a_file_that_is_no_regular_file_is_refused_and_never_waited_for(forged: Path, file: str, kind: str) -> None:
+def test_what_is_no_regular_file_is_never_waited_for(forged: Path, file: str, kind: str) -> None:
     path = forged / file
     path.rename(forged.parent / "aside")
     {
@@ -382,158 +306,134 @@ def test_a_file_that_is_no_regular_file_is_refused_and_never_waited_for(forged: 
         "directory": path.mkdir,
     }[kind]()
     refused(forged)
+    checkpoint = Checkpoint(str(forged), Manifest.loads((forged / MANIFEST).read_text()))
     with within(20), pytest.raises(CheckpointError, match="no regular file"):
-        torchfiles.shapes(build("storage", "dcp"), str(forged), ["note"])
+        CheckpointFiles(checkpoint, build("storage", "dcp")).read([decode({}, "model.w")])
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_the_reader_of_every_storage_refuses_a_link_instead_of_a_file(tmp_path: Path, storage: str) -> None:
-    if storage == "safetensors":
-        pytest.importorskip("safetensors")
-    with Checkpointer(str(tmp_path), storage=build("storage", storage), stager=build("stager", "blocking")) as saving:
-        saving.save(1, full_state())
-    path = tmp_path / "step-00000001"
-    reading = build("storage", storage)
-    skeletons = torchfiles.shapes(reading, str(path), ["model", "note"])
-    assert torchfiles.read(reading, str(path), skeletons, {})["note"] == ("text", 1)
-    for file in [file for file in path.iterdir() if file.name not in (MANIFEST, ".metadata")]:
-        file.rename(tmp_path / "aside")
-        file.symlink_to(tmp_path / "aside")
-        with pytest.raises(CheckpointError, match="no regular file"):
-            torchfiles.read(reading, str(path), torchfiles.shapes(reading, str(path), ["model", "note"]), {})
-        file.unlink()
-        (tmp_path / "aside").rename(file)
+# -- what the index claims
 
 
-def test_an_entry_outside_of_its_file_is_refused(forged: Path) -> None:
-    whole = metadata_of(forged)
-    size = (forged / "__0_0.distcp").stat().st_size
-    for offset, length in ((size, 1), (0, size + 1), (-1, 5), (0, -5), (1 << 70, 1), (0, 1 << 70), (True, 1)):
-        metadata = copy.deepcopy(whole)
-        for index in metadata.storage_data:
-            metadata.storage_data[index] = _StorageInfo("__0_0.distcp", offset, length)
-        put_metadata(forged, metadata)
-        refused(forged, "names bytes|number of bytes|where a int belongs")
+def forge(path: Path, *keys: Any, to: Any) -> None:
+    index = inner = index_of(path)
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = to
+    put_index(path, index)
 
 
-# -- resources
+def chunk_of(path: Path, name: str) -> list[Any]:
+    found: list[Any] = index_of(path)["tensors"][name][2][0]
+    return found
 
 
-@contextlib.contextmanager
-def little_memory(most: int = 1 << 24) -> Iterator[None]:
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < most, "memory for what the file only claims to have"
-    finally:
-        tracemalloc.stop()
+W = ("tensors", "model.w")
+TENSORS: dict[str, tuple[Callable[[list[Any], int], Any], str]] = {
+    "a terabyte": (lambda c, end: ["uint8", [1 << 40], [[0, 0, 1 << 40]]], "outside of"),
+    "a terabyte of little": (lambda c, end: ["float32", [1 << 38], [c]], "another size"),
+    "more than there are addresses": (lambda c, end: ["float32", [1 << 32] * 3, [c]], "more elements"),
+    "many dimensions": (lambda c, end: ["float32", [1] * 65, [c]], "no shape"),
+    "a size below zero": (lambda c, end: ["float32", [-2, -3], [c]], "no size"),
+    "a size that is true": (lambda c, end: ["uint8", [True], [[0, 0, 1]]], "no size"),
+    "half a size": (lambda c, end: ["float32", [1.5, 4], [c]], "no size"),
+    "no dtype": (lambda c, end: ["load", [2, 3], [c]], "load"),
+    "past the file": (lambda c, end: ["float32", [2, 3], [[0, end - 8, 24]]], "outside of"),
+    "before the file": (lambda c, end: ["float32", [2, 3], [[0, -8, 24]]], "outside of"),
+    "no such file": (lambda c, end: ["float32", [2, 3], [[7, 0, 24]]], "index"),
+    "a file below zero": (lambda c, end: ["float32", [2, 3], [[-1, 0, 24]]], "outside of"),
+    "a huge offset": (lambda c, end: ["float32", [2, 3], [[0, 1 << 70, 24]]], "outside of"),
+    "an offset of text": (lambda c, end: ["float32", [2, 3], [[0, "0", 24]]], "number"),
+    "overlapping": (lambda c, end: ["float32", [2, 3], [[0, c[1] + 8, 24]]], ""),
+    "overlapping by another": (lambda c, end: ["float32", [3, 3], [[0, c[1], 36]]], "overlaps"),
+    "a hole": (lambda c, end: ["float32", [4, 3], [[*c, [0, 0], [2, 3]]]], "cover it once"),
+    "the same twice": (lambda c, end: ["float32", [4, 3], [[*c, [0, 0], [2, 3]]] * 2], "cover it once"),
+    "a part outside": (lambda c, end: ["float32", [2, 3], [[*c, [1, 0], [2, 3]]]], "outside of the tensor"),
+    "a part of other dimensions": (lambda c, end: ["float32", [2, 3], [[*c, [0], [6]]]], "another size"),
+    "strides over others": (lambda c, end: ["float32", [2, 3], [[*c, [0, 0], [2, 3], [1, 1]]]], "overlap"),
+    "strides far away": (lambda c, end: ["float32", [2, 3], [[*c, [0, 0], [2, 3], [1 << 40, 1]]]], "holes"),
+    "an archive too small": (
+        lambda c, end: ["float32", [2, 3], [[0, 0, 9, [0, 0], [2, 3], "archive"]]],
+        "another size",
+    ),
+    "another layout": (lambda c, end: ["float32", [2, 3], [[*c, [0, 0], [2, 3], "zip"]]], "strides"),
+    "nothing": (lambda c, end: [], "index"),
+}
 
 
-def test_no_memory_is_allocated_for_a_tensor_larger_than_its_stored_bytes(
-    forged: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("make", "seen"), TENSORS.values(), ids=TENSORS)
+def test_a_forged_tensor_is_refused_before_there_is_memory(
+    forged: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[list[Any], int], Any], seen: str
 ) -> None:
-    whole, real = metadata_of(forged), torch.empty
-
-    def empty(*size: Any, **how: Any) -> torch.Tensor:
-        assert math.prod(size[0] if isinstance(size[0], tuple) else size) < 1 << 20, "memory for what is not stored"
-        return real(*size, **how)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    for size, chunk in (
-        ((1 << 40,), (1 << 40,)),
-        ((1 << 40,), (6,)),
-        ((2, 1 << 61), (2, 3)),
-        ((1 << 32,) * 3, (1,) * 3),
-    ):
-        metadata = copy.deepcopy(whole)
-        for index in list(metadata.storage_data):
-            if index.fqn == "model.w":
-                info = metadata.storage_data.pop(index)
-        start = torch.Size([0] * len(size))
-        metadata.storage_data[MetadataIndex("model.w", start)] = info
-        metadata.state_dict_metadata["model.w"] = TensorStorageMetadata(
-            TensorProperties(), torch.Size(size), [ChunkStorageMetadata(start, torch.Size(chunk))]
-        )
-        put_metadata(forged, metadata)
-        refused(forged, "larger than|of them stored|than memory has|part of")
+    end = (forged / DATA).stat().st_size
+    chunk = chunk_of(forged, "model.w")
+    forge(forged, *W, to=make(chunk, end))
+    if seen == "overlaps":
+        forge(forged, "tensors", "model.x", to=["float32", [2], [[0, chunk[1] + 4, 8]]])
+    if not seen:
+        forge(forged, "tensors", "model.x", to=["float32", [2, 3], [chunk]])
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: pytest.fail("memory for what is not stored"))
+    refused(forged, "not what an index is")
 
 
-def test_no_memory_is_allocated_for_lengths_that_a_pickle_only_claims() -> None:
-    nested = b"\x80\x04" + b"]" * 50_000 + b"a" * 49_999 + b"."
-    keys = b"\x80\x04}" + b")" + b"\x85" * 50_000 + b"Ns."
-    laughs = (
-        b"\x80\x04]\x94" + b"".join(b"](" + b"h" + bytes([i]) + b"h" + bytes([i]) + b"e\x94" for i in range(60)) + b"."
-    )
-    for data in (
-        b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x.",
-        b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"x.",
-        b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b".",
-        b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"x.",
-        b"\x8b" + struct.pack("<I", 1 << 30) + b"x.",
-        b"Nr" + struct.pack("<I", (1 << 31) - 1) + b".",
-        laughs,
-    ):
-        with within(20), little_memory():
-            refused_by_both(data)
-    for data in (nested, keys):
-        with within(20):
-            refused_by_both(data)
+CONTENTS: dict[str, Any] = {
+    "deep": '{"format": 1, "state": ' + "[" * 1_000_000 + "]" * 1_000_000 + "}",
+    "no JSON": "{",
+    "a list": [],
+    "another format": {"format": 2},
+    "no files": {"format": 1, "tensors": {}, "objects": {}, "state": {}},
+    "a long number": '{"format": 1' + "0" * 10_000 + "}",
+    "an object outside": {"format": 1, "files": [DATA], "tensors": {}, "objects": {"x": [0, 0, 1 << 40]}, "state": {}},
+}
 
 
-def test_mappings_that_python_would_free_recursively_do_not_end_the_process() -> None:
-    chain = b"\x80\x04" + b"ccollections\ndefaultdict\n)RK\x01" * 100_000 + b"N" + b"s" * 100_000
-    for end in (b".", b")R."):
-        with pytest.raises(CheckpointError):
-            structure.load(chain + end)
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+def test_a_bad_index_is_refused_in_a_short_text(
+    forged: Path, tmp_path: Path, content: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_index(forged, content)
+    seen = refused(forged, "not what an index is|too deeply|no JSON").partition("could not be restored: ")[2]
+    assert len(seen) < 400 + len(str(forged))
+    assert cli.main(["convert", str(forged), str(tmp_path / "x.pt")]) == 2
+    assert capsys.readouterr().err.strip() == f"stagereg: {seen}"
 
 
-def test_a_short_pickle_that_expands_to_a_huge_value_is_refused() -> None:
-    """Each of these would take gigabytes, or hours."""
-    count = 3_000
-    part = ChunkStorageMetadata(torch.Size([0]), torch.Size([0]))
-    tensor = TensorStorageMetadata(TensorProperties(), torch.Size([0]), [part] * count)
-    of_many: dict[str, Any] = {str(i): tensor for i in range(count)}
-    way = ("a",) * count
-    refs = b"h\x00" * count
-    tuples = b"".join(b"(" + b"h" + bytes([i]) + (b"h" + bytes([i])) * count + b"t\x94" for i in range(3))
-    for data in (
-        pickle.dumps(Metadata(of_many, {}, {}), 4),
-        pickle.dumps(Metadata({}, dict.fromkeys(map(str, range(count)), way), {}), 4),
-        b"\x80\x04cpathlib\nPosixPath\n(X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20) + b"\x94" + refs + b"tR.",
-        b"\x80\x04}(N\x85\x94" + tuples + b"Nu.",
-    ):
-        with within(20), little_memory(1 << 25):
-            refused_by_both(data)
+def test_the_checksum_of_the_index_is_always_compared(forged: Path) -> None:
+    text = (forged / INDEX).read_text()
+    (forged / INDEX).write_text(text.replace('"float32"', '"float64"', 1))
+    reading = Checkpointer(str(forged.parent), resume=str(forged), verify="fast")
+    with reading, pytest.raises(CheckpointError, match="flipped bits"):
+        reading.restore(full_state())
 
 
-def refused_by_both(data: bytes) -> None:
-    for load in (read_metadata, structure.load):
-        with pytest.raises(CheckpointError):
-            load(data)
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_damaged_index_is_refused_or_read_and_nothing_else(good: Path, data: st.DataObject) -> None:
+    content = bytearray((good / INDEX).read_bytes())
+    sizes = {file.name: file.stat().st_size for file in good.iterdir()}
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(32, 126))
+    with auditing(good) as audited, contextlib.suppress(CheckpointError):
+        index = Index.loads(bytes(content), sizes)
+        for name in index.state:
+            with contextlib.suppress(CheckpointError):
+                decode(index.state[name], name)
+    assert audited == []
 
 
-def test_an_archive_that_would_grow_is_refused_before_it_does(forged: Path) -> None:
-    before = metadata_of(forged)
-    for name in ("note", "model.w"):
-        with zipfile.ZipFile(io.BytesIO(saved(torch.zeros(1 << 20)))) as plain:
-            records = {info.filename: plain.read(info) for info in plain.infolist()}
-        stream = io.BytesIO()
-        with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as bomb:
-            for record, data in records.items():
-                bomb.writestr(record, data)
-        assert len(stream.getvalue()) < 1 << 14
-        with pytest.raises(CheckpointError, match="compressed"):  # as it comes from a third party's reader
-            pickled.load(name, io.BytesIO(stream.getvalue()))
-        put_blob(forged, name, stream.getvalue())
-        refused(forged, "compressed")
-        blob = saved(torch.zeros(10))
-        claims = blob.replace(struct.pack("<2I", 40, 40), struct.pack("<2I", 1 << 31, 1 << 31))
-        assert claims != blob
-        put_blob(forged, name, claims)
-        refused(forged, "claims to have")
-        put_blob(forged, name, blob + b"\0")
-        refused(forged, "no archive")
-        put_metadata(forged, before)
+def test_an_archive_that_would_grow_is_refused_before_it_does() -> None:
+    with zipfile.ZipFile(io.BytesIO(saved(torch.zeros(1 << 20)))) as plain:
+        records = {info.filename: plain.read(info) for info in plain.infolist()}
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as bomb:
+        for record, data in records.items():
+            bomb.writestr(record, data)
+    with pytest.raises(CheckpointError, match="compressed"):
+        pickled.load("x", stream.getvalue())
+    blob = saved(torch.zeros(10))
+    claims = blob.replace(struct.pack("<2I", 40, 40), struct.pack("<2I", 1 << 31, 1 << 31))
+    assert claims != blob
+    with pytest.raises(CheckpointError, match="claim to have"):
+        pickled.load("x", claims)
 
 
 def test_any_bad_manifest_is_refused_in_a_short_text() -> None:
@@ -547,94 +447,11 @@ def test_any_bad_manifest_is_refused_in_a_short_text() -> None:
             Manifest.loads(text)
 
 
-# -- what is not forged is still read
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-def test_metadata_is_read_as_torch_reads_it(tmp_path: Path, storage: str) -> None:
-    if storage == "safetensors":
-        pytest.importorskip("safetensors")
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "t": torch.ones(2, dtype=torch.int8)}
-    with Checkpointer(str(tmp_path), storage=build("storage", storage), stager=build("stager", "blocking")) as saving:
-        saving.save(1, state)
-    path = tmp_path / "step-00000001"
-    ours, theirs = CheckpointReader(path).read_metadata(), FileSystemReader(path).read_metadata()
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.storage_data == theirs.storage_data
-    assert ours.planner_data == theirs.planner_data
-    assert ours.version == theirs.version
-    for protocol in (2, 3, 4, 5):
-        assert read_metadata(pickle.dumps(theirs, protocol)).storage_data == theirs.storage_data
-
-
-def test_structures_and_random_states_of_older_checkpoints_are_read() -> None:
-    pytest.importorskip("numpy")
-    import numpy
-
-    def draw() -> list[float]:
-        return [random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn(), torch.rand(1).item()]
-
-    random.gauss(0, 1)
-    numpy.random.randn()
-    older = {
-        "python": pickle.dumps(random.getstate()),
-        "torch": rng.capture()["torch"],
-        "numpy": pickle.dumps(numpy.random.get_state(), 4),
-    }
-    newer = rng.capture()
-    expected = draw()
-    for state in (older, newer):
-        rng.restore(state)
-        assert draw() == expected
-    counts: Any = collections.Counter({"a": ..., "b": ...})
-    lists: Any = collections.defaultdict(list, {1: ...})
-    ordered: Any = collections.OrderedDict(x=..., y={"z": [..., {}]})
-    ordered._metadata = collections.OrderedDict({"": {"version": 1}})
-    bones = {"c": counts, "l": lists, "o": ordered, 3: [{}, ...]}
-    read = structure.load(pickle.dumps(bones))
-    assert read == bones
-    assert [type(read[key]) for key in "clo"] == [type(bones[key]) for key in "clo"]
-    assert read["o"]._metadata == ordered._metadata
-    assert read["l"]["new"] == []
-
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(plain, st.sampled_from([4, 5]))
-def test_plain_data_is_read_as_pickle_reads_it(value: Any, protocol: int) -> None:
-    assert trusted.loads(pickle.dumps(value, protocol), trusted.CONTAINERS) == value
-
-
-@settings(max_examples=60, deadline=None)
-@given(plain | st.sets(st.integers()) | st.complex_numbers(allow_nan=False) | st.integers(min_value=1 << 2000))
-def test_every_value_that_save_accepts_loads_back(value: Any) -> None:
-    try:
-        pickled.expect_loadable("x", value)
-    except CheckpointError:
-        assert isinstance(value, int)
-        assert value > 1 << 2000
-        with pytest.raises(CheckpointError):
-            pickled.load("x", io.BytesIO(saved(value)))
-    else:
-        assert pickled.load("x", io.BytesIO(saved(value))) == value
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.data())
-def test_damaged_metadata_is_refused_or_read_and_never_anything_else(good: Path, data: st.DataObject) -> None:
-    content = bytearray((good / ".metadata").read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    with auditing(good) as audited, contextlib.suppress(CheckpointError):
-        assert isinstance(read_metadata(bytes(content)), Metadata)
-    assert audited == []
+def test_a_huge_rank_count_in_a_manifest_takes_no_time(forged: Path) -> None:
+    path = forged / MANIFEST
+    path.write_text(replace(Manifest.loads(path.read_text()), world_size=10**12).dumps())
+    with within(10):
+        restore(forged, full_state())
 
 
 # -- what would not load back is refused when it is saved
@@ -657,15 +474,12 @@ class Marked(torch.Tensor):
     [
         ({"a": [1, {"when": datetime.timedelta(1)}]}, r"x\.a\.1\.when", "datetime.timedelta"),
         ({"a": (Colour.RED,)}, r"x\.a", "test_untrusted.Colour"),
-        ({"a": frozenset({1})}, r"x\.a", "frozenset"),
         ({"a": Mine(b=1)}, r"x\.a", "test_untrusted.Mine"),
         ({"a": torch.ones(2).as_subclass(Marked)}, r"x\.a", "test_untrusted.Marked"),
         ({"a": random.Random(1)}, r"x\.a", "random.Random"),
     ],
 )
-def test_a_value_that_would_not_load_back_is_refused_by_save_with_its_path_and_the_remedy(
-    tmp_path: Path, value: Any, name: str, kind: str
-) -> None:
+def test_save_refuses_what_would_not_load_back(tmp_path: Path, value: Any, name: str, kind: str) -> None:
     with Checkpointer(str(tmp_path), stager=build("stager", "blocking")) as saving:
         saving.save(1, {"x": 1})
         saving.save(2, {"x": value})
@@ -678,79 +492,28 @@ def test_a_value_that_would_not_load_back_is_refused_by_save_with_its_path_and_t
         assert state == {"x": 3}
 
 
-NUMBERS = [numpy.dtype(name).type(3) for name in "?bBhHiIlLefdFD"]
-
-
-def test_numbers_of_numpy_load_back() -> None:
-    value = {"best": NUMBERS, "pair": (numpy.float64(math.pi), 1)}
-    pickled.expect_loadable("x", value)
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    found = pickled.load("x", stream)
-    assert found == value
-    assert list(map(type, found["best"])) == list(map(type, NUMBERS))
-
-
-@pytest.mark.parametrize(
-    "forged",
-    [
-        Payload(numpy.dtype, "O"),
-        Payload(numpy.dtype, "f8,O"),
-        Payload(numpy.dtype, "V4096"),
-        Payload(multiarray.scalar, numpy.dtype("f8"), b"1234567"),
-        Payload(multiarray.scalar, numpy.dtype("f8"), b"12345678" * 2),
-        Payload(multiarray.scalar, numpy.dtype([("a", "f8")]), b"12345678"),
-        Payload(multiarray.scalar, numpy.dtype(">f8"), b"12345678"),
-        Payload(multiarray.scalar, "f8", b"12345678"),
-        numpy.datetime64(1, "s"),
-        numpy.arange(3),
-        numpy.array([{}]),
-    ],
-)
-def test_nothing_else_of_numpy_is_made(forged: Any) -> None:
-    stream = io.BytesIO()
-    torch.save(forged, stream)
-    with pytest.raises(CheckpointError, match="was not read"):
-        pickled.load("x", stream)
-
-
-@pytest.mark.parametrize("storage", ["dcp", "direct"])
+@pytest.mark.parametrize("storage", ["dcp", "torch_dcp"])
 @pytest.mark.parametrize(
     ("make", "seen"),
     [
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 2, torch.qint8), "it is quantized"),
         (lambda: torch.eye(2).to_sparse(), "it is torch.sparse_coo, not dense"),
         (lambda: torch.eye(2).to_sparse_csr(), "it is torch.sparse_csr, not dense"),
-        (lambda: {("x",) * 2000: 1}, "cannot be the key"),
+        (lambda: {Colour.RED: 1}, "cannot be the key"),
+        (lambda: {"f": lambda: 1}, "cannot be saved: it is a function"),
+        (lambda: 1 << 2100, "torch refuses"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*quantize")
-def test_other_tensors_than_dense_and_other_keys_are_refused_by_save(
+def test_other_tensors_keys_and_values_are_refused_by_save(
     tmp_path: Path, storage: str, make: Callable[[], Any], seen: str
 ) -> None:
     with Checkpointer(str(tmp_path), storage=build("storage", storage), stager=build("stager", "blocking")) as saving:
         saving.save(1, {"x": {"a": torch.ones(1)}})
         saving.save(2, {"x": {"a": make()}})
-        with pytest.raises(CheckpointError, match=rf"'x\.a' .*{seen}"):
+        with pytest.raises(CheckpointError, match=rf"'x\.a(\.f)?' .*{seen}"):
             saving.wait()
         assert saving.restore({"x": None}) == 1
-
-
-def test_keys_of_tuples_and_sets_load_back(tmp_path: Path) -> None:
-    deep = ("a", ("b", ("c", ("d", ("e", ("f",))))))
-    state = {"x": {"first": torch.ones(1)}}
-    with Checkpointer(str(tmp_path), stager=build("stager", "blocking")) as saving:
-        saving.save(1, state)
-        state["x"] = {deep: torch.ones(1), frozenset({1, "b"}): torch.zeros(1)}  # type: ignore[dict-item]
-        saving.save(2, state)
-    found: dict[str, Any] = {"x": None}
-    restore(tmp_path / "step-00000002", found)
-    assert found == state
-
-
-def test_a_value_that_cannot_be_pickled_is_refused_with_its_path(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'x\.f' cannot be saved: it is a function"):
-        torchfiles.skeletons({"x": {"f": lambda: 1}})
 
 
 def test_a_type_that_the_program_allows_is_saved_and_read(tmp_path: Path) -> None:
@@ -765,20 +528,3 @@ def test_a_type_that_the_program_allows_is_saved_and_read(tmp_path: Path) -> Non
         assert type(state["x"]["m"]) is Mine
     with pytest.raises(CheckpointError, match=r"Colour|Mine|timedelta"):
         restore(tmp_path / "step-00000001", {"x": None})
-
-
-def test_entries_of_the_project_itself_load_back() -> None:
-    captured = entries.capture({"x": 1}, step=1, rank=0, world_size=1)
-    for name, value in captured.items():
-        structure.dump(value, name)
-
-
-def test_a_huge_rank_count_in_a_manifest_takes_no_time(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), stager=build("stager", "blocking")) as saving:
-        saving.save(1, {"x": 1})
-    path = tmp_path / "step-00000001" / MANIFEST
-    path.write_text(replace(Manifest.loads(path.read_text()), world_size=10**12).dumps())
-    state = {"x": 0}
-    with within(10):
-        restore(tmp_path / "step-00000001", state)
-    assert state == {"x": 1}

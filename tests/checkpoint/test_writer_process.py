@@ -29,9 +29,9 @@ import stagereg.checkpoint.writer_process as process_module
 import stagereg.stagers.shared_memory as shared_memory
 import stagereg.stagers.tensor_bundle as tensor_bundle
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.encoding import leaves
 from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.protocol import UsesPadding
-from stagereg.checkpoint.structure import leaves
 from stagereg.checkpoint.writer_process import WriterProcess, write_data
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
@@ -231,7 +231,7 @@ def test_memory_that_cannot_be_opened_there_is_written_from_here(
     assert "cannot be opened" in caplog.text
 
 
-def test_an_error_of_the_operating_system_is_raised_here_and_the_process_goes_on(
+def test_an_error_there_is_raised_here_and_the_process_goes_on(
     tmp_path: Path, process: WriterProcess, copy: Any, writers: Any
 ) -> None:
     (tmp_path / "bad/__0_0.distcp").mkdir(parents=True)
@@ -272,7 +272,7 @@ def test_a_process_that_dies_while_it_writes_is_replaced_once(
     save(copy, FileSystemWriter(tmp_path / "3"), process)
 
 
-def test_death_is_noticed_although_another_process_has_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_is_noticed_though_another_has_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere: list[int] = []
     pipe = process_module.Pipe
 
@@ -306,7 +306,7 @@ def test_a_process_that_does_not_answer_in_time_is_killed(monkeypatch: pytest.Mo
     process.close()
 
 
-def test_closing_it_now_ends_a_question_that_would_never_be_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_it_now_ends_a_question_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "_PROGRAM", BUSY)
     process, seen = WriterProcess(), []
 
@@ -375,7 +375,7 @@ def test_close_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
         process.ask(b"")
 
 
-def test_it_has_a_lower_priority_and_no_accelerator_and_ignores_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_a_lower_priority_and_ignores_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "_PROGRAM", ECHO)
     process = WriterProcess()
     process.ask(b"until it is there")
@@ -434,12 +434,12 @@ class TestCheckpointer:
             assert restored["n"] == 4
         assert not exists(pid)
 
-    def test_a_stager_that_keeps_its_memory_to_itself_needs_no_process(self, tmp_path: Path) -> None:
+    def test_a_stager_that_shares_no_memory_needs_no_process(self, tmp_path: Path) -> None:
         with Checkpointer(str(tmp_path), stager=stagereg.build("stager", "blocking")) as checkpointer:
             assert checkpointer.writer_pid is None
 
     @pytest.mark.slow
-    def test_two_checkpointers_on_two_ranks_write_at_once_and_open_no_port(self, tmp_path: Path) -> None:
+    def test_two_checkpointers_write_at_once_and_open_no_port(self, tmp_path: Path) -> None:
         results = run_ranks(two_at_once, nproc=2, args=(str(tmp_path),))
         assert len({pid for pids, _, _ in results for pid in pids}) == 4
         for _, sockets, restored in results:

@@ -18,7 +18,8 @@ import pytest
 import stagereg.commands.checking as checking
 from stagereg.cli import main
 from stagereg.errors import ConfigError, RegistryError, UnknownNameError
-from stagereg.registry import REGISTRY
+
+from .conftest import Install
 
 # Contracts of no kind need no training to break their promises; each of these does it in another way.
 HARMFUL = """
@@ -104,31 +105,6 @@ def check(*arguments: str, capsys: pytest.CaptureFixture[str], code: int) -> dic
 def rows(result: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Verdict and observation, by the name of the promise."""
     return {case["name"]: (case["verdict"], case["seen"]) for case in result["cases"]}
-
-
-def package(
-    folder: Path,
-    name: str,
-    source: str,
-    plugins: str = "",
-    contracts: str = "",
-    needs: str = "Requires-Dist: hydra-stagereg\n",
-) -> None:
-    """Put an installed package into ``folder``, as pip leaves it there."""
-    (folder / f"{name}.py").write_text(source)
-    metadata = folder / f"{name}-1.2.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n{needs}")
-    groups = {"stagereg.plugins": plugins, "stagereg.contracts": contracts}
-    (metadata / "entry_points.txt").write_text("".join(f"[{g}]\n{lines}\n" for g, lines in groups.items() if lines))
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "site"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(str(folder))
-    return folder
 
 
 def gone(pid: int) -> bool:
@@ -232,8 +208,8 @@ def test_the_built_in_stagers_keep_their_promises(name: str, capsys: pytest.Capt
     assert result["counts"]["kept"] > 20
 
 
-def test_a_joinable_without_a_contract_is_not_shown(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    package(site, "lonely", JOINABLE.format(name="lonely"), "joinable.lonely = lonely:Mine")
+def test_a_joinable_without_a_contract_is_not_shown(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install("lonely", JOINABLE.format(name="lonely"), {"joinable.lonely": "Mine"}, requires="hydra-stagereg")
     found = rows(check("lonely", capsys=capsys, code=1))
     assert found["contract"][0] == "not shown"
     assert "stagereg.testing.JoinableContract" in found["contract"][1]
@@ -241,29 +217,21 @@ def test_a_joinable_without_a_contract_is_not_shown(site: Path, capsys: pytest.C
     assert found["metadata"] == ("kept", "")
 
 
-def test_errors_in_the_metadata_of_a_package_are_reported(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    contracts = "stager.careless = careless:Contract\nstager.carelss = careless:Contract"
+def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    contracts = {"stager.careless": "Contract", "stager.carelss": "Contract"}
     source = STAGER.format(name="careless") + "Contract = None\n"
-    plugins = "stager.careless = careless:Mine\nstagr.careless = careless:Mine"
-    package(site, "careless", source, plugins, contracts, needs="Requires-Dist: hydra-stagereg-like\n")
+    plugins = {"stager.careless": "Mine", "stagr.careless": "Mine"}
+    install("careless", source, plugins, contracts, requires="hydra-stagereg-like")
     found = rows(check("careless", capsys=capsys, code=1))
-    verdict, seen = found["metadata"]
-    assert verdict == "broken"
-    for part in (
-        "stagr",
-        "Did you mean 'stager'?",
-        "dependencies = ",
-        "'stager.carelss'. Did you mean 'stager.careless'?",
-    ):
-        assert part in seen
+    assert found["metadata"][0] == "broken"
+    for part in ("Did you mean 'stager'?", "dependencies = ", "'stager.carelss'. Did you mean 'stager.careless'?"):
+        assert part in found["metadata"][1]
     assert "is no class that inherits stagereg.testing.StagerContract" in found["contract"][1]
-    REGISTRY.refresh()
-    package(site, "older", STAGER.format(name="other"), "stager.older = older:Mine", needs="Requires-Dist: stagereg\n")
+    install("older", STAGER.format(name="other"), {"stager.older": "Mine"}, requires="stagereg")
     found = rows(check("older", capsys=capsys, code=1))
     assert "requires 'stagereg', which is an unrelated project" in found["metadata"][1]
     assert found["loads"][0] == "broken"
-    REGISTRY.refresh()
-    package(site, "two", STAGER.format(name="other"), "stager.two = two:Mine")
+    install("two", STAGER.format(name="other"), {"stager.two": "Mine"})
     assert "announced as 'two', and decorated as 'other'" in rows(check("two", capsys=capsys, code=1))["loads"][1]
 
 
@@ -271,9 +239,9 @@ def test_errors_in_the_metadata_of_a_package_are_reported(site: Path, capsys: py
     ("source", "seen"), [("raise SystemExit('no licence')", "no licence"), ("import os; os._exit(7)", "exit code 7")]
 )
 def test_a_package_that_cannot_be_imported_is_one_row(
-    source: str, seen: str, site: Path, capsys: pytest.CaptureFixture[str]
+    source: str, seen: str, install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    package(site, "leaving", source, "stager.leaving = leaving:Mine")
+    install("leaving", source, {"stager.leaving": "Mine"})
     found = rows(check("leaving", capsys=capsys, code=1))
     assert list(found) == ["metadata", "loads"]
     assert found["loads"][0] == "broken"
@@ -287,42 +255,27 @@ def test_without_pytest_its_extra_is_named(capsys: pytest.CaptureFixture[str], m
     assert "pip install 'hydra-stagereg[check]'" in capsys.readouterr().err
 
 
-class TestResolve:
-    """What a target means is known without importing anything."""
-
-    def test_a_package_is_all_that_it_announces(self, site: Path) -> None:
-        bomb = "raise RuntimeError('imported')"
-        plugins = "stager.one = the_two:One\njoinable.two = the_two:Two"
-        package(site, "the_two", bomb, plugins, "joinable.two = the_two:TwoContract")
-        jobs, [case] = checking.resolve("The-Two")  # as pip takes it
+def test_what_a_target_means_is_known_without_importing_it(install: Install, tmp_path: Path) -> None:
+    bomb = "raise RuntimeError('imported')"
+    install("the_two", bomb, {"stager.one": "One", "joinable.two": "Two"}, {"joinable.two": "C"}, "hydra-stagereg")
+    install("plain", bomb, {})
+    for target in ("The-Two", "the_two"):  # as pip takes it, and the module
+        jobs, [case] = checking.resolve(target)
         assert jobs == ["joinable/two", "stager/one"]
         assert (case["section"], case["verdict"]) == ("the_two 1.2", "kept")
-
-    def test_a_component_is_its_kind_and_name_or_its_name(self) -> None:
-        for target in ("stager/pinned_cached", "pinned_cached"):
-            assert checking.resolve(target) == (["stager/pinned_cached"], [])
-        with pytest.raises(UnknownNameError, match="Choose one: join_hook/ddp or joinable/ddp"):
-            checking.resolve("ddp")
-
-    def test_two_packages_of_one_name_are_distinguished(self, site: Path) -> None:
-        package(site, "a_one", "", "stager.shared_name = a_one:Mine")
-        package(site, "b_one", "", "stager.shared_name = b_one:Mine")
-        with pytest.raises(RegistryError, match="say which"):
-            checking.resolve("stager/shared_name")
-        assert checking.resolve("stager/shared_name@b_one")[0] == ["stager/shared_name@b-one"]
-
-    def test_a_folder_is_the_package_that_it_holds(self, site: Path, tmp_path: Path) -> None:
-        (tmp_path / "pyproject.toml").write_text('[project]\nname = "the-held"\n')
-        with pytest.raises(ConfigError, match="pip install --editable"):
-            checking.resolve(str(tmp_path))
-        package(site, "the_held", "", "stager.held = the_held:Mine")
-        assert checking.resolve(str(tmp_path))[0] == ["stager/held"]
-
-    def test_a_module_is_what_packages_announce_in_it_or_itself(self, site: Path) -> None:
-        package(site, "dist_name", "", "stager.inner = module_name.inner:Mine")
-        (site / "plain.py").write_text("raise RuntimeError('imported')")
-        assert checking.resolve("module_name") == (["stager/inner"], [])
-        assert checking.resolve("plain") == (["plain"], [])
+    assert checking.resolve("plain") == (["plain"], [])
+    for target in ("stager/pinned_cached", "pinned_cached"):
+        assert checking.resolve(target) == (["stager/pinned_cached"], [])
+    with pytest.raises(UnknownNameError, match="Choose one: join_hook/ddp or joinable/ddp"):
+        checking.resolve("ddp")
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "the-held"\n')
+    with pytest.raises(ConfigError, match="pip install --editable"):
+        checking.resolve(str(tmp_path))
+    install("the_held", bomb, {"stager.held": "Mine", "stager.one": "Mine"})
+    assert checking.resolve(str(tmp_path))[0] == ["stager/held", "stager/one@the-held"]
+    with pytest.raises(RegistryError, match="say which"):
+        checking.resolve("stager/one")
+    assert checking.resolve("stager/one@the_held")[0] == ["stager/one@the-held"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.manifest import Manifest
 from stagereg.checkpoint.store.local_store import LocalStore
+from stagereg.errors import CheckpointError
 from stagereg.stagers.blocking import BlockingAsyncStager
 from stagereg.testing.ranks import run_ranks
 
@@ -120,7 +123,7 @@ def test_sharded_tensors_are_whole_in_the_file(sharded: tuple[Path, dict[str, An
         assert {name: bits(x) for name, x in found.items() if name in expected} == bits(expected)
 
 
-def test_safetensors_has_the_tensors_by_dotted_name_and_left_out_values_are_named(
+def test_safetensors_has_tensors_by_name_and_names_the_rest(
     sharded: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, whole = sharded
@@ -148,20 +151,17 @@ def save(root: Path, *states: dict[str, Any]) -> Path:
 
 
 def tensors_of_every_kind() -> dict[str, torch.Tensor]:
-    import stagereg.checkpoint.export as export
+    from stagereg.checkpoint.storage.safetensors import DTYPES
 
     tied = torch.arange(12, dtype=torch.float32).reshape(3, 4)
-    made = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in export._DTYPES}
+    made = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
     return {**made, "tied": tied, "tied too": tied, "transposed": tied.t(), "one": tied[1, 2], "none": tied[:, :0]}
 
 
-def test_the_library_reads_tensors_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_reads_tensors_of_every_kind(tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    import stagereg.checkpoint.export as export
-
-    monkeypatch.setattr(export, "_PIECE_BYTES", 40)
     tensors = tensors_of_every_kind()
     root = save(tmp_path / "run", {"x": tensors, "number": 3})
     for name in ("all.safetensors", "all.pt"):
@@ -172,9 +172,7 @@ def test_the_library_reads_tensors_of_every_kind(tmp_path: Path, monkeypatch: py
         assert file.metadata() == {"format": "pt", "step": "1"}
 
 
-def test_tensors_that_safetensors_cannot_hold_are_named_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tensors_that_safetensors_cannot_hold_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {"x": {"wide": torch.ones(2, dtype=torch.complex128)}, "y": {"__metadata__": torch.ones(2)}, "z": 3}
     root = save(tmp_path / "run", state)
     for name, message in (
@@ -215,7 +213,7 @@ def test_a_pt_file_has_only_types_that_torch_loads(tmp_path: Path) -> None:
 def test_a_full_disk_and_an_interruption_leave_nothing(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import stagereg.checkpoint.torchfiles as torchfiles
+    from stagereg.checkpoint.reading import CheckpointFiles
 
     class Full(io.FileIO):
         def write(self, content: Any) -> int:
@@ -238,8 +236,7 @@ def test_a_full_disk_and_an_interruption_leave_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(torchfiles._Planner, "load_bytes", interrupted)
-        broken.setattr(torchfiles._Planner, "resolve_tensor", interrupted)
+        broken.setattr(CheckpointFiles, "read", interrupted)
         assert cli.main(["convert", str(root), arguments]) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -250,9 +247,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_of_a_directory_it_is_the_newest_good_one_and_a_damaged_one_is_never_converted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_directory_the_newest_good_one_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, out = save(tmp_path / "run", *({"x": torch.full((99,), n)} for n in range(3))), tmp_path / "x.pt"
     flip(root / "step-00000003" / "__0_0.distcp")
     assert cli.main(["convert", str(root), str(out)]) == 0
@@ -265,7 +260,7 @@ def test_of_a_directory_it_is_the_newest_good_one_and_a_damaged_one_is_never_con
     assert not out.exists()
 
 
-def test_a_checkpoint_that_a_run_deletes_while_it_is_read_is_no_damage_and_no_traceback(
+def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, out = save(tmp_path / "run", {"x": torch.zeros(9)}, {"x": torch.ones(9)}), tmp_path / "x.pt"
@@ -346,3 +341,41 @@ def test_names_and_types_in_a_file_cannot_control_the_terminal(
     shown = capsys.readouterr()
     assert "\x1b" not in shown.out + shown.err
     assert r"'\x1b[2Jx'" in shown.out
+
+
+def test_plain_torch_and_earlier_versions_are_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model = network()
+    state = {"model": model.state_dict(), "values": {"lr": 0.1, "list": [torch.ones(2), {"a": (1, "b")}]}}
+    dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
+    save(tmp_path / "run", state)
+    earlier = tmp_path / "run" / "step-00000001"
+    (earlier / "index.json").unlink()
+    manifest = Manifest.loads((earlier / "manifest.json").read_text())
+    del manifest.files["index.json"]
+    (earlier / "manifest.json").write_text(manifest.dumps())
+    with (
+        Checkpointer(str(tmp_path / "run")) as reading,
+        pytest.raises(CheckpointError, match=r"`stagereg convert .*` makes"),
+    ):
+        reading.restore({"values": None})
+    for root in (tmp_path / "plain", tmp_path / "run"):
+        assert cli.main(["convert", str(root), str(tmp_path / "x.pt"), "--force"]) == 0
+        found = torch.load(tmp_path / "x.pt", weights_only=True)
+        assert bits(found["model"]) == bits(dict(state["model"]))
+        assert found["values"]["lr"] == 0.1
+        assert found["values"]["list"][0].tolist() == [1, 1]
+        assert found["values"]["list"][1] == {"a": (1, "b")}
+        assert cli.main(["convert", str(root), str(tmp_path / "x.safetensors"), "--only", "model", "--force"]) == 0
+    (tmp_path / "plain" / ".metadata").write_bytes(pickle.dumps(Fires()))
+    capsys.readouterr()
+    assert cli.main(["convert", str(tmp_path / "plain"), str(tmp_path / "y.pt")]) == 2
+    assert "which is no metadata; nothing was imported" in capsys.readouterr().err
+
+
+class Fires:
+    """Becomes a call when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("it was run",)

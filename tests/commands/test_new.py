@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib import util
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,11 @@ import stagereg.commands.scaffold as scaffold
 from stagereg.cli import main
 from stagereg.errors import ConfigError
 
+from ..test_packaging import build, environment
+
 KINDS = ("stager", "joinable", "join_hook")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
 RUFF = Path(sys.executable).with_name("ruff")
-
-# The wheel and the fresh environment are those of the tests of packaging.
-_spec = util.spec_from_file_location("packaging_tests", Path(__file__).parents[1] / "test_packaging.py")
-assert _spec is not None
-assert _spec.loader is not None
-packaging = util.module_from_spec(_spec)
-_spec.loader.exec_module(packaging)
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -42,7 +36,7 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a package of each kind, made by an installed stagereg and installed beside it in ``venv``."""
     folder = tmp_path_factory.mktemp("new")
-    python = packaging.environment(packaging.build("wheel", folder), folder)
+    python = environment(build("wheel", folder), folder)
     for kind in KINDS:
         done = run(python, "-m", "stagereg", "new", kind, f"my-{kind}", "--dir", "packages", cwd=folder)
         assert done.returncode == 0, done.stderr

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagereg.checkpoint.interval as interval
-from stagereg import cli, record
-from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg import cli
 from stagereg.commands.planning import Job
 
 GIVEN = ("--stage-gib-s", "2", "--write-gib-s", "0.5")
@@ -115,21 +113,6 @@ def test_the_times_of_a_run_are_scaled_to_the_bytes_of_a_rank(
     seen = plan(capsys, "--mtbf", "1h", "--run", str(recorded), "--state", "8MB", "--ranks", "4", "--step", "3s")
     assert (seen["cost_s"], seen["write_s"], seen["step_s"]) == pytest.approx((10.0, 25.0, 3.0))
     assert "5 times as many bytes" in " ".join(seen["sources"])
-
-
-def test_a_plan_can_be_made_from_the_records_of_a_checkpointer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state = {"x": torch.ones(10_000)}
-    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), every=5) as checkpointer:
-        for step in range(1, 21):
-            checkpointer.maybe_save(step, state)
-            checkpointer.wait()
-        stats = checkpointer.stats
-    seen = plan(capsys, "--mtbf", "1h", "--run", str(tmp_path))
-    assert seen["state_bytes"] == 40_000
-    assert 0 < seen["cost_s"] < sum(stats.stall_seconds) + 1
-    assert seen["write_s"] >= min(stats.write_seconds)
 
 
 # -- measured here

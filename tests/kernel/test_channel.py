@@ -55,7 +55,7 @@ def use(rank: int, world_size: int) -> dict[str, Any]:
     return seen
 
 
-def test_a_channel_sums_and_gathers_beside_training_and_can_be_waited_for_a_while() -> None:
+def test_a_channel_sums_and_gathers_and_can_be_waited_for() -> None:
     for rank, seen in enumerate(run_ranks(use, 3, timeout_s=40)):
         assert seen["kept"]
         assert seen["apart"]
@@ -103,7 +103,7 @@ def test_a_channel_belongs_to_the_ranks_of_its_group() -> None:
         assert seen["alone"] == (0, 1, [1.0, 2.0], ["me"])
 
 
-def test_a_group_made_again_under_the_same_name_has_channels_of_its_own() -> None:
+def test_a_group_of_the_same_name_has_its_own_channels() -> None:
     for rank, (name, first, name_again, same, new_rank, second, kept) in enumerate(run_ranks(again, 2, timeout_s=40)):
         assert name == name_again
         assert first == second == [2.0]

@@ -92,7 +92,7 @@ def test_the_garbage_collector_is_left_as_it_was() -> None:
             gc.enable()
 
 
-def test_the_callers_grad_mode_is_left_as_it_was_and_no_graph_is_made() -> None:
+def test_the_grad_mode_stays_and_no_graph_is_made() -> None:
     w = torch.ones(3, requires_grad=True)
     copy = HostCopier(Pool()).copy({"w": w, "conj": torch.ones(2, dtype=torch.complex64, requires_grad=True).conj()})
     assert torch.is_grad_enabled()

@@ -189,7 +189,7 @@ MANY = [
 @given(scenario=scenarios())
 @example(scenario=crowd(MANY, 64))
 @example(scenario=crowd(MANY, 128, cycle=3))
-def test_all_ranks_take_part_in_every_step_that_any_has_data_for_and_in_no_more(mode: str, scenario: Scenario) -> None:
+def test_all_ranks_take_part_in_exactly_the_steps_with_data(mode: str, scenario: Scenario) -> None:
     scenario = replace(scenario, mode=mode)
     for script, rank in zip(scenario.scripts, play(scenario), strict=True):
         assert rank.raised is None
@@ -260,7 +260,7 @@ def test_a_counted_throw_reaches_all_ranks_in_the_same_step(scenario: Scenario) 
 @SEVERAL
 @given(scenario=scenarios(mode="planned", throw=True))
 @example(scenario=crowd([steps(1), steps(0, announced=1)], 64, mode="planned", throw=True))
-def test_a_planned_throw_comes_before_the_first_step_and_names_all_lengths(scenario: Scenario) -> None:
+def test_a_planned_throw_comes_first_and_names_all_lengths(scenario: Scenario) -> None:
     lengths = [script.length for script in scenario.scripts]
     if len(set(lengths)) == 1:
         honest = tuple(replace(script, batches=(True,) * lengths[0], announced=0) for script in scenario.scripts)
@@ -280,9 +280,7 @@ def test_a_planned_throw_comes_before_the_first_step_and_names_all_lengths(scena
 @SEVERAL
 @given(kinds=st.lists(st.integers(0, 6), min_size=2, max_size=9), seed=st.integers(0, 999))
 @example(kinds=[6, 5, 6, 6] * 16, seed=0)
-def test_a_rank_that_leaves_early_although_even_lengths_were_planned_raises_that_others_have_more(
-    kinds: list[int], seed: int
-) -> None:
+def test_a_rank_that_leaves_an_even_plan_early_raises(kinds: list[int], seed: int) -> None:
     """In a join, the failure detector brings that rank's error to the others."""
     scripts = tuple(steps(count, announced=6 - count) for count in kinds)
     scenario = Scenario(scripts, "planned", cycle=1, throw=True, seed=seed)
@@ -329,9 +327,7 @@ class ReadsLate(Odd):
 @SEVERAL
 @given(scenario=scenarios())
 @example(scenario=crowd([steps(5)], 64, cycle=2))
-def test_schedules_that_differ_are_an_error_on_every_rank_in_the_step_where_they_do(
-    kind: type[Rank], scenario: Scenario
-) -> None:
+def test_schedules_that_differ_are_an_error_on_every_rank(kind: type[Rank], scenario: Scenario) -> None:
     scripts = tuple(replace(script, reads=True, bodies=()) for script in scenario.scripts)
     scenario = replace(scenario, scripts=scripts)
     differ = [step for step in range(scenario.steps) if differs(scenario, step)]

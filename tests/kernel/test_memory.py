@@ -119,7 +119,7 @@ class TestLeases:
         del grown
         assert pool.held_bytes == 8192
 
-    def test_a_pool_that_keeps_nothing_keeps_nothing_even_before_it_is_asked(self) -> None:
+    def test_a_pool_that_keeps_nothing_never_keeps_any(self) -> None:
         pool = Pool(keep=False)
         x = tensor_over(borrow(pool, 64))
         block = blocks_alive()
@@ -185,7 +185,7 @@ class TestSharedBlocks:
         assert (pool.in_flight, pool.held_bytes) == (0, 2 * 4096)
         assert address in {ref.block.address for ref in [pool.take(64), pool.take(64)]}
 
-    def test_a_block_that_is_kept_for_later_copies_is_not_leased_again(self) -> None:
+    def test_a_block_kept_for_later_copies_is_not_leased_again(self) -> None:
         pool = Pool()
         ref = pool.take(64)
         torch.frombuffer(pool.lease().view(ref), dtype=torch.uint8).fill_(7)
@@ -193,7 +193,7 @@ class TestSharedBlocks:
         assert pool.take(64).block.address != ref.block.address
         assert ref.block.view()[0] == 7
 
-    def test_a_copy_in_many_blocks_is_one_lease_until_the_last_is_gone(self) -> None:
+    def test_a_copy_in_many_blocks_is_one_lease(self) -> None:
         pool = Pool(max_in_flight=1)
         lease = pool.lease()
         tensors = [torch.frombuffer(lease.view(pool.take(64)), dtype=torch.uint8) for _ in range(3)]
@@ -203,13 +203,13 @@ class TestSharedBlocks:
             tensors.pop()
         assert pool.in_flight == 0
 
-    def test_no_block_much_larger_than_asked_for_is_taken_where_that_is_bounded(self) -> None:
+    def test_no_block_beyond_the_bound_is_taken(self) -> None:
         pool = Pool()
         large = pool.take(2**20).block.address
         assert pool.take(64, at_most=2**16).block.address != large
         assert pool.take(64).block.nbytes == 4096
 
-    def test_unused_blocks_are_kept_for_as_many_copies_as_may_be_in_flight(self) -> None:
+    def test_unused_blocks_are_kept_for_the_copies_in_flight(self) -> None:
         pool = Pool(max_in_flight=2)
         pool.expected = 3 * 4096
         blocks = [pool.take(64) for _ in range(10)]
@@ -239,7 +239,7 @@ class TestWaiting:
     @pytest.mark.parametrize(
         ("wait_s", "promised", "waited_s"), [(60.0, False, 1.0), (0.5, False, 0.5), (60.0, True, 60.0)]
     )
-    def test_a_reader_is_waited_for_one_second_or_as_long_as_it_promised(
+    def test_a_reader_is_waited_for_a_second_or_as_it_promised(
         self, wait_s: float, promised: bool, waited_s: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         clock = [0.0]

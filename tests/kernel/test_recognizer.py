@@ -101,7 +101,7 @@ def test_another_state_is_copied_right_whatever_was_copied_before(
         assert same(copier.copy(state), state)
 
 
-def test_a_modules_state_dict_is_recognised_though_its_tensors_are_new_objects() -> None:
+def test_a_modules_state_dict_is_recognised_in_new_objects() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(2, 3)).sum().backward()

@@ -17,7 +17,7 @@ def test_each_tensor_object_is_listed_once_in_order() -> None:
     assert [x is y for x, y in zip(spec.tensors, [a, b], strict=True)] == [True, True]
 
 
-def test_the_copy_has_the_staged_tensors_where_the_source_had_its_own() -> None:
+def test_the_copy_has_its_tensors_where_the_source_had_them() -> None:
     a, b = torch.ones(1), torch.ones(2)
     staged = [torch.zeros(1), torch.zeros(2)]
     copy = flatten({"x": [a, (b, 7, a)], "b": b}).unflatten(staged)
@@ -33,7 +33,7 @@ def test_a_bare_tensor_is_a_state_too() -> None:
     assert flatten(torch.ones(1)).unflatten([staged]) is staged
 
 
-def test_nothing_of_the_source_is_held_after_the_tree_spec_is_gone() -> None:
+def test_nothing_of_the_source_outlives_the_tree_spec() -> None:
     source = {"w": torch.ones(3), "l": [torch.ones(2)]}
     copy = flatten(source).unflatten([torch.zeros(3), torch.zeros(2)])
     gc.collect()

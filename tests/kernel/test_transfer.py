@@ -30,9 +30,7 @@ def test_every_piece_arrives_and_nothing_else_is_touched(sizes: list[int]) -> No
 
 
 @pytest.mark.parametrize("refusal", ["no such call", "not permitted", "half done"])
-def test_small_tensors_are_copied_one_by_one_where_the_call_is_refused(
-    refusal: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_tensors_are_copied_singly_where_refused(refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = transfer._readv()
     answers = {
         "no such call": None,

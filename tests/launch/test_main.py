@@ -207,7 +207,7 @@ def called(tmp_path_factory):
     return results
 
 
-def test_plain_python_starts_ranks_that_share_one_folder_one_log_and_one_clock(app):
+def test_plain_python_starts_ranks_that_share_folder_and_log(app):
     # Ranks above 0 have no logging whose level could be overridden.
     ended = app.run("text='a $$ {b} ${lr}'", "lr=2", "hydra.job_logging.root.level=DEBUG")
     assert ended.returncode == 0, ended.stderr
@@ -247,7 +247,7 @@ def test_one_rank_runs_in_the_process_itself(called):
     assert ended["run folders"] == 1
 
 
-def test_torchrun_gives_the_ranks_and_they_share_one_folder_and_one_log(app):
+def test_ranks_of_torchrun_share_folder_and_log(app):
     ended = app.run("nproc=7", start=TORCHRUN)
     assert ended.returncode == 0, ended.stderr
     assert app.answer(0)["sum"] == app.answer(1)["sum"] == 3
@@ -264,7 +264,7 @@ def test_torchrun_shows_the_config_once_and_ends(app):
     assert ended.stdout.count("lr: 1.0") == 1
 
 
-def test_jobs_of_a_sweep_get_fresh_ranks_and_return_values_come_back_once(app):
+def test_jobs_of_a_sweep_get_fresh_ranks_and_return_once(app):
     callback = ["+hydra.callbacks.write._target_=write.WriteReturnValue", "+hydra.callbacks.write.file=values.txt"]
     ended = app.run("-m", "nproc=2,1", "lr=2", *callback)
     assert ended.returncode == 0, ended.stderr
@@ -286,7 +286,7 @@ def test_jobs_of_a_sweep_get_fresh_ranks_and_return_values_come_back_once(app):
 
 
 @pytest.mark.slow
-def test_jobs_of_a_sweep_get_a_fresh_process_also_for_a_single_rank(app):
+def test_jobs_of_a_sweep_get_a_fresh_process_for_one_rank(app):
     ended = app.run("-m", "lr=1,2", "nproc=1")
     assert ended.returncode == 0, ended.stderr
     assert app.answer(0, 0)["pid"] != app.answer(0, 1)["pid"]
@@ -311,7 +311,7 @@ def test_torchrun_with_a_sweep_is_refused_with_one_line(app):
 
 
 @pytest.mark.parametrize("start", [None, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["python", "torchrun"])
-def test_an_error_is_printed_once_with_its_rank_and_not_its_consequences(app, start):
+def test_an_error_is_printed_once_without_its_consequences(app, start):
     ended = app.run("what=raise_on_last", start=start)
     assert ended.returncode == 1
     assert ended.stderr.count('no cheese")') == 1  # the source line of the traceback
@@ -344,7 +344,7 @@ def test_the_cause_is_one_line(app, what, line):
         ({4: "kill -TERM $$", 5: "sleep 100"}, "rank 4: died of SIGTERM"),
     ],
 )
-def test_of_ranks_without_an_error_those_that_were_not_terminated_are_named(tmp_path, ends, line):
+def test_ranks_that_ended_without_an_error_are_named(tmp_path, ends, line):
     with LocalRanks() as ranks:
         for rank, how in ends.items():
             ranks.start(rank, ["sh", "-c", how], str(tmp_path), {**os.environ})
@@ -374,7 +374,7 @@ def test_errors_of_a_single_rank_look_the_same(called):
     assert other["stderr"].count("KeyError: 'no cheese'") == 1
 
 
-def test_a_failed_job_ends_the_sweep_with_one_and_the_same_error_on_all_its_ranks_is_one_line(app):
+def test_a_failed_job_ends_the_sweep_with_its_error_once(app):
     ended = app.run("-m", "lr=1", "what=fail_everywhere")
     assert ended.returncode == 1
     assert len(re.findall(r"^rank [01]: no shelf for cheese$", ended.stderr, re.MULTILINE)) == 1
@@ -383,7 +383,7 @@ def test_a_failed_job_ends_the_sweep_with_one_and_the_same_error_on_all_its_rank
 
 
 @pytest.mark.parametrize("value", ["500", "0", "two", "1.5"])
-def test_a_senseless_number_of_ranks_is_refused_before_anything_starts(called, value):
+def test_a_senseless_number_of_ranks_is_refused_at_once(called, value):
     ended = called[f"nproc={value}"]
     assert ended["returncode"] == 1
     assert ended["stderr"].startswith(f"stagereg: nproc={value} is ")
@@ -407,7 +407,7 @@ def test_an_unknown_key_is_one_line_with_the_nearest_name(called):
 
 
 @pytest.mark.slow
-def test_folders_and_configs_are_found_from_anywhere_and_chdir_is_hydras(app, tmp_path_factory):
+def test_folders_and_configs_are_found_from_anywhere(app, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     command = [sys.executable, os.path.relpath(app.folder / "train.py", elsewhere), f"answers={app.answers}"]
     ended = run([*command, "hydra.job.chdir=true"], elsewhere)
@@ -485,7 +485,7 @@ rank.Rank.current()
 
 
 @pytest.mark.parametrize("starter", ["stagereg", "torchrun"])
-def test_a_rank_ends_with_its_parent_also_while_it_waits_for_the_others(tmp_path, starter):
+def test_a_rank_that_waits_for_others_ends_with_its_parent(tmp_path, starter):
     (tmp_path / "rank.py").write_text(WAITING)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

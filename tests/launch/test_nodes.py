@@ -209,7 +209,7 @@ def test_agents_that_start_in_different_folders_are_one_run(agents: Agents) -> N
 
 
 @pytest.mark.slow
-def test_an_error_below_the_second_agent_is_printed_once_with_its_rank_and_ends_both(agents: Agents) -> None:
+def test_an_error_below_the_second_agent_is_printed_once(agents: Agents) -> None:
     ended = agents.run("what=fail")
     assert all(code != 0 for code, _, _ in ended)
     stderr = "".join(stderr for _, _, stderr in ended)
@@ -220,7 +220,7 @@ def test_an_error_below_the_second_agent_is_printed_once_with_its_rank_and_ends_
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_restarted_run_resumes_from_its_newest_checkpoint_in_the_same_folder(agents: Agents) -> None:
+def test_a_restarted_run_resumes_in_the_same_folder(agents: Agents) -> None:
     for code, _, stderr in agents.run("what=fail", options=("--max-restarts=2",)):
         assert code == 0, stderr
     attempts = list(zip(agents.answers_of(0), agents.answers_of(1), strict=True))
@@ -248,9 +248,7 @@ def test_a_preempted_run_resumes_when_it_is_started_again(agents: Agents) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("lost", [0, 1])
-def test_when_an_agent_is_killed_its_ranks_go_too_and_the_other_one_ends_and_names_the_lost_ranks(
-    agents: Agents, lost: int
-) -> None:
+def test_ranks_of_a_killed_agent_end_and_are_named_as_lost(agents: Agents, lost: int) -> None:
     agents.start("what=go_on", f"answers={agents.answers}")
     agents.await_job()
     about = agents.answer(lost)
@@ -321,7 +319,7 @@ def test_the_tasks_of_a_schedulers_job_are_one_run(agents: Agents) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(world=st.integers(1, 4), dead=st.lists(st.integers(0, 5), min_size=1, max_size=4))
-def test_the_ranks_of_an_attempt_agree_on_a_name_that_no_earlier_attempt_had(world: int, dead: list[int]) -> None:
+def test_the_ranks_of_an_attempt_agree_on_a_new_name(world: int, dead: list[int]) -> None:
     """Before each attempt some processes came that far and died: they drew a number, and got no answer."""
     store, names = HashStore(), []
     with ThreadPoolExecutor(world) as pool:
@@ -370,7 +368,7 @@ def test_a_heartbeat_ends_with_its_block_and_with_its_store(monkeypatch: pytest.
     assert beating() == []
 
 
-def test_ranks_of_two_machines_report_a_cause_once_and_end_with_an_error(
+def test_ranks_of_two_machines_report_a_cause_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shutdown, "exit_now", sys.exit)
@@ -391,7 +389,7 @@ def test_ranks_of_two_machines_report_a_cause_once_and_end_with_an_error(
     assert "peer" not in printed
 
 
-def test_a_rank_that_waits_for_the_others_to_end_finds_those_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_for_others_finds_the_lost_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_store, "_LOST_WAITING_S", 0.3)
     store = HashStore()
     waiting, other = (RunStore(store, number, 3, multi_node=True) for number in range(2))
@@ -409,7 +407,7 @@ def test_a_rank_that_waits_for_the_others_to_end_finds_those_that_are_lost(monke
         (8, 4, "python train.py -m nproc=4 hydra/launcher=submitit_slurm hydra.launcher.nodes=2 ..."),
     ],
 )
-def test_a_sweep_below_torchrun_is_refused_with_the_command_that_does_it(
+def test_a_sweep_below_torchrun_names_the_command_that_does_it(
     monkeypatch: pytest.MonkeyPatch, world: int, local: int, command: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "-m"])

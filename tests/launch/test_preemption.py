@@ -280,9 +280,7 @@ def test_a_sweep_resumes_where_each_job_finds_its_own_checkpoints(
     assert capsys.readouterr().err == f"preempted by SIGTERM: {message}\n"
 
 
-def test_a_signal_is_forwarded_and_what_comes_again_later_ends_the_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_is_forwarded_and_a_later_one_ends_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     script = f"trap 'echo received >> {log}' TERM USR1; echo ready >> {log}; while true; do sleep 0.01; done"
 
@@ -308,14 +306,14 @@ def test_a_signal_is_forwarded_and_what_comes_again_later_ends_the_ranks(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_any_rank_has_started_and_ctrl_c_end_the_run(number: signal.Signals) -> None:
+def test_ctrl_c_and_a_signal_before_the_ranks_end_the_run(number: signal.Signals) -> None:
     with LocalRanks() as ranks:
         os.kill(os.getpid(), number)
     assert (ranks.forwarded, ranks.stopped) == (None, number)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_ranks_that_end_by_a_signal_sent_to_them_alone_end_the_run_with_its_code() -> None:
+def test_a_signal_to_ranks_alone_ends_the_run_with_its_code() -> None:
     for code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1):
         with pytest.raises(SystemExit) as ended:
             launch._raise({}, {1: code}, None)
@@ -334,7 +332,7 @@ def test_what_a_rank_reports_reaches_the_launcher() -> None:
     assert launcher.errors() == {0: "no cheese on 0,\nand no wine", 1: "no cheese on 1,\nand no wine"}
 
 
-def test_only_the_first_attempt_says_which_directory_and_time_a_run_has() -> None:
+def test_the_first_attempt_gives_a_run_its_directory_and_time() -> None:
     store = HashStore()
     first, second = (RunStore(store, 0, 1, attempt=name) for name in "12")
     assert not first.begun()

@@ -25,6 +25,7 @@ from stagereg.sweep.result import JobResult
 
 from . import programs
 from .programs import App
+from .samples import write_run
 
 HYDRA_1_4 = Path(sys.prefix) / "hydra-1.4" / "bin" / "python"
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -234,6 +235,12 @@ def test_a_single_job_that_fails_stays_failed_and_leaves_its_result(tmp_path: Pa
     assert returned.status == JobStatus.FAILED
     assert JobResult.read(tmp_path / "0").status == "failed"
     assert JobResult.read(tmp_path / "0").error == "KeyError: 'x'"
+
+
+def test_records_of_an_earlier_run_in_the_directory_are_no_figures(tmp_path: Path) -> None:
+    write_run(tmp_path / "0")
+    Compare().on_job_end(config(tmp_path), ended(1.5))
+    assert JobResult.read(tmp_path / "0").figures == {"loss": 1.5}
 
 
 def test_of_several_tasks_of_one_run_only_the_first_shows_how_it_ended(

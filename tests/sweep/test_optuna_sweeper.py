@@ -170,6 +170,11 @@ def test_the_direction_is_that_of_the_metric(settings: dict[str, Any], best: str
     assert search.study().best_params == {"lr": best}
 
 
+def test_another_sampler_is_named_by_its_class(search: Search) -> None:
+    sampler = OmegaConf.create({"_target_": "optuna.samplers.RandomSampler"})
+    assert len(search(lr, "lr=1,2,3", sampler=sampler)) == 3
+
+
 def test_another_search_is_not_mixed_into_a_study(search: Search) -> None:
     search(lr, "lr=1,2", "nproc=1")
     for overrides, settings in (

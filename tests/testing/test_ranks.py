@@ -294,38 +294,5 @@ def test_ranks_end_when_their_caller_is_killed(tmp_path):
     assert await_gone(pids) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["importlib", "prepend"])
-def test_functions_are_found_under_every_import_mode(tmp_path, tmp_path_factory, mode):
-    """``tests/deep`` has a neighbour that is imported relatively; the rank must find it where the test did."""
-    deep = tmp_path / "tests" / "deep"
-    deep.mkdir(parents=True)
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
-    (tmp_path / "tests" / "__init__.py").touch()
-    (deep / "__init__.py").touch()
-    (deep / "neighbour.py").write_text("def twice(n):\n    return 2 * n\n")
-    (deep / "test_it.py").write_text(
-        textwrap.dedent("""
-        from stagereg.testing import run_ranks
-        from .neighbour import twice
-
-        def double(rank, world_size):
-            return twice(rank)
-
-        def test_it():
-            assert run_ranks(double, 2) == [0, 2]
-            assert run_ranks(twice_of, 2) == [0, 2]
-
-        def twice_of(rank, world_size):
-            from .neighbour import twice
-            return twice(rank)
-        """)
-    )
-    command = [sys.executable, "-m", "pytest", f"--import-mode={mode}", f"--rootdir={tmp_path}", str(deep)]
-    # From a folder that puts no package of that name on sys.path.
-    run = subprocess.run(command, cwd=tmp_path_factory.mktemp("cwd"), capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stdout + run.stderr
-
-
 def test_no_rank_takes_the_group_away_before_all_are_done():
     assert run_ranks(watch_rank_0) == [None, None]

@@ -3,6 +3,5 @@
 ``protocol`` is the protocol. ``dcp`` and ``safetensors`` are the plugins; below them, ``files`` and ``objects`` mark
 what is written, in a directory or in an object store, ``aligned`` is a file that bypasses the page cache, ``envelope``
 has what torch saves around a tensor's bytes, ``archive`` checks what ``torch.load`` is given, ``reader`` reads files
-without trusting them, ``forwarding`` is a writer around another one, and ``lookup`` finds the storage that wrote a
-checkpoint.
+without trusting them, and ``lookup`` finds the storage that wrote a checkpoint.
 """

@@ -16,9 +16,11 @@ import ctypes
 import errno
 import fcntl
 import os
+import queue
+import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from mmap import mmap
 from types import TracebackType
 
@@ -66,7 +68,10 @@ class AlignedFile:
         self._pending: deque[Future[None]] = deque()
         self.refused = False
         self._descriptor = self._open(direct)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="stagereg-write")
+        self._writes: queue.SimpleQueue[tuple[Future[None], memoryview, int] | None] = queue.SimpleQueue()
+        # Not an executor's, which the end of the process would wait for, although a disk may never answer.
+        self._thread = threading.Thread(target=self._work, name="stagereg-write", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> AlignedFile:
         return self
@@ -74,7 +79,10 @@ class AlignedFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._writer.shutdown(cancel_futures=True)
+        for future in self._pending:
+            future.cancel()
+        self._writes.put(None)
+        self._thread.join()
         os.close(self._descriptor)
 
     def tell(self) -> int:
@@ -162,11 +170,24 @@ class AlignedFile:
         """Write ``data`` in the background; of it, ``used`` bytes belong to the file."""
         while self._pending and (self._pending[0].done() or len(self._pending) >= _MOST_PENDING):
             self._pending.popleft().result()  # raises what has gone wrong so far
-        future = self._writer.submit(self._write, data, self._begin)
+        future: Future[None] = Future()
+        self._writes.put((future, data, self._begin))
         self._pending.append(future)
         self._crc32 = crc32(data[:used], self._crc32)
         self._begin += len(data) if used is None else used
         return future
+
+    def _work(self) -> None:
+        while (given := self._writes.get()) is not None:
+            future, data, at = given
+            if future.set_running_or_notify_cancel():
+                try:
+                    self._write(data, at)
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(None)
+            del given, future, data  # the memory is held no longer than it is needed
 
     def _write(self, data: memoryview, at: int) -> None:
         while data:

@@ -18,7 +18,7 @@ from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
@@ -28,8 +28,7 @@ from stagereg.checkpoint.manifest import FileMark
 from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.lookup import expect_fit
 from stagereg.checkpoint.storage.objects import MarkedObjects
-from stagereg.checkpoint.storage.protocol import Storage
-from stagereg.checkpoint.storage.reader import CheckpointReader
+from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, TensorResult
 from stagereg.checkpoint.store.open_store import is_url
 from stagereg.checkpoint.store.retry import retrying, until, within
 from stagereg.errors import CheckpointError
@@ -143,7 +142,8 @@ class FileStorage(FileSystemWriter, Storage):
 
         def write() -> list[WriteResult]:
             self.files.marks.clear()
-            return self.write_files(plan, planner)
+            results = self.write_files(plan, planner)
+            return [each if isinstance(each, TensorResult) else _archived(each) for each in results]
 
         done: Future[list[WriteResult]] = Future()
         try:
@@ -166,7 +166,7 @@ class FileStorage(FileSystemWriter, Storage):
 
     def reader(self, path: StrPath) -> StorageReader:
         """See :class:`.Storage`."""
-        reader = CheckpointReader("" if is_url(path) else path)
+        reader = FileSystemReader("" if is_url(path) else path)
         if is_url(path):
             reader.fs = MarkedObjects()  # type: ignore[assignment]
             reader.path = os.fspath(path)
@@ -179,3 +179,7 @@ class FileStorage(FileSystemWriter, Storage):
             self.files = MarkedObjects() if is_url(path) else self._local
         self.fs = self.files  # type: ignore[assignment]
         self.path = self.files.init_path(path)
+
+
+def _archived(result: WriteResult) -> ArchiveResult:
+    return ArchiveResult(result.index, result.size_in_bytes, result.storage_data)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 
 from stagereg.checkpoint.manifest import FileMark
 
-__all__ = ["MarksFiles", "Storage", "TensorResult", "UsesPadding", "WrapsStorage", "WritesUrls"]
+__all__ = ["ArchiveResult", "MarksFiles", "Storage", "TensorResult", "UsesPadding", "WrapsStorage", "WritesUrls"]
 
 
 class Storage(StorageWriter):
@@ -65,6 +65,15 @@ class TensorResult(WriteResult):
 
     content: int
     stride: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ArchiveResult(WriteResult):
+    """What ``write_data`` may return of any item that lies in its file as ``torch.save`` has made it.
+
+    ``storage_data.relative_path``, ``offset`` and ``length`` say where. What neither this nor :class:`TensorResult` is
+    returned of is read through :meth:`Storage.reader`.
+    """
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -28,7 +28,6 @@ from torch.futures import Future
 
 from stagereg.checkpoint.storage.files import FileStorage, StrPath
 from stagereg.checkpoint.storage.protocol import TensorResult
-from stagereg.checkpoint.storage.reader import CheckpointReader
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.kernel.memory import view_of
 from stagereg.registry import register
@@ -150,15 +149,13 @@ class SafetensorsStorage(FileStorage):
         return SafetensorsReader(path)
 
 
-class SafetensorsReader(CheckpointReader):
+class SafetensorsReader(FileSystemReader):
     """Reads what :class:`SafetensorsStorage` wrote in the directory ``path``."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the entries of a plan, tensors through torch's ``HuggingFaceStorageReader``."""
         tensors = [item for item in plan.items if self._file(item).suffix == _SUFFIX]
         others = [item for item in plan.items if self._file(item).suffix != _SUFFIX]
-        for name in {self.storage_data[item.storage_index].relative_path for item in tensors}:
-            self.expect_regular(name)
         reader = HuggingFaceStorageReader(str(self.path))
         reader.storage_data = {
             item.storage_index: replace(self.storage_data[item.storage_index], relative_path=str(self._file(item)))

@@ -1,4 +1,4 @@
-"""The protocol of a checkpoint store: a directory of checkpoints, local or remote.
+"""A checkpoint store: a directory of checkpoints, local or remote.
 
 Two kinds of calls. *Reading*: any process, any rank, at any time, and no lock is needed; what another process writes
 meanwhile is either seen complete or not at all. *Writing*: the run that holds the lock, and of that rank 0 alone,
@@ -15,14 +15,19 @@ Paths are full paths, or URLs, as text. Errors of the file system are ``OSError`
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
-from stagereg.checkpoint.damage import Condition, Found, differences, owners
+from stagereg.checkpoint.damage import Condition, Damage, Found, Unclear, differences, of_error
+from stagereg.checkpoint.failpoints import failpoint
 from stagereg.checkpoint.lock import Owner, StoreLock
-from stagereg.checkpoint.manifest import Checkpoint, FileMark
+from stagereg.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_BYTES, Checkpoint, FileMark, Manifest, newest_first
 
 __all__ = ["CheckpointStore"]
+
+_log = logging.getLogger(__name__)
 
 
 class CheckpointStore(ABC):
@@ -35,21 +40,23 @@ class CheckpointStore(ABC):
             counts nor deletes; whoever reads content adds them.
     """
 
-    root: str
     remote: bool
 
-    def __init__(self) -> None:
+    def __init__(self, root: str) -> None:
+        self.root = root
         self.distrusted: set[str] = set()
         self._hold: StoreLock | None = None
 
     # -- reading
 
-    @abstractmethod
     def checkpoints(self) -> tuple[list[Checkpoint], dict[str, str]]:
         """Return the complete checkpoints, newest first, and why each other step directory is none, by its full path.
 
         Complete by manifest and sizes; no content is read. A store that does not exist has none.
         """
+        found = self._conditions()
+        complete = [each.checkpoint for each in found if each.checkpoint is not None]
+        return newest_first(complete), {each.path: str(each) for each in found if each.damages}
 
     @abstractmethod
     def condition(self, path: str) -> Condition:
@@ -59,21 +66,18 @@ class CheckpointStore(ABC):
             path: of a checkpoint's directory, or of a ``latest`` that points to one; need not lie in this store.
         """
 
-    @abstractmethod
     def contents(self, path: str, names: Iterable[str]) -> dict[str, Found]:
         """Read files of the checkpoint in the directory ``path`` to their ends, and return what they are, by name.
 
         :func:`.damage.differences` compares them with the manifest. Any rank.
         """
-
-    def open(self, path: str) -> Checkpoint | str:
-        """Return one checkpoint if it is complete (sizes only, no content read), else the reason it is not.
-
-        Args:
-            path: as :meth:`condition` takes it.
-        """
-        condition = self.condition(path)
-        return condition.checkpoint or str(condition)
+        found: dict[str, Found] = {}
+        for name in names:
+            try:
+                found[name] = self.mark(path, name)
+            except OSError as error:
+                found[name] = of_error(error)
+        return found
 
     def examine(self, path: str) -> Condition:
         """Return what is wrong with one checkpoint, the content of its files included, which are read one by one.
@@ -87,15 +91,11 @@ class CheckpointStore(ABC):
         wrong = differences(condition.manifest, found)
         if wrong and self.condition(path).manifest != condition.manifest:
             return self.examine(path)
-        if wrong:
-            complete, refused = self.checkpoints()
-            whose = owners([condition, *complete, *map(self.condition, refused)], condition.path)
-            wrong = differences(condition.manifest, found, whose)
         return Condition(condition.path, condition.manifest, wrong)
 
-    @abstractmethod
     def latest(self) -> Checkpoint | None:
         """Return what ``latest`` points to; ``None`` if that is nothing, or not complete."""
+        return self.condition(f"{self.root}/{LATEST}").checkpoint
 
     @abstractmethod
     def holder(self) -> Owner | None:
@@ -121,9 +121,15 @@ class CheckpointStore(ABC):
             CheckpointError: another run holds it, which the message names.
         """
 
-    @abstractmethod
     def sweep(self) -> None:
         """Delete what killed runs left half-written, and bring to its end what one of them had begun."""
+        for path in self.leftovers():
+            self.discard(path)
+        complete, refused = self.checkpoints()
+        pointed = self._pointed()
+        # One that points to what is damaged stays as it is: that the newest is lost must not go unnoticed.
+        if complete and pointed != complete[0].name and f"{self.root}/{pointed}" not in refused:
+            self._point(complete[0].name)  # its run was killed right after the commit
 
     @abstractmethod
     def temporary(self, step: int, token: str) -> str:
@@ -139,10 +145,13 @@ class CheckpointStore(ABC):
         """Return the names of the files in the directory ``written``, in no order. Any rank."""
 
     @abstractmethod
-    def mark(self, written: str, name: str) -> FileMark:
-        """Have one file in ``written`` safely stored, read it back, and return its mark. Any rank."""
+    def put(self, written: str, name: str, data: bytes) -> FileMark:
+        """Write one file into the directory ``written``, have it safely stored, and return its mark."""
 
     @abstractmethod
+    def mark(self, written: str, name: str) -> FileMark:
+        """Have one file in the directory ``written`` safely stored, read it back, and return its mark. Any rank."""
+
     def publish(
         self, written: str, step: int, world_size: int, storage: str, files: dict[str, FileMark], keep: int
     ) -> str:
@@ -162,7 +171,98 @@ class CheckpointStore(ABC):
         Raises:
             CheckpointError: a file does not have its mark.
         """
+        if self._hold is not None:
+            self._hold.check()
+        failpoint("held")
+        before = [each for each in self._conditions() if each.path != written]
+        serials = [each.manifest.serial for each in before if each.manifest is not None]  # damaged ones count as well
+        manifest = Manifest(step, world_size, 1 + max(serials, default=0), files, storage, int(time.time()))
+        path, aside = self._commit(written, manifest)
+        try:  # the checkpoint is complete, so the save must not fail
+            failpoint("committed")
+            try:
+                self._point(path.rpartition("/")[2])
+                failpoint("pointed")
+            finally:  # or a file system without links would fill up
+                for old in (*aside, *self._too_old(before, path, step, keep)):
+                    self._delete(old)
+        except Exception as error:
+            _log.warning(
+                "stagereg: step %d is saved in %s, but not all that follows is done (moving `latest`, deleting old "
+                "checkpoints); the next save makes up for it: %s",
+                step,
+                path,
+                error,
+            )
+        failpoint("retained")
+        return path
 
     @abstractmethod
     def discard(self, path: str) -> None:
         """Delete a directory or file of the store; what cannot be deleted stays and does no harm."""
+
+    # -- what kinds of stores differ in
+
+    @abstractmethod
+    def _conditions(self) -> list[Condition]:
+        """Return what each step directory is like by its manifest and sizes."""
+
+    @abstractmethod
+    def _commit(self, written: str, manifest: Manifest) -> tuple[str, list[str]]:
+        """Make a checkpoint of ``written`` in one step; return its path, and what is to be deleted afterwards."""
+
+    @abstractmethod
+    def _point(self, name: str) -> None:
+        """Let ``latest`` point to the checkpoint of that name, in one step."""
+
+    @abstractmethod
+    def _pointed(self) -> str | None:
+        """Return the name that ``latest`` points to, if it is one of a checkpoint here."""
+
+    @abstractmethod
+    def _delete(self, path: str) -> None:
+        """Delete a checkpoint, in such an order that half of one is never a complete one."""
+
+    def _too_old(self, before: list[Condition], path: str, step: int, keep: int) -> Iterator[str]:
+        """Yield of what there was ``before`` the commit of ``path`` what it replaces, and what is not to be kept."""
+        replaced = {each.path for each in before if each.step == step}
+        for each in before:
+            if each.path in replaced and (each.damages or each.path in self.distrusted):
+                self.distrusted.discard(each.path)
+                text = "stagereg: the damaged checkpoint %s is replaced: step %d was saved again."
+                _log.warning(text, each.path, step)
+        complete = newest_first([each.checkpoint for each in before if each.checkpoint is not None])
+        counted = [each.path for each in complete if each.path not in replaced | self.distrusted]
+        pointed = f"{self.root}/{self._pointed()}"
+        yield from (old for old in (*counted[keep - 1 :], *sorted(replaced)) if old not in (path, pointed))
+
+
+def look(path: str, step: int | None, size: Callable[[str], Found], read: Callable[[], bytes]) -> Condition:
+    """Return what is wrong with the checkpoint in ``path`` by its manifest and the sizes.
+
+    Args:
+        path: the directory.
+        step: the one in its name, if there is one.
+        size: returns what lies under a name in it: a size, or what is wrong.
+        read: returns the content of the manifest.
+    """
+    found = size(MANIFEST)
+    try:
+        if not isinstance(found, int):
+            return nothing_known(path, found)
+        if found > MANIFEST_BYTES:
+            return nothing_known(path, f"damaged (it has {found:,} bytes)")
+        manifest = Manifest.loads(read())
+    except OSError as error:
+        return nothing_known(path, of_error(error))
+    except ValueError as error:
+        return nothing_known(path, f"damaged ({error})")
+    if step not in (None, manifest.step):
+        return nothing_known(path, f"of step {manifest.step}, not of this one")
+    return Condition(path, manifest, differences(manifest, {name: size(name) for name in manifest.files}))
+
+
+def nothing_known(path: str, what: Found) -> Condition:
+    """Return the condition of a directory without a manifest that can be read."""
+    why = what.why if isinstance(what, Unclear) else str(what)
+    return Condition(path, None, (Damage(MANIFEST, why, certain=not isinstance(what, Unclear)),))

@@ -23,10 +23,10 @@ import threading
 import time
 import uuid
 import weakref
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from stagereg.checkpoint.lock import LOCK, UNFIT, Owner, StoreLock, in_use, ourselves
+from stagereg.checkpoint.lock import LOCK, Owner, StoreLock
 from stagereg.checkpoint.store.object_store import ObjectStore
 from stagereg.checkpoint.store.retry import retrying, within
 from stagereg.errors import CheckpointError
@@ -46,35 +46,102 @@ _here: set[str] = set()
 
 
 class StoreLease(StoreLock):
-    """Holds a prefix of an object store from its construction on, until :meth:`release` or a minute after its end.
+    """The lock of a prefix of an object store; a minute after the end of its owner it is free.
 
     Args:
         objects: the store.
         root: the URL of the prefix.
         seconds: how long it is good for after it was renewed, which is done three times as often.
         settle: seconds after which an object that two wrote at the same moment is as it will stay.
-
-    Raises:
-        CheckpointError: another run holds it; the message names it. ``OSError``: the store cannot be reached.
     """
 
     def __init__(self, objects: ObjectStore, root: str, seconds: float = LEASE_S, settle: float = 1.0) -> None:
-        self._held = _LeaseRecord(objects, root, seconds, settle, _note())
-        self._held.take()
-        self._thread = threading.Thread(target=_renew, args=(self._held,), name="stagereg-lease", daemon=True)
-        self._thread.start()
-        self._end = weakref.finalize(self, _give_back, self._held, os.getpid())
-        self._end.atexit = False  # as of a lock: not before the last save
+        self._objects, self._url = objects, f"{root}/{LOCK}"
+        self._seconds, self._settle = seconds, settle
+        self._owner, self._token = Owner.ourselves(), uuid.uuid4().hex
+        self._ended = threading.Event()
+        self._busy = threading.Lock()  # the thread that renews must not write after the one that deletes
+        super().__init__(root)
+        keep = (weakref.ref(self), self._ended, seconds / 3)
+        threading.Thread(target=_keep, args=keep, name="stagereg-lease", daemon=True).start()
 
-    def check(self) -> None:
-        """See :class:`.StoreLock`. An object that was deleted is made again."""
-        if not self._end.alive:
-            raise CheckpointError(f"This run has let go of {self._held.root}; it may not write there any more.")
-        self._held.check()
+    def _take(self) -> None:
+        first, began = None, time.monotonic()
+        while not self._create():
+            there, waited = self._read(), time.monotonic() - began
+            first = first or there
+            if there is None and waited > self._seconds:
+                raise CheckpointError(f"{self._url} can neither be made nor read: look at the rights for that name.")
+            if there is not None and there.token in _here and there.owner.pid == os.getpid():
+                raise self._refused(None)
+            # By our own clock too: one that is ahead or behind must not keep a dead run's object for ever.
+            if there is not None and (there.is_over(self._seconds) or (there == first and waited > self._seconds)):
+                if self._replace():
+                    break
+                first, began = None, time.monotonic()
+            elif there is not None and (there != first or (there.is_near() and waited > _ENDING_S)):
+                raise self._refused(there.owner)
+            else:
+                self._ended.wait(_LOOK_S)
+        _here.add(self._token)
 
-    def release(self) -> None:
-        """See :class:`.StoreLock`."""
-        self._end()
+    def _check(self) -> None:
+        with self._busy:
+            there = self._read()
+            if there is None and self._create():
+                _log.warning("stagereg: %s was deleted while this run held it; it is held again.", self._url)
+            elif there is None or there.token != self._token:
+                raise self._lost(there.owner if there is not None else None)
+
+    def _release(self) -> None:
+        self._ended.set()
+        with contextlib.suppress(Exception), self._busy, within(_REQUEST_S):  # it is free in a minute
+            if self._is_ours():
+                self._objects.delete(self._url)
+        _here.discard(self._token)  # not earlier: others of this process would take it, and lose it to this
+
+    def renew(self) -> None:
+        """Renew it, if it is ours; if not, :meth:`check` will raise."""
+        with self._busy, within(min(_REQUEST_S, self._seconds / 3)):
+            if self._is_ours() and not self._ended.is_set():
+                self._objects.put(self._url, self._text())
+
+    def _create(self) -> bool:
+        """Write the object unless there is one; whether there is ours now."""
+        try:
+            made = retrying("writing", self._url, lambda: self._objects.create(self._url, self._text()))
+        except NotImplementedError:
+            return self._read() is None and self._replace()
+        return made or self._is_ours()  # the answer to an earlier try was lost
+
+    def _replace(self) -> bool:
+        """Write the object; whether it is still ours after another one that did the same has had its time."""
+        self._objects.put(self._url, self._text())
+        self._ended.wait(self._settle)
+        return self._is_ours()
+
+    def _is_ours(self) -> bool:
+        there = self._read()
+        return there is not None and there.token == self._token
+
+    def _read(self) -> _Note | None:
+        return _read(self._objects, self._url)
+
+    def _text(self) -> bytes:
+        return json.dumps(asdict(_Note(self._owner, self._token, _machine(), time.time()))).encode()
+
+
+def _keep(held: weakref.ref[StoreLease], ended: threading.Event, every_s: float) -> None:
+    """Renew a lease until it is released, or not reachable any more."""
+    while not ended.wait(every_s):
+        lease = held()
+        if lease is None:
+            return
+        try:
+            lease.renew()
+        except Exception as error:
+            _log.warning("stagereg: the lease of %s could not be renewed: %s", lease.root, error)
+        del lease
 
 
 def leaseholder(objects: ObjectStore, root: str, seconds: float = LEASE_S) -> Owner | None:
@@ -92,18 +159,6 @@ class _Note:
     machine: str
     renewed: float
 
-    def dumps(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def loads(cls, data: bytes) -> _Note:
-        read = json.loads(data)
-        owner = Owner.parse(read["owner"])
-        renewed = float(read["renewed"])
-        if not math.isfinite(renewed):
-            raise ValueError("renewed at no time")
-        return cls(owner, str(read["token"]), str(read["machine"]), renewed)
-
     def is_over(self, seconds: float) -> bool:
         if self.is_near() and self.owner.pid == os.getpid():
             return self.token not in _here  # else of a checkpointer that was closed while the store was away
@@ -113,148 +168,20 @@ class _Note:
         return self.machine == _machine()
 
 
-_NOBODY = _Note(Owner(0, "", 0.0, ""), "", "", 0.0)
-"""Stands for an object that cannot be read as one of ours: it is over."""
-
-
-@dataclass
-class _LeaseRecord:
-    """The object, and what this process last wrote there."""
-
-    objects: ObjectStore
-    root: str
-    seconds: float
-    settle: float
-    note: _Note
-
-    def __post_init__(self) -> None:
-        self.ended = threading.Event()
-        self.busy = threading.Lock()  # the thread that renews must not write after the one that deletes
-
-    @property
-    def url(self) -> str:
-        return f"{self.root}/{LOCK}"
-
-    def take(self) -> None:
-        """Take it. Raises: ``CheckpointError`` if another process keeps it."""
-        first: _Note | None = None
-        began = time.monotonic()
-        while True:
-            if self._write_new():
-                _here.add(self.note.token)
-                return
-            there = _read(self.objects, self.url)
-            if there is None:
-                if time.monotonic() - began > self.seconds:
-                    raise CheckpointError(f"{self.url} can neither be made nor read: look at the rights for that name.")
-                self.ended.wait(_LOOK_S)
-                continue
-            if there.token in _here and there.owner.pid == os.getpid():
-                raise CheckpointError(
-                    f"{self.root} is in use by another Checkpointer of this process; close() that one before you "
-                    "construct another one for the same directory."
-                )
-            first = first or there
-            waited = time.monotonic() - began
-            # By our own clock too: one that is ahead or behind must not keep a dead run's object for ever.
-            unchanged = there == first and waited > self.seconds
-            if there.is_over(self.seconds) or unchanged:
-                if self._replace():
-                    return
-                first, began = None, time.monotonic()
-            elif there != first or (there.is_near() and waited > _ENDING_S):
-                raise CheckpointError(in_use(self.root, there.owner))
-            else:
-                self.ended.wait(_LOOK_S)
-
-    def check(self) -> None:
-        """Make sure that it is still ours. Raises: ``CheckpointError`` if another process has it."""
-        with self.busy:
-            there = _read(self.objects, self.url)
-            if there is None and self._write_new():
-                _log.warning("stagereg: %s was deleted while this run held it; it is held again.", self.url)
-                return
-            there = there or _read(self.objects, self.url)
-            if there is not None and there.token == self.note.token:
-                return
-        owner = "another run" if there is None else str(there.owner)
-        raise CheckpointError(
-            f"{self.root} was taken over while this run had it, by {owner}: {self.url} was deleted or had not been "
-            f"renewed for {self.seconds:.0f} s. Two runs must not write there; end one of them."
-        )
-
-    def renew(self) -> None:
-        """Renew it if it is ours; if not, :meth:`check` will raise."""
-        with self.busy, within(min(_REQUEST_S, self.seconds / 3)):
-            there = _read(self.objects, self.url)
-            if there is not None and there.token == self.note.token and not self.ended.is_set():
-                self.note = replace(self.note, renewed=time.time())
-                self.objects.put(self.url, self.note.dumps())
-
-    def delete(self) -> None:
-        """Let go of it, if it is ours."""
-        try:
-            with self.busy, within(_REQUEST_S):
-                there = _read(self.objects, self.url)
-                if there is not None and there.token == self.note.token:
-                    self.objects.delete(self.url)
-        finally:
-            _here.discard(self.note.token)  # not earlier: others of this process would take it, and lose it to this
-
-    def _write_new(self) -> bool:
-        """Write the object unless there is one; whether there is ours now."""
-        self.note = replace(self.note, renewed=time.time())
-        try:
-            if retrying("writing", self.url, lambda: self.objects.create(self.url, self.note.dumps())):
-                return True
-        except NotImplementedError:
-            if _read(self.objects, self.url) is None:
-                return self._replace()
-        there = _read(self.objects, self.url)
-        return there is not None and there.token == self.note.token  # the answer to an earlier try was lost
-
-    def _replace(self) -> bool:
-        """Write the object; whether it is still ours after another one that did the same has had its time."""
-        self.note = replace(self.note, renewed=time.time())
-        self.objects.put(self.url, self.note.dumps())
-        self.ended.wait(self.settle)
-        there = _read(self.objects, self.url)
-        if there is None or there.token != self.note.token:
-            return False
-        _here.add(self.note.token)
-        return True
-
-
-def _note() -> _Note:
-    return _Note(ourselves(), uuid.uuid4().hex, _machine(), time.time())
-
-
 def _read(objects: ObjectStore, url: str) -> _Note | None:
-    """Return the content of the object; None if there is none."""
+    """Return the content of the object; one that is not ours is over. None if there is none."""
     try:
         data = objects.get(url)
     except FileNotFoundError:
         return None
     try:
-        return _Note.loads(data)
-    except UNFIT:
-        return _NOBODY
-
-
-def _renew(held: _LeaseRecord) -> None:
-    while not held.ended.wait(held.seconds / 3):
-        try:
-            held.renew()
-        except Exception as error:
-            _log.warning("stagereg: %s could not be renewed: %s", held.url, error)
-
-
-def _give_back(held: _LeaseRecord, process: int) -> None:
-    if os.getpid() != process:  # a forked child has the object too, and holds nothing
-        return
-    held.ended.set()
-    with contextlib.suppress(Exception):  # it is free in a minute
-        held.delete()
+        read = json.loads(data)
+        note = _Note(Owner.parse(read["owner"]), str(read["token"]), str(read["machine"]), float(read["renewed"]))
+        if math.isfinite(note.renewed):
+            return note
+    except Exception:
+        _log.debug("%s is not a lease", url)
+    return _Note(Owner(), "", "", 0.0)
 
 
 def _machine() -> str:
@@ -267,13 +194,8 @@ def _machine() -> str:
 
 
 def _lives(pid: int) -> bool:
-    with contextlib.suppress(OSError, IndexError):
+    try:
         # A zombie has ended, though its exit status was not read yet.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
     except OSError:
-        return True
-    return True
+        return not Path("/proc/self/stat").exists()  # a system that does not say

@@ -19,9 +19,8 @@ from stagereg.errors import ConfigError
 __all__ = ["ObjectStore"]
 
 _READ_BYTES = 1 << 16
-_BLOCK_BYTES = 1 << 23
+_BLOCK_BYTES = 1 << 24
 _BLOCKS_KEPT = 3
-_PIECE_BYTES = 1 << 26
 _BEST_EFFORT_S = 10.0
 _PRECONDITION_FAILED = 412
 _EXTRAS = {"s3": "hydra-stagereg[s3]", "s3a": "hydra-stagereg[s3]"}
@@ -42,7 +41,7 @@ class ObjectStore:
 
     Raises:
         ConfigError: fsspec does not know the protocol of the URL, or the package for it is not installed; the URL names
-            no bucket, or one version of an object, or is a chain, or has a password in it.
+            no bucket, or has a password in it.
     """
 
     def __init__(self, url: str) -> None:
@@ -59,13 +58,15 @@ class ObjectStore:
     def fs(self) -> Any:
         """The file system of fsspec."""
         if self._known is None:
-            from fsspec.core import url_to_fs
+            from fsspec import url_to_fs
 
-            try:
-                self._known, _ = url_to_fs(self._url)
-            except ImportError as error:
-                raise _missing(self._url, self.protocol, error) from error
+            self._known, _ = url_to_fs(self._url)
         return self._known
+
+    @property
+    def _fresh(self) -> Any:
+        self.fs.invalidate_cache()  # of listings: other processes write too
+        return self.fs
 
     def path(self, url: str) -> str:
         """Return what fsspec calls ``url``, without its protocol."""
@@ -80,18 +81,17 @@ class ObjectStore:
         """
 
         def act() -> dict[str, int]:
-            self.fs.invalidate_cache()
             path = self.path(url)
+            found = {}
             try:
-                found = self._find(path, prefix)
+                entries = self._find(path, prefix)
             except (FileNotFoundError, NotADirectoryError):
                 return {}
-            names = {name.removeprefix(path).lstrip("/"): entry for name, entry in found.items()}
-            return {
-                name: int(self.fs.size(entry["name"]) or 0) if entry["size"] is None else int(entry["size"])
-                for name, entry in names.items()
-                if name.startswith(prefix) and name and not name.endswith("/") and entry["type"] == "file"
-            }
+            for full, entry in entries.items():
+                name = full.removeprefix(path).lstrip("/")
+                if name and name.startswith(prefix) and not name.endswith("/") and entry["type"] == "file":
+                    found[name] = int(self.fs.size(full) or 0) if entry["size"] is None else int(entry["size"])
+            return found
 
         return retrying("listing", url, act)
 
@@ -125,17 +125,27 @@ class ObjectStore:
         return True
 
     def open(self, url: str) -> io.BufferedReader:
-        """Open an object for reading, at any offset."""
-        return io.BufferedReader(_Reader(self, url), _READ_BYTES)
+        """Open an object for reading, at any offset.
+
+        Each byte is asked for about once: who reads an archive looks at its end, at its beginning, at its end again,
+        and then takes the large record in it, so the last few blocks are kept.
+        """
+        from fsspec.caching import BlockCache
+        from fsspec.spec import AbstractBufferedFile
+
+        path = self.path(url)
+
+        def fetch(start: int, end: int) -> bytes:
+            return retrying("reading", url, lambda: bytes(self.fs.cat_file(path, start=start, end=min(end, size))))
+
+        size = retrying("reading", url, lambda: int(self._fresh.size(path)))
+        file = AbstractBufferedFile(self.fs, path, "rb", size=size)
+        file.cache = BlockCache(_BLOCK_BYTES, fetch, size, _BLOCKS_KEPT)
+        return io.BufferedReader(file, _READ_BYTES)
 
     def exists(self, url: str) -> bool:
         """Whether there is an object of that name."""
-
-        def act() -> bool:
-            self.fs.invalidate_cache()
-            return bool(self.fs.exists(self.path(url)))
-
-        return retrying("looking for", url, act)
+        return retrying("looking for", url, lambda: bool(self._fresh.exists(self.path(url))))
 
     def delete(self, url: str) -> None:
         """Delete one object, if it is there."""
@@ -150,14 +160,13 @@ class ObjectStore:
         """Delete all objects below ``url``."""
 
         def act() -> None:
-            self.fs.invalidate_cache()
             path = self.path(url)
             with contextlib.suppress(FileNotFoundError):
                 if not set(path) & _PATTERNS:
-                    self.fs.rm(path, recursive=True)
+                    self._fresh.rm(path, recursive=True)
                     return
                 # One by one, as fsspec would take the URL for a pattern, and delete what it matches.
-                for name in self.fs.find(path):
+                for name in self._fresh.find(path):
                     self.fs.rm_file(name)
 
         retrying("deleting", url, act)
@@ -172,108 +181,39 @@ class ObjectStore:
 
         Other stores let go of them by themselves. A store that refuses the question is warned of.
         """
-        if not hasattr(self.fs, "call_s3"):
+        if self.protocol not in _EXTRAS:
             return
+        bucket, key, _ = self.fs.split_path(self.path(prefix))
+
+        def act() -> None:
+            more: dict[str, str] = {}
+            while True:
+                page = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **more)
+                for upload in page.get("Uploads", []):
+                    # Not every S3-compatible store applies the prefix.
+                    if upload["Key"].startswith(key):
+                        which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                        with contextlib.suppress(FileNotFoundError):
+                            self.fs.call_s3("abort_multipart_upload", Bucket=bucket, **which)
+                if not page.get("IsTruncated"):
+                    return
+                more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
         try:
             with within(_BEST_EFFORT_S):
-                for upload in retrying("looking for unfinished uploads", prefix, lambda: self._uploads(prefix)):
-                    self._abort(prefix, upload)
+                retrying("giving up unfinished uploads", prefix, act)
         except Exception as error:
             _log.warning("Multipart uploads below %s may be left, which cost money: %s", prefix, error)
 
-    def _abort(self, prefix: str, upload: dict[str, str]) -> None:
-        bucket = self.fs.split_path(self.path(prefix))[0]
-
-        def act() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self.fs.call_s3("abort_multipart_upload", Bucket=bucket, **upload)
-
-        retrying("giving up an unfinished upload", prefix, act)
-
-    def _uploads(self, prefix: str) -> list[dict[str, str]]:
-        bucket, key, _ = self.fs.split_path(self.path(prefix))
-        found: list[dict[str, str]] = []
-        more: dict[str, str] = {}
-        while True:
-            page = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **more)
-            uploads = page.get("Uploads", [])
-            # Not every S3-compatible store applies the prefix.
-            found += [{"Key": u["Key"], "UploadId": u["UploadId"]} for u in uploads if u["Key"].startswith(key)]
-            if not page.get("IsTruncated"):
-                return found
-            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
     def _find(self, path: str, prefix: str) -> dict[str, Any]:
         if self.protocol in _LIST_BY_PREFIX:
-            found: dict[str, Any] = self.fs.find(path, detail=True, prefix=prefix)
-            return found
-        found = {}
-        for entry in self.fs.ls(path, detail=True):
+            return dict(self._fresh.find(path, detail=True, prefix=prefix))
+        found: dict[str, Any] = {}
+        for entry in self._fresh.ls(path, detail=True):  # which raises what `find` passes over
             name = entry["name"].rstrip("/")
-            if not name.rpartition("/")[2].startswith(prefix) or name == path:
-                continue
-            found.update(self.fs.find(name, detail=True) if entry["type"] == "directory" else {name: entry})
+            if name.rpartition("/")[2].startswith(prefix) and name != path:
+                found.update(self.fs.find(name, detail=True) if entry["type"] == "directory" else {name: entry})
         return found
-
-
-class _Reader(io.RawIOBase):
-    """One object, of which each byte is asked for once, as far as that is possible.
-
-    Who reads an archive looks at its end, at its beginning, at its end again, and then takes the large record in it at
-    once. So little ones come from blocks of which the last few are kept, and large ones as they are asked for.
-    """
-
-    def __init__(self, objects: ObjectStore, url: str) -> None:
-        super().__init__()
-        self._blocks: dict[int, bytes] = {}
-        self._objects, self._url = objects, url
-        self._path = objects.path(url)
-        self._size = retrying("reading", url, lambda: int(objects.fs.size(self._path)))
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = max(0, begin + offset)
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")
-        end = min(self._at + len(view), self._size)
-        if self._at >= end:
-            return 0
-        number, offset = divmod(self._at, _BLOCK_BYTES)
-        if number in self._blocks or end - self._at < _BLOCK_BYTES:
-            data = memoryview(self._block(number))[offset : offset + end - self._at]
-        else:
-            known = min((other * _BLOCK_BYTES for other in self._blocks if other > number), default=end)
-            data = memoryview(self._fetch(self._at, min(end, known, self._at + _PIECE_BYTES)))
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def _block(self, number: int) -> bytes:
-        found = self._blocks.pop(number, None)
-        if found is None:
-            begin = number * _BLOCK_BYTES
-            found = self._fetch(begin, min(begin + _BLOCK_BYTES, self._size))
-            if len(self._blocks) >= _BLOCKS_KEPT:
-                del self._blocks[next(iter(self._blocks))]
-        self._blocks[number] = found  # the one used last is the last one
-        return found
-
-    def _fetch(self, begin: int, end: int) -> bytes:
-        data: bytes = retrying(
-            "reading", self._url, lambda: self._objects.fs.cat_file(self._path, start=begin, end=end)
-        )
-        if not data:
-            raise OSError(errno.EIO, "it has become shorter while it was read", self._url)
-        return data
 
 
 def _check(url: str, protocol: str) -> None:
@@ -282,28 +222,17 @@ def _check(url: str, protocol: str) -> None:
     behind = url.partition("://")[2]
     if not behind.strip("/") or (behind.startswith("/") and protocol in _FLAT - {"memory"}):
         raise ConfigError(f"{url} names no bucket, or whatever that is called there; try {protocol}://bucket/runs.")
-    host, _, below = behind.partition("/")
-    if ":" in host.rpartition("@")[0]:
-        hidden = f"{protocol}://***@{host.rpartition('@')[2]}/{below}"
+    user, _, below = behind.rpartition("@")
+    if ":" in user.partition("/")[0]:
         raise ConfigError(
-            f"{hidden} has a password in it, which every message and log would show. Leave it out, and set "
-            f"FSSPEC_{protocol.upper()}_USERNAME and FSSPEC_{protocol.upper()}_PASSWORD."
+            f"{protocol}://***@{below} has a password in it, which every message and log would show. Leave it out, and "
+            f"set FSSPEC_{protocol.upper()}_USERNAME and FSSPEC_{protocol.upper()}_PASSWORD."
         )
-    if "?versionId=" in url and protocol in _EXTRAS:
-        raise ConfigError(f"{url} is one version of an object; a directory of checkpoints is s3://bucket/runs.")
-    if "::" in url:
-        raise ConfigError(f"{url} is a chain of URLs; a directory of checkpoints is one URL, such as s3://bucket/runs.")
     try:
-        if not protocol:
-            raise ValueError("no protocol")
-        fsspec.get_filesystem_class(protocol)
+        fsspec.get_filesystem_class(protocol or "nothing")
     except ValueError as error:
         known = "a path, s3://bucket/…, gs://bucket/…, abfs://container/…"
         raise ConfigError(f"{url}: fsspec knows no {protocol}://. A directory of checkpoints is {known}") from error
     except ImportError as error:
-        raise _missing(url, protocol, error) from error
-
-
-def _missing(url: str, protocol: str, error: ImportError) -> ConfigError:
-    what = f"pip install '{_EXTRAS[protocol]}'" if protocol in _EXTRAS else str(error)
-    return ConfigError(f"{url} needs a package that is not installed: {what}")
+        what = f"pip install '{_EXTRAS[protocol]}'" if protocol in _EXTRAS else str(error)
+        raise ConfigError(f"{url} needs a package that is not installed: {what}") from error

@@ -11,8 +11,7 @@ from stagereg.errors import ConfigError
 
 __all__ = ["is_url", "open_parent_store", "open_store", "path_or_url", "store_path"]
 
-_LOCAL = ("file://", "local://")
-_HOST = "localhost/"
+_LOCAL = "file://"
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -55,11 +54,9 @@ def path_or_url(path: str) -> Path | str:
 
 
 def _plain(path: str | os.PathLike[str]) -> Path:
-    for protocol in _LOCAL:
-        if isinstance(path, str) and path.startswith(protocol):
-            path = path.removeprefix(protocol)
-            path = f"/{path.removeprefix(_HOST)}" if path.startswith(_HOST) else path
+    if isinstance(path, str) and path.startswith(_LOCAL) and not path.startswith(f"{_LOCAL}/"):
+        raise ConfigError(f"{path} names another machine; a directory of this one has three slashes: file:///runs.")
     try:
-        return Path(path).expanduser()
+        return Path(os.fspath(path).removeprefix(_LOCAL)).expanduser()
     except RuntimeError:
         raise ConfigError(f"{path} begins with the home of a user who is not known here; ./{path} is a name.") from None

@@ -11,8 +11,6 @@ failure. A call that does not come back at all is for :func:`answered`.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
 import errno
 import logging
@@ -21,10 +19,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
-
-from stagereg.errors import StageregError
 
 __all__ = ["answer_of", "answered", "may_pass", "retrying", "until", "within"]
 
@@ -40,36 +36,22 @@ _PASSING_STATUS = (408, 425, 429)
 _NOT_IMPLEMENTED = 501
 # S3's names of errors whose status does not show it: content lost on its way, an upload that was cleared away,
 # another write of the same object at the same moment.
-_PASSING_CODES = (
-    "BadDigest",
-    "ConditionalRequestConflict",
-    "IncompleteBody",
-    "NoSuchUpload",
-    "OperationAborted",
-    "RequestTimeout",
-    "XAmzContentSHA256Mismatch",
-)
-_FINAL = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    FileExistsError,
-    FileNotFoundError,
-    ImportError,
-    IsADirectoryError,
-    LookupError,
-    MemoryError,
-    NotADirectoryError,
-    NotImplementedError,
-    PermissionError,
-    StageregError,
-    TypeError,
-    ValueError,
-)
-_FINAL_ERRNO = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG}
-_FINAL_ERRNO |= {getattr(errno, "EREMCHG", errno.EINVAL), errno.EOPNOTSUPP}
-_PROGRAMS = ("builtins", "pickle", "stagereg", "struct", "torch", "zipfile")
-_FINAL_NAMES = ("Credential", "Auth", "Param", "Profile", "Region", "InvalidEndpoint", "UnknownService", "Forbidden")
+_PASSING_CODES = {"BadDigest", "ConditionalRequestConflict", "IncompleteBody", "NoSuchUpload", "OperationAborted"}
+_PASSING_CODES |= {"RequestTimeout", "XAmzContentSHA256Mismatch"}
+_ERRNO = {
+    FileExistsError: errno.EEXIST,
+    FileNotFoundError: errno.ENOENT,
+    IsADirectoryError: errno.EISDIR,
+    NotADirectoryError: errno.ENOTDIR,
+    PermissionError: errno.EACCES,
+    TimeoutError: errno.ETIMEDOUT,
+}
+"""The numbers of errors that packages raise without one."""
+_FINAL_ERRNO = {errno.EEXIST, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EINVAL}
+_FINAL_ERRNO |= {errno.ENOSYS, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG, errno.EOPNOTSUPP}
+_FINAL_ERRNO |= {getattr(errno, "EREMCHG", errno.EINVAL)}
+# The clients of object stores have no common base for what goes wrong on the network.
+_PASSING_NAMES = ["Connect", "Timeout", "HTTPClient", "Incomplete", "Payload", "Protocol", "Transport", "Response"]
 
 _log = logging.getLogger(__name__)
 _thread = threading.local()
@@ -117,13 +99,14 @@ def answered(url: str, seconds: float, act: Callable[[], T], give_back: Callable
             give_back(ended.result())
 
     threading.Thread(target=work, name="stagereg-answer", daemon=True).start()
+    in_time = False
     try:
-        concurrent.futures.wait([answer], min(seconds, threading.TIMEOUT_MAX))
-        if not answer.done():
-            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:g} s", url)
-    except BaseException:
-        answer.add_done_callback(late)
-        raise
+        in_time = bool(wait([answer], min(seconds, threading.TIMEOUT_MAX)).done)
+    finally:
+        if not in_time:
+            answer.add_done_callback(late)
+    if not in_time:
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:g} s", url)
     return answer.result()
 
 
@@ -145,7 +128,11 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
             pause = min(FIRST_S * 2 ** (trial - 1), LONGEST_S) * random.uniform(0.5, 1.0)
             late = time.monotonic() + pause > until()
             if trial == TRIALS or late or not may_pass(error):
-                raise _named(error, doing, url, trial) from error
+                of_store = isinstance(error, OSError) or answer_of(error)[1] is not None or may_pass(error)
+                if not of_store and "Credential" not in type(error).__name__:
+                    raise  # a mistake in a program
+                often = f", tried {trial} times" if trial > 1 else ""
+                raise OSError(_errno(error), f"{_text(error)} ({doing}{often})", url) from error
             if trial == 1:
                 _log.warning("%s %s: %s. Trying again, up to %d times.", doing, url, _text(error), TRIALS - 1)
         time.sleep(pause)
@@ -155,20 +142,11 @@ def retrying(doing: str, url: str, act: Callable[[], T]) -> T:
 def may_pass(error: BaseException) -> bool:
     """Whether another trial may go better than the one that ended with ``error``."""
     code, status = answer_of(error)
-    if code in _PASSING_CODES:
-        return True
     if status is not None:
-        return status in _PASSING_STATUS or (status >= 500 and status != _NOT_IMPLEMENTED)
-    if isinstance(error, (asyncio.TimeoutError, ConnectionError)):
-        return True
-    if isinstance(error, _FINAL) or not isinstance(error, Exception):
-        return False
+        return code in _PASSING_CODES or status in _PASSING_STATUS or (status >= 500 and status != _NOT_IMPLEMENTED)
     if isinstance(error, OSError):
-        return error.errno not in _FINAL_ERRNO
-    # What is left are errors of the clients of object stores, which have no common base.
-    kinds = type(error).__mro__
-    known = kinds[0].__module__.partition(".")[0] in _PROGRAMS
-    return not known and not any(part in kind.__name__ for part in _FINAL_NAMES for kind in kinds)
+        return _errno(error) not in _FINAL_ERRNO
+    return any(part in kind.__name__ for part in _PASSING_NAMES for kind in type(error).__mro__)
 
 
 def answer_of(error: BaseException) -> tuple[str | None, int | None]:
@@ -184,29 +162,14 @@ def answer_of(error: BaseException) -> tuple[str | None, int | None]:
     return None, None
 
 
-def _text(error: BaseException) -> str:
-    text = str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error).strip()
-    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
-
-
-def _named(error: Exception, doing: str, url: str, trials: int) -> Exception:
-    """Return an ``OSError`` with what was done to what; a mistake in a program stays what it is."""
-    if isinstance(error, StageregError) or (isinstance(error, _FINAL) and not isinstance(error, OSError)):
-        return error
-    often = f", tried {trials} times" if trials > 1 else ""
-    return OSError(_errno(error), f"{_text(error)} ({doing}{often})", url)
-
-
-def _errno(error: Exception) -> int:
-    for kind, number in (
-        (FileExistsError, errno.EEXIST),
-        (FileNotFoundError, errno.ENOENT),
-        (PermissionError, errno.EACCES),
-        (asyncio.TimeoutError, errno.ETIMEDOUT),
-    ):
-        if isinstance(error, kind):
-            return number
+def _errno(error: BaseException) -> int:
     own = getattr(error, "errno", None)
     if isinstance(own, int) and own in errno.errorcode:
         return own
-    return errno.EACCES if any("Credential" in kind.__name__ for kind in type(error).__mro__) else errno.EIO
+    known = (number for kind, number in _ERRNO.items() if isinstance(error, kind))
+    return next(known, errno.EACCES if "Credential" in type(error).__name__ else errno.EIO)
+
+
+def _text(error: BaseException) -> str:
+    text = str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error).strip()
+    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"

@@ -25,7 +25,7 @@ import stagereg.sweep.render.tables as tables
 from stagereg.sweep.answer import answer as answer_of
 from stagereg.sweep.metric import METRICS, counted, in_order, labelled
 from stagereg.sweep.render.plots import COLOURS
-from stagereg.sweep.render.tables import ComparisonTable, TableRow, first_line, known, number, one_line
+from stagereg.sweep.render.tables import ComparisonTable, first_line, number, one_line
 
 if TYPE_CHECKING:
     from stagereg.sweep.comparison import Comparison
@@ -36,8 +36,6 @@ __all__ = ["Picture", "Table", "compare_page", "run_page"]
 
 _LONGEST_CONFIG = 200_000
 """Characters of a config that a page takes."""
-_LINE = 180
-"""Characters that are still read on top of a page."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def compare_page(comparison: Comparison, pictures: Sequence[Picture] = (), timel
         kicker=f"stagereg sweep · {comparison.directory}{when}",
         directory=comparison.directory,
         answer=found.text,
-        warnings=[*comparison.warnings, *_incomplete(table.rows)],
+        warnings=comparison.warnings,
         tiles=tiles,
         command_label="The best, once more",
         command=_command(best.jobs) if best else "",
@@ -179,7 +177,6 @@ def _rendered(template: str, **values: Any) -> str:
         script_hash=f"sha256-{digest}",
         version=__version__,
         drawn=_Drawn(),
-        known=known,
         number=number,
         median_text=tables.median_text,
         spread_text=tables.spread_text,
@@ -218,18 +215,6 @@ class _Drawn:
         for name, colour in COLOURS.items():
             tag = tag.replace(f": {colour}", f": var(--plot-{name}, {colour})")
         return tag
-
-
-def _incomplete(rows: Sequence[TableRow]) -> list[str]:
-    """What failed, in one line, to be seen before the table."""
-    broken = [one for one in rows if one.row.status != "completed"]
-    if not broken:
-        return []
-    # The table has no space for the error of a row with figures.
-    why = [f"{one.row.status}: {first_line(one.row.error)}" if one.measured else one.row.status for one in broken]
-    names = "; ".join(f"{one.name} ({text})" for one, text in zip(broken, why, strict=True))
-    where = names if len(names) < _LINE else "they are the last of the table, and their errors are with their configs"
-    return [f"{len(broken)} of {counted(len(rows), 'row')} did not complete: {where}."]
 
 
 def _command(jobs: Sequence[JobResult]) -> str:

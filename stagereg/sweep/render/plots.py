@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stagereg.sweep.render.tables import ComparisonTable, TableRow, first_line, known, one_line
+from stagereg.sweep.render.tables import ComparisonTable, TableRow, first_line, one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,7 +104,7 @@ def compare_figure(comparison: Comparison) -> Figure | None:
     Where the metric that ranks is nowhere known, the first one that is takes its place.
     """
     rows = ComparisonTable.of(comparison).rows
-    shown = [metric for metric in comparison.metrics if any(known(one.row, metric) for one in rows)]
+    shown = comparison.metrics
     if not shown:
         return None
     from matplotlib.figure import Figure
@@ -174,13 +174,13 @@ def _draw(axes: Axes, rows: Sequence[TableRow], metric: Metric, small: bool = Fa
     factor = 0.55 if small else 1.0
     drawn: list[float] = []
     for index, one in enumerate(rows):
-        cell = known(one.row, metric)
+        cell = one.row.cells.get(metric.name)
         if cell is None:
             continue
         verdict = "A/A" if one.row.again else cell.verdict
         shape, area, name, label = _SHAPES[verdict]
         colour = COLOURS[name]
-        values = [value for value in cell.values if math.isfinite(value)]
+        values = cell.values
         drawn += [*values, cell.median]
         if len(values) > 1:
             low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -234,7 +234,7 @@ def _label(axes: Axes, rows: Sequence[TableRow], metric: Metric) -> None:
     for index, (one, label) in enumerate(zip(rows, axes.get_yticklabels(), strict=True)):
         weight = "bold" if one.verdict == "best" else "normal"
         label.set_fontweight(weight)
-        if cell := known(one.row, metric):
+        if cell := one.row.cells.get(metric.name):
             axes.text(1.012, index, one_line(cell), transform=across, va="center", fontsize=8.5, fontweight=weight)
         elif one.row.error:
             text = plain(_shortened(f"{one.row.status}: {first_line(one.row.error)}", 88))

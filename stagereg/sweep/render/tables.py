@@ -34,7 +34,6 @@ __all__ = [
     "TableRow",
     "csv_text",
     "first_line",
-    "known",
     "markdown_text",
     "median_text",
     "number",
@@ -72,7 +71,6 @@ class TableRow:
         verdict: ``"best"``, ``"tie"``, ``"A/A"``, ``"failed"``, ``"unfinished"`` or empty; by the metric that ranks.
         values: what distinguishes it from other rows, by the heads of the table; ``None`` where it was not given.
         runs: how many it has, and where they ended differently how many of them did not complete.
-        measured: whether there is any number in it.
     """
 
     row: ComparisonRow
@@ -80,7 +78,6 @@ class TableRow:
     verdict: str
     values: tuple[str | None, ...]
     runs: str
-    measured: bool
 
 
 @dataclass(frozen=True)
@@ -110,20 +107,19 @@ class ComparisonTable:
         versions = ("versions",) if any(row.versions for row in comparison.rows) else ()
 
         def position(shown: TableRow) -> tuple[int, float]:
-            cell = known(shown.row, ranking)
+            cell = shown.row.cells.get(ranking.name)
             if cell is None:
-                return (1 if shown.measured else 2, 0.0)
+                return (1 if shown.row.cells else 2, 0.0)
             return (0, ranking.sign * cell.median)
 
         rows = []
         for row in comparison.rows:
             values = [row.parameters.get(name) for name in comparison.parameters]
             values += [row.versions or None] if versions else []
-            measured = any(math.isfinite(cell.median) for cell in row.cells.values())
             runs = row.status if " " in row.status else str(len(row.jobs))
             name = f"{row.label} (A/A)" if row.again else row.label
-            rows.append(TableRow(row, name, _verdict(row, ranking, measured), tuple(values), runs, measured))
-        marked = [_MARKED] if any(one.measured for one in rows) else []
+            rows.append(TableRow(row, name, _verdict(row, ranking), tuple(values), runs))
+        marked = [_MARKED] if any(row.cells for row in comparison.rows) else []
         tied = [_TIES] if any(cell.verdict == "tie" for row in comparison.rows for cell in row.cells.values()) else []
         again = [_AGAIN] if marked and any(row.again for row in comparison.rows) else []
         better = f", {ranking.better} is better" if ranking.better else ""
@@ -137,12 +133,12 @@ class ComparisonTable:
         )
 
 
-def _verdict(row: ComparisonRow, ranking: Metric, measured: bool) -> str:
-    if not measured and row.status != "completed":
+def _verdict(row: ComparisonRow, ranking: Metric) -> str:
+    if not row.cells and row.status != "completed":
         return "unfinished" if row.status == "unfinished" else "failed"
     if row.again:
         return "A/A"
-    cell = known(row, ranking)
+    cell = row.cells.get(ranking.name)
     return cell.verdict if cell else ""
 
 
@@ -156,16 +152,8 @@ def _notes(rows: Sequence[TableRow]) -> Iterable[str]:
 # -- texts of a cell
 
 
-def known(row: ComparisonRow, metric: Metric) -> Cell | None:
-    """Return the row's cell for ``metric`` if it has one with a finite number."""
-    cell = row.cells.get(metric.name)
-    return cell if cell is not None and math.isfinite(cell.median) else None
-
-
 def number(value: float) -> str:
-    """Return ``value`` in three digits or all before the point; huge ones as 1e9, and a dash for NaN and infinity."""
-    if not math.isfinite(value):
-        return _NONE
+    """Return ``value`` in three digits or all before the point; huge ones as 1e9."""
     return f"{value:.3g}" if abs(value) >= _HUGE else shown(value)
 
 
@@ -177,7 +165,7 @@ def median_text(cell: Cell) -> str:
 
 def spread_text(cell: Cell) -> str:
     """Return the spread with as many digits behind the point as its median has; empty for one run."""
-    if cell.spread is None or not math.isfinite(cell.spread):
+    if cell.spread is None:
         return ""
     digits = _places(cell)
     return f"±{number(cell.spread)}" if digits is None else f"±{cell.spread:,.{digits}f}"
@@ -195,7 +183,7 @@ def first_line(error: str) -> str:
 
 def _places(cell: Cell) -> int | None:
     """Digits behind the point for median and spread alike; None where one of them needs none."""
-    if not cell.spread or not math.isfinite(cell.spread) or not 0 < abs(cell.median) < _HUGE:
+    if not cell.spread or not 0 < abs(cell.median) < _HUGE:
         return None
     of_median = 2 - math.floor(math.log10(abs(cell.median)))
     of_spread = -math.floor(math.log10(cell.spread))
@@ -249,7 +237,7 @@ def _drawn(table: ComparisonTable, metrics: Sequence[Metric], alike: bool) -> tu
         columns.append(["runs", *("\n".join(one.runs.rsplit(" ", 1)) for one in table.rows)])
     for metric in metrics:
         head = metric.head.replace(" ", "\n", 1)
-        columns.append([head, *_column([known(one.row, metric) for one in table.rows])])
+        columns.append([head, *_column([one.row.cells.get(metric.name) for one in table.rows])])
     heads, *lines = zip(*columns, strict=True)
     return list(heads), [list(line) for line in lines]
 
@@ -293,7 +281,7 @@ def csv_text(comparison: Comparison) -> str:
         row = one.row
         cells: list[object] = []
         for metric in comparison.metrics:
-            cell = known(row, metric)
+            cell = row.cells.get(metric.name)
             cells += [cell.median, cell.spread, len(cell.values)] if cell else [None, None, 0]
         overrides = [table.constant, *(f"{name}={value}" for name, value in row.parameters.items())]
         directories = " ".join(str(job.directory) for job in row.jobs)
@@ -311,7 +299,7 @@ def markdown_text(comparison: Comparison) -> str:
     for one in table.rows:
         cells = [_escaped(one.verdict), *(_code(value or _NONE) for value in one.values), _escaped(one.runs)]
         for metric in comparison.metrics:
-            cell = known(one.row, metric)
+            cell = one.row.cells.get(metric.name)
             text = _escaped(f"{one_line(cell)} {MARKS.get(cell.verdict, '')}") if cell else _NONE
             cells.append(f"**{text}**" if cell and cell.verdict == "best" else text)
         lines.append(_markdown_row(cells))

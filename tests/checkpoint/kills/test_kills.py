@@ -43,11 +43,11 @@ def check(counts: dict[str, Any], kills: int) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_nothing_is_lost_by_thirty_kills_at_every_named_moment_and_at_random_ones(tmp_path: Path) -> None:
+def test_nothing_is_lost_by_thirty_kills(tmp_path: Path) -> None:
     check(killed(tmp_path, 380, "--few", "--kills", "30"), 30)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_nothing_is_lost_by_three_hundred_kills_under_every_storage_and_stager(tmp_path: Path) -> None:
+def test_nothing_is_lost_by_three_hundred_kills(tmp_path: Path) -> None:
     check(killed(tmp_path, 3500, "--kills", "300", "--seed", str(int.from_bytes(os.urandom(3)))), 300)

@@ -1,7 +1,4 @@
-"""The lease of an object store.
-
-One run holds it, others are refused with its name, and a lease whose owner has died is taken over.
-"""
+"""One run holds the lease of an object store; others are refused by its name, and one of a dead run is taken over."""
 
 from __future__ import annotations
 
@@ -28,18 +25,14 @@ from stagereg.errors import CheckpointError
 BOUND_S = 30
 
 
-@pytest.fixture
-def root() -> str:
-    return f"memory://{uuid.uuid4().hex}/runs"
-
-
 class Store(ObjectStore):
     """A store whose writes of the lease can be observed, changed or refused."""
 
     conditional = True
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.root = root
         self.puts: list[str] = []
         self.written = threading.Event()
         self.reads = 0
@@ -62,6 +55,23 @@ class Store(ObjectStore):
             raise NotImplementedError
         return super().create(url, data)
 
+    def lay(self, content: bytes) -> None:
+        super().put(f"{self.root}/.lock", content)
+
+    def content(self) -> dict[str, Any]:
+        seen: dict[str, Any] = json.loads(super().get(f"{self.root}/.lock"))
+        return seen
+
+    def lease(self, **options: Any) -> StoreLease:
+        return StoreLease(self, self.root, **{"settle": 0.0, **options})
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setattr(lease, "_LOOK_S", 0.0)
+    monkeypatch.setattr(retry, "FIRST_S", 0.0)
+    return Store(f"memory://{uuid.uuid4().hex}/runs")
+
 
 def note(**changes: Any) -> bytes:
     owner = {"pid": 4242, "host": "far", "since": time.time(), "command": "python train.py"}
@@ -69,117 +79,92 @@ def note(**changes: Any) -> bytes:
     return json.dumps({**seen, **changes}).encode()
 
 
-def content(store: ObjectStore, root: str) -> dict[str, Any]:
-    seen: dict[str, Any] = json.loads(store.get(f"{root}/.lock"))
-    return seen
-
-
-def held(store: ObjectStore, root: str) -> StoreLease:
-    return StoreLease(store, root, settle=0.0)
-
-
-def test_a_second_checkpointer_is_refused_until_the_first_is_closed(root: str) -> None:
-    first = Checkpointer(root)
+def test_a_second_one_is_refused_until_the_first_is_closed(store: Store) -> None:
+    first = Checkpointer(store.root)
     with pytest.raises(CheckpointError, match=r"another Checkpointer of this process; close\(\)"):
-        Checkpointer(root)
+        Checkpointer(store.root)
     first.close()
-    with Checkpointer(root) as second:
+    with Checkpointer(store.root) as second:
         second.save(1, {"x": torch.ones(2)})
-        owner = leaseholder(ObjectStore(root), root)
+        owner = leaseholder(store, store.root)
         assert owner is not None
         assert owner.pid == os.getpid()
-    assert leaseholder(ObjectStore(root), root) is None
+    assert leaseholder(store, store.root) is None
 
 
-def test_an_owner_that_renews_its_lease_keeps_it_and_is_named(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "_LOOK_S", 0.0)
-    store = Store(root)
-    ObjectStore.put(store, f"{root}/.lock", note())
+def test_an_owner_that_renews_its_lease_keeps_it_and_is_named(store: Store) -> None:
+    store.lay(note())
 
     def renewed(url: str) -> None:
         if store.reads == 3:
-            ObjectStore.put(store, url, note(renewed=time.time() + 1))
+            store.lay(note(renewed=time.time() + 1))
 
     store.read = renewed  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match=r"in use.*process 4242 on far.*python train.py"):
-        held(store, root)
+        store.lease()
     assert store.puts == []
-    assert content(store, root)["token"] == "theirs"
+    assert store.content()["token"] == "theirs"
 
 
-def test_a_lease_that_close_could_not_delete_does_not_block_its_own_process(
-    root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_that_close_could_not_delete_blocks_no_one_here(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(self: ObjectStore, url: str) -> None:
         raise OSError("the store is away")
 
-    first = Checkpointer(root)
+    first = Checkpointer(store.root)
     with monkeypatch.context() as away:
         away.setattr(ObjectStore, "delete", gone)
         first.close()
-    assert content(ObjectStore(root), root)["owner"]["pid"] == os.getpid()
-    assert leaseholder(ObjectStore(root), root) is None
-    held(Store(root), root).release()
+    assert store.content()["owner"]["pid"] == os.getpid()
+    assert leaseholder(store, store.root) is None
+    store.lease().release()
+
+
+DEAD = {"pid": 4242, "host": "here", "since": 0.0, "command": ""}
 
 
 @pytest.mark.parametrize(
     "left",
     [
-        "expired",
-        "of a dead process here",
-        "not ours",
-        "nested",
-        "of no machine",
-        "of no date",
-        "at no time",
-        "unchanged for long",
+        note(renewed=0.0),
+        note(owner=DEAD, machine=lease._machine()),
+        b"[]",
+        b"[" * 100_000,
+        note(owner={**DEAD, "host": 3}),
+        note(owner={**DEAD, "since": 1e300}),
+        note(renewed=float("nan")),
     ],
+    ids=["expired", "of a dead process here", "not ours", "nested", "of no machine", "of no date", "at no time"],
 )
-def test_the_lease_of_a_dead_run_is_taken_over(root: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lease_of_a_dead_run_is_taken_over(store: Store, left: bytes) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(BOUND_S)
-    dead = {"pid": gone.pid, "host": "here", "since": 0.0, "command": ""}
-    texts = {
-        "expired": note(renewed=time.time() - 61),
-        "of a dead process here": note(owner=dead, machine=lease._machine()),
-        "not ours": b"[]",
-        "nested": b"[" * 100_000,
-        "of no machine": note(owner={**dead, "host": 3}),
-        "of no date": note(owner={**dead, "since": 1e300}),
-        "at no time": note(renewed=float("nan")),
-        "unchanged for long": note(renewed=time.time() + 9999),  # a clock that is ahead
-    }
-    monkeypatch.setattr(lease, "_LOOK_S", 0.0)
-    store = Store(root)
-    ObjectStore.put(store, f"{root}/.lock", texts[left])
-    seconds = 0.05 if left == "unchanged for long" else 60.0
-    with StoreLease(store, root, seconds, settle=0.0) as hold:
+    store.lay(left.replace(b"4242", str(gone.pid).encode()))
+    with store.lease() as hold:
         hold.check()
-        assert content(store, root)["owner"]["pid"] == os.getpid()
-    assert not store.exists(f"{root}/.lock")
+        assert store.content()["owner"]["pid"] == os.getpid()
+    assert not store.exists(f"{store.root}/.lock")
 
 
-def test_of_two_runs_that_take_over_at_once_the_second_holds_it_and_the_first_waits(
-    root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease, "_LOOK_S", 0.0)
-    store = Store(root)
-    ObjectStore.put(store, f"{root}/.lock", note(renewed=0.0))
+def test_a_clock_that_is_ahead_does_not_keep_a_dead_runs_lease(store: Store) -> None:
+    store.lay(note(renewed=time.time() + 9999))
+    store.lease(seconds=0.05).release()
+
+
+def test_of_two_that_take_over_at_once_the_second_holds_it(store: Store) -> None:
+    store.lay(note(renewed=0.0))
 
     def overtaken(url: str) -> None:
         if store.puts:
-            ObjectStore.put(store, url, note(renewed=time.time() + store.reads))
+            store.lay(note(renewed=time.time() + store.reads))
 
     store.read = overtaken  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="process 4242"):
-        held(store, root)
+        store.lease()
     assert len(store.puts) == 1
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_store_that_fails_once_is_asked_again(root: str, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
-    monkeypatch.setattr(retry, "FIRST_S", 0.0)
-    store = Store(root)
+def test_a_store_that_fails_once_is_asked_again(store: Store, lost: bool) -> None:
     create, failed = store.create, []
 
     def fail(url: str, data: bytes) -> bool:
@@ -189,58 +174,54 @@ def test_a_store_that_fails_once_is_asked_again(root: str, monkeypatch: pytest.M
         return create(url, data)
 
     store.create = fail  # type: ignore[method-assign]
-    with held(store, root) as hold:
+    with store.lease() as hold:
         hold.check()
     assert failed == [lost]
 
 
-def test_a_lock_that_can_neither_be_made_nor_read_is_reported(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "_LOOK_S", 0.0)
-    store = Store(root)
+def test_a_lease_that_can_neither_be_made_nor_read_is_reported(store: Store) -> None:
     store.create = lambda url, data: False  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match=r"\.lock can neither be made nor read"):
-        StoreLease(store, root, seconds=0.05)
+        store.lease(seconds=0.05)
 
 
-def test_a_store_without_conditional_writes_is_held_as_well(root: str) -> None:
-    store = Store(root)
+def test_a_store_without_conditional_writes_is_held_as_well(store: Store) -> None:
     store.conditional = False
-    with held(store, root) as hold:
+    with store.lease() as hold:
         hold.check()
         with pytest.raises(CheckpointError, match="this process"):
-            held(store, root)
+            store.lease()
 
 
-def test_it_is_renewed_while_it_is_held_and_no_longer(root: str) -> None:
-    store = Store(root)
-    hold = StoreLease(store, root, seconds=0.3, settle=0.0)
-    first = content(store, root)["renewed"]
+def test_it_is_renewed_while_it_is_held_and_no_longer(store: Store) -> None:
+    hold = store.lease(seconds=0.3)
+    first = store.content()["renewed"]
     assert store.written.wait(BOUND_S)
-    assert content(store, root)["renewed"] > first
+    assert store.content()["renewed"] > first
     hold.release()
-    hold._thread.join(BOUND_S)
-    assert not hold._thread.is_alive()
-    assert not store.exists(f"{root}/.lock")
+    deadline = time.monotonic() + BOUND_S
+    while any(thread.name == "stagereg-lease" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    assert not store.exists(f"{store.root}/.lock")
     with pytest.raises(CheckpointError, match="let go"):
         hold.check()
 
 
-def test_a_deleted_lease_is_made_again_and_reported(root: str, caplog: pytest.LogCaptureFixture) -> None:
-    store = Store(root)
-    with held(store, root) as hold:
-        store.delete(f"{root}/.lock")
+def test_a_deleted_lease_is_made_again_and_reported(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    with store.lease() as hold:
+        store.delete(f"{store.root}/.lock")
         with caplog.at_level(logging.WARNING):
             hold.check()
         assert "was deleted while this run held it" in caplog.text
-        assert content(store, root)["owner"]["pid"] == os.getpid()
+        assert store.content()["owner"]["pid"] == os.getpid()
 
 
-def test_a_lease_that_was_taken_over_fails_the_save_and_is_not_changed(root: str) -> None:
-    checkpointer = Checkpointer(root)
-    store = ObjectStore(root)
-    store.put(f"{root}/.lock", note())
+def test_a_lease_that_was_taken_over_fails_the_save_and_stays(store: Store) -> None:
+    checkpointer = Checkpointer(store.root)
+    store.lay(note())
     checkpointer.save(1, {"x": torch.ones(2)})
     with pytest.raises(CheckpointError, match=r"taken over while this run had it, by process 4242 on far"):
         checkpointer.close()
-    assert content(store, root)["token"] == "theirs"
+    assert store.content()["token"] == "theirs"
     assert checkpointer.latest is None

@@ -26,49 +26,47 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def refused(root: Path) -> str:
+def link(path: Path) -> None:
+    path.rename(path.parent.with_name("elsewhere"))
+    path.symlink_to(path.parent.with_name("elsewhere"))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def of_another_step(path: Path) -> None:
+    shutil.copy(path.parents[1] / "step-00000001" / path.name, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("__0_0.distcp", link, "__0_0.distcp: no regular file"),
+        ("manifest.json", pipe, "manifest.json: no regular file"),
+        ("__0_0.distcp", pipe, "__0_0.distcp: no regular file"),
+        ("manifest.json", lambda path: os.truncate(path, 1 << 40), "damaged (it has 1,099,511,627,776 bytes)"),
+        ("manifest.json", of_another_step, "of step 1, not of this one"),
+    ],
+)
+def test_what_is_not_a_file_of_this_checkpoint_is_refused(
+    root: Path, name: str, change: Callable[[Path], None], why: str
+) -> None:
+    change(root / "step-00000002" / name)
     complete, others = LocalStore(root).checkpoints()
     assert [checkpoint.manifest.step for checkpoint in complete] == [1]
     assert list(others) == [str(root / "step-00000002")]
-    return others[str(root / "step-00000002")]
-
-
-def test_a_link_to_a_file_with_the_right_bytes_is_no_file_of_a_checkpoint(root: Path) -> None:
-    file = root / "step-00000002" / "__0_0.distcp"
-    file.rename(root / "elsewhere")
-    file.symlink_to(root / "elsewhere")
-    assert "__0_0.distcp: no regular file" in refused(root)
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
-def test_a_pipe_is_refused_and_not_waited_for(root: Path, name: str) -> None:
-    (root / "step-00000002" / name).unlink()
-    os.mkfifo(root / "step-00000002" / name)
-    assert f"{name}: no regular file" in refused(root)
-
-
-def test_a_manifest_of_a_terabyte_is_not_read(root: Path) -> None:
-    os.truncate(root / "step-00000002" / "manifest.json", 1 << 40)
-    assert "manifest.json: damaged (it has 1,099,511,627,776 bytes)" in refused(root)
-
-
-def test_a_checkpoint_under_the_name_of_another_step_is_none(root: Path) -> None:
-    shutil.rmtree(root / "step-00000002")
-    shutil.copytree(root / "step-00000001", root / "step-00000002")
-    assert "of step 1, not of this one" in refused(root)
+    assert why in others[str(root / "step-00000002")]
 
 
 def test_a_checkpoint_may_be_copied_to_a_name_of_its_own(root: Path) -> None:
     shutil.copytree(root / "step-00000001", root / "best")
-    found = LocalStore(root).open(str(root / "best"))
+    found = LocalStore(root).condition(str(root / "best")).checkpoint
     assert isinstance(found, Checkpoint)
     assert (found.manifest.step, found.path, found.name) == (1, str(root / "best"), "best")
-
-
-def test_the_time_of_the_commit_is_in_the_manifest(root: Path) -> None:
-    times = [checkpoint.manifest.time for checkpoint in LocalStore(root).checkpoints()[0]]
-    written = (root / "step-00000001" / "manifest.json").stat().st_mtime
-    assert all(time is not None and abs(time - written) < 60 for time in times)
+    assert found.manifest.time is not None
+    assert abs(found.manifest.time - (root / "step-00000001" / "manifest.json").stat().st_mtime) < 60
 
 
 def test_an_unfinished_save_is_listed_and_deleted(root: Path) -> None:
@@ -78,18 +76,15 @@ def test_an_unfinished_save_is_listed_and_deleted(root: Path) -> None:
     store.sweep()
     assert store.leftovers() == []
     assert len(store.checkpoints()[0]) == 2
-
-
-def test_a_store_that_does_not_exist_has_nothing(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "nowhere")
-    assert (store.checkpoints(), store.leftovers(), store.latest()) == (([], {}), [], None)
+    nowhere = LocalStore(root / "nowhere")
+    assert (nowhere.checkpoints(), nowhere.leftovers(), nowhere.latest()) == (([], {}), [], None)
 
 
 @pytest.mark.parametrize(
     ("taken", "aside", "left"),
     [("gone", "good", 1), ("good", "good", 2), ("damaged", "good", 1), ("damaged", "damaged", None)],
 )
-def test_of_a_checkpoint_and_the_one_it_replaces_the_good_one_is_kept(
+def test_of_a_checkpoint_and_its_successor_the_good_one_is_kept(
     root: Path, taken: str, aside: str, left: int | None
 ) -> None:
     old, new = root / ".step-00000003.ab12.old", root / "step-00000003"
@@ -102,14 +97,12 @@ def test_of_a_checkpoint_and_the_one_it_replaces_the_good_one_is_kept(
         if state == "damaged":
             (path / "__0_0.distcp").write_bytes(b"")
     LocalStore(root).sweep()
-    found = LocalStore(root).open(str(new))
+    found = LocalStore(root).condition(str(new)).checkpoint
     assert (found.manifest.serial if isinstance(found, Checkpoint) else None) == left
     assert not old.exists()
 
 
-def test_a_replaced_checkpoint_is_kept_while_its_successor_cannot_be_checked(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_one_is_kept_while_its_successor_is_unclear(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = root / ".step-00000002.ab12.old", root / "step-00000002"
     shutil.copytree(new, old)
     real = os.lstat
@@ -125,9 +118,7 @@ def test_a_replaced_checkpoint_is_kept_while_its_successor_cannot_be_checked(
     assert (new / "manifest.json").exists()
 
 
-def test_a_directory_that_may_be_listed_and_not_entered_is_reported_and_ends(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_may_not_be_entered_is_reported(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(name: str) -> Callable[..., os.stat_result]:
         real: Callable[..., os.stat_result] = getattr(os, name)
 
@@ -144,6 +135,13 @@ def test_a_directory_that_may_be_listed_and_not_entered_is_reported_and_ends(
     assert complete == []
     assert all("Permission denied" in why for why in refused.values())
     assert len(refused) == 2
+
+
+def test_a_file_that_was_not_marked_on_its_way_is_flushed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(local, "_sync", flushed.append)
+    LocalStore(root).mark(str(root / "step-00000002"), "__0_0.distcp")
+    assert flushed == [root / "step-00000002" / "__0_0.distcp"]
 
 
 def save(root: Path, *steps: int, keep: int = 2, text: str = "") -> None:
@@ -166,18 +164,13 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, looks_at: str, act: Callable[[], 
     monkeypatch.setattr(local, "_size", size)
 
 
-def test_a_checkpoint_deleted_while_it_is_checked_is_absent(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    meanwhile(monkeypatch, "step-00000002", lambda: save(root, 3, keep=1))
-    complete, refused = LocalStore(root).checkpoints()
-    assert ([one.manifest.step for one in complete], refused) == ([3], {})
-
-
-def test_of_a_checkpoint_that_is_replaced_while_it_is_checked_the_new_one_is_seen(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("step", "keep", "seen"), [(3, 1, [3]), (2, 2, [3, 1])])
+def test_a_reader_sees_the_new_one_where_one_is_replaced(
+    root: Path, monkeypatch: pytest.MonkeyPatch, step: int, keep: int, seen: list[int]
 ) -> None:
-    meanwhile(monkeypatch, "step-00000002", lambda: save(root, 2, text="longer than before" * 100))
+    meanwhile(monkeypatch, "step-00000002", lambda: save(root, step, keep=keep, text="longer than before" * 100))
     complete, refused = LocalStore(root).checkpoints()
-    assert ([one.manifest.serial for one in complete], refused) == ([3, 1], {})
+    assert ([one.manifest.serial for one in complete], refused) == (seen, {})
 
 
 def test_latest_is_there_also_while_it_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,38 +200,37 @@ def test_content_that_changes_while_it_is_read_is_no_damage(
         assert str(found) == "manifest.json: missing"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("latest", Path.mkdir), ("latest", Path.touch), ("step-00000003", Path.touch)]
-)
-def test_a_file_in_the_way_of_a_save_is_moved_and_kept(
-    root: Path, caplog: pytest.LogCaptureFixture, name: str, kind: Callable[[Path], None]
-) -> None:
-    (root / name).unlink(missing_ok=True)
-    kind(root / name)
-    save(root, 3, 4, keep=1)
-    (moved,) = root.glob(f"{name}.*.moved")
-    assert f"{root / name} was in the way of a checkpoint, and is {moved.name} now" in caplog.text
-    assert sorted(os.listdir(root)) == sorted(["latest", moved.name, "step-00000004"])
-    assert os.readlink(root / "latest") == "step-00000004"
+def test_what_is_in_the_way_of_a_checkpoint_is_named_and_kept(root: Path) -> None:
+    (root / "step-00000003").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"Step 3 was not saved.*step-00000003"):
+        save(root, 3)
+    assert (root / "step-00000003").read_text() == "mine"
+    (root / "latest").unlink()
+    shutil.copytree(root / "step-00000002", root / "latest")
+    with pytest.raises(CheckpointError, match=r"latest"):
+        save(root, 4)
+    assert len(LocalStore(root).checkpoints()[0]) == 2
 
 
-def test_old_checkpoints_are_deleted_also_where_there_can_be_no_links(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("linked", "left"), [(False, []), (True, ["latest", "step-00000002"])])
+def test_old_checkpoints_are_deleted_also_without_links(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, linked: bool, left: list[str]
 ) -> None:
     def symlink_to(*_: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    (root / "latest").unlink()
+    if not linked:
+        (root / "latest").unlink()
     monkeypatch.setattr(Path, "symlink_to", symlink_to)
     monkeypatch.setattr(LocalStore, "sweep", lambda store: None)
     save(root, 3, 4, keep=1)
-    assert os.listdir(root) == ["step-00000004"]
+    assert sorted(os.listdir(root)) == [*left, "step-00000004"]
     assert "step 4 is saved" in caplog.text
 
 
 @pytest.mark.parametrize("step", [2, 3])
 @pytest.mark.parametrize("exchange", [local._exchange, lambda one, other: False], ids=["exchange", "two renames"])
-def test_a_save_whose_rename_cannot_be_flushed_deletes_no_other_checkpoint(
+def test_a_rename_that_cannot_be_flushed_is_undone(
     root: Path, monkeypatch: pytest.MonkeyPatch, step: int, exchange: Any
 ) -> None:
     sync = local._sync

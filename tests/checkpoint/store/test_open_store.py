@@ -27,8 +27,7 @@ def test_paths_are_local_and_absolute(tmp_path: Path, monkeypatch: pytest.Monkey
         store = open_store(path)
         assert isinstance(store, LocalStore)
         assert store.root == str(tmp_path / expected)
-    urls = (f"file://{tmp_path}/x", f"local://{tmp_path}/x", f"file://localhost{tmp_path}/x")
-    for same in (tmp_path / "x", f"{tmp_path}/x/", *urls):
+    for same in (tmp_path / "x", f"{tmp_path}/x/", f"file://{tmp_path}/x"):
         assert open_store(same).root == str(tmp_path / "x")
     assert os.listdir(tmp_path) == []
 
@@ -55,21 +54,17 @@ def test_urls_are_remote_and_not_changed() -> None:
     [
         ("nonsense://bucket/x", "fsspec knows no nonsense://"),
         ("abfs://container/x", "needs a package that is not installed"),
-        ("simplecache::s3://bucket/x", "is a chain of URLs"),
+        ("simplecache::s3://bucket/x", "fsspec knows no simplecache::s3://"),
         ("s3://", r"names no bucket.*s3://bucket/runs"),
         ("s3:///runs", r"names no bucket.*s3://bucket/runs"),
-        ("s3://bucket/x?versionId=3", "is one version of an object"),
         ("://x", r"fsspec knows no ://"),
+        ("file://host/x", "has three slashes: file:///runs"),
+        ("ftp://user:secret@host/x", r"ftp://\*\*\*@host/x has a password.*FSSPEC_FTP_PASSWORD"),
     ],
 )
 def test_a_url_that_cannot_be_a_store_is_refused(url: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refused:
         Checkpointer(url)
-
-
-def test_a_password_in_a_url_is_refused_and_not_printed() -> None:
-    with pytest.raises(ConfigError, match=r"ftp://\*\*\*@host/x has a password.*FSSPEC_FTP_PASSWORD") as refused:
-        Checkpointer("ftp://user:secret@host/x")
     assert "secret" not in str(refused.value)
 
 

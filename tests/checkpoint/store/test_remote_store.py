@@ -1,7 +1,4 @@
-"""A store of checkpoints in an object store.
-
-A checkpoint is complete or absent, and no object of others is touched.
-"""
+"""Checkpoints in an object store are complete or absent, and no object of others is touched."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+import stagereg.checkpoint.store.checkpoint_store as checkpoint_store
 import stagereg.checkpoint.store.object_store as objects
-import stagereg.checkpoint.store.remote_store as remote
 from stagereg import cli
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest, file_mark
@@ -61,18 +58,21 @@ def test_a_checkpoint_is_there_when_its_manifest_is(url: str) -> None:
     store = RemoteStore(url)
     path, files = write(url, 5, "aa")
     assert (complete(store), store.latest(), store.leftovers()) == ([], None, [path])
-    assert store.open(path) == "manifest.json: missing"
+    assert str(store.condition(path)) == "manifest.json: missing"
     assert store.publish(path, 5, 2, "dcp", files, 1) == path == f"{url}/step-00000005.aa"
-    found = store.open(path)
+    found = store.condition(path).checkpoint
     assert isinstance(found, Checkpoint)
     assert (found, store.leftovers()) == (store.latest(), [])
-    assert store.open(f"{url}/latest") == found
+    assert store.condition(f"{url}/latest").checkpoint == found
     assert (found.manifest.step, found.manifest.world_size, found.manifest.files) == (5, 2, files)
     assert ObjectStore(url).get(f"{url}/latest") == b"step-00000005.aa"
     assert names(url) == ["latest", "step-00000005.aa/__0_0.distcp", "step-00000005.aa/manifest.json"]
+    ObjectStore(url).put(f"{path}/__0_0.distcp", b"cOntent")
+    assert store.condition(path).checkpoint is not None
+    assert "flipped bits" in str(store.examine(path))
 
 
-def test_no_manifest_is_written_where_a_file_differs_from_its_mark(url: str) -> None:
+def test_no_manifest_is_written_where_a_file_differs(url: str) -> None:
     store = RemoteStore(url)
     path, files = write(url, 5, "aa")
     for wrong in ({**files, "more": FileMark(1, 2)}, {"__0_0.distcp": FileMark(3, 4)}):
@@ -99,8 +99,9 @@ def test_a_damaged_one_stays_until_its_step_is_saved_again(url: str, caplog: pyt
     store.distrusted.add(bent)
     for step in (3, 4, 5):
         publish(store, step, "ee", keep=1)
-    assert "__0_0.distcp: truncated: 3 of 7 bytes" in str(store.open(cut))
+    assert "__0_0.distcp: truncated: 3 of 7 bytes" in str(store.condition(cut))
     assert complete(store) == [5, 2]
+    assert store.checkpoints()[0][0].manifest.serial == 5  # a damaged one has had its serial
     for step in (1, 2):
         caplog.clear()
         publish(store, step, "ff", keep=9)
@@ -109,12 +110,13 @@ def test_a_damaged_one_stays_until_its_step_is_saved_again(url: str, caplog: pyt
     assert not store.distrusted
 
 
-def test_content_is_checked_on_request(url: str) -> None:
+def test_a_deletion_begins_with_the_manifest(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RemoteStore(url)
-    path = publish(store, 1, "aa")
-    ObjectStore(url).put(f"{path}/__0_0.distcp", b"cOntent")
-    assert isinstance(store.open(path), Checkpoint)
-    assert "flipped bits" in str(store.examine(path))
+    old = publish(store, 1, "aa")
+    monkeypatch.setattr(ObjectStore, "delete_below", lambda *_: None)  # as if it were killed right before
+    publish(store, 2, "bb", keep=1)
+    assert str(store.condition(old)) == "manifest.json: missing"
+    assert store.leftovers() == [old]
 
 
 def test_sweeping_deletes_only_our_unfinished_saves(url: str) -> None:
@@ -129,47 +131,29 @@ def test_sweeping_deletes_only_our_unfinished_saves(url: str) -> None:
     assert names(url) == [name for name in before if "step-00000002.bb" not in name]
 
 
-def test_a_start_brings_latest_up_to_the_last_commit(url: str) -> None:
-    store = RemoteStore(url)
-    for step in (1, 2):
-        publish(store, step, "aa")
-    for wrong in (b"step-00000001.aa", b"../../elsewhere", b"\xff", b""):
-        ObjectStore(url).put(f"{url}/latest", wrong)
-        store.sweep()
-        assert ObjectStore(url).get(f"{url}/latest") == b"step-00000002.aa"
-
-
-@pytest.mark.parametrize("wrong", [b"..", b"../../other/step-00000001.aa", b"/step-00000001.aa", b"\xff", b""])
-def test_a_latest_that_points_elsewhere_is_ignored(url: str, wrong: bytes) -> None:
+@pytest.mark.parametrize(
+    "wrong", [b"step-00000001.aa", b"..", b"../../other/step-00000001.aa", b"/step-00000002.bb", b"\xff", b""]
+)
+def test_a_latest_that_points_elsewhere_is_corrected(url: str, wrong: bytes) -> None:
     store = RemoteStore(url)
     publish(store, 1, "aa")
+    newest = publish(store, 2, "bb")
     ObjectStore(url).put(f"{url}/latest", wrong)
-    assert store.latest() is None
+    found = store.latest()
+    assert (found.name if found is not None else "") == ("step-00000001.aa" if b"01.aa" in wrong[:16] else "")
+    store.sweep()
+    assert ObjectStore(url).get(f"{url}/latest").decode() == newest.rpartition("/")[2]
 
 
 def test_nothing_else_can_be_discarded(url: str) -> None:
     store = RemoteStore(url)
     publish(store, 1, "aa")
     before = names(url)
-    for path in (
-        url,
-        f"{url}/",
-        f"{url}/..",
-        f"{url}/notes",
-        f"{url}/step-00000001.aa/x",
-        "memory://",
-        f"{url}x/step-1",
-    ):
+    others = ["", "/", "/..", "/notes", "/step-00000001.aa/x", "x/step-1"]
+    for path in ("memory://", *(f"{url}{other}" for other in others)):
         with pytest.raises(CheckpointError, match="nothing was deleted"):
             store.discard(path)
     assert names(url) == before
-
-
-def test_a_manifest_that_names_files_elsewhere_is_refused(url: str) -> None:
-    store = RemoteStore(url)
-    path = publish(store, 1, "aa")
-    ObjectStore(url).put(f"{path}/manifest.json", Manifest(1, 1, 1, {"../x": FileMark(1, 1)}).dumps().encode())
-    assert "no plain name" in str(store.open(path))
 
 
 def test_an_object_is_created_once(url: str) -> None:
@@ -214,15 +198,6 @@ def test_each_byte_is_asked_for_about_once_when_it_is_restored(
     assert len([nbytes for nbytes in asked if nbytes]) < 30
 
 
-def test_a_serial_is_given_once_though_the_newest_is_damaged(url: str) -> None:
-    store = RemoteStore(url)
-    publish(store, 1, "aa")
-    ObjectStore(url).put(f"{publish(store, 2, 'bb')}/__0_0.distcp", b"cut")
-    found = store.open(publish(store, 3, "cc"))
-    assert isinstance(found, Checkpoint)
-    assert found.manifest.serial == 3
-
-
 class KilledError(BaseException):
     """As if the process ended here."""
 
@@ -252,9 +227,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, at: int, error: Callable[[], BaseE
     return made
 
 
-def test_a_kill_before_any_change_of_the_store_leaves_complete_checkpoints(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_change_leaves_complete_checkpoints(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = committed = 0
     for at in range(100):
         root = f"{url}/{at}"
@@ -329,9 +302,7 @@ def test_a_url_that_looks_like_a_pattern_is_none(url: str) -> None:
     assert names(theirs) == ["latest", "step-00000001.aa/__0_0.distcp", "step-00000001.aa/manifest.json"]
 
 
-def test_a_store_that_is_gone_is_reported_with_the_url_and_the_time_is_kept(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_gone_is_reported_in_time_with_the_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(RemoteStore(url), 1, "aa")
 
     def gone(*args: Any, **kwargs: Any) -> bytes:
@@ -342,7 +313,7 @@ def test_a_store_that_is_gone_is_reported_with_the_url_and_the_time_is_kept(
         ObjectStore(url).get(f"{url}/x")
 
 
-def test_a_committed_checkpoint_stays_when_the_save_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_stays_when_the_save_fails_afterwards(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(point: str) -> None:
         if point == "retained":
             raise CheckpointError("another rank has died")
@@ -350,7 +321,7 @@ def test_a_committed_checkpoint_stays_when_the_save_fails_afterwards(url: str, m
     with Checkpointer(url, keep=1) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(3)})
         checkpointer.wait()
-        monkeypatch.setattr("stagereg.checkpoint.store.remote_store.failpoint", end)
+        monkeypatch.setattr("stagereg.checkpoint.store.checkpoint_store.failpoint", end)
         checkpointer.save(2, {"x": torch.ones(3)})
         with pytest.raises(CheckpointError, match="another rank has died"):
             checkpointer.wait()
@@ -365,7 +336,7 @@ def test_a_size_that_a_listing_does_not_report_is_asked_for(url: str, monkeypatc
         "_find",
         lambda *args: {name: {**entry, "size": None} for name, entry in find(*args).items()},
     )
-    assert isinstance(RemoteStore(url).open(path), Checkpoint)
+    assert isinstance(RemoteStore(url).condition(path).checkpoint, Checkpoint)
 
 
 def refused(number: int, code: str, status: int) -> OSError:
@@ -389,9 +360,7 @@ def test_a_failed_lookup_is_not_reported_as_a_missing_object(url: str, monkeypat
         ObjectStore(url).create(f"{url}/x", b"1")
 
 
-def test_a_store_that_cannot_be_reached_is_asked_no_longer_than_the_timeout(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_asks_no_longer_than_the_timeout(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
     def gone(self: Any, path: str, *args: Any, **kwargs: Any) -> None:
@@ -405,7 +374,7 @@ def test_a_store_that_cannot_be_reached_is_asked_no_longer_than_the_timeout(
     assert len(tried) == 1
 
 
-def test_a_store_that_cannot_be_looked_at_is_reported_by_the_commands(
+def test_commands_report_a_store_that_cannot_be_looked_at(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(RemoteStore(url), 1, "aa")
@@ -437,9 +406,7 @@ def test_a_hang_before_the_first_file_is_reported_by_its_phase(url: str, monkeyp
     assert at[0] == "preparing its files"
 
 
-def test_a_start_gives_an_unresponsive_store_up_at_the_timeout_and_holds_nothing(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_gives_an_unresponsive_store_up_at_the_timeout(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answer, released = threading.Event(), threading.Event()
     probe, lock = RemoteStore.probe, RemoteStore.lock
 
@@ -465,11 +432,18 @@ def test_a_start_gives_an_unresponsive_store_up_at_the_timeout_and_holds_nothing
         checkpointer.save(1, {"x": 1})
 
 
-def test_a_manifest_that_is_longer_than_any_is_not_read(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_cannot_be_one_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RemoteStore(url)
     path = publish(store, 5, "aa")
     length = len(ObjectStore(url).get(f"{path}/manifest.json"))
-    monkeypatch.setattr(remote, "MANIFEST_BYTES", length)
+    monkeypatch.setattr(checkpoint_store, "MANIFEST_BYTES", length)
     assert complete(store) == [5]
-    monkeypatch.setattr(remote, "MANIFEST_BYTES", length - 1)
+    monkeypatch.setattr(checkpoint_store, "MANIFEST_BYTES", length - 1)
     assert store.checkpoints() == ([], {path: f"manifest.json: damaged (it has {length:,} bytes)"})
+    monkeypatch.undo()
+    for manifest, why in (
+        (Manifest(5, 1, 1, {"../x": FileMark(1, 1)}), "no plain name"),
+        (Manifest(4, 1, 1, {}), "of step 4, not of this one"),
+    ):
+        ObjectStore(url).put(f"{path}/manifest.json", manifest.dumps().encode())
+        assert why in str(store.condition(path))

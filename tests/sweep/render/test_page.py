@@ -144,15 +144,6 @@ def test_the_answer_is_on_the_first_screen_and_the_table_begins_there(
     assert best.locator("td.tie .mark").inner_text() == "~"
 
 
-def test_a_row_with_figures_and_a_failed_run_reports_its_error_above_the_table(
-    row_of: Callable[..., ComparisonRow], compared: Callable[..., Comparison]
-) -> None:
-    row = row_of({"stager": "blocking"}, {"stall_ms": [1.0, 2.0]}, error="rank 1: died of SIGKILL\nand so on")
-    part = replace(row, jobs=(row.jobs[0], replace(row.jobs[1], status="completed", error=None)))
-    text = page.compare_page(compared([part, row_of({"stager": "shared"}, {"stall_ms": [1.0]})]))
-    assert "1 of 2 rows did not complete: stager=blocking (1 of 2 failed: rank 1: died of SIGKILL)." in text
-
-
 def test_a_click_sorts_by_number_and_back_with_gaps_and_failed_rows_last(opened: Opener, usual: str) -> None:
     one = opened(usual)
     assert one.sorted_by() == {"stall ms": "ascending"}
@@ -220,6 +211,13 @@ def test_texts_of_a_run_are_escaped(row_of: Rows, compared: Compared, opened: Op
     one.view.wait_for_function("document.querySelector('img[src=y]').complete")
     assert one.view.evaluate("window.owned") is None
     assert not any(url.startswith("http") for url in one.asked)
+
+
+def test_no_text_of_a_run_is_markup(row_of: Rows, compared: Compared) -> None:
+    row = row_of({EVIL: EVIL}, {"stall_ms": (1.0,)}, {"stall_ms": "best"})
+    text = page.compare_page(compared([row, row_of({EVIL: "b"}, {}, error=EVIL)], warnings=[EVIL]))
+    assert EVIL not in text
+    assert text.count("<script") == 1
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,0 +1,307 @@
+"""The structure of a state as JSON: its containers and plain values, and a mark for each tensor and object.
+
+Each entry of a checkpoint has its structure in ``index.json`` (docs/format.md). Reading needs no template, so an
+optimizer that has not stepped yet, or a scheduler with integer keys, comes back whole. A *leaf*, written ``{}``, is a
+tensor, or an object that JSON cannot carry (:mod:`stagereg.checkpoint.pickled`); it lies in a file under its dotted
+name: ``optimizer.state.0.exp_avg``. Names and leaves are those of torch's ``traverse_state_dict``
+(torch/distributed/checkpoint/_traverse.py): mappings are always walked; a list is walked when a tensor or a walked
+container is in it.
+
+What could not be read back is refused when it is saved, with its name. Reading makes plain data and the containers of a
+state dict, and objects of types that the program allows with ``torch.serialization.add_safe_globals``; it runs nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from types import NoneType
+from typing import Any, NamedTuple
+
+import torch
+
+import stagereg.checkpoint.pickled as pickled
+from stagereg.errors import CheckpointError
+
+__all__ = ["Encoded", "Leaf", "decode", "encode", "fill", "leaves", "marks"]
+
+_DEEPEST = 200
+_LONGEST_INLINE = 1 << 16  # characters of one value; a longer one is stored as an object, so the index stays small
+_LONGEST_INTEGER_BITS = 255 * 8 - 1  # what torch reads back
+_PLAIN = frozenset({NoneType, bool, str})
+_CONTAINERS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
+_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
+_COLLECTIONS: dict[str, type] = {kind.__name__: kind for kind in (tuple, set, frozenset)}
+_NUMBER = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
+
+
+class Encoded(NamedTuple):
+    """The structure of one entry: JSON text, and the dotted names of the objects in it."""
+
+    text: str
+    objects: list[str]
+
+
+class Leaf:
+    """Stands for a tensor or an object in a structure that was read.
+
+    Attributes:
+        name: its dotted name in the checkpoint.
+        live: the tensor that the program has in its place, if that was looked up.
+        in_place: whether its memory may be written to.
+        value: what was read.
+    """
+
+    __slots__ = ("in_place", "live", "name", "value")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.live: torch.Tensor | None = None
+        self.in_place = False
+        self.value: Any = None
+
+
+def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield dotted name and value of each leaf of a state or structure called ``name``, plain values included."""
+    if not _walked(value):
+        yield name, value
+        return
+    for child_name, child in _children(value, name):
+        yield from leaves(child, child_name)
+
+
+def _walked(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return True
+    return isinstance(value, list) and any(isinstance(item, (torch.Tensor, Leaf)) or _walked(item) for item in value)
+
+
+def _children(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return ((f"{name}.{key}", item) for key, item in items)
+
+
+# -- writing
+
+
+class _NotPlainError(Exception):
+    """JSON cannot carry a value; it becomes an object."""
+
+
+def encode(value: Any, name: str) -> Encoded:
+    """Return the structure of the entry called ``name``.
+
+    Raises:
+        CheckpointError: something in it could not be read back without running code, with its dotted name and what to
+            do.
+    """
+    found: list[str] = []
+    return Encoded(json.dumps(_encode(value, name, found, 0)), found)
+
+
+def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
+    kind = type(value)
+    if kind in _PLAIN and (kind is not str or len(value) <= _LONGEST_INLINE):
+        return value
+    if isinstance(value, torch.Tensor):
+        pickled.expect_loadable(name, value)
+        return {}
+    if not _walked(value):
+        return _leaf(value, name, objects)
+    if depth == _DEEPEST:
+        raise CheckpointError(f"{name[:200]!r} is nested more than {_DEEPEST} deep; flatten it.")
+    if isinstance(value, list):
+        return [_encode(item, f"{name}.{i}", objects, depth + 1) for i, item in enumerate(value)]
+    try:
+        return _mapping(value, lambda key, item: _encode(item, f"{name}.{key}", objects, depth + 1))
+    except _NotPlainError as error:
+        raise CheckpointError(f"{name!r} would not load back: {error}.") from error
+
+
+def _leaf(value: Any, name: str, objects: list[str]) -> Any:
+    try:
+        plain = _plain(value)
+    except _NotPlainError:
+        pickled.expect_loadable(name, value)
+    else:
+        if type(value) in (int, float) or len(json.dumps(plain)) <= _LONGEST_INLINE:
+            return plain
+        try:
+            pickled.expect_loadable(name, value)
+        except CheckpointError:
+            return plain
+    objects.append(name)
+    return {}
+
+
+def _plain(value: Any) -> Any:
+    """Return any value without tensors as JSON. Raises: ``_NotPlainError``."""
+    kind = type(value)
+    if kind in _PLAIN or (kind is float and math.isfinite(value)):
+        return value
+    if kind is int and value.bit_length() <= _LONGEST_INTEGER_BITS:
+        return value
+    if kind is list:
+        return [_plain(item) for item in value]
+    if kind is float:
+        return {"type": "float", "value": str(value)}
+    if kind is bytes:
+        return {"type": "bytes", "value": base64.b64encode(value).decode()}
+    if _COLLECTIONS.get(kind.__name__) is kind:
+        return {"type": kind.__name__, "value": [_plain(item) for item in value]}
+    if isinstance(value, dict):
+        return _mapping(value, lambda key, item: _plain(item))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and _NUMBER.fullmatch(value.dtype.name):
+        return {"type": "numpy", "dtype": value.dtype.name, "value": base64.b64encode(value.tobytes()).decode()}
+    raise _NotPlainError(f"a {kind.__name__} is no plain data")
+
+
+def _mapping(value: Mapping[Any, Any], encode: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    kind = type(value)
+    items: Any = {key: encode(key, item) for key, item in value.items()}
+    if any(type(key) is not str for key in items):
+        items = [[_key(key), item] for key, item in items.items()]
+    if not isinstance(value, dict):
+        return {"type": "dict", "value": items}
+    made = {"type": _container_name(kind), "value": items}
+    if isinstance(value, defaultdict) and value.default_factory is not None:
+        made["factory"] = _name_in(_FACTORIES, value.default_factory)
+    attributes = getattr(value, "__dict__", None)  # those of torch's state dicts: the versions of modules
+    if attributes:
+        made["attributes"] = _plain(attributes)
+    return made
+
+
+def _key(key: Any) -> Any:
+    try:
+        return _plain(key)
+    except _NotPlainError:
+        text = f"a {type(key).__name__} cannot be the key of an entry; use text or a number"
+        raise _NotPlainError(text) from None
+
+
+def _name_in(known: Mapping[str, Any], value: Any) -> str:
+    name = getattr(value, "__name__", "")
+    if known.get(name) is not value:
+        raise _NotPlainError(f"it makes missing items with {name or repr(value):.100}")
+    return str(name)
+
+
+def _container_name(kind: type) -> str:
+    if _CONTAINERS.get(kind.__name__) is kind:
+        return kind.__name__
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    if pickled.allowed_by_user().get(path) is not kind:
+        raise _NotPlainError(
+            f"it is a {path}. {pickled.WHY} Save a dict instead, or allow the type when saving and when restoring: "
+            f"torch.serialization.add_safe_globals([{path}])"
+        )
+    return path
+
+
+# -- reading
+
+
+def decode(tree: Any, name: str) -> Any:
+    """Return the structure of the entry called ``name``, with a :class:`Leaf` for each tensor and object.
+
+    Args:
+        tree: what JSON has of it.
+        name: of the entry.
+
+    Raises:
+        CheckpointError: it is none, or has a type that is not allowed; nothing of it was run.
+    """
+    try:
+        return _decode(tree, name)
+    except RecursionError:
+        raise CheckpointError(f"the structure of {name!r:.100} is nested too deeply to be one.") from None
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"the structure of {name!r:.100} is not what one is: {str(error)[:200]}.") from error
+
+
+def _decode(tree: Any, name: str | None) -> Any:
+    """``name`` is ``None`` inside of a value that has no leaves."""
+    kind = type(tree)
+    if kind is list:
+        return [_decode(item, None if name is None else f"{name}.{i}") for i, item in enumerate(tree)]
+    if kind is not dict:
+        return tree
+    if not tree and name is not None:
+        return Leaf(name)
+    return _decode_typed(tree, tree["type"], tree["value"], name)
+
+
+def _decode_typed(tree: dict[str, Any], kind: str, value: Any, name: str | None) -> Any:
+    if kind in _COLLECTIONS:
+        return _COLLECTIONS[kind](_decode(item, None) for item in value)
+    if kind == "bytes":
+        return base64.b64decode(value, validate=True)
+    if kind == "float":
+        return float(value)
+    if kind == "numpy":
+        return _numpy_number(tree["dtype"], base64.b64decode(value, validate=True))
+    made = _container(kind, tree.get("factory"))
+    pairs = value.items() if type(value) is dict else ((_decode(key, None), item) for key, item in value)
+    for key, item in pairs:
+        made[key] = _decode(item, None if name is None else f"{name}.{key}")
+    attributes = _decode(tree["attributes"], None) if "attributes" in tree else {}
+    for attribute, item in attributes.items():
+        if hasattr(type(made), attribute):
+            raise ValueError(f"it gives a container a {attribute:.50} of its own")
+        setattr(made, attribute, item)
+    return made
+
+
+def _container(kind: str, factory: str | None) -> Any:
+    if kind == "defaultdict":
+        return defaultdict(None if factory is None else _FACTORIES[factory])
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind]()
+    allowed = pickled.allowed_by_user().get(kind)
+    if not isinstance(allowed, type) or not issubclass(allowed, dict):
+        raise CheckpointError(
+            f"it has a {kind:.100}, which is not allowed here. If you trust who wrote it, allow the type before "
+            f"restoring: torch.serialization.add_safe_globals([{kind:.100}])"
+        )
+    return allowed.__new__(allowed)
+
+
+def _numpy_number(dtype: str, data: bytes) -> Any:
+    import numpy
+
+    if not _NUMBER.fullmatch(dtype):
+        raise ValueError(f"there is {dtype!r:.50} where the dtype of a number belongs")
+    (number,) = numpy.frombuffer(data, dtype)
+    return number
+
+
+def marks(structure: Any) -> Iterator[Leaf]:
+    """Yield the leaves of a structure."""
+    if type(structure) is Leaf:
+        yield structure
+    elif isinstance(structure, Mapping):
+        for item in structure.values():
+            yield from marks(item)
+    elif type(structure) is list:
+        for item in structure:
+            yield from marks(item)
+
+
+def fill(structure: Any) -> Any:
+    """Return a structure, filled in place, with the values of its leaves."""
+    if type(structure) is Leaf:
+        return structure.value
+    if isinstance(structure, Mapping) or type(structure) is list:
+        items: Any = structure.items() if isinstance(structure, Mapping) else enumerate(structure)
+        for key, item in list(items):
+            structure[key] = fill(item)  # type: ignore[index]
+    return structure

@@ -1,0 +1,365 @@
+"""The index of a checkpoint: where the bytes of every tensor lie, and the structure of the state, as one JSON file.
+
+``index.json`` is written at the commit, is listed in the manifest, and is all that is needed to read a checkpoint:
+docs/format.md specifies it, so that another program can read it too. :func:`make_index` makes it, on rank 0, of what
+the ranks have written. :meth:`Index.loads` reads it with every number in it checked: against the sizes of the files,
+against each other, and against what memory can hold. What has passed needs no further check; nothing is opened,
+allocated or loaded before.
+
+The structure of the state is text of :mod:`stagereg.checkpoint.encoding`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from stagereg.checkpoint.encoding import Encoded
+from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
+from stagereg.errors import CheckpointError
+
+__all__ = ["ARCHIVE", "DTYPES", "INDEX", "INDEX_BYTES", "Chunk", "Index", "TensorEntry", "make_index"]
+
+INDEX = "index.json"
+INDEX_BYTES = 1 << 30
+"""What is longer is not read: with less than a hundred bytes for each entry, that is far more than any run writes."""
+_NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES = {name: value for value, name in _NAMES.items() if not name.startswith("q")}  # quantized ones are not saved
+"""torch's dtypes by the names that the index has for them."""
+ARCHIVE = "archive"
+"""What a chunk says that lies in its file as ``torch.save`` has made it."""
+_FORMAT = 1
+_MOST = (1 << 63) - 1
+_MOST_DIMENSIONS = 64
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""A part of a tensor: where it begins and how large it is, in each dimension."""
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor in a file.
+
+    Attributes:
+        file: its name in the checkpoint's directory.
+        offset: of the first byte.
+        length: how many bytes.
+        start: where the part begins in the whole tensor, in each dimension.
+        shape: of the part.
+        layout: ``None`` if the bytes are the elements in row-major order; the strides, in elements, if they lie in
+            another order, without holes; ``"archive"`` if they are what ``torch.save`` has made of the part.
+    """
+
+    file: str
+    offset: int
+    length: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    layout: tuple[int, ...] | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: its dtype.
+        shape: of the whole tensor.
+        chunks: its parts, which cover it once; ``None`` if only the storage that wrote it can read it.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    chunks: tuple[Chunk, ...] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class Index:
+    """What :meth:`loads` has read, and found to be right.
+
+    Attributes:
+        state: the structure of each entry, as :mod:`stagereg.checkpoint.encoding` decodes it.
+    """
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._files: list[str] = data["files"]
+        self._tensors: dict[str, Any] = data["tensors"]
+        self._objects: dict[str, Any] = data["objects"]
+        self.state: dict[str, Any] = data["state"]
+
+    @classmethod
+    def loads(cls, data: bytes | bytearray, sizes: Mapping[str, int]) -> Index:
+        """Read the content of ``index.json``.
+
+        Args:
+            data: the content.
+            sizes: of the files of the checkpoint, by name, as the manifest has them.
+
+        Raises:
+            CheckpointError: it is none, or something in it does not fit.
+        """
+        try:
+            with _without_gc():
+                return cls.checked(json.loads(data), sizes)
+        except RecursionError:
+            raise CheckpointError(f"{INDEX} is nested too deeply to be one.") from None
+        except ValueError as error:
+            raise CheckpointError(f"{INDEX} is no JSON: {str(error)[:300]}.") from error
+
+    @classmethod
+    def checked(cls, content: Any, sizes: Mapping[str, int]) -> Index:
+        """Return the index of that content, if all of it fits. Raises: as :meth:`loads`."""
+        try:
+            _check(content, sizes)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+            raise CheckpointError(f"{INDEX} is not what an index is: {str(error)[:300]}.") from error
+        return cls(content)
+
+    def tensor(self, name: str) -> TensorEntry | None:
+        """Return the tensor of that name; ``None`` if there is none."""
+        found = self._tensors.get(name)
+        if found is None:
+            return None
+        dtype, shape, chunks = found
+        if chunks is not None:
+            chunks = tuple(self._chunk(shape, *chunk) for chunk in chunks)
+        return TensorEntry(DTYPES[dtype], torch.Size(shape), chunks)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor or object of that name."""
+        return name in self._tensors or name in self._objects
+
+    def object(self, name: str) -> tuple[str, int, int] | None:
+        """Return file, offset and length of an object; ``None`` if only the storage that wrote it can read it."""
+        found = self._objects[name]
+        return None if found is None else (self._files[found[0]], found[1], found[2])
+
+    def _chunk(
+        self,
+        whole: list[int],
+        file: int,
+        offset: int,
+        length: int,
+        start: Sequence[int] | None = None,
+        shape: Sequence[int] | None = None,
+        layout: list[int] | str | None = None,
+    ) -> Chunk:
+        begin = (0,) * len(whole) if start is None else tuple(start)
+        sizes = tuple(whole if shape is None else shape)
+        strides = tuple(layout) if isinstance(layout, list) else layout
+        return Chunk(self._files[file], offset, length, begin, sizes, strides)
+
+
+# -- writing
+
+
+def make_index(
+    metadata: Metadata, results: Iterable[Iterable[WriteResult]], structures: Iterable[Mapping[str, Encoded]]
+) -> bytes:
+    """Return the content of ``index.json``.
+
+    Args:
+        metadata: of the checkpoint, as torch has planned it.
+        results: of each rank's ``write_data``.
+        structures: of each rank's entries, by name.
+    """
+    with _without_gc():
+        state: dict[str, Encoded] = {}
+        for each in structures:
+            state = {**each, **state}  # the lowest rank's, as of everything that several ranks have
+        objects = {leaf for encoded in state.values() for leaf in encoded.objects}
+        table = _Table({result.index: result for rank in results for result in rank})
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                table.add_tensor(name, entry)
+            elif name in objects:  # all else that is no tensor stands in the structure; torch alone reads it
+                table.add_object(name)
+        head = {"format": _FORMAT, "files": [*table.files], "tensors": table.tensors, "objects": table.objects}
+        texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
+        return f'{json.dumps(head)[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
+
+
+class _Table:
+    def __init__(self, results: Mapping[MetadataIndex, WriteResult]) -> None:
+        self.files: dict[str, int] = {}
+        self.tensors: dict[str, Any] = {}
+        self.objects: dict[str, Any] = {}
+        self._results = results
+
+    def add_tensor(self, name: str, entry: TensorStorageMetadata) -> None:
+        chunks: list[Any] = []
+        located = True
+        for part in entry.chunks:
+            result = self._results[MetadataIndex(name, part.offsets)]
+            if not isinstance(result, (TensorResult, ArchiveResult)):
+                located = False
+            elif part.sizes.numel():
+                chunks.append(self._chunk(entry, part.offsets, part.sizes, result))
+        self.tensors[name] = [_NAMES[entry.properties.dtype], list(entry.size), chunks if located else None]
+
+    def add_object(self, name: str) -> None:
+        result = self._results[MetadataIndex(name)]
+        if not isinstance(result, ArchiveResult):
+            self.objects[name] = None
+            return
+        info = result.storage_data
+        self.objects[name] = [self._number(info.relative_path), info.offset, info.length]
+
+    def _chunk(
+        self,
+        entry: TensorStorageMetadata,
+        start: torch.Size,
+        shape: torch.Size,
+        result: TensorResult | ArchiveResult,
+    ) -> list[Any]:
+        file = self._number(result.storage_data.relative_path)
+        if isinstance(result, ArchiveResult):
+            return [file, result.storage_data.offset, result.storage_data.length, [*start], [*shape], ARCHIVE]
+        length = shape.numel() * entry.properties.dtype.itemsize
+        if not _is_row_major(shape, result.stride):
+            return [file, result.content, length, [*start], [*shape], [*(result.stride or ())]]
+        place = [] if shape == entry.size else [[*start], [*shape]]
+        return [file, result.content, length, *place]
+
+    def _number(self, file: str) -> int:
+        return self.files.setdefault(file, len(self.files))
+
+
+def _is_row_major(shape: torch.Size, stride: tuple[int, ...] | None) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride or ()), strict=False):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+# -- checking
+
+
+def _check(data: Any, sizes: Mapping[str, int]) -> None:
+    if type(data) is not dict or data.get("format") != _FORMAT:
+        raise ValueError("it is of another format")
+    files, tensors, objects = data["files"], data["tensors"], data["objects"]
+    if type(files) is not list or any(type(kind) is not dict for kind in (tensors, objects, data["state"])):
+        raise TypeError("a part of it is of the wrong kind")
+    for name in files:
+        if name not in sizes:
+            raise ValueError(f"it names {name!r:.100}, which is no file of the checkpoint")
+    ends = [sizes[name] for name in files]
+    extents: list[tuple[int, int, int]] = []
+    for name, (dtype, shape, chunks) in tensors.items():
+        itemsize = DTYPES[dtype].itemsize
+        elements = _elements(shape)
+        if chunks is None:
+            continue
+        if len(chunks) == 1 and len(chunks[0]) == 3:
+            if chunks[0][2] != elements * itemsize:
+                raise ValueError(f"{name!r:.100} has another size than what is stored of it")
+        else:
+            _check_chunks(name, shape, elements, chunks, itemsize)
+        extents += [tuple(chunk[:3]) for chunk in chunks]
+    extents += [tuple(place) for place in objects.values() if place is not None]
+    _check_extents(extents, ends)
+
+
+def _elements(shape: Any) -> int:
+    if type(shape) is not list or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError("there is no shape where one belongs")
+    elements = 1
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise ValueError(f"{size!r:.50} is no size")
+        elements *= size
+    if elements > _MOST:
+        raise ValueError("a tensor has more elements than memory has addresses")
+    return elements
+
+
+def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any], itemsize: int) -> None:
+    """Make sure that chunks lie within their tensor and cover each element of it once."""
+    boxes: list[Box] = []
+    for _, _, length, *place in chunks:
+        start, shape, layout = (*place, None)[:3] if place else ([0] * len(whole), whole, None)
+        nbytes = _elements(shape) * itemsize
+        if not len(start) == len(shape) == len(whole) or not (
+            nbytes == length or (layout == ARCHIVE and 0 < nbytes < length)
+        ):
+            raise ValueError(f"a chunk of {name!r:.100} has another size than what is stored of it")
+        for begin, size, limit in zip(start, shape, whole, strict=True):
+            if type(begin) is not int or not 0 <= begin <= limit - size:
+                raise ValueError(f"a chunk of {name!r:.100} lies outside of the tensor")
+        if layout not in (None, ARCHIVE):
+            _check_strides(shape, layout)
+        boxes.append((tuple(start), tuple(shape)))
+    if sum(math.prod(shape) for _, shape in boxes) != elements or _overlap(boxes):
+        raise ValueError(f"the chunks of {name!r:.100} do not cover it once")
+
+
+def _check_strides(shape: list[int], strides: Any) -> None:
+    if len(strides) != len(shape) or any(type(stride) is not int for stride in strides):
+        raise ValueError("there are no strides where some belong")
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride != expected:
+            raise ValueError("the elements of a chunk overlap, or leave holes")
+        expected *= size
+
+
+def _overlap(boxes: list[Box]) -> bool:
+    """Whether two of them have an element in common."""
+    if len(boxes) < 2:
+        return False
+    along = max(range(len(boxes[0][0])), key=lambda i: len({start[i] for start, _ in boxes}), default=None)
+    if along is None:
+        return True
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[0][along]):
+        active = [other for other in active if other[0][along] + other[1][along] > box[0][along]]
+        if any(_meet(box, other) for other in active):
+            return True
+        active.append(box)
+    return False
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
+
+
+def _check_extents(extents: list[Any], ends: list[int]) -> None:
+    """Make sure that all lie within their files, and that none overlaps another one; tied tensors may share one."""
+    for file, offset, length in extents:
+        if type(file) is not int or type(offset) is not int or type(length) is not int:
+            raise TypeError("there is something else where a number belongs")
+        if file < 0 or offset < 0 or length < 0 or offset + length > ends[file]:
+            raise ValueError(f"bytes {offset} to {offset + length} lie outside of their file")
+    extents.sort()
+    for one, other in itertools.pairwise(extents):
+        if one != other and one[0] == other[0] and one[1] + one[2] > other[1]:
+            raise ValueError(f"what lies at byte {one[1]} of a file overlaps what lies at byte {other[1]}")
+
+
+@contextlib.contextmanager
+def _without_gc() -> Generator[None, None, None]:
+    """Keep the collector from going through the new containers again and again: a million of them take four times
+    as long with it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,385 @@
+"""Reading a checkpoint: bytes go from its files straight into their tensors, in one copy.
+
+:class:`CheckpointFiles` has the index of one checkpoint, which was found to be right (:mod:`.index`), and its files.
+What lies close together is read at once, on a few threads. Of a sharded tensor each part that is stored is cut with the
+part that is wanted, so any number of ranks reads what any other number has written.
+
+A checkpoint of a storage that does not report where it has written what, of another package, is read through that
+storage's own reader and torch's planner.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+import os
+import stat
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+
+import stagereg.checkpoint.encoding as encoding
+import stagereg.checkpoint.pickled as pickled
+from stagereg.checkpoint.checksum import crc32
+from stagereg.checkpoint.encoding import Leaf
+from stagereg.checkpoint.foreign import METADATA, index_of_metadata
+from stagereg.checkpoint.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, TensorEntry
+from stagereg.checkpoint.manifest import Checkpoint
+from stagereg.checkpoint.storage.files import FileStorage
+from stagereg.checkpoint.storage.lookup import named
+from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.checkpoint.store.open_store import is_url
+from stagereg.errors import CheckpointError
+
+__all__ = ["CheckpointFiles", "Transfer"]
+
+_THREADS = min(4, os.cpu_count() or 1)
+_SMALL_BYTES = 1 << 16  # less is read together with what lies beside it
+_RUN_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 23
+_ALONE = "torch.distributed is disabled, unavailable or uninitialized"
+
+
+class CheckpointFiles:
+    """The index and the files of one checkpoint; a context manager, which closes them. One thread at a time.
+
+    Args:
+        checkpoint: a complete one.
+        own: the storage of the program; another one that wrote the checkpoint is built by its name.
+        foreign: whether a checkpoint without an index may be read by torch's ``.metadata`` (:mod:`.foreign`).
+
+    Attributes:
+        index: what is in the checkpoint.
+
+    Raises:
+        CheckpointError: it has no index, being of an earlier version, or one that is refused; it was written by a
+            storage that is not there. ``OSError``.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, own: Storage, foreign: bool = False) -> None:
+        self._path, self._marks = checkpoint.path, checkpoint.manifest.files
+        self._storage = named(checkpoint.manifest.storage, own)
+        self._opened = ExitStack()
+        self._files: dict[str, _File] = {}
+        self._sizes = {name: mark.bytes for name, mark in self._marks.items()}
+        try:
+            self.index = self._read_index(foreign)
+        except BaseException:
+            self._opened.close()
+            raise
+
+    def __enter__(self) -> CheckpointFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.close()
+
+    def structure(self, name: str) -> Any:
+        """Return the structure of one entry, with a :class:`.Leaf` for each tensor and object.
+
+        Raises:
+            CheckpointError: it is none, or something in it is not stored.
+        """
+        found = encoding.decode(self.index.state[name], name)
+        for leaf in encoding.marks(found):
+            if not self.index.has(leaf.name):
+                raise CheckpointError(f"{name!r:.100} has {leaf.name!r:.100} by its structure, and it is not stored.")
+        return found
+
+    def open_in_place(self, leaves: Iterable[Leaf]) -> list[Leaf]:
+        """Return the leaves that fit the memory in their place, with the files open that :meth:`read` needs for them.
+
+        Raises:
+            CheckpointError: a file is no regular one. ``OSError``.
+        """
+        found = []
+        for leaf in leaves:
+            entry, live = self.index.tensor(leaf.name), leaf.live
+            leaf.in_place = (
+                leaf.in_place
+                and live is not None
+                and entry is not None
+                and entry.chunks is not None
+                and (live.shape, live.dtype) == (entry.shape, entry.dtype)
+            )
+            if leaf.in_place and entry is not None:
+                found.append(leaf)
+                for chunk in entry.chunks or ():
+                    self._file(chunk.file)
+        return found
+
+    def read(self, leaves: Sequence[Leaf]) -> None:
+        """Read leaves, each into its ``value``.
+
+        A tensor is read into ``live`` where :meth:`open_in_place` has found it to fit; else into fresh host memory,
+        or, where ``live`` is a ``DTensor`` of the same shape, into one that is sharded alike.
+
+        Raises:
+            CheckpointError: an object is refused. ``OSError``.
+        """
+        transfer = Transfer(self._file)
+        elsewhere: dict[str, Any] = {}
+        for leaf in leaves:
+            entry = self.index.tensor(leaf.name)
+            if entry is not None:
+                leaf.value = _memory_for(leaf, entry)
+                if entry.chunks is None:
+                    elsewhere[leaf.name] = leaf.value
+                else:
+                    for start, part in _parts(leaf.value):
+                        transfer.add(part, start, entry, leaf.name)
+            elif (place := self.index.object(leaf.name)) is None:
+                elsewhere[leaf.name] = None
+            else:
+                leaf.value = pickled.load(leaf.name, self._file(place[0]).read(place[1], place[2]))
+        transfer.run()
+        if elsewhere:
+            self._read_elsewhere(elsewhere)
+            for leaf in leaves:
+                leaf.value = elsewhere.get(leaf.name, leaf.value)
+
+    def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
+        """Through the reader of a storage that alone knows where things lie, which is none of the project."""
+        if isinstance(self._storage, FileStorage):  # whose reader is torch's, and would unpickle the metadata
+            name = next(iter(wanted))
+            raise CheckpointError(f"{INDEX} of {self._path} does not say where {name!r:.100} lies.")
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=_ALONE)
+                load(wanted, storage_reader=self._storage.reader(self._path), planner=_Planner(), no_dist=True)
+        except CheckpointException as failed:
+            error = next(error for error, _ in failed.failures.values())
+            if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+                raise error from None
+            raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
+    def _read_index(self, foreign: bool) -> Index:
+        if INDEX not in self._marks and foreign and METADATA in self._marks:
+            return Index.checked(index_of_metadata(self._file(METADATA).read(0, self._sizes[METADATA])), self._sizes)
+        if INDEX not in self._marks:
+            raise CheckpointError(
+                f"{self._path} has no {INDEX}: an earlier version wrote it. `stagereg convert {self._path} OUT.pt` "
+                "makes a file of it that torch.load reads."
+            )
+        mark = self._marks[INDEX]
+        if mark.bytes > INDEX_BYTES:
+            raise CheckpointError(f"{INDEX} of {self._path} has {mark.bytes:,} bytes, which no index has.")
+        data = self._file(INDEX).read(0, mark.bytes)
+        if crc32(data) != mark.crc32:
+            raise CheckpointError(f"{INDEX} of {self._path} is not what was written.") from ValueError("CRC-32")
+        try:
+            return Index.loads(data, self._sizes)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._path} was refused: {error}") from error
+
+    def _file(self, name: str) -> _File:
+        found = self._files.get(name)
+        if found is None:
+            found = _File(self._path, name)
+            self._opened.callback(found.close)
+            self._files[name] = found
+        return found
+
+
+class _File:
+    """A file of a checkpoint, open for reading."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self._name = f"{path}/{name}"
+        self._stream: io.RawIOBase | io.BufferedReader
+        self.threads = 1
+        if is_url(path):
+            from stagereg.checkpoint.store.object_store import ObjectStore
+
+            self._stream = ObjectStore(path).open(self._name)
+            return
+        # What is no regular file is never waited for, and no link is followed.
+        if not stat.S_ISREG(os.lstat(self._name).st_mode):
+            raise CheckpointError(f"{name} of {path} is no regular file")
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._stream = io.FileIO(self._name, opener=lambda path, _: os.open(path, flags))
+        self.threads = _THREADS
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Fill ``memory``; on any of :attr:`threads` at once. Raises: ``OSError``, also if the file ends before."""
+        while memory:
+            if self.threads > 1:
+                count = os.preadv(self._stream.fileno(), [memory], offset)
+            else:
+                self._stream.seek(offset)
+                count = self._stream.readinto(memory) or 0
+            if count == 0:
+                raise OSError(f"{self._name} ends at byte {offset}")
+            memory, offset = memory[count:], offset + count
+
+    def read(self, offset: int, length: int) -> bytearray:
+        """Return bytes of it."""
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return data
+
+    def close(self) -> None:
+        """Close it."""
+        self._stream.close()
+
+
+def _memory_for(leaf: Leaf, entry: TensorEntry) -> torch.Tensor:
+    """Return what a tensor is read into."""
+    live = leaf.live
+    if leaf.in_place and live is not None:
+        torch.autograd.graph.increment_version(live)
+        return live
+    if isinstance(live, DTensor) and live.shape == entry.shape:
+        return torch.empty_like(live, dtype=entry.dtype)
+    return torch.empty(entry.shape, dtype=entry.dtype)
+
+
+def _parts(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield what this process has of a tensor, each part with the place in the whole at which it begins."""
+    if not isinstance(x, DTensor):
+        if x.numel():
+            yield (0,) * x.ndim, x.detach()
+        return
+    for chunk in x.__create_chunk_list__():
+        shard = x.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
+        if shard.numel():
+            yield tuple(chunk.offsets), shard.detach()
+
+
+class _Move(NamedTuple):
+    """Bytes of a file that go to an address."""
+
+    offset: int
+    length: int
+    address: int
+
+
+class Transfer:
+    """What is to be read, and where to."""
+
+    def __init__(self, file: Callable[[str], _File]) -> None:
+        self._file = file
+        self._moves: dict[str, list[_Move]] = defaultdict(list)
+        self._others: list[Callable[[], None]] = []
+
+    def add(self, part: torch.Tensor, start: tuple[int, ...], entry: TensorEntry, name: str) -> None:
+        """Have ``part``, which begins at ``start``, filled from the chunks of a tensor."""
+        plain = part.is_cpu and part.is_contiguous()
+        for chunk in entry.chunks or ():
+            if plain and chunk.layout is None and chunk.start == start and chunk.shape == part.shape:
+                self._moves[chunk.file].append(_Move(chunk.offset, chunk.length, part.data_ptr()))
+                continue
+            low = [max(a, b) for a, b in zip(chunk.start, start, strict=True)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(chunk.start, chunk.shape, start, part.shape, strict=True)]
+            if any(begin >= end for begin, end in zip(low, high, strict=True)):
+                continue
+            target, box = part[_slices(low, high, start)], _slices(low, high, chunk.start)
+            stored = _stored(torch.empty(0, dtype=entry.dtype, device="meta"), chunk)[box]
+            if plain and chunk.layout is None and target.is_contiguous() and stored.is_contiguous():
+                offset = chunk.offset + int(stored.storage_offset()) * entry.dtype.itemsize
+                self._moves[chunk.file].append(_Move(offset, target.nbytes, target.data_ptr()))
+            else:
+                self._others.append(partial(self._copy, chunk, box, target, entry.dtype, name))
+
+    def run(self) -> None:
+        """Read all of it."""
+        for name, moves in self._moves.items():
+            file = self._file(name)
+            jobs = list(_jobs(sorted(moves)))
+            if file.threads == 1 or len(jobs) == 1:
+                for begin, length, inside in jobs:
+                    _fetch(file, begin, length, inside)
+                continue
+            with ThreadPoolExecutor(file.threads, thread_name_prefix="stagereg-read") as threads:
+                for done in [threads.submit(_fetch, file, *job) for job in jobs]:
+                    done.result()
+        for copy in self._others:
+            copy()
+
+    def _copy(self, chunk: Chunk, box: tuple[slice, ...], to: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+        """Read a chunk into memory of its own, and copy what is wanted of it."""
+        data = self._file(chunk.file).read(chunk.offset, chunk.length)
+        if chunk.layout == ARCHIVE:
+            stored = pickled.load(name, data)
+            if not isinstance(stored, torch.Tensor) or stored.shape != chunk.shape or stored.dtype != dtype:
+                raise CheckpointError(f"{name!r:.100} has something else in its file than {INDEX} says.")
+        else:
+            stored = _stored(torch.frombuffer(data, dtype=torch.uint8).view(dtype), chunk)
+        with torch.no_grad():
+            to.copy_(stored[box])
+
+
+def _slices(low: list[int], high: list[int], start: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(begin - at, end - at) for begin, end, at in zip(low, high, start, strict=True))
+
+
+def _stored(elements: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    """Return the elements of a chunk, on any device, as they lie in the file."""
+    if elements.is_meta:
+        elements = elements.new_empty(math.prod(chunk.shape))
+    return (
+        elements.as_strided(chunk.shape, chunk.layout)
+        if isinstance(chunk.layout, tuple)
+        else elements.view(chunk.shape)
+    )
+
+
+def _jobs(moves: list[_Move]) -> Iterator[tuple[int, int, list[_Move]]]:
+    """Group moves, which are in the order of the file, into what is read at once: where, how much, and what of it."""
+    run: list[_Move] = []
+    for move in moves:
+        if run and (move.length > _SMALL_BYTES or move.offset + move.length - run[0].offset > _RUN_BYTES):
+            yield _span(run)
+            run = []
+        if move.length <= _SMALL_BYTES:
+            run.append(move)
+            continue
+        for at in range(0, move.length, _PIECE_BYTES):
+            length = min(_PIECE_BYTES, move.length - at)
+            yield move.offset + at, length, [_Move(move.offset + at, length, move.address + at)]
+    if run:
+        yield _span(run)
+
+
+def _span(run: list[_Move]) -> tuple[int, int, list[_Move]]:
+    begin = run[0].offset
+    return begin, max(move.offset + move.length for move in run) - begin, run
+
+
+def _fetch(file: _File, begin: int, length: int, moves: list[_Move]) -> None:
+    """Read bytes of a file once, and leave them at the addresses of ``moves``."""
+    if len(moves) == 1:
+        file.read_into(begin, memoryview((ctypes.c_char * length).from_address(moves[0].address)).cast("B"))
+        return
+    buffer = (ctypes.c_char * length)()
+    file.read_into(begin, memoryview(buffer).cast("B"))
+    address = ctypes.addressof(buffer)
+    for move in moves:
+        ctypes.memmove(move.address, address + move.offset - begin, move.length)
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads what is no tensor without running it, where torch's own planner unpickles."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        self.state_dict[name] = pickled.load(name, value.getvalue())

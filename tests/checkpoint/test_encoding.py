@@ -1,0 +1,115 @@
+"""Values that a state may have come back from JSON as they were, with their types."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagereg import Checkpointer
+from stagereg.checkpoint.encoding import Leaf, decode, encode, fill, leaves, marks
+from stagereg.errors import CheckpointError
+
+flat = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary()
+keys = st.recursive(flat, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=2), max_leaves=4)
+plain = st.recursive(
+    flat | st.sets(st.integers()),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(keys, inner, max_size=3)
+        | st.dictionaries(st.text(), inner, max_size=3).map(collections.OrderedDict)
+        | st.dictionaries(st.integers(), inner, max_size=3).map(lambda items: collections.defaultdict(list, items))
+        | st.dictionaries(keys, inner, max_size=3).map(collections.Counter)
+    ),
+    max_leaves=12,
+)
+
+
+def typed(value: Any) -> Any:
+    """A value with the types of all its parts, in which equal floats have equal bits."""
+    if isinstance(value, dict):
+        return type(value), [(typed(key), typed(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [typed(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return type(value), sorted(map(repr, map(typed, value)))
+    return type(value), repr(value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(plain)
+def test_plain_data_comes_back_with_its_types(value: Any) -> None:
+    encoded = encode(value, "x")
+    assert encoded.objects == []
+    assert typed(decode(json.loads(encoded.text), "x")) == typed(value)
+
+
+def test_numbers_of_numpy_come_back() -> None:
+    numpy = pytest.importorskip("numpy")
+    numbers = [numpy.dtype(name).type(3) for name in "?bBhHiIlLefdFD"]
+    found = decode(json.loads(encode({"best": numbers, "pair": (numpy.float64(math.pi), 1)}, "x").text), "x")
+    assert found == {"best": numbers, "pair": (math.pi, 1)}
+    assert list(map(type, found["best"])) == list(map(type, numbers))
+
+
+def test_tensors_are_leaves_and_objects_are_listed() -> None:
+    x = torch.ones(2)
+    state = {"a": x, "b": [x, {"c": 1}], 3: {"pair": (x, 1), "long": "x" * 100_000}}
+    encoded = encode(state, "s")
+    assert encoded.objects == ["s.3.pair", "s.3.long"]
+    structure = decode(json.loads(encoded.text), "s")
+    assert [leaf.name for leaf in marks(structure)] == ["s.a", "s.b.0", "s.3.pair", "s.3.long"]
+    assert [name for name, _ in leaves(state, "s")] == [name for name, _ in leaves(structure, "s")]
+    for leaf in marks(structure):
+        leaf.value = leaf.name
+    assert fill(structure) == {"a": "s.a", "b": ["s.b.0", {"c": 1}], 3: {"pair": "s.3.pair", "long": "s.3.long"}}
+    assert isinstance(decode({}, "s"), Leaf)
+
+
+def test_versions_of_modules_and_factories_are_kept() -> None:
+    ordered = collections.OrderedDict({"y": {"z": [1, {}]}})
+    ordered._metadata = collections.OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    found = decode(json.loads(encode({"o": ordered, "d": collections.defaultdict(list)}, "x").text), "x")
+    assert found["o"]._metadata == ordered._metadata  # type: ignore[attr-defined]
+    assert found["d"]["new"] == []
+    with pytest.raises(CheckpointError, match="makes missing items with <lambda>"):
+        encode(collections.defaultdict(lambda: 0), "x")
+
+
+def test_a_state_that_is_nested_too_deeply_is_refused_and_named(tmp_path: Path) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(190):
+        deep = {"x": deep}
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"deep": deep})
+        state: dict[str, Any] = {"deep": None}
+        assert checkpointer.restore(state) == 1
+        assert state["deep"] == deep
+    for _ in range(20):
+        deep = {"x": deep}
+    with pytest.raises(CheckpointError, match="nested more than 200 deep"):
+        encode(deep, "deep")
+
+
+def test_objects_with_tensors_come_back(tmp_path: Path) -> None:
+    state = {
+        "pair": (torch.ones(2), 1, b""),
+        "other": [2j, torch.float32, torch.Size([2])],
+        "long": b"x" * 100_000,
+        "set": {"a": {1, 2}},
+    }
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, state)
+        found: dict[str, Any] = dict.fromkeys(state)
+        checkpointer.restore(found)
+    assert torch.equal(found["pair"][0], torch.ones(2))
+    assert found["pair"][1:] == (1, b"")
+    assert {name: found[name] for name in state if name != "pair"} == {n: state[n] for n in state if n != "pair"}

@@ -1,0 +1,75 @@
+"""docs/format.md is enough to read a checkpoint: JSON and raw bytes, without torch."""
+
+from __future__ import annotations
+
+import collections
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from stagereg import Checkpointer
+from stagereg.registry import build
+from stagereg.testing import run_ranks
+
+pytest.importorskip("numpy")
+
+from ..support.format_reader import FormatReader
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("storage", ["dcp", "safetensors"])
+def test_another_program_reads_what_was_saved(tmp_path: Path, storage: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    tied = torch.arange(6.0).reshape(2, 3)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "values": {
+            1: (2, 3),
+            "text": "ü\ud800",
+            "inf": math.inf,
+            "list": [1, None],
+            "count": collections.Counter("aab"),
+        },
+        "tensors": [tied, tied, tied.t(), tied[:, 1], torch.empty(0, 3), torch.tensor(True), torch.tensor(7)],
+    }
+    with Checkpointer(str(tmp_path), storage=build("storage", storage)) as checkpointer:
+        checkpointer.save(3, state)
+    reader = FormatReader(tmp_path / "step-00000003")
+    assert reader.entry("stagereg.step") == reader.manifest["step"] == 3
+    for name, value in state.items():
+        saved = value.state_dict() if hasattr(value, "state_dict") else value
+        assert plain(reader.entry(name)) == plain(dict(saved) if isinstance(saved, dict) else saved), name
+
+
+def save_shards(rank: int, world_size: int, root: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    rows, columns = (distribute_tensor(torch.arange(35).view(5, 7), mesh, [Shard(i)]) for i in (0, 1))
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, {"x": {"rows": rows, "columns": columns, "whole": torch.full((2,), rank)}})
+    dist.barrier()
+
+
+def test_another_program_puts_shards_together(tmp_path: Path) -> None:
+    run_ranks(save_shards, nproc=2, args=(str(tmp_path),))
+    found = FormatReader(tmp_path / "step-00000001").entry("x")
+    expected = torch.arange(35).view(5, 7).tolist()
+    assert plain(found) == {"rows": expected, "columns": expected, "whole": [0, 0]}

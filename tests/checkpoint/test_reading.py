@@ -1,0 +1,191 @@
+"""What is read ends where it belongs: in the tensors that are there, or in new ones where those could change it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from stagereg.checkpoint.checkpointer import Checkpointer
+from stagereg.checkpoint.checksum import crc32
+from stagereg.checkpoint.encoding import Leaf
+from stagereg.checkpoint.index import INDEX
+from stagereg.checkpoint.manifest import Checkpoint, FileMark, Manifest
+from stagereg.checkpoint.reading import CheckpointFiles, Transfer
+from stagereg.checkpoint.storage.protocol import Storage
+from stagereg.errors import CheckpointError
+from stagereg.registry import build
+from stagereg.stagers.blocking import BlockingAsyncStager
+
+
+def saved(root: Path, state: dict[str, Any], storage: Storage | None = None) -> Checkpointer:
+    checkpointer = Checkpointer(str(root), stager=BlockingAsyncStager(), storage=storage)
+    checkpointer.save(1, state)
+    checkpointer.wait()
+    return checkpointer
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_chunks_of_any_shape_and_order_make_the_tensor(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 5), max_size=3))
+    whole = torch.arange(torch.Size(sizes).numel(), dtype=torch.int32).reshape(sizes)
+    cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=2))}) for size in sizes]
+    content, chunks = bytearray(), []
+    for box in data.draw(st.permutations(list(itertools.product(*map(itertools.pairwise, cuts))))):
+        part = whole[tuple(slice(begin, end) for begin, end in box)]
+        order = data.draw(st.permutations(range(part.ndim)))
+        packed = part.permute(order).contiguous()
+        strides = packed.permute([order.index(i) for i in range(part.ndim)]).stride()
+        content += bytes(data.draw(st.integers(0, 3)))
+        place = [[begin for begin, _ in box], list(part.shape), list(strides)]
+        chunks.append([0, len(content), part.nbytes, *place])
+        content += packed.numpy().tobytes()
+    root = tmp_path_factory.mktemp("chunks")
+    index = {"format": 1, "files": ["x"], "tensors": {"x": ["int32", sizes, chunks]}, "objects": {}, "state": {"x": {}}}
+    files = {"x": bytes(content), INDEX: json.dumps(index).encode()}
+    for name, text in files.items():
+        (root / name).write_bytes(text)
+    marks = {name: FileMark(len(text), crc32(text)) for name, text in files.items()}
+    with CheckpointFiles(Checkpoint(str(root), Manifest(1, 1, 1, marks)), build("storage", "dcp")) as reading:
+        leaf = reading.structure("x")
+        reading.read([leaf])
+        # What one of other ranks has of it.
+        start = tuple(data.draw(st.integers(0, size - 1)) for size in sizes)
+        sub = whole[tuple(slice(at, data.draw(st.integers(at + 1, n))) for at, n in zip(start, sizes, strict=True))]
+        part, entry = torch.empty_like(sub), reading.index.tensor("x")
+        assert entry is not None
+        transfer = Transfer(reading._file)
+        transfer.add(part, start, entry, "x")
+        transfer.run()
+    assert isinstance(leaf, Leaf)
+    assert torch.equal(leaf.value, whole)
+    assert torch.equal(part, sub)
+
+
+def test_state_goes_into_the_memory_that_is_there(tmp_path: Path) -> None:
+    def run() -> dict[str, Any]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "x": [torch.randn(5), {"y": torch.randn(2, requires_grad=True)}],
+        }
+
+    def tensors(state: dict[str, Any]) -> list[torch.Tensor]:
+        inner = [part for each in state["optimizer"].state.values() for part in each.values()]
+        return [*state["model"].state_dict().values(), *inner, state["x"][0], state["x"][1]["y"]]
+
+    before, after = run(), run()
+    addresses = [x.data_ptr() for x in tensors(after)]
+    versions = [x._version for x in tensors(after)]
+    with saved(tmp_path, before) as checkpointer:
+        checkpointer.restore(after)
+    assert [x.data_ptr() for x in tensors(after)] == addresses
+    assert all(map(torch.equal, tensors(after), tensors(before)))
+    assert all(x._version > version for x, version in zip(tensors(after), versions, strict=True))
+
+
+class Counts:
+    """Begins anew before it takes its state."""
+
+    def __init__(self, total: float) -> None:
+        self.total = torch.full((3,), total)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total.zero_()
+        self.total += state["total"]
+
+
+class Halved(torch.nn.Linear):
+    """Changes what it is given."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.weight.data.zero_()
+        state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] / 2
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_objects_that_do_more_than_copy_get_tensors_of_their_own(tmp_path: Path) -> None:
+    halved = Halved(2, 2)
+    hooked = torch.nn.Linear(2, 2)
+    saved_weight = halved.weight.detach().clone()
+    with saved(tmp_path, {"counts": Counts(7), "halved": halved, "hooked": hooked}) as checkpointer:
+        counts, other, third = Counts(1), Halved(2, 2), torch.nn.Linear(2, 2)
+        third.register_load_state_dict_pre_hook(lambda module, state, *_: module.weight.data.zero_())
+        checkpointer.restore({"counts": counts, "halved": other, "hooked": third})
+    assert counts.total.tolist() == [7, 7, 7]
+    assert torch.equal(other.weight, saved_weight / 2)
+    assert torch.equal(third.weight, hooked.weight)
+
+
+def test_tensors_that_share_memory_are_filled_in_their_order(tmp_path: Path) -> None:
+    state = {"x": {"a": torch.zeros(100_000), "b": torch.ones(50_000), "c": torch.full((10,), 2.0)}}
+    with saved(tmp_path, state) as checkpointer:
+        memory = torch.full((100_000,), 9.0)
+        checkpointer.restore({"x": {"a": memory, "b": memory[50_000:], "c": memory[:10]}})
+    assert memory[:10].eq(2).all()
+    assert memory[10:50_000].eq(0).all()
+    assert memory[50_000:].eq(1).all()
+
+
+def test_other_shapes_dtypes_and_strides_are_taken_as_before(tmp_path: Path) -> None:
+    with saved(
+        tmp_path, {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2), "z": torch.ones(3)}
+    ) as checkpointer:
+        turned = torch.zeros(3, 2).t()
+        state: dict[str, Any] = {"x": turned, "y": torch.zeros(2, dtype=torch.float64), "z": torch.zeros(5)}
+        checkpointer.restore(state)
+    assert state["x"] is turned
+    assert turned.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (state["y"].dtype, state["z"].tolist()) == (torch.float32, [1, 1, 1])
+
+
+class Theirs(FileSystemWriter, Storage):
+    """A storage of another package: torch's writer and reader, and nothing that says where it has written what."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def reader(self, path: Any) -> FileSystemReader:
+        return FileSystemReader(path)
+
+
+def test_another_packages_storage_reads_its_checkpoints(tmp_path: Path) -> None:
+    state = {"x": torch.arange(3.0), "pair": (torch.ones(2), 1), "values": {1: "a", "nothing": {}}}
+    with saved(tmp_path, state, Theirs()) as checkpointer:
+        tensor = torch.zeros(3)
+        found: dict[str, Any] = {"x": tensor, "pair": None, "values": None}
+        assert checkpointer.restore(found) == 1
+    assert found["x"] is tensor
+    assert tensor.tolist() == [0, 1, 2]
+    assert (found["pair"][0].tolist(), found["pair"][1], found["values"]) == ([1, 1], 1, state["values"])
+
+
+def test_a_file_that_ends_too_early_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with saved(tmp_path, {"x": torch.ones(100_000)}) as checkpointer:
+        checkpointer.verify = "fast"
+        real = CheckpointFiles.open_in_place
+
+        def cut(files: CheckpointFiles, leaves: Any) -> list[Leaf]:
+            found = real(files, leaves)
+            (tmp_path / "step-00000001" / "__0_0.distcp").write_bytes(b"")
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CheckpointFiles, "open_in_place", cut)
+            with pytest.raises(CheckpointError, match=r"'x' has changed in part: .*__0_0.distcp ends at byte"):
+                checkpointer.restore({"x": torch.zeros(100_000)})
