@@ -137,6 +137,13 @@ def test_a_directory_that_may_not_be_entered_is_reported(root: Path, monkeypatch
     assert len(refused) == 2
 
 
+def test_a_file_that_was_not_marked_on_its_way_is_flushed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(local, "_sync", flushed.append)
+    LocalStore(root).mark(str(root / "step-00000002"), "__0_0.distcp")
+    assert flushed == [root / "step-00000002" / "__0_0.distcp"]
+
+
 def save(root: Path, *steps: int, keep: int = 2, text: str = "") -> None:
     with Checkpointer(str(root), keep=keep) as checkpointer:
         for step in steps:
@@ -205,17 +212,19 @@ def test_what_is_in_the_way_of_a_checkpoint_is_named_and_kept(root: Path) -> Non
     assert len(LocalStore(root).checkpoints()[0]) == 2
 
 
+@pytest.mark.parametrize(("linked", "left"), [(False, []), (True, ["latest", "step-00000002"])])
 def test_old_checkpoints_are_deleted_also_without_links(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, linked: bool, left: list[str]
 ) -> None:
     def symlink_to(*_: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    (root / "latest").unlink()
+    if not linked:
+        (root / "latest").unlink()
     monkeypatch.setattr(Path, "symlink_to", symlink_to)
     monkeypatch.setattr(LocalStore, "sweep", lambda store: None)
     save(root, 3, 4, keep=1)
-    assert os.listdir(root) == ["step-00000004"]
+    assert sorted(os.listdir(root)) == [*left, "step-00000004"]
     assert "step 4 is saved" in caplog.text
 
 
