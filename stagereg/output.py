@@ -19,7 +19,6 @@ from typing import Any
 
 __all__ = [
     "add_command",
-    "add_output_options",
     "as_json",
     "echo",
     "line_width",
@@ -51,7 +50,7 @@ def add_command(
     run: Callable[[argparse.Namespace], int],
     more: str = "",
 ) -> argparse.ArgumentParser:
-    """Add a command with ``--json``, and return its parser.
+    """Add a command with ``--json``, which stands for :func:`as_json`, and return its parser.
 
     Args:
         commands: of the program.
@@ -62,13 +61,8 @@ def add_command(
     """
     parser = commands.add_parser(name, help=help_, description=f"{help_[0].upper()}{help_[1:]}. {more}")
     parser.set_defaults(run=run)
-    add_output_options(parser)
-    return parser
-
-
-def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json`` to a command; ``asked.json`` is then whether :func:`as_json` is wanted."""
     parser.add_argument("--json", action="store_true", help="print one JSON document in place of text")
+    return parser
 
 
 def echo(text: str = "", style: str = "") -> None:

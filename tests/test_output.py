@@ -93,10 +93,13 @@ def test_json_is_one_document_that_any_parser_takes(capsys: pytest.CaptureFixtur
         output.as_json({"number": float("nan")})
 
 
-def test_the_option_is_there() -> None:
+def test_a_command_has_its_help_and_the_option() -> None:
     parser = argparse.ArgumentParser()
-    output.add_output_options(parser)
-    assert (parser.parse_args(["--json"]).json, parser.parse_args([]).json) == (True, False)
+    made = output.add_command(parser.add_subparsers(), "look", "look at it", lambda asked: int(asked.json), "Twice.")
+    for arguments, code in ((["look"], 0), (["look", "--json"], 1)):
+        asked = parser.parse_args(arguments)
+        assert asked.run(asked) == code
+    assert "Look at it. Twice." in made.format_help()
 
 
 def test_other_output_of_python_c_or_a_child_is_not_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,7 @@ from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.foreign import METADATA, index_of_metadata
 from stagereg.checkpoint.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, TensorEntry
 from stagereg.checkpoint.manifest import Checkpoint
+from stagereg.checkpoint.storage.dcp import TorchDcpStorage
 from stagereg.checkpoint.storage.files import FileStorage
 from stagereg.checkpoint.storage.lookup import named
 from stagereg.checkpoint.storage.protocol import Storage
@@ -156,7 +157,7 @@ class CheckpointFiles:
 
     def _read_elsewhere(self, wanted: dict[str, Any]) -> None:
         """Through the reader of a storage that alone knows where things lie, which is none of the project."""
-        if isinstance(self._storage, FileStorage):  # whose reader is torch's, and would unpickle the metadata
+        if isinstance(self._storage, (FileStorage, TorchDcpStorage)):  # torch's readers would unpickle the metadata
             name = next(iter(wanted))
             raise CheckpointError(f"{INDEX} of {self._path} does not say where {name!r:.100} lies.")
         try:

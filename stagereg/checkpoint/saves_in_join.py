@@ -244,7 +244,7 @@ class CheckpointJoinable(TrackedJoinable):
     def _count_step(self, name: str, *_: Any) -> None:
         self._steps[name] += 1
 
-    @functools.cached_property
+    @property
     def _model(self) -> Any:
         """A joinable of the model, which knows its device, its ranks, and when it reduces its gradients."""
         if self.module is None:

@@ -131,6 +131,7 @@ class Join:
         self._divides_by_world = bool(kwargs.get("divide_by_initial_world_size", True))
         self._group = common_group(self._joinables, process_group)
         self._wire = TorchWire(self._group, self._joinables[0].join_device)
+        self._configs: list[Any] = []
         self._hooks: list[JoinHook] = []
         self._session: JoinSession | None = None
         self._loop: Loop | None = None
@@ -139,18 +140,20 @@ class Join:
         self._collectives = 0  # that this rank had run in the group when it entered
 
     def __enter__(self) -> Join:
-        self._counter, self._failed = SampleCounter(), False
         if self._enable:
             self._refuse_to_enter()
-            try:
-                session = self._start()
-                for i, joinable in enumerate(self._joinables):
-                    joinable._join_config = JoinConfig(True, self._throw, i == 0)
+        self._counter, self._failed = SampleCounter(), False
+        self._configs = [getattr(joinable, "_join_config", None) for joinable in self._joinables]
+        try:
+            session = self._start() if self._enable else None
+            for i, joinable in enumerate(self._joinables):
+                joinable._join_config = JoinConfig(self._enable, self._throw, i == 0)
+                if session is not None:
                     joinable.attach(session)
-            except BaseException as error:
-                self._failed = not isinstance(error, UnevenInputsError)
-                self._restore()
-                raise
+        except BaseException as error:
+            self._failed = not isinstance(error, UnevenInputsError)
+            self._restore()
+            raise
         return self
 
     def __exit__(
@@ -377,14 +380,14 @@ class Join:
 
     def _restore(self) -> None:
         session, self._session, self._loop, self._hooks = self._session, None, None, []
-        if session is None:
-            return
         with contextlib.ExitStack() as every:  # whatever one of them raises
-            if self._failed:
-                every.callback(discard_channels, self._group)
-            every.callback(session.stop)
-            for joinable in self._joinables:
-                every.callback(setattr, joinable, "_join_config", JoinConfig.construct_disabled_join_config())
+            if session is not None:
+                if self._failed:
+                    every.callback(discard_channels, self._group)
+                every.callback(session.stop)
+            for joinable, config in zip(self._joinables, self._configs, strict=True):
+                put_back = JoinConfig.construct_disabled_join_config() if config is None else config
+                every.callback(setattr, joinable, "_join_config", put_back)
                 every.callback(joinable.detach)
 
 

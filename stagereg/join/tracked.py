@@ -39,6 +39,9 @@ class TrackedJoinable(BuiltInJoinable):
     handles: Sequence[Any] = ()
     _is_open = False  # whether a step has begun of which no backward has run
     _takes_part = False  # ... in the forward that runs
+    _of_one_join: tuple[str, ...] = (
+        "begun", "in_step", "divides_by_world", "handles", "_is_open", "_takes_part"
+    )  # fmt: skip
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook, and begin to watch the module: torch's ``Join`` calls nothing else."""
@@ -51,7 +54,6 @@ class TrackedJoinable(BuiltInJoinable):
     def watch(self) -> None:
         """Begin to watch the module, which is not watched."""
         assert self.module is not None
-        self.begun, self.in_step, self._is_open = 0, False, False
         self.handles = [
             self.module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             self.module.register_forward_hook(self._after, always_call=True),
@@ -61,7 +63,8 @@ class TrackedJoinable(BuiltInJoinable):
         """Stop watching."""
         for handle in self.handles:
             handle.remove()
-        self.handles = ()
+        for name in self._of_one_join:
+            vars(self).pop(name, None)
         super().detach()
 
     @property

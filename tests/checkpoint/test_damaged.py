@@ -81,7 +81,7 @@ def root(tmp_path: Path, good: Path) -> Path:
 
 @given(data=st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_damage_to_a_file_is_named_and_the_checkpoint_before_is_loaded(
+def test_any_damage_is_named_and_the_one_before_is_loaded(
     tmp_path: Path, good: Path, caplog: pytest.LogCaptureFixture, data: st.DataObject
 ) -> None:
     root = tmp_path / "run"
@@ -112,9 +112,7 @@ def test_any_damage_to_a_file_is_named_and_the_checkpoint_before_is_loaded(
     assert end == "Resumed from step 100, NOT from step 200, which is damaged: 100 steps are lost."
 
 
-def test_a_fast_check_finds_wrong_sizes_and_reading_finds_the_rest(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fast_check_finds_sizes_and_a_damaged_index(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     index = path_of(root, 200) / INDEX
     index.write_bytes(b"\0" * index.stat().st_size)
     step, state = restore(root, verify="fast")
@@ -127,7 +125,7 @@ def test_a_fast_check_does_not_read_the_content(root: Path, monkeypatch: pytest.
     assert restore(root, verify="fast")[0] == 200
 
 
-def test_damage_found_while_reading_falls_back_before_any_object_is_changed(
+def test_damage_found_while_reading_changes_no_object(
     root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file disappears between the check and the read."""
@@ -155,9 +153,7 @@ def test_a_directory_of_only_damaged_checkpoints_is_an_error(root: Path) -> None
 
 @pytest.mark.parametrize("resume", ["latest", "path", "path of latest"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "manifest"])
-def test_a_damaged_checkpoint_asked_for_is_an_error_that_names_the_newest_good_one(
-    root: Path, resume: str, damage: str
-) -> None:
+def test_a_damaged_checkpoint_asked_for_is_an_error(root: Path, resume: str, damage: str) -> None:
     save(root, 300)
     asked = {"path": str(path_of(root, 300)), "path of latest": str(root / "latest")}.get(resume, resume)
     file = path_of(root, 300) / ("manifest.json" if damage == "manifest" else DATA)
@@ -206,7 +202,7 @@ def test_a_restored_file_does_not_make_its_checkpoint_the_newest(root: Path) -> 
     assert restore(root)[0] == 150
 
 
-def test_an_old_damaged_checkpoint_is_reported_but_costs_no_steps(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_old_damaged_one_is_reported_but_costs_no_steps(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(root, 300)
     (path_of(root, 300) / "manifest.json").unlink()
     assert restore(root)[0] == 200
@@ -219,7 +215,7 @@ def test_an_old_damaged_checkpoint_is_reported_but_costs_no_steps(root: Path, ca
 
 
 @pytest.mark.parametrize(("number", "step"), [(errno.EIO, 100), (errno.EACCES, None), (errno.ESTALE, None)])
-def test_an_input_output_error_is_damage_and_an_unreachable_server_is_an_error(
+def test_an_io_error_is_damage_and_a_lost_server_an_error(
     root: Path, monkeypatch: pytest.MonkeyPatch, number: int, step: int | None
 ) -> None:
     real = local.mark_file
@@ -239,9 +235,7 @@ def test_an_input_output_error_is_damage_and_an_unreachable_server_is_an_error(
         restore(root)
 
 
-def test_a_directory_that_cannot_be_listed_is_an_error_and_not_an_empty_one(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_cannot_be_listed_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(str(root)) as checkpointer:
         real = os.scandir
 
@@ -349,7 +343,7 @@ def restore_on_two_ranks(rank: int, world_size: int, root: str) -> list[tuple[in
     return found
 
 
-def test_ranks_report_damage_once_and_load_nothing_before_all_have_read(tmp_path: Path) -> None:
+def test_ranks_load_nothing_before_all_have_read(tmp_path: Path) -> None:
     ranks = run_ranks(restore_on_two_ranks, nproc=2, args=(str(tmp_path),))
     for rank, (whole, blind, flipped, unreadable) in enumerate(ranks):
         assert flipped[:3] == (1, [1], 1.0)

@@ -50,7 +50,7 @@ def test_a_model_may_replace_its_meta_tensors_in_load_state_dict(tmp_path: Path)
     assert torch.equal(model.weight, trained.weight)
 
 
-def test_an_error_that_names_every_tensor_is_reported_on_one_screen(tmp_path: Path) -> None:
+def test_an_error_that_names_every_tensor_is_cut_short(tmp_path: Path) -> None:
     one = torch.nn.Linear(2, 2)
     many = torch.nn.Sequential(*(torch.nn.Linear(3, 2) for _ in range(100)))
     more = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(100)))

@@ -164,7 +164,7 @@ class Theirs(FileSystemWriter, Storage):
         return FileSystemReader(path)
 
 
-def test_a_storage_that_alone_knows_its_format_reads_its_checkpoints(tmp_path: Path) -> None:
+def test_another_packages_storage_reads_its_checkpoints(tmp_path: Path) -> None:
     state = {"x": torch.arange(3.0), "pair": (torch.ones(2), 1), "values": {1: "a", "nothing": {}}}
     with saved(tmp_path, state, Theirs()) as checkpointer:
         tensor = torch.zeros(3)

@@ -123,7 +123,7 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     return root, run_ranks(save_five_steps, nproc=2, args=("plain", str(root)))
 
 
-def test_a_ddp_checkpoint_restores_without_ddp_on_another_number_of_ranks(
+def test_a_ddp_checkpoint_restores_without_ddp_on_one_rank(
     ddp: tuple[Path, list[dict[str, list[float]]]],
 ) -> None:
     root, saved = ddp

@@ -123,7 +123,7 @@ def test_sharded_tensors_are_whole_in_the_file(sharded: tuple[Path, dict[str, An
         assert {name: bits(x) for name, x in found.items() if name in expected} == bits(expected)
 
 
-def test_safetensors_has_the_tensors_by_dotted_name_and_left_out_values_are_named(
+def test_safetensors_has_tensors_by_name_and_names_the_rest(
     sharded: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, whole = sharded
@@ -172,9 +172,7 @@ def test_the_library_reads_tensors_of_every_kind(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt", "step": "1"}
 
 
-def test_tensors_that_safetensors_cannot_hold_are_named_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tensors_that_safetensors_cannot_hold_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {"x": {"wide": torch.ones(2, dtype=torch.complex128)}, "y": {"__metadata__": torch.ones(2)}, "z": 3}
     root = save(tmp_path / "run", state)
     for name, message in (
@@ -249,9 +247,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_of_a_directory_it_is_the_newest_good_one_and_a_damaged_one_is_never_converted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_directory_the_newest_good_one_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, out = save(tmp_path / "run", *({"x": torch.full((99,), n)} for n in range(3))), tmp_path / "x.pt"
     flip(root / "step-00000003" / "__0_0.distcp")
     assert cli.main(["convert", str(root), str(out)]) == 0
@@ -264,7 +260,7 @@ def test_of_a_directory_it_is_the_newest_good_one_and_a_damaged_one_is_never_con
     assert not out.exists()
 
 
-def test_a_checkpoint_that_a_run_deletes_while_it_is_read_is_no_damage_and_no_traceback(
+def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, out = save(tmp_path / "run", {"x": torch.zeros(9)}, {"x": torch.ones(9)}), tmp_path / "x.pt"
@@ -347,9 +343,7 @@ def test_names_and_types_in_a_file_cannot_control_the_terminal(
     assert r"'\x1b[2Jx'" in shown.out
 
 
-def test_a_directory_of_plain_torch_and_one_of_an_earlier_version_are_converted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plain_torch_and_earlier_versions_are_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch.distributed.checkpoint as dcp
 
     model = network()

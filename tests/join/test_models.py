@@ -1,4 +1,4 @@
-"""Whole programs: torch's own example, reduced precision, compressed gradients, two models, other shapes of ZeRO."""
+"""Whole programs: torch's own example, compressed gradients, two models, other shapes of ZeRO."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def torchs_example(rank: int, world_size: int, lengths: tuple[int, ...]) -> Any:
     return values(model), {k: torch.as_tensor(v) for s in whole_state(optim).values() for k, v in s.items()}
 
 
-@pytest.mark.parametrize("lengths", [(10, 11), (10, 11, 12), (1, 2, 3), (0, 4)])
+@pytest.mark.parametrize("lengths", [(10, 11, 12), (0, 4)])
 def test_the_example_in_torchs_own_documentation(lengths: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
@@ -88,28 +88,6 @@ def test_a_communication_hook_divides_by_the_world_and_keeps_replicas_equal() ->
     for (hook, zeroing), (params, momentum) in one.items():
         assert difference(params, one["", zeroing][0]) < 2e-3, (hook, zeroing)
         assert difference([params, momentum], list(other[hook, zeroing])) == 0.0, (hook, zeroing)
-
-
-def halves(rank: int, world_size: int) -> list[Any]:
-    return [half(rank, dtype) for dtype in (torch.bfloat16, torch.float16)]
-
-
-def half(rank: int, dtype: torch.dtype) -> Any:
-    ddp = DistributedDataParallel(seeded(dtype))
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-    with stagereg.Join([ddp, optimizer]):
-        for step in range(1 + 2 * rank):
-            optimizer.zero_grad()
-            ddp(batch(rank, 0, step).to(dtype)).sum().backward()
-            optimizer.step()
-    return values(ddp), [s["exp_avg"] for s in optimizer.state_dict()["state"].values()]
-
-
-def test_models_of_half_precision_keep_replicas_equal() -> None:
-    ones, others = run_ranks(halves, 2, timeout_s=30)
-    assert [one[0][0].dtype for one in ones] == [torch.bfloat16, torch.float16]
-    for one, other in zip(ones, others, strict=True):
-        assert difference(list(one), list(other)) == 0.0, one[0][0].dtype
 
 
 def pairs_of_models(rank: int, world_size: int, lengths: tuple[int, ...]) -> list[list[torch.Tensor]]:

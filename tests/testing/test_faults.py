@@ -55,7 +55,9 @@ def test_so_many_bytes_are_written_before(tmp_path: Path) -> None:
 
     state = {f"x{i}": torch.ones(1 << 18) for i in range(6)}
     with Checkpointer(
-        str(tmp_path), storage=Seen("torch_dcp", after_bytes=2 << 20), stager=stagereg.build("stager", "blocking")
+        str(tmp_path),
+        storage=Seen("safetensors", after_bytes=2 << 20),
+        stager=stagereg.build("stager", "blocking"),
     ) as made:
         made.save(1, state)
         with pytest.raises(CheckpointError, match="Input/output error"):

@@ -92,9 +92,6 @@ class AlignedFile:
     def flush(self) -> None:
         """Nothing yet: ``torch.save`` asks for it after each tensor."""
 
-    def close(self) -> None:
-        """Nothing yet: torch closes a stream before the block ends that opened it."""
-
     def write(self, data: bytes | memoryview) -> int:
         """Write bytes; return how many."""
         rest = memoryview(data).cast("B")

@@ -21,16 +21,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.futures import Future
 
 from stagereg.checkpoint.options import at_least_one, one_of
-from stagereg.checkpoint.storage.aligned import AlignedFile
 from stagereg.checkpoint.storage.envelope import Envelope, envelope
-from stagereg.checkpoint.storage.files import FileStorage, StrPath
-from stagereg.checkpoint.storage.objects import Upload
-from stagereg.checkpoint.storage.protocol import TensorResult
+from stagereg.checkpoint.storage.files import FileStorage, NewFile, StrPath, archived, write_object
+from stagereg.checkpoint.storage.protocol import ArchiveResult, Storage, TensorResult
 from stagereg.kernel.memory import padding_around, view_of
 from stagereg.registry import register
 
@@ -63,25 +62,38 @@ class DcpStorage(FileStorage):
         auto = one_of("direct", direct, ("auto", "never")) == "auto"
         super().__init__(path, auto, at_least_one("buffer_mb", buffer_mb) << 20)
 
-    def write_files(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Write this rank's file."""
-        if not plan.items:
+    def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        """See :class:`.FileStorage`."""
+        if not items:
             return []
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        with self.files.create_stream(self.files.concat_path(self.path, name), "wb") as file:
-            return list(_write_items(file, name, plan, planner))
+        name = f"__{rank}_0{DEFAULT_SUFFIX}"
+        with self.create(name) as file:
+            return list(_write_items(file, name, items, planner))
 
 
 @register("storage", "torch_dcp")
-class TorchDcpStorage(FileStorage):
+class TorchDcpStorage(FileSystemWriter, Storage):
     """Writes with torch's ``FileSystemWriter``, through the page cache: to compare ``dcp`` with.
 
     Args:
-        path: the directory or URL; torch and the checkpointer name another for each checkpoint.
+        path: the directory, the current one by default; torch and the checkpointer name another for each checkpoint.
     """
 
+    remote = False
+
     def __init__(self, path: StrPath | None = None) -> None:
-        super().__init__(path)
+        super().__init__(path or "")
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write as torch does."""
+        results = super().write_data(plan, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([ArchiveResult(each.index, each.size_in_bytes, each.storage_data) for each in results])
+        return done
+
+    def reader(self, path: StrPath) -> StorageReader:
+        """See :class:`.Storage`."""
+        return FileSystemReader(path)
 
 
 @register("storage", "direct")
@@ -109,21 +121,20 @@ class _InPlace:
     around: Envelope
 
 
-def _write_items(file: AlignedFile | Upload, name: str, plan: SavePlan, planner: SavePlanner) -> Iterator[WriteResult]:
+def _write_items(file: NewFile, name: str, items: list[WriteItem], planner: SavePlanner) -> Iterator[WriteResult]:
     in_place: list[_InPlace] = []
     written: dict[int, Envelope] = {}
-    for item in plan.items:
+    for item in items:
         data = planner.resolve_data(item)
-        begin = file.tell()
         if not isinstance(data, torch.Tensor):
-            file.write(data.getbuffer())
-            yield _entry(item, name, begin, file.tell())
+            yield write_object(file, name, item, data)
             continue
         x = data.detach().resolve_conj().resolve_neg()
         around = envelope(x)
         if around is None:
+            begin = file.tell()
             torch.save(_own_storage(x.cpu()), file)  # type: ignore[arg-type]
-            yield _entry(item, name, begin, file.tell())
+            yield archived(file, name, item, begin)
         elif _put_around(x, around, written):
             begin, end = x.data_ptr() - len(around.head), x.data_ptr() + x.nbytes + len(around.tail)
             in_place.append(_InPlace(begin, end, item, x, around))
@@ -133,10 +144,6 @@ def _write_items(file: AlignedFile | Upload, name: str, plan: SavePlan, planner:
         offset = _write_run(file, run) - run[0].begin
         for each in run:
             yield _result(each.item, name, each.begin + offset, each.tensor, each.around)
-
-
-def _entry(item: WriteItem, name: str, begin: int, end: int) -> WriteResult:
-    return WriteResult(item.index, end - begin, _StorageInfo(name, begin, end - begin))
 
 
 def _result(item: WriteItem, name: str, begin: int, x: torch.Tensor, around: Envelope) -> TensorResult:
@@ -150,7 +157,7 @@ def _own_storage(x: torch.Tensor) -> torch.Tensor:
     return x if x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
-def _write_tensor(file: AlignedFile | Upload, x: torch.Tensor, around: Envelope) -> int:
+def _write_tensor(file: NewFile, x: torch.Tensor, around: Envelope) -> int:
     """Write head, content and tail; return where in the file they begin."""
     if not x.is_cpu or x.stride() != around.stride:
         x = torch.empty_strided(x.shape, around.stride, dtype=x.dtype).copy_(x)
@@ -190,7 +197,7 @@ def _runs(tensors: list[_InPlace]) -> list[list[_InPlace]]:
     return runs
 
 
-def _write_run(file: AlignedFile | Upload, run: list[_InPlace]) -> int:
+def _write_run(file: NewFile, run: list[_InPlace]) -> int:
     """Write memory as it is; return where in the file it begins."""
     begin, nbytes = run[0].begin, run[-1].end - run[0].begin
     memory = (ctypes.c_char * nbytes).from_address(begin)

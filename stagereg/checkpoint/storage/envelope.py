@@ -14,6 +14,7 @@ is in what the writer returns (:class:`.TensorResult`).
 from __future__ import annotations
 
 import functools
+import io
 import mmap
 from dataclasses import dataclass
 
@@ -55,36 +56,22 @@ def _asked(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> En
     archive = _Archive()
     try:
         with torch.serialization.skip_data():
-            torch.save(torch.empty(0, dtype=dtype, device="cpu").set_(reserved, 0, shape, stride), archive)  # type: ignore[arg-type]
+            torch.save(torch.empty(0, dtype=dtype, device="cpu").set_(reserved, 0, shape, stride), archive)
     except (RuntimeError, KeyError, NotImplementedError):
         return None
-    if archive.holes != [nbytes]:
+    if [size for _, size in archive.holes] != [nbytes]:
         return None
-    return Envelope(bytes(archive.parts[0]), bytes(archive.parts[1]), stride)
+    begin = archive.holes[0][0]
+    return Envelope(archive.getvalue()[:begin], archive.getvalue()[begin:], stride)
 
 
-class _Archive:
-    """A file for ``torch.save`` that keeps what is written, in parts, and the sizes of the holes between them."""
+class _Archive(io.BytesIO):
+    """A file for ``torch.save`` that leaves out what is passed over, and keeps where that was and its size."""
 
     def __init__(self) -> None:
-        self.parts = [bytearray()]
-        self.holes: list[int] = []
-        self._position = 0
+        super().__init__()
+        self.holes: list[tuple[int, int]] = []
 
-    def write(self, data: bytes) -> int:
-        self.parts[-1] += data
-        self._position += len(data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        hole = offset - self._position if whence == 0 else offset
-        if hole:
-            self.holes.append(hole)
-            self.parts.append(bytearray())
-        self._position += hole
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def flush(self) -> None: ...
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self.holes.append((self.tell(), offset))
+        return self.tell()

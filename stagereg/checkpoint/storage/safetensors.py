@@ -12,9 +12,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -22,11 +23,12 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    WriteItem,
 )
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from stagereg.checkpoint.storage.files import FileStorage, StrPath
+from stagereg.checkpoint.storage.files import FileStorage, StrPath, write_object
 from stagereg.checkpoint.storage.protocol import TensorResult
 from stagereg.errors import CheckpointError, ConfigError
 from stagereg.kernel.memory import view_of
@@ -118,12 +120,18 @@ class SafetensorsStorage(FileStorage):
             names.add(item.index.fqn)
         return super().prepare_local_plan(plan)
 
-    def write_files(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Write this rank's files. Raises: ``OSError``; ``CheckpointError``, with the name of a sparse tensor."""
-        others = [item for item in plan.items if item.tensor_data is None]
-        results = super().write_files(replace(plan, items=others), planner) if others else []
-        items = {item.index.fqn: item for item in plan.items}
-        kinds = {name: item.tensor_data for name, item in items.items() if item.tensor_data is not None}
+    def write_files(self, rank: int, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        """See :class:`.FileStorage`. Raises: ``CheckpointError``, with the name of a sparse tensor."""
+        results: list[WriteResult] = []
+        others = [item for item in items if item.tensor_data is None]
+        if others:
+            name = f"__{rank}_0{DEFAULT_SUFFIX}"
+            with self.create(name) as file:
+                for item in others:
+                    data: Any = planner.resolve_data(item)
+                    results.append(write_object(file, name, item, data))
+        by_name = {item.index.fqn: item for item in items}
+        kinds = {name: item.tensor_data for name, item in by_name.items() if item.tensor_data is not None}
         if not kinds:
             return results
         order = sorted(kinds, key=lambda name: (-kinds[name].properties.dtype.itemsize, name))
@@ -131,17 +139,15 @@ class SafetensorsStorage(FileStorage):
         # As torch's HuggingFaceStorageWriter has it.
         offsets = {name: {"saved_offsets": list(kind.chunk.offsets)} for name, kind in kinds.items()}
         about = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-        rank = int(plan.storage_data.prefix.strip("_"))
         file_name = f"shard-{rank + 1:05}-model-00001-of-00001{_SUFFIX}"
-        with self.files.create_stream(self.files.concat_path(self.path, file_name), "wb") as file:
+        with self.create(file_name) as file:
             file.write(head(tensors, about))
             for name in order:
-                x = _dense(name, planner.resolve_data(items[name]))
-                begin = file.tell()
+                x = _dense(name, planner.resolve_data(by_name[name]))
+                info = _StorageInfo(file_name, file.tell(), x.nbytes)
                 if x.nbytes:
                     file.write_memory(view_of(x))
-                info = _StorageInfo(file_name, begin, x.nbytes)
-                results.append(TensorResult(items[name].index, x.nbytes, info, begin, x.stride()))
+                results.append(TensorResult(by_name[name].index, x.nbytes, info, info.offset, x.stride()))
         return results
 
     def reader(self, path: StrPath) -> StorageReader:

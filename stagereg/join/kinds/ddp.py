@@ -191,7 +191,7 @@ class DdpJoinable(ReducingJoinable):
     def detach(self) -> None:
         """Stop watching, and leave the module as it was."""
         self.end_steps()
-        for name in _REPLACED:
+        for name in _REPLACED if self.handles else ():
             vars(self.module).pop(name, None)
         super().detach()
 
@@ -238,6 +238,7 @@ class DdpJoinable(ReducingJoinable):
     def after_forward(self, is_step: bool) -> None:
         """Put DDP's settings back."""
         self.module._join_config, self.module.require_forward_param_sync = self._forward_settings
+        self._forward_settings = None
 
     def _inner_forward_done(self, *_: Any) -> None:
         # The sum has had the whole forward to arrive, and nothing of the step has been prepared yet.

@@ -40,11 +40,11 @@ class ReducingJoinable(TrackedJoinable):
     reduces: bool | None = None
     is_unfinished = False
     module: Any
+    _of_one_join = (*TrackedJoinable._of_one_join, "reduced", "watched", "reduces", "is_unfinished")
 
     def watch(self) -> None:
         """Begin to watch the module and its gradients."""
         super().watch()
-        self.reduces, self.reduced, self.is_unfinished = None, False, False
         self.policy.steps = 0
         if self.watched:
             self.policy.set_active(True)
