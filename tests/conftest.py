@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hydra.core.plugins import Plugins
 from hypothesis import settings
 
 from stagereg.registry import REGISTRY
@@ -39,6 +40,9 @@ def pytest_configure() -> None:
     # Registers itself when it is imported, and some tests ask what there is. Programs that choose it import it anew.
     importlib.import_module("stagereg.testing.faults")
     REGISTRY.decorated = [each for each in REGISTRY.decorated if (each.kind, each.name) != ("storage", "faulty")]
+
+    # Looks for plugins once for each process. In the middle of a test that would replace the ones it works with.
+    Plugins.instance()
 
 
 def pytest_collection_finish() -> None:

@@ -73,7 +73,7 @@ def test_a_failed_write_is_raised_by_the_next_call(tmp_path: Path, fail_writing:
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
 
 
-@pytest.mark.parametrize("storage", ["dcp", "direct", "safetensors"])
+@pytest.mark.parametrize("storage", ["dcp", "safetensors"])
 def test_after_a_full_disk_saves_work_once_space_is_free(tmp_path: Path, storage: str) -> None:
     state = {"x": torch.ones(10), "y": "text"}
     with Checkpointer(str(tmp_path), keep=1, storage=build("storage", storage)) as checkpointer:

@@ -14,7 +14,7 @@ from stagereg import Checkpointer
 from stagereg.errors import CheckpointError
 from stagereg.testing import run_ranks
 
-STORAGES = ["dcp", "direct", "safetensors"]
+STORAGES = ["dcp", "safetensors"]
 STAGERS: dict[str, tuple[str, dict[str, Any]]] = {
     "blocking": ("blocking", {}),
     "pinned_cached": ("pinned_cached", {}),

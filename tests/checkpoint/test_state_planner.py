@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-import stagereg
 from stagereg import Checkpointer
 from stagereg.checkpoint.state_planner import StatePlanner
 from stagereg.errors import CheckpointError
@@ -92,9 +91,8 @@ CHANGING: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("storage", ["dcp", "direct"])
-def test_checkpoints_are_right_when_the_state_changes(storage: str, tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), keep=9, storage=stagereg.build("storage", storage)) as checkpointer:
+def test_checkpoints_are_right_when_the_state_changes(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), keep=9) as checkpointer:
         for step, state in enumerate(CHANGING):
             checkpointer.save(step, dict(state))
     for step, state in enumerate(CHANGING):

@@ -230,7 +230,7 @@ def test_any_number_of_ranks_restores_a_checkpoint_bit_for_bit(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("storage", ["dcp", "direct", "safetensors"])
+@pytest.mark.parametrize("storage", ["dcp", "safetensors"])
 def test_every_move_of_every_kind(tmp_path: Path, storage: str) -> None:
     cases = [
         (kind, a, new, b) for kind, new in itertools.product(KINDS, KINDS) for a, b in itertools.product(SIZES, SIZES)

@@ -159,7 +159,7 @@ def test_what_it_writes_is_what_would_be_written_here(tmp_path: Path, process: W
         assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, name
 
 
-@pytest.mark.parametrize("kind", ["dcp", "direct", "safetensors"])
+@pytest.mark.parametrize("kind", ["dcp", "safetensors"])
 def test_every_storage_writes_there_and_its_marks_are_known_here(
     tmp_path: Path, process: WriterProcess, kind: str
 ) -> None:

@@ -21,7 +21,7 @@ def no_observer_left() -> Iterator[None]:
     failpoints.watch(None)
 
 
-@pytest.mark.parametrize("storage", ["dcp", "direct", "safetensors"])
+@pytest.mark.parametrize("storage", ["dcp", "safetensors"])
 @pytest.mark.parametrize("at", ["writing", "flushed", "held", "described"])
 def test_a_save_fails_where_and_when_it_was_asked_to(tmp_path: Path, storage: str, at: str) -> None:
     if storage == "safetensors":
@@ -66,7 +66,7 @@ def test_so_many_bytes_are_written_before(tmp_path: Path) -> None:
     assert all(size < 2 << 20 for size in sizes[:-1])
 
 
-@pytest.mark.parametrize("storage", ["dcp", "direct", "safetensors"])
+@pytest.mark.parametrize("storage", ["dcp", "safetensors"])
 def test_the_bytes_of_every_file_of_a_rank_count(tmp_path: Path, storage: str) -> None:
     import torch
 

@@ -73,10 +73,8 @@ class Setup:
         return 2 * STEPS if self.again else 2
 
 
-CHEAP = [
-    Setup(storage, stager) for stager in ("blocking", "pinned_cached") for storage in ("dcp", "direct", "safetensors")
-]
-SHARED = [Setup(storage, "shared") for storage in ("dcp", "direct", "safetensors")]
+CHEAP = [Setup(storage, stager) for stager in ("blocking", "pinned_cached") for storage in ("dcp", "safetensors")]
+SHARED = [Setup(storage, "shared") for storage in ("dcp", "safetensors")]
 AGAIN = Setup("dcp", "blocking", ranks=1, again=True)
 
 
