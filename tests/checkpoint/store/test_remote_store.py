@@ -395,15 +395,18 @@ def test_a_hang_before_the_first_file_is_reported_by_its_phase(url: str, monkeyp
     save = PendingSave(1, target, staged={"x": torch.ones(3)})
     save.settled.set()
     at: list[str] = []
-    real = ObjectStore.exists
 
-    def exists(self: ObjectStore, path: str) -> bool:
-        at.append(save.at)
-        return real(self, path)
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            at.append(save.at)
+            return real(*args, **kwargs)
 
-    monkeypatch.setattr(ObjectStore, "exists", exists)
+        return call
+
+    for name in ("reset", "set_up_storage_writer", "prepare_local_plan"):
+        monkeypatch.setattr(target.storage, name, watched(getattr(target.storage, name)))
     write_and_commit(save)
-    assert at[0] == "preparing its files"
+    assert at == ["preparing its files"] * 3
 
 
 def test_a_start_gives_an_unresponsive_store_up_at_the_timeout(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
