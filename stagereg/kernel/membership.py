@@ -74,9 +74,6 @@ class Membership(ABC):
             self._begin(syncing)
             self.steps += 1
 
-    def check(self) -> None:  # noqa: B027 (most have nothing against it)
-        """Any joinable but the first, in place of :meth:`begin`. Raises: ``JoinError`` if it must not be used now."""
-
     @abstractmethod
     def read(self) -> ActiveRanks:
         """Return who takes part in the step that has begun; waits for the other ranks to begin it or to run out.
