@@ -491,11 +491,11 @@ def many(draw: random.Random, kills: int) -> list[tuple[Setup, list[list[Kill]]]
     each = [at_point(draw, victim, name, 2) for victim in (ONE, ALL) for name in named]
     each += [at_point(draw, WRITER, name, 2) for name in named if name not in START]
     draw.shuffle(each)  # a writer process takes seconds to start: these are shared out among the storages
-    chains += [(SHARED[i % 3], [[kill] for kill in each[i::9]]) for i in range(9)]
+    chains += [(SHARED[i % len(SHARED)], [[kill] for kill in each[i::9]]) for i in range(9)]
     chains += [(replace(AGAIN, storage=setup.storage), [[Kill(ONE, "aside")]]) for setup in SHARED]
     count = max(0, kills - sum(len(planned) for _, chain in chains for planned in chain))
     for i in range(-(-count // 4)):
-        setup = SHARED[i // 6 % 3] if i % 6 == 5 else CHEAP[i % 6]
+        setup = SHARED[i // 6 % len(SHARED)] if i % 6 == 5 else CHEAP[i % len(CHEAP)]
         victims = (ONE, ALL, WRITER) if setup.stager == "shared" else (ONE, ALL)
         chains.append((setup, [[at_random(draw, draw.choice(victims), 2)] for _ in range(4)]))
     return chains
