@@ -1,8 +1,10 @@
 """Chooses a checkpoint to resume from, and loads it into the objects of a run.
 
 Rank 0 lists the store, so that all ranks use the same list. The content of the files is checked against the manifest,
-each rank taking a share. Then every rank reads what it needs. The ranks agree after each part, and no object changes
-before all ranks have read all they need.
+each rank taking a share. Then every rank opens what it needs, and reads what does not go straight into a live tensor.
+The ranks agree after each part, and no object changes before all of them have come that far. What is read into live
+tensors comes last, from files that were checked; if the disk fails then, the error says that an object has changed in
+part.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ def restore(
 ) -> Checkpoint | None:
     """Load what ``resume`` stands for into the objects and values of ``state``. Collective.
 
-    A checkpoint is read through the storage that wrote it: ``own``, the checkpointer's, if it is that one. Of one that
-    turns out to be damaged while it is read, nothing has got into any object. ``"auto"`` then goes on to the one
-    before, and logs that.
+    A checkpoint is read through the storage that wrote it: ``own``, the checkpointer's, if it is that one. One that is
+    found to be damaged before the reading into live tensors begins has got into no object; ``"auto"`` then goes on to
+    the one before, and logs that.
 
     Args:
         store: the directory of checkpoints.
@@ -58,7 +60,8 @@ def restore(
 
     Raises:
         CheckpointError: on all ranks: what was asked for is not there or damaged; there are checkpoints, and
-            ``"auto"`` found none of them good; some rank's objects do not take what was saved.
+            ``"auto"`` found none of them good; some rank's objects do not take what was saved; reading failed after
+            the check, and an object has changed in part.
     """
     failing = f"Nothing was restored from {store.root}"
     listed = ranks.run_on_all(failing, lambda: choice(store, resume) if ranks.rank == 0 else Choice(()))[0]
