@@ -189,3 +189,17 @@ def test_a_file_that_ends_too_early_is_an_error_that_names_it(tmp_path: Path) ->
             patch.setattr(CheckpointFiles, "open_in_place", cut)
             with pytest.raises(CheckpointError, match=r"'x' has changed in part: .*__0_0.distcp ends at byte"):
                 checkpointer.restore({"x": torch.zeros(100_000)})
+
+
+def test_an_index_that_is_not_what_was_written_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"n": 7})
+    file = tmp_path / "step-00000001" / INDEX
+    written = file.read_bytes()
+    assert written.count(b'"n": 7') == 1
+    file.write_bytes(written.replace(b'"n": 7', b'"n": 8'))
+    state: dict[str, Any] = {"n": 0}
+    reader = Checkpointer(str(tmp_path), resume="latest", verify="fast")
+    with reader, pytest.raises(CheckpointError, match=INDEX):
+        reader.restore(state)
+    assert state == {"n": 0}
