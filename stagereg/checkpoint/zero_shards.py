@@ -97,7 +97,9 @@ def whole(shards: Iterable[Mapping[str, Any]], wanted: Collection[int]) -> tuple
             is taken from the first that has it, and the groups from the first of all.
         wanted: the numbers of the parameters whose state is to be in it.
     """
-    missing, groups, state = set(wanted), [], {}
+    missing = set(wanted)
+    groups: list[dict[str, Any]] = []
+    state: dict[int, Any] = {}
     for part in shards:
         if not groups:
             ends = itertools.accumulate(part[_SIZES])
