@@ -111,17 +111,10 @@ class Index:
         """
         try:
             with _without_gc():
-                return cls.checked(json.loads(data), sizes)
+                content = json.loads(data)
+                _check(content, sizes)
         except RecursionError:
             raise CheckpointError(f"{INDEX} is nested too deeply to be one.") from None
-        except ValueError as error:
-            raise CheckpointError(f"{INDEX} is no JSON: {str(error)[:300]}.") from error
-
-    @classmethod
-    def checked(cls, content: Any, sizes: Mapping[str, int]) -> Index:
-        """Return the index of that content, if all of it fits. Raises: as :meth:`loads`."""
-        try:
-            _check(content, sizes)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{INDEX} is not what an index is: {str(error)[:300]}.") from error
         return cls(content)
