@@ -120,7 +120,7 @@ class SweepReport:
         return {
             "kind": "sweep",
             "directory": comparison.directory,
-            "answer": answer(comparison).text,
+            "answer": answer(comparison),
             "metric": comparison.ranking.name,
             "better": comparison.ranking.better,
             "repeats": comparison.repeats,

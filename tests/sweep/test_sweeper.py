@@ -83,12 +83,6 @@ def test_one_job_runs_the_first_combination_again_and_not_beside_its_likes(numbe
                 assert combination(left) != combination(right)
 
 
-@given(st.integers(1, 8))
-def test_one_repeat_adds_nothing(number: int) -> None:
-    combinations = [[f"a={value}", "b=1"] for value in range(number)]
-    assert interleaved(combinations, 1) == combinations
-
-
 @pytest.mark.parametrize("repeats", [0, -1, 1.5, True, None, "many", "3"])
 def test_a_wrong_number_of_repeats_is_refused_before_anything_else(repeats: object) -> None:
     # Not set up, it would fail in another way as soon as it went on.
@@ -131,16 +125,11 @@ def test_a_wrong_number_of_repeats_is_one_line_and_no_job_runs(app: Path) -> Non
     assert not (app / "multirun").exists()
 
 
-def test_a_job_that_leaves_by_itself_lets_the_others_run(app: Path) -> None:
-    jobs, ended = sweep(app, "a=1,2", "exit=[0]")
-    assert (ended.returncode, [job["a"] for job in jobs]) == (0, [1, 2])
-
-
-@pytest.mark.slow
-def test_a_job_that_leaves_with_an_error_has_failed(app: Path) -> None:
-    jobs, ended = sweep(app, "a=1,2", "exit=[3]")
-    assert (ended.returncode, [job["a"] for job in jobs]) == (1, [1, 2])
-    assert "left by sys.exit(3)" in ended.stderr
+@pytest.mark.parametrize(("code", "ends"), [(0, 0), pytest.param(3, 1, marks=pytest.mark.slow)])
+def test_a_job_that_leaves_by_itself_lets_the_others_run(code: int, ends: int, app: Path) -> None:
+    jobs, ended = sweep(app, "a=1,2", f"exit=[{code}]")
+    assert (ended.returncode, [job["a"] for job in jobs]) == (ends, [1, 2])
+    assert ("left by sys.exit(3)" in ended.stderr) == (code == 3)
 
 
 def test_a_job_that_a_signal_has_stopped_stops_the_sweep(app: Path) -> None:
