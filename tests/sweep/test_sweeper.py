@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from stagereg.errors import ConfigError
 from stagereg.sweep.interleaved import InterleavedSweeper, SweepError, interleaved
 
-HYDRA_1_4 = Path(sys.prefix) / "hydra-1.4" / "bin" / "python"
-
 # Nothing of stagereg is imported: an app has the sweeper where stagereg is installed.
 APP = """
 import json, sys, hydra
@@ -41,11 +39,9 @@ def app(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def sweep(
-    app: Path, *arguments: str, python: Path | str = sys.executable
-) -> tuple[list[dict[str, object]], subprocess.CompletedProcess[str]]:
+def sweep(app: Path, *arguments: str) -> tuple[list[dict[str, object]], subprocess.CompletedProcess[str]]:
     """The configs of the jobs, and how the program ended."""
-    command = [str(python), "-W", "ignore", "app.py", "-m", *arguments]
+    command = [sys.executable, "-W", "ignore", "app.py", "-m", *arguments]
     ended = subprocess.run(command, cwd=app, capture_output=True, text=True, timeout=60, check=False)
     return [json.loads(line[4:]) for line in ended.stdout.splitlines() if line.startswith("JOB ")], ended
 
@@ -135,10 +131,3 @@ def test_a_job_that_leaves_by_itself_lets_the_others_run(code: int, ends: int, a
 def test_a_job_that_a_signal_has_stopped_stops_the_sweep(app: Path) -> None:
     jobs, ended = sweep(app, "a=1,2", "exit=[130]")
     assert (ended.returncode, [job["a"] for job in jobs]) == (130, [1])
-
-
-@pytest.mark.skipif(not HYDRA_1_4.exists(), reason=f"Hydra 1.4 is not installed beside: no {HYDRA_1_4}")
-def test_the_sweeper_is_found_and_works_on_hydra_1_4(app: Path) -> None:
-    jobs, ended = sweep(app, "a=1,2", "+sweep.repeats=2", python=HYDRA_1_4)
-    assert ended.returncode == 0, ended.stderr
-    assert [job["a"] for job in jobs] == [1, 2, 1, 2, 1]

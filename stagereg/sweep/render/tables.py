@@ -49,8 +49,6 @@ _FOLDED = 24
 """Characters that a parameter's text has in a line."""
 _INDENT, _GAP = 2, 2
 """Columns before a table, and between those of it."""
-_NAMED = 2
-"""Rows that are named before they are counted."""
 _FINER = 4
 """Digits that a median may have beyond three, where its spread is as small."""
 
@@ -102,10 +100,7 @@ def remarks(comparison: Comparison) -> list[str]:
     lines = [_MARKED] if cells else []
     lines += [_TIES] if any(cell.verdict == "tie" for cell in cells) else []
     lines += [_AGAIN] if any(row.again for row in rows) else []
-    for note in dict.fromkeys(row.note for row in rows if row.note):
-        names = [row_name(row) for row in rows if row.note == note]
-        which = " and ".join(names) if len(names) <= _NAMED else f"{len(names)} of {len(rows)} rows"
-        lines.append(f"{which}: {note}.")
+    lines += [f"{row_name(row)}: {row.note}." for row in rows if row.note]
     return lines + [f"{row_name(row)} {row.status}: {first_line(row.error)}" for row in rows if row.error]
 
 
