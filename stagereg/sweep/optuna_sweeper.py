@@ -74,9 +74,6 @@ class OptunaSweeper(Sweeper):
     sampler: DictConfig
     pruner: DictConfig
 
-    # Hydra 1.3 takes no sweeper from elsewhere. The file that packaging puts there has this class.
-    __module__ = "hydra_plugins.stagereg_plugin"
-
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._loader = hydra_context.config_loader
         self._config = config
@@ -261,6 +258,10 @@ class OptunaSweeper(Sweeper):
             return of.CategoricalDistribution(list(dict.fromkeys(override.sweep_string_iterator())))
         except (ValueError, IndexError) as error:
             raise SweepError(f"{override.input_line} cannot be searched: {error}") from error
+
+
+# Hydra 1.3 takes no sweeper from elsewhere. The file that packaging puts there has this class.
+OptunaSweeper.__module__ = "hydra_plugins.stagereg_plugin"
 
 
 def _has_ended(trial: Any) -> bool:
