@@ -59,6 +59,8 @@ class FailureDetector:
 
     def stop(self) -> None: ...
 
+    def run_later(self, job: Any) -> None: ...
+
     def check(self) -> None: ...
 
     def explain(self, error: BaseException) -> None: ...
@@ -123,7 +125,7 @@ class Scenario:
     def can_be_followed(self) -> bool:
         """Whether no rank needs an example batch from another although all had announced as many batches."""
         return all(
-            len({script.length for script in scripts}) > 1 or all(script.batches or script.quits for script in scripts)
+            all(script.batches or script.quits or not script.length for script in scripts)
             for scripts in self.loops
         )
 
@@ -197,7 +199,7 @@ class Gradients(stagereg.Joinable):
 
     def begin(self) -> None:
         membership = self.session.membership
-        membership.begin(self._scenario.syncs(membership.steps - membership.expects_empty_step))
+        self.session.begin(self._scenario.syncs(membership.steps - membership.expects_empty_step))
         if self._scenario.throw:
             membership.raise_if_exhausted()
 
