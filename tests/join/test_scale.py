@@ -125,8 +125,7 @@ class Scenario:
     def can_be_followed(self) -> bool:
         """Whether no rank needs an example batch from another although all had announced as many batches."""
         return all(
-            all(script.batches or script.quits or not script.length for script in scripts)
-            for scripts in self.loops
+            all(script.batches or script.quits or not script.length for script in scripts) for scripts in self.loops
         )
 
     def syncs(self, step: int) -> bool:
