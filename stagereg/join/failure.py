@@ -149,11 +149,6 @@ class FailureDetector:
             with contextlib.suppress(Exception):
                 self._limits.close()
 
-    def run_later(self, job: Callable[[], None]) -> None:
-        """Run a job on the thread when it next looks; nowhere in a group of one rank."""
-        if self._running:
-            self._thread.submit(job, wake=False)
-
     def check(self) -> None:
         """Return at once while no failure is known here.
 

@@ -272,8 +272,9 @@ class JoinSession:
         # The keys of the join before are deleted once all ranks are past it, and this join's are left to the next one.
         resources = resources_of(self.group)
         if any(membership.over for membership in self._memberships):
+            thread = control_channel(self.group, "membership", self.wait_for_ranks).thread
             for delete in resources.expired:
-                self.detector.run_later(delete)
+                thread.submit(delete, wake=False)
             resources.expired = []
         resources.expired += [functools.partial(_delete, each.store, each.keys) for each in self.loops]
         self.detector.stop()

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 HEARTBEAT_S = 0.25
-"""Seconds after which a rank notices at the latest what others have published."""
+"""Seconds after which a thread notices at the latest what has come without waking it."""
 
 Waiting = Callable[[Callable[[float], bool], str], None]
 """Calls a function with seconds to wait, again and again until it returns True; the text says what is waited for."""
@@ -50,24 +50,19 @@ def wait_until(ready: Callable[[float], bool], what: str) -> None:
 class WorkerThread:
     """A daemon thread that runs jobs in the order in which they were submitted, from the first one on.
 
-    Args:
-        name: of the thread.
-        look_s: seconds after which it looks for jobs that were submitted without waking it; ``None``: there are none.
-
     Attributes:
         closing: whether :meth:`close` was called; a job that runs for long ends then.
         wake: set to end the thread's wait for jobs, or that of a job which waits for it.
     """
 
-    def __init__(self, name: str, look_s: float | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self.closing = False
         self.wake = threading.Event()
-        self._look_s = look_s
         self._jobs: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, job: Callable[[], None], wake: bool = True) -> None:
-        """Run ``job`` after those before it, now or when the thread next looks. It handles its own errors."""
+        """Run ``job`` after those before it, at once or within :data:`HEARTBEAT_S`. It handles its own errors."""
         self._jobs.append(job)
         if wake:
             self.wake.set()
@@ -85,7 +80,7 @@ class WorkerThread:
         while not self.closing:
             while self._jobs and not self.closing:
                 self._jobs.popleft()()
-            self.wake.wait(self._look_s)
+            self.wake.wait(HEARTBEAT_S)
             self.wake.clear()
 
 
@@ -184,7 +179,7 @@ class GroupResources:
         self.prefix = f"stagereg/{number}"
         self.counts: Counter[str] = Counter()
         self.aborted = False
-        self.heartbeat = WorkerThread("stagereg-heartbeat", HEARTBEAT_S)
+        self.heartbeat = WorkerThread("stagereg-heartbeat")
         self.channels: dict[str, ControlChannel] = {}
         self.expired: list[Callable[[], None]] = []
 
@@ -202,7 +197,7 @@ class GroupResources:
         """End all threads and let go of the channels. What is asked for afterwards is made anew."""
         self.counts["closed"] += 1
         threads = [self.heartbeat, *(channel.thread for channel in self.channels.values())]
-        self.heartbeat, self.channels = WorkerThread("stagereg-heartbeat", HEARTBEAT_S), {}
+        self.heartbeat, self.channels = WorkerThread("stagereg-heartbeat"), {}
         for thread in threads:
             thread.close()
 

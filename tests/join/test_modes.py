@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stagereg
 from stagereg.errors import JoinError
-from stagereg.kernel.channel import resources_of
+from stagereg.kernel.channel import control_channel, resources_of
 from stagereg.testing import run_ranks
 from stagereg.testing.worker import new_group
 
@@ -101,7 +101,7 @@ def epochs(rank: int, world_size: int) -> list[int]:
             for x in data:
                 ddp(x).sum().backward()
         idle = threading.Event()
-        resources_of(group).heartbeat.submit(idle.set)  # after what deletes the keys of the join before
+        control_channel(group, "membership").thread.submit(idle.set)  # after what deletes the keys of the join before
         idle.wait(20)
         dist.barrier()
         counts.append(group.get_group_store().num_keys())
