@@ -76,68 +76,40 @@ def test_each_step_save_copy_and_write_is_recorded(tmp_path: Path) -> None:
         assert write["start"] + write["seconds"] <= write["t"]
 
 
-class Promises(AsyncStager):
-    """Returns a future that the test completes, or has the loop wait in ``synchronize_staging``."""
+class Ends(AsyncStager):
+    """Copies at once; its copy is complete when ``stage`` or ``synchronize_staging`` has returned, or by a promise."""
 
-    def __init__(self, clock: Clock, synchronizes: bool) -> None:
-        self._synchronize_after_execute = synchronizes
-        self.clock = clock
-        self.returned = self.synchronized = 0.0
+    def __init__(self, clock: Clock, how: str) -> None:
+        self._synchronize_after_execute = how == "synchronize"
+        self.clock, self.how = clock, how
+        self.returned = self.ended = 0.0
         self.promise: Future[dict[str, Any]] = Future()
-        self._copy: dict[str, Any] = {}
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
-        self._copy = BlockingAsyncStager().stage(state_dict)
-        self.returned = self.clock()
-        return self._copy if self._synchronize_after_execute else self.promise
+        self.copy = BlockingAsyncStager().stage(state_dict)
+        self.returned = self.ended = self.clock()
+        return self.promise if self.how == "promise" else self.copy
 
     def synchronize_staging(self) -> None:
-        self.synchronized = self.clock()
-
-    def keep(self) -> float:
-        kept = self.clock()
-        self.promise.set_result(self._copy)
-        return kept
+        self.ended = self.clock()
 
 
-def test_a_promised_copy_ends_when_the_promise_is_kept(tmp_path: Path, clock: Clock) -> None:
-    stager = Promises(clock, synchronizes=False)
+@pytest.mark.parametrize("how", ["stage", "synchronize", "promise"])
+def test_a_copy_ends_when_its_stager_says_so(tmp_path: Path, clock: Clock, how: str) -> None:
+    stager = Ends(clock, how)
     with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=stager) as checkpointer:
         checkpointer.save(1, STATE)
-        kept = stager.keep()
-    (stage,) = of(tmp_path, "stage")
-    (stall,) = of(tmp_path, "stall")
-    assert stall["start"] + stall["seconds"] < kept < stage["start"] + stage["seconds"]
-    assert stall["start"] < stage["start"] < stager.returned
-
-
-def test_a_synchronized_copy_ends_when_that_has_returned(tmp_path: Path, clock: Clock) -> None:
-    stager = Promises(clock, synchronizes=True)
-    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=stager) as checkpointer:
-        checkpointer.save(1, STATE)
-    (stage,) = of(tmp_path, "stage")
-    (stall,) = of(tmp_path, "stall")
-    assert stager.synchronized < stage["start"] + stage["seconds"] < stall["start"] + stall["seconds"]
-
-
-class Blocking(BlockingAsyncStager):
-    """Done when ``stage`` returns, and has nothing to synchronize."""
-
-    _synchronize_after_execute = False
-    returned = 0.0
-
-    def stage(self, state_dict: dict[str, Any]) -> Any:
-        staged = super().stage(state_dict)
-        self.returned = record.now()
-        return staged
-
-
-def test_any_other_copy_ends_when_stage_has_returned(tmp_path: Path, clock: Clock) -> None:
-    stager = Blocking()
-    with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=stager) as checkpointer:
-        checkpointer.save(1, STATE)
-    (stage,) = of(tmp_path, "stage")
-    assert stage["start"] + stage["seconds"] == stager.returned + 1
+        if how == "promise":
+            stager.ended = clock()
+            stager.promise.set_result(stager.copy)
+    (stage,), (stall,) = of(tmp_path, "stage"), of(tmp_path, "stall")
+    assert stall["start"] < stage["start"] < stager.returned <= stager.ended < stage["start"] + stage["seconds"]
+    if how == "promise":
+        assert stall["start"] + stall["seconds"] < stager.ended
+    else:
+        assert stage["start"] + stage["seconds"] < stall["start"] + stall["seconds"]
+    if how == "stage":
+        assert stage["start"] + stage["seconds"] == stager.ended + 1
 
 
 class Full(DcpStorage):
