@@ -114,7 +114,14 @@ class StoreLock(ABC):
         """
         if not self._process:
             raise CheckpointError(f"This run has let go of {self.root}; it may not write there any more.")
-        self._check()
+        lost, owner = self._check()
+        if lost and owner is None:
+            _log.warning("stagereg: %s/%s was deleted while this run held it; it is held again.", self.root, LOCK)
+        elif lost:
+            raise CheckpointError(
+                f"{self.root} was taken over while this run had it, by {owner}: {LOCK} in it was deleted, or not "
+                "renewed in time. Two runs must not write there; end one of them."
+            )
 
     def release(self) -> None:
         """Let others lock it. Twice is harmless."""
@@ -136,7 +143,8 @@ class StoreLock(ABC):
     def _take(self) -> None: ...
 
     @abstractmethod
-    def _check(self) -> None: ...
+    def _check(self) -> tuple[bool, Owner | None]:
+        """Return whether it was lost, and who has it now, which is None where it could be taken again."""
 
     @abstractmethod
     def _release(self) -> None: ...
@@ -151,12 +159,6 @@ class StoreLock(ABC):
             "a directory of its own: checkpoint.dir=PATH."
         )
 
-    def _lost(self, owner: Owner | None) -> CheckpointError:
-        return CheckpointError(
-            f"{self.root} was taken over while this run had it, by {owner or 'another process'}: {LOCK} in it was "
-            "deleted, or not renewed in time. Two runs must not write there; end one of them."
-        )
-
 
 class DirectoryLock(StoreLock):
     """The lock of a directory of a file system, which must be there; the end of the process releases it.
@@ -169,7 +171,7 @@ class DirectoryLock(StoreLock):
     """
 
     def __init__(self, root: str | os.PathLike[str], patience: float = _PATIENCE_S) -> None:
-        self._path, self._patience = os.path.join(root, LOCK), patience
+        self._path, self._patience, self._descriptor = os.path.join(root, LOCK), patience, -1
         super().__init__(os.fspath(root))
 
     def _take(self) -> None:
@@ -200,8 +202,6 @@ class DirectoryLock(StoreLock):
         return ours
 
     def _is_ours(self) -> bool:
-        if self._descriptor < 0:
-            return False
         try:
             # Nothing happens if it is held; it was lost if something in this process has closed the same file.
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,15 +213,15 @@ class DirectoryLock(StoreLock):
             _warn_no_locks(self.root, error.strerror)
         return _is_at(self._descriptor, self._path)
 
-    def _check(self) -> None:
-        if self._is_ours():
-            return
+    def _check(self) -> tuple[bool, Owner | None]:
+        if self._descriptor in _held and self._is_ours():
+            return False, None
         self._close()
         try:
             self._take()
         except CheckpointError:
-            raise self._lost(holder(self.root)) from None
-        _log.warning("stagereg: %s was deleted while this run held it; it is held again.", self._path)
+            return True, holder(self.root) or Owner()
+        return True, None
 
     def _release(self) -> None:
         if _is_at(self._descriptor, self._path):

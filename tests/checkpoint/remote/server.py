@@ -38,7 +38,6 @@ class Faulty:
     * ``die``: half of the body is read, and the server kills itself;
     * ``cut``: half of the body is read, and the connection is closed;
     * ``lose``: they are carried out, and the connection is closed before the answer;
-    * ``wait``: they are answered after ``seconds``;
     * ``hang``: they are not answered before the faults are cleared, or a minute has passed.
     """
 
@@ -83,8 +82,8 @@ class Faulty:
                 body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>by request</Message></Error>"
                 start_response(f"{fault['status']} Refused", [("Content-Type", "application/xml")])
                 return [body.encode()]
-            if what in ("wait", "hang"):
-                self._cleared.wait(fault["seconds"] if what == "wait" else BOUND_S)
+            if what == "hang":
+                self._cleared.wait(BOUND_S)
         # All of it before the answer: what is acknowledged is on the disk.
         environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(length)) if length else environ["wsgi.input"]
         answer = list(self._app(environ, start_response))

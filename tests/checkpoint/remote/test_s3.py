@@ -90,17 +90,6 @@ def test_a_url_holds_checkpoints_as_a_directory_does(store: Store) -> None:
         expect_restored(store, step, resume=resume)
 
 
-@pytest.mark.slow
-def test_plain_torch_reads_a_checkpoint(store: Store) -> None:
-    with Checkpointer(store.url) as checkpointer:
-        checkpointer.save(7, state(7))
-        checkpointer.wait()
-        newest = str(checkpointer.latest)
-    template = {"x": torch.zeros(100)}
-    dcp.load(template, storage_reader=FsspecReader(newest))
-    assert (template["x"] == 7).all()
-
-
 def test_nothing_outside_of_the_url_is_listed_written_or_deleted(store: Store) -> None:
     others = ["gpt/first-again/step-00000001.aaaaaaaaaaaa/x", "gpt/step-00000001.aaaaaaaaaaaa/x", "gpt/firs", "x"]
     for key in others:
@@ -124,28 +113,19 @@ def test_nothing_outside_of_the_url_is_listed_written_or_deleted(store: Store) -
 
 
 @pytest.mark.slow
-def test_large_files_are_uploaded_in_parts(store: Store, small_parts: dict[str, str]) -> None:
+def test_large_files_are_uploaded_in_parts_and_plain_torch_reads_them(
+    store: Store, small_parts: dict[str, str]
+) -> None:
     with Checkpointer(store.url) as checkpointer:
         checkpointer.save(1, state(1, LARGE))
+        checkpointer.wait()
+        newest = str(checkpointer.latest)
     parts = [query for method, _, query in store.seen() if method == "PUT" and "partNumber" in query]
     assert len(parts) >= 2
-    assert store.uploads() == []
     expect_restored(store, 1, LARGE)
-
-
-@pytest.mark.slow
-def test_a_flipped_bit_is_found_and_the_one_before_is_loaded(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    with Checkpointer(store.url) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, state(step))
-    (key,) = [key for key in store.objects() if "step-00000002" in key and key.endswith(".distcp")]
-    content = bytearray(store.read(key))
-    content[len(content) // 2] ^= 1
-    store.write(key, bytes(content))
-    expect_restored(store, 1)
-    assert "step-00000002" in caplog.text
-    with pytest.raises(CheckpointError, match="step-00000002"):
-        expect_restored(store, 2, resume="latest")
+    template = {"x": torch.zeros(LARGE)}
+    dcp.load(template, storage_reader=FsspecReader(newest))
+    assert (template["x"] == 1).all()
 
 
 def test_one_without_a_manifest_is_deleted_at_the_next_start(store: Store) -> None:
@@ -167,7 +147,6 @@ PASSING = {
     "manifest 503": {"method": "PUT", "contains": "manifest.json", "times": 2, **REFUSED},
     "latest 503": {"method": "PUT", "contains": "/latest", "times": 2, **REFUSED},
     "cut": {"method": "PUT", "contains": ".metadata", "times": 1, "do": "cut"},
-    "slow": {"method": "PUT", "contains": ".distcp", "times": 1, "do": "wait", "seconds": 0.3},
     "reading 503": {"method": "GET", "times": 2, **REFUSED},
 }
 
@@ -180,27 +159,18 @@ def test_a_passing_error_is_retried(name: str, store: Store) -> None:
         store.fail(PASSING[name])
         checkpointer.save(1, state(1))
         checkpointer.wait()
+    store.hit()
     store.fail()
     assert list(steps(store)) == [1]
     expect_restored(store, 1)
 
 
-@pytest.mark.parametrize(
-    ("status", "code"),
-    [
-        (403, "AccessDenied"),
-        pytest.param(403, "InvalidAccessKeyId", marks=pytest.mark.slow),
-        pytest.param(404, "NoSuchBucket", marks=pytest.mark.slow),
-    ],
-)
-def test_a_lasting_error_is_reported_at_once(status: int, code: str, store: Store) -> None:
+def test_a_lasting_error_is_reported_at_once(store: Store) -> None:
     with Checkpointer(store.url) as checkpointer:
         checkpointer.save(1, state(1))
         checkpointer.wait()
-        store.fail(
-            {"method": "PUT", "contains": "step-00000002", "times": 99, "do": "refuse"}
-            | {"status": status, "code": code}
-        )
+        denied = {"do": "refuse", "status": 403, "code": "AccessDenied"}
+        store.fail({"method": "PUT", "contains": "step-00000002", "times": 99, **denied})
         before = len(store.seen())
         checkpointer.save(2, state(2))
         with pytest.raises(CheckpointError) as caught:
@@ -209,10 +179,7 @@ def test_a_lasting_error_is_reported_at_once(status: int, code: str, store: Stor
     assert len(tried) <= 2
     assert len(str(caught.value).splitlines()) <= 24
     assert list(steps(store)) == [1]
-
-
-def test_a_missing_bucket_is_an_error_that_names_it(store: Store) -> None:
-    with pytest.raises(CheckpointError, match="s3://nowhere"):
+    with pytest.raises(CheckpointError, match="s3://nowhere"):  # a missing bucket
         Checkpointer("s3://nowhere/gpt")
 
 
@@ -249,10 +216,9 @@ def test_ranks_save_together(store: Store) -> None:
     assert steps(store) == {2: {".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "manifest.json"}}
 
 
-@pytest.mark.parametrize("stager", ["shared", "overlapped"])
 @pytest.mark.slow
-def test_every_stager_writes_to_a_url(stager: str, store: Store) -> None:
-    with Checkpointer(store.url, stager=build("stager", stager)) as checkpointer:
+def test_a_writer_process_writes_to_a_url(store: Store) -> None:
+    with Checkpointer(store.url, stager=build("stager", "shared")) as checkpointer:
         checkpointer.save(1, state(1))
     expect_restored(store, 1)
 
@@ -268,6 +234,7 @@ def test_the_commands_take_a_url(store: Store, capsys: pytest.CaptureFixture[str
     store.write(key, store.read(key)[:-1])
     assert cli.main(["verify", store.url, "--fast"]) == 1
     assert "__0_0.distcp" in capsys.readouterr().out
+    expect_restored(store, 1)
 
 
 PROGRAM = """

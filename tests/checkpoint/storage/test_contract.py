@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,36 +147,6 @@ def test_a_flipped_bit_is_found_in_every_file(tmp_path: Path, storage: str) -> N
             assert restoring.restore({"int": 0}) == 1
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    root = tmp_path / "disk"
-    root.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(root)], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
-    yield root
-    subprocess.run(["umount", str(root)], check=True)
-
-
-@each
-@pytest.mark.parametrize("stager", STAGERS)
-def test_a_full_disk_is_reported_and_the_checkpoints_before_it_stay(
-    small_disk: Path, storage: str, stager: str
-) -> None:
-    with checkpointer(small_disk, storage, stager, keep=9) as saving:
-        saving.save(1, {"x": torch.ones(400_000)})
-        saving.wait()
-        saving.save(2, {"x": torch.ones(800_000)})
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            saving.wait()
-        state = {"x": torch.zeros(400_000)}
-        assert saving.restore(state) == 1
-        assert state["x"].sum() == 400_000
-        assert sorted(os.listdir(small_disk)) == [".lock", "latest", "step-00000001"]
-
-
 @each
 def test_torch_saves_with_it_again_and_again_in_any_process(tmp_path: Path, storage: str) -> None:
     writer = stagereg.build("storage", storage, path=tmp_path / "0")
@@ -222,26 +189,6 @@ def test_a_file_that_was_not_fully_written_has_no_mark(tmp_path: Path, storage: 
 def test_a_storage_without_a_directory_is_reported(storage: str) -> None:
     with pytest.raises(dcp.api.CheckpointException, match=r"given no directory: build it with path="):
         dcp.save({"x": 1}, storage_writer=stagereg.build("storage", storage), no_dist=True)
-
-
-LOAD_WITH_TORCH_ALONE = """
-import sys, torch, torch.distributed.checkpoint as dcp
-template = {"w": torch.zeros(3, 1000), "t": torch.zeros(1000, 3), "s": torch.zeros(()), "n": 0}
-dcp.load(template, checkpoint_id=sys.argv[1], no_dist=True)
-assert torch.equal(template["w"], torch.arange(3000.0).view(3, 1000)), template
-assert torch.equal(template["t"], torch.arange(3000.0).view(3, 1000).t()), template
-assert (template["s"].item(), template["n"]) == (2.5, 7), template
-assert "stagereg" not in sys.modules
-"""
-
-
-def test_torch_alone_reads_it_in_a_fresh_process(tmp_path: Path) -> None:
-    w = torch.arange(3000.0).view(3, 1000)
-    with checkpointer(tmp_path, "dcp") as saving:
-        saving.save(1, {"w": w.clone(), "t": w.t(), "s": torch.tensor(2.5), "n": 7})
-    command = [sys.executable, "-I", "-W", "ignore", "-c", LOAD_WITH_TORCH_ALONE, str(tmp_path / "latest")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def save_and_load_shards_everywhere(rank: int, world_size: int, root: str) -> dict[str, list[str]]:
@@ -303,36 +250,18 @@ class Foreign(FileSystemWriter):
         return FileSystemReader(path)
 
 
-def test_every_storage_declares_its_optional_members() -> None:
-    built = {name: stagereg.build("storage", name) for name in STORAGES}
-    declared = {name: (storage.marks, isinstance(storage, UsesPadding)) for name, storage in built.items()}
-    assert declared == {name: ({}, name == "dcp") for name in STORAGES}
-    local = {name for name, storage in built.items() if isinstance(storage, WritesUrls) and not storage.remote}
-    assert local == {"safetensors"}
+@each
+def test_a_storage_and_one_around_it_declare_the_same_members(storage: str) -> None:
+    inner = stagereg.build("storage", storage)
+    around = FaultyStorage(inner, saves=())
+    assert isinstance(around, WrapsStorage)
+    assert around.wraps is inner
+    assert name_of(around) == storage
+    for each in (inner, around):
+        assert isinstance(each, MarksFiles)
+        assert isinstance(each, WritesUrls)
+        assert isinstance(each, UsesPadding) == each.remote == (storage == "dcp")
     assert not isinstance(FileSystemWriter("x"), (MarksFiles, UsesPadding, WrapsStorage, WritesUrls))
-
-
-def test_a_forwarding_storage_declares_the_members_of_the_inner_one() -> None:
-    for name in STORAGES:
-        inner = stagereg.build("storage", name)
-        around = FaultyStorage(inner, saves=())
-        assert isinstance(around, WrapsStorage)
-        assert around.wraps is inner
-        assert name_of(around) == name
-        for protocol in (MarksFiles, UsesPadding, WritesUrls):
-            assert isinstance(around, protocol) == isinstance(inner, protocol), (name, protocol)
-
-
-class Padded(DcpStorage):
-    padding = (64, 128)
-
-
-def test_a_stager_reserves_the_padding_that_a_storage_declares(tmp_path: Path) -> None:
-    stager, reserved = stagereg.build("stager", "pinned_cached"), []
-    stager.reserve_padding = lambda before, after: reserved.append((before, after))
-    for storage in (Padded(), stagereg.build("storage", "torch_dcp")):
-        Checkpointer(str(tmp_path), storage=storage, stager=stager).close()
-    assert reserved == [(64, 128)]
 
 
 def test_a_storage_without_marks_has_its_files_read(tmp_path: Path) -> None:
@@ -344,27 +273,12 @@ def test_a_storage_without_marks_has_its_files_read(tmp_path: Path) -> None:
         assert files == {name: mark_file(path / name) for name in (".metadata", "__0_0.distcp", "index.json")}
 
 
-def test_the_manifest_names_the_storage_and_an_old_one_means_dcp(tmp_path: Path) -> None:
-    with checkpointer(tmp_path, "torch_dcp") as saving:
-        saving.save(1, {"x": 1})
-    path = tmp_path / "step-00000001" / manifest.MANIFEST
-    data = json.loads(path.read_text())
-    assert data.pop("storage") == "torch_dcp"
-    del data["time"], data["crc32"]
-    path.write_text(json.dumps({**data, "format": 1}))
-    with Checkpointer(str(tmp_path)) as restoring:
-        state = {"x": 0}
-        assert restoring.restore(state) == 1
-    assert manifest.Manifest.loads(path.read_text()).storage == "dcp"
-    assert state == {"x": 1}
-
-
 def test_a_checkpoint_of_an_unregistered_storage_is_read_by_that_storage_alone(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), storage=Foreign()) as saving:
         saving.save(1, {"x": 1})
         saving.wait()
         assert saving.restore({"x": 0}) == 1
-    with Checkpointer(str(tmp_path)) as other, pytest.raises(CheckpointError, match=r"Foreign.*There is: dcp, direct"):
+    with Checkpointer(str(tmp_path)) as other, pytest.raises(CheckpointError, match=r"Foreign.*cannot be built"):
         other.restore({"x": 0})
 
 

@@ -209,8 +209,7 @@ def test_tensors_on_an_accelerator_are_written(tmp_path: Path) -> None:
     save(state, tmp_path, WRITER)
     template = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in state.items()}
     dcp.load(template, checkpoint_id=tmp_path, no_dist=True)
-    for name, x in state.items():
-        assert torch.equal(template[name], x.cpu()), name
+    assert all(torch.equal(template[name], x.cpu()) for name, x in state.items())
 
 
 @pytest.mark.parametrize("direct", ["auto", "never"])
@@ -258,8 +257,8 @@ def test_a_full_disk_is_the_operating_systems_error(
     assert isinstance(error, OSError)
     assert error.errno == errno.ENOSPC
     assert writer.marks == {}
-    save({"x": torch.full((1 << 20,), 2)}, tmp_path / "two", writer)
-    assert entries(tmp_path / "two") == {"x": form(torch.full((1 << 20,), 2))}
+    save({"x": torch.full((1000,), 2)}, tmp_path / "two", writer)
+    assert entries(tmp_path / "two") == {"x": form(torch.full((1000,), 2))}
 
 
 @pytest.mark.parametrize("given", [{"buffer_mb": 0}, {"buffer_mb": True}, {"buffer_mb": 1.5}, {"direct": "always"}])
