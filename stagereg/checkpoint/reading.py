@@ -36,7 +36,6 @@ import stagereg.checkpoint.encoding as encoding
 import stagereg.checkpoint.pickled as pickled
 from stagereg.checkpoint.checksum import crc32
 from stagereg.checkpoint.encoding import Leaf
-from stagereg.checkpoint.foreign import METADATA, index_of_metadata
 from stagereg.checkpoint.index import ARCHIVE, INDEX, INDEX_BYTES, Chunk, Index, TensorEntry
 from stagereg.checkpoint.manifest import Checkpoint
 from stagereg.checkpoint.storage.dcp import TorchDcpStorage
@@ -61,7 +60,6 @@ class CheckpointFiles:
     Args:
         checkpoint: a complete one.
         own: the storage of the program; another one that wrote the checkpoint is built by its name.
-        foreign: whether a checkpoint without an index may be read by torch's ``.metadata`` (:mod:`.foreign`).
 
     Attributes:
         index: what is in the checkpoint.
@@ -71,14 +69,14 @@ class CheckpointFiles:
             storage that is not there. ``OSError``.
     """
 
-    def __init__(self, checkpoint: Checkpoint, own: Storage, foreign: bool = False) -> None:
+    def __init__(self, checkpoint: Checkpoint, own: Storage) -> None:
         self._path, self._marks = checkpoint.path, checkpoint.manifest.files
         self._storage = named(checkpoint.manifest.storage, own)
         self._opened = ExitStack()
         self._files: dict[str, _File] = {}
         self._sizes = {name: mark.bytes for name, mark in self._marks.items()}
         try:
-            self.index = self._read_index(foreign)
+            self.index = self._read_index()
         except BaseException:
             self._opened.close()
             raise
@@ -170,14 +168,9 @@ class CheckpointFiles:
                 raise error from None
             raise CheckpointError(f"{type(error).__name__}: {error}") from error
 
-    def _read_index(self, foreign: bool) -> Index:
-        if INDEX not in self._marks and foreign and METADATA in self._marks:
-            return Index.checked(index_of_metadata(self._file(METADATA).read(0, self._sizes[METADATA])), self._sizes)
+    def _read_index(self) -> Index:
         if INDEX not in self._marks:
-            raise CheckpointError(
-                f"{self._path} has no {INDEX}: an earlier version wrote it. `stagereg convert {self._path} OUT.pt` "
-                "makes a file of it that torch.load reads."
-            )
+            raise CheckpointError(f"{self._path} has no {INDEX}, which says where everything lies.")
         mark = self._marks[INDEX]
         if mark.bytes > INDEX_BYTES:
             raise CheckpointError(f"{INDEX} of {self._path} has {mark.bytes:,} bytes, which no index has.")

@@ -17,7 +17,6 @@ from typing import Any
 
 import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
-import stagereg.checkpoint.sources as sources
 import stagereg.record as record
 from stagereg.checkpoint.choosing import Choice, choice, compared, newest_good
 from stagereg.checkpoint.damage import Condition, damage_lines
@@ -139,7 +138,7 @@ def _load(
 ) -> Callable[[], None]:
     """Read all that does not go straight into the objects of ``state``; what is returned does the rest."""
     saved_size = chosen.manifest.world_size
-    found = sources.find(files, state, saved_size, rank, size)
+    found = entries.find(files, state, saved_size, rank, size)
     into: dict[str, list[Leaf]] = {}
     for name, structure in found.items():
         leaves = entries.pair(structure, state.get(name))
