@@ -72,9 +72,7 @@ class Owner:
     @classmethod
     def ourselves(cls) -> Owner:
         """Return this process."""
-        command = " ".join(sys.argv) or sys.executable
-        short = command if len(command) <= _COMMAND_LENGTH else command[: _COMMAND_LENGTH - 1] + "…"
-        return cls(os.getpid(), socket.gethostname(), time.time(), short)
+        return cls(os.getpid(), socket.gethostname(), time.time(), " ".join(sys.argv)[:_COMMAND_LENGTH])
 
     @classmethod
     def parse(cls, who: Mapping[str, Any]) -> Owner:
@@ -152,8 +150,9 @@ class StoreLock(ABC):
     def _refused(self, owner: Owner | None) -> CheckpointError:
         """Return the error for a run that is refused the directory, which this process holds if ``owner`` is None."""
         if owner is None:
-            text = f"{self.root} is in use by another Checkpointer of this process; close() that one first."
-            return CheckpointError(text)
+            return CheckpointError(
+                f"{self.root} is in use by another Checkpointer of this process; close() that first."
+            )
         return CheckpointError(
             f"{self.root} is in use: another run writes checkpoints there, {owner}. Wait for its end, or give this run "
             "a directory of its own: checkpoint.dir=PATH."

@@ -263,19 +263,3 @@ def test_a_file_system_without_locks_is_warned_of_once(
     seen = [record.getMessage() for record in caplog.records]
     assert len(seen) == 1
     assert f"the file system of {tmp_path} has no locks" in seen[0]
-
-
-def test_a_lock_file_deleted_while_it_is_locked_is_locked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fcntl.lockf
-    deleted: list[int] = []
-
-    def lockf(descriptor: int, operation: int) -> None:
-        if not deleted:
-            deleted.append(descriptor)
-            delete_lock(str(tmp_path))
-        real(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "lockf", lockf)
-    with DirectoryLock(tmp_path):
-        assert deleted
-        assert holder(tmp_path) is not None
