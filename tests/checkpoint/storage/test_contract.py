@@ -29,7 +29,7 @@ from stagereg.checkpoint.storage.dcp import DcpStorage
 from stagereg.checkpoint.storage.lookup import name_of
 from stagereg.checkpoint.storage.protocol import MarksFiles, UsesPadding, WrapsStorage, WritesUrls
 from stagereg.checkpoint.store.local_store import LocalStore, mark_file
-from stagereg.errors import CheckpointError, ConfigError, RegistryError
+from stagereg.errors import CheckpointError, ConfigError
 from stagereg.testing import run_ranks
 from stagereg.testing.faults import FaultyStorage
 
@@ -279,11 +279,6 @@ def test_a_checkpoint_of_an_unregistered_storage_is_read_by_that_storage_alone(t
 def test_a_storage_that_is_none_is_refused_at_once(tmp_path: Path, storage: Any) -> None:
     with pytest.raises(ConfigError, match="storage must be a storage"):
         Checkpointer(str(tmp_path), storage=storage)
-
-
-def test_torchs_own_writer_lacks_a_reader_to_be_a_storage() -> None:
-    with pytest.raises(RegistryError, match=r"'reader' is missing\. Write:\n    def reader\(self, path\)"):
-        stagereg.register("storage", "theirs")(dcp.FileSystemWriter)
 
 
 def test_it_is_a_group_of_the_command_line_with_dcp_as_its_default(tmp_path: Path) -> None:
