@@ -41,15 +41,6 @@ def nothing_left() -> Iterator[None]:
     ending._forget()
 
 
-def test_the_last_outcome_of_a_series_counts() -> None:
-    ending.set_last_status("a", CheckpointError("first"))
-    ending.set_last_status("b", CheckpointError("other"))
-    ending.set_last_status("a", None)
-    with pytest.raises(CheckpointError, match="other"):
-        ending.finish()
-    ending.finish()
-
-
 def test_a_failure_that_was_raised_is_not_reported_again() -> None:
     raised, unraised = CheckpointError("raised"), CheckpointError("new")
     ending.report_error(raised)
