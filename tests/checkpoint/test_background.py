@@ -115,24 +115,11 @@ def test_a_save_that_hangs_at_the_end_commits_nothing(write: Write) -> None:
     background = write.background(0.0)
     save = write.submitted(background)
     background.drain()
-    background.shut()
+    background.abandon()
     assert save.abandoned
     assert not background.finish()
     write.go.set()
     assert save.over.wait(30)
-
-
-def test_a_dropped_background_leaves_no_thread(write: Write) -> None:
-    write.go.set()
-    background = write.background()
-    write.submitted(background)
-    background.drain()
-    thread = background._thread
-    assert thread is not None
-    assert thread.daemon, "it must not hold up the end of the process"
-    del background
-    thread.join(30)
-    assert not thread.is_alive()
 
 
 def test_the_end_may_look_while_the_training_thread_does(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,4 +154,3 @@ def test_without_a_thread_a_save_is_refused_and_not_waited_for(write: Write, mon
     write.go.set()
     write.submitted(background)
     assert background.drain()
-    background.shut()
