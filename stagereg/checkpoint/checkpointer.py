@@ -389,11 +389,13 @@ class Checkpointer:
                 failure = self._background.take_failure()
             except CheckpointError as error:
                 failure = error
-            if self._background.newest != step:
-                text = f"Step {step} was not saved" if failure is None else str(failure).rstrip(".")
-                known = "newest" in text or "no complete checkpoint" in text
-                failure = CheckpointError(f"{text}." if known else f"{text}; {_describe_newest(self._store)}.")
-                shutdown.set_last_status(self._store.root, None)  # the exception below reports it
+            if failure is None and self._background.newest != step:
+                failure = CheckpointError(f"Step {step} was not saved.")
+        if failure is not None:
+            text = str(failure).rstrip(".")
+            if "newest" not in text and "no complete checkpoint" not in text:
+                failure = CheckpointError(f"{text}; {_describe_newest(self._store)}.")
+            shutdown.set_last_status(self._store.root, None)  # the exception below reports it
         self.preemption.exit(step, str(self.dir), failure)
 
     def _open(self, shared: bool) -> str:

@@ -31,12 +31,14 @@ class Write:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, target: SaveTarget) -> None:
         self.target = target
         self.errors: dict[int, BaseException] = {}
-        self.begun, self.go = threading.Event(), threading.Event()
+        self.begun, self.go, self.busy = threading.Event(), threading.Event(), threading.Lock()
         monkeypatch.setattr(background_module, "write_and_commit", self)
 
     def __call__(self, save: PendingSave) -> tuple[float, int]:
+        assert self.busy.acquire(blocking=False), "two writes at once"
         self.begun.set()
         assert self.go.wait(30)
+        self.busy.release()
         if save.step in self.errors:
             raise self.errors[save.step]
         return 0.0, 0
@@ -73,6 +75,22 @@ def test_waits_end_with_the_time_out_which_is_reported_once(write: Write, caplog
     background.raise_failure()
     assert "step 1 is saved after all" in caplog.text
     assert "these steps were not saved: 2" in caplog.text
+
+
+def test_a_third_save_waits_and_writes_never_overlap(write: Write) -> None:
+    background = write.background()
+    for step in (1, 2):
+        write.submitted(background, step)
+    third = threading.Thread(target=background.admit, args=(PendingSave(3, write.target),))
+    third.start()
+    assert write.begun.wait(30)
+    third.join(0.2)
+    assert third.is_alive()
+    write.go.set()
+    third.join(30)
+    assert not third.is_alive()
+    assert background.drain()
+    assert background.newest == 2
 
 
 def test_a_save_behind_one_that_hangs_is_written_after_it(write: Write, caplog: pytest.LogCaptureFixture) -> None:

@@ -268,6 +268,18 @@ def hang():
 def me(number):
     os.kill(os.getpid(), number)
 
+def opened(name, grace_s=1000, **options):
+    grace = grace_s and datetime.timedelta(seconds=grace_s)
+    return Checkpointer(os.path.join(sys.argv[1], name), grace=grace, **options)
+
+def on(checkpointer):
+    for step in range(1, 10**6):
+        checkpointer.maybe_save(step, {})
+
+def until_seen(checkpointer):
+    while checkpointer.preemption.signal_flags() != [1.0, 0.0]:
+        time.sleep(0.001)
+
 def train(case, grace_s=0.3, every=5, **options):
     def broken(self, written, step, *rest):
         if step == 7 and case.startswith("save hangs"):
@@ -276,40 +288,35 @@ def train(case, grace_s=0.3, every=5, **options):
             raise OSError("no cheese")
         return publish(self, written, step, *rest)
     LocalStore.publish = broken
-    grace = datetime.timedelta(seconds=grace_s)
-    with Checkpointer(os.path.join(sys.argv[1], case), every=every, grace=grace, **options) as checkpointer:
+    with opened(case, grace_s, every=every, **options) as checkpointer:
         for step in range(1, 100):
             if step == 7:
                 checkpointer.wait()
                 me(TERM)
-                while checkpointer.preemption.signal_flags() != [1.0, 0.0]:
-                    time.sleep(0.001)
+                until_seen(checkpointer)
                 if case == "stuck":
                     hang()
             checkpointer.maybe_save(step, {"step": step})
 
 def twice():
     preemption.SAME_SIGNAL_S = 0.0
-    with Checkpointer(os.path.join(sys.argv[1], "twice"), grace=datetime.timedelta(seconds=1000)) as checkpointer:
+    with opened("twice") as checkpointer:
         me(TERM)
-        while checkpointer.preemption.signal_flags() != [1.0, 0.0]:
-            time.sleep(0.001)
+        until_seen(checkpointer)
         me(TERM)
         hang()
 
 def at_once():
-    with Checkpointer(os.path.join(sys.argv[1], "at once"), grace=datetime.timedelta(seconds=1000)) as checkpointer:
+    with opened("at once") as checkpointer:
         me(TERM)
         me(TERM)
-        for step in range(1, 10**6):
-            checkpointer.maybe_save(step, {})
+        on(checkpointer)
 
 def many_while_it_ends():
-    with Checkpointer(os.path.join(sys.argv[1], "many")) as checkpointer:
+    with opened("many") as checkpointer:
         me(TERM)
         try:
-            for step in range(1, 10**6):
-                checkpointer.maybe_save(step, {})
+            on(checkpointer)
         except SystemExit:
             checkpointer.close()
             me(TERM)
@@ -324,36 +331,33 @@ def many_while_it_ends():
 def others_signals():
     received = []
     signal.signal(signal.SIGRTMIN + 3, lambda *_: received.append(1))
-    with Checkpointer(os.path.join(sys.argv[1], "others")) as checkpointer:
+    with opened("others") as checkpointer:
         me(signal.SIGRTMIN + 3)
         assert received
         me(TERM)
-        for step in range(1, 10**6):
-            checkpointer.maybe_save(step, {})
+        on(checkpointer)
 
 def signal_on_another_rank():
-    grace = datetime.timedelta(seconds=0.3)
-    checkpointer = Checkpointer(os.path.join(sys.argv[1], "another rank"), grace=grace)
+    checkpointer = opened("another rank", 0.3)
     checkpointer.preemption.update([1.0, 0.0])
     hang()
 
 def closed():
-    Checkpointer(os.path.join(sys.argv[1], "closed")).close()
+    opened("closed").close()
     me(USR1)
 
 def dropped():
-    Checkpointer(os.path.join(sys.argv[1], "dropped"))
+    opened("dropped")
     import gc
     gc.collect()
     me(TERM)
 
 def without():
-    with Checkpointer(os.path.join(sys.argv[1], "without"), grace=None):
+    with opened("without", None):
         me(TERM)
 
 def too_late():
-    grace = datetime.timedelta(seconds=0.3)
-    with Checkpointer(os.path.join(sys.argv[1], "too late"), grace=grace) as checkpointer:
+    with opened("too late", 0.3) as checkpointer:
         checkpointer.maybe_save(1, {})
         me(TERM)
     hang()  # as if it had something else to do now
@@ -365,7 +369,7 @@ def worker():
         go.wait()
         return publish(*given)
     LocalStore.publish = slow
-    with Checkpointer(os.path.join(sys.argv[1], "worker"), every=1) as checkpointer:
+    with opened("worker", every=1) as checkpointer:
         checkpointer.maybe_save(1, {"x": 1})
         begun.wait()
         child = os.fork()
@@ -387,7 +391,7 @@ def worker():
 def kept():
     received = []
     signal.signal(USR1, lambda *_: received.append(1))
-    with Checkpointer(os.path.join(sys.argv[1], "kept")) as checkpointer:
+    with opened("kept") as checkpointer:
         me(USR1)
         assert received and checkpointer.preemption.signal_flags() == [0.0, 0.0]
         later = signal.signal(TERM, lambda *_: received.append(1)) and signal.getsignal(TERM)
@@ -396,17 +400,16 @@ def kept():
 
 def dumped():
     faulthandler.register(USR1)
-    with Checkpointer(os.path.join(sys.argv[1], "dumped")) as checkpointer:
+    with opened("dumped") as checkpointer:
         me(USR1)
         assert checkpointer.preemption.signal_flags() == [0.0, 0.0]
     me(USR1)
 
 def two():
-    one, other = (Checkpointer(os.path.join(sys.argv[1], name)) for name in ("two", "two more"))
+    one, other = opened("two"), opened("two more")
     one.close()
     me(TERM)
-    for step in range(1, 10**6):
-        other.maybe_save(step, {})
+    on(other)
 
 cases = {name: lambda name=name: train(name) for name in ("save hangs", "stuck")}
 cases["first save fails"] = lambda: train("first save fails", 1000, every=1000)
