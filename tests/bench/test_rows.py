@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import stagereg
 import stagereg.bench.ceiling as ceiling
@@ -18,7 +17,7 @@ import stagereg.bench.staging as staging
 import stagereg.bench.stall as stall
 import stagereg.bench.states as states
 from stagereg.bench.ceiling import flush, memmove, raw_write
-from stagereg.bench.measure import Series, Stopwatch, Timed, interleave
+from stagereg.bench.measure import Series, Stopwatch, interleave
 from stagereg.bench.write import durable
 from stagereg.errors import LaunchError
 
@@ -91,15 +90,6 @@ def test_the_frozen_part_is_declared_to_the_incremental_stager(monkeypatch: pyte
     assert asked == [frozen] * 3 + [{}] * 3  # the warm one, and the first one of each round
 
 
-def test_cases_and_names_of_rows_agree() -> None:
-    cases = staging.cases(states.make("large", 0.0001), "cpu")
-    rows = [row for case in cases for row in case.rows]
-    assert sorted(rows) == sorted(staging.row_names("cpu"))
-    assert len(set(rows)) == len(rows)
-    for case in cases:
-        case.close()
-
-
 def test_flush_reaches_every_file_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "below").mkdir()
     paths = [tmp_path, tmp_path / "below", tmp_path / "a", tmp_path / "below" / "b"]
@@ -122,14 +112,10 @@ def test_a_write_is_timed_with_its_flush(tmp_path: Path, monkeypatch: pytest.Mon
         now[0] += 10.0
 
     monkeypatch.setattr(ceiling.os, "fsync", fsync)
-    (series,) = interleave([durable("row", lambda: saved, 5, lambda: tmp_path)], 1, Stopwatch(clock=lambda: now[0]))
-    assert series.samples == [12.0]  # the file and the directory
-
-
-def test_a_storage_that_writes_too_little_has_no_figures(tmp_path: Path) -> None:
-    case = durable("row", lambda: lambda folder: (folder / "file").write_bytes(b"1234"), 5, lambda: tmp_path)
-    (series,) = interleave([case], 1, Stopwatch())
-    assert "only 4 of 5 bytes" in series.failure
+    cases = [durable(str(nbytes), lambda: saved, nbytes, tmp_path) for nbytes in (5, 6)]
+    enough, too_little = interleave(cases, 1, Stopwatch(clock=lambda: now[0]))
+    assert enough.samples == [12.0]  # the file and the directory
+    assert "only 5 of 6 bytes" in too_little.failure
 
 
 @pytest.mark.parametrize("refused", [True, False])
@@ -147,10 +133,11 @@ def test_a_disk_that_refuses_o_direct_has_a_buffered_ceiling(
 
     monkeypatch.setattr(ceiling.os, "open", opened)
     notes: list[str] = []
-    case = Timed("ceiling", lambda: raw_write(5000, notes.append), lambda: tmp_path)
-    (series,) = interleave([case], 1, Stopwatch())
-    assert series.samples
-    assert (tmp_path / "bytes").stat().st_size == 8192  # whole pages
+    write = raw_write(5000, notes.append)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+        assert (tmp_path / name / "bytes").stat().st_size == 8192  # whole pages
     direct = [bool(how & os.O_DIRECT) for how in flags]
     assert direct == ([True, False, False] if refused else [True, True])
     assert any("O_DIRECT is refused" in line for line in notes) is refused
@@ -158,32 +145,30 @@ def test_a_disk_that_refuses_o_direct_has_a_buffered_ceiling(
 
 def test_the_memory_ceiling_copies_every_byte() -> None:
     copy = memmove(4097)
-    copy(None).zero_()
-    assert bool((copy(None) == 1).all())
+    copy().zero_()
+    assert bool((copy() == 1).all())
 
 
 def test_lost_is_a_segment_less_the_one_without_a_checkpoint() -> None:
-    measured = [
-        Series("none", [4.0, 8.0, 4.0]),
-        Series("none:blocked", [0.0, 0.0, 0.0]),
-        Series("mine", [5.0, 10.0, 4.5]),
-        Series("mine:blocked", [0.1, 0.2, 0.3]),
-        Series("theirs", [], missing="no process"),
-        Series("theirs:blocked", [], missing="no process"),
-    ]
-    none, mine, theirs = stall.group("1", "title", measured).lines
+    none, mine, theirs = stall.group(
+        "1",
+        "title",
+        [
+            Series("none:blocked", [0.0, 0.0, 0.0]),
+            Series("none", [4.0, 8.0, 4.0]),
+            Series("mine:blocked", [0.1, 0.2, 0.3]),
+            Series("mine", [5.0, 10.0, 4.5]),
+            Series("theirs", failure="no process"),
+        ],
+    ).lines
     assert mine.samples == {"lost": [1.0, 2.0, 0.5], "blocked": [0.1, 0.2, 0.3], "segment": [5.0, 10.0, 4.5]}
-    assert mine.step_seconds == 1.0  # the median segment without a checkpoint has four steps
+    assert mine.figures == {"step": 1.0}  # the median segment without a checkpoint has four steps
+    assert mine.cells == ["200.00", "1000.00", "750.00 - 1500.00", "1.00"]
     assert none.samples["lost"] == [0.0, 0.0, 0.0]
-    assert (theirs.samples, theirs.missing) == ({}, "no process")
+    assert (theirs.samples, theirs.failure) == ({}, "no process")
 
 
 @pytest.mark.slow
 def test_a_loop_that_dies_is_an_error_of_the_project(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"(?s)process that measures failed: RuntimeError.*nowhere"):
         stall.measured(["none"], 1, 1, 0.001, "nowhere", tmp_path)
-
-
-def test_tensors_are_found_in_order() -> None:
-    a, b, c = (torch.tensor(float(i)) for i in range(3))
-    assert [x.item() for x in states.tensors({"x": [a, {"y": b}], "n": 3, "z": (c,)})] == [0.0, 1.0, 2.0]
