@@ -144,20 +144,17 @@ class JoinableContract(Contract):
 
     def test_planned(self) -> None:
         """With planned lengths the numbers are right, also where a rank leaves before the length that it announced."""
-        self._announces_through_ours()
-        self._right("planned", "leaves early")
+        self._right_in_ours("planned", "leaves early")
 
     def test_counted(self) -> None:
         """With mode=counted the numbers are right."""
-        self._announces_through_ours()
-        self._right("counted")
+        self._right_in_ours("counted")
 
     def test_iterate(self) -> None:
         """In join.iterate, with a body that passes over empty batches, the numbers are right."""
         if self._has_own_loop:
             self.skipped("its own loop() is over join.iterate, and all other promises are tried with it")
-        self._announces_through_ours()
-        self._right("iterate")
+        self._right_in_ours("iterate")
 
     def test_planned_sends_nothing_more(self) -> None:
         """In a planned join a step has no collective that it has not without a join; in a counted one, one sum."""
@@ -175,13 +172,11 @@ class JoinableContract(Contract):
 
     def test_torchs_join(self) -> None:
         """In torch's Join the numbers are right too."""
-        self._in_torchs()
-        self._right("torch's")
+        self._right_in_torchs("torch's")
 
     def test_ranks_with_torchs_join(self) -> None:
         """Ranks with torch's Join and ranks with stagereg's, mode=torch, share a job, and the numbers are right."""
-        self._in_torchs()
-        self._right("mixed", "mixed the other way")
+        self._right_in_torchs("mixed", "mixed the other way")
 
     def test_unknown_keywords(self) -> None:
         """Keyword arguments of Join that are for other joinables are ignored."""
@@ -339,6 +334,15 @@ class JoinableContract(Contract):
                 for stage, state in enumerate(seen.states):
                     self._compare(name, rank, stage, state)
 
+    def _right_in_torchs(self, *names: str) -> None:
+        if not self.torch_join:
+            self.skipped("torch_join = False: it works in stagereg's Join only")
+        self._right(*names)
+
+    def _right_in_ours(self, *names: str) -> None:
+        self._announces_through_ours()
+        self._right(*names)
+
     def _compare(self, name: str, rank: int, stage: int, state: Any, most: int | None = None) -> None:
         what = self._plan()[name]
         with torch.random.fork_rng(devices=[]):
@@ -370,10 +374,6 @@ class JoinableContract(Contract):
     def _announces_through_ours(self) -> None:
         if self._foreign:
             self.skipped(f"only for joinables that announce through stagereg's Join: {self._foreign}")
-
-    def _in_torchs(self) -> None:
-        if not self.torch_join:
-            self.skipped("torch_join = False: it works in stagereg's Join only")
 
     def _hooked(self) -> list[tuple[int, str, int, tuple[int, int]]]:
         """Rank, name, number of the join, and how often main and post hook ran."""

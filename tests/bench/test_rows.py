@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,36 +23,20 @@ from stagereg.bench.write import durable
 from stagereg.errors import LaunchError
 
 
-class Stager:
-    """Copies in no way."""
-
-    should_synchronize_after_execute = False
-    copy: Any = None
-
-    def __init__(self, stage: Callable[[Any, dict[str, Any]], Any]) -> None:
-        self.how = stage
-
-    def stage(self, state_dict: dict[str, Any]) -> Any:
-        return self.how(self, state_dict)
-
-    def synchronize_staging(self) -> None: ...
-
-    def close(self) -> None: ...
+def cloned(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.clone() for name, x in state.items()}
 
 
-def stale(self: Stager, state: dict[str, Any]) -> Any:
-    """Copies the first time only."""
-    if self.copy is None:
-        self.copy = {name: x.clone() for name, x in state.items()}
-    return self.copy
+def stager(stage: Callable[[dict[str, Any]], Any]) -> Any:
+    return SimpleNamespace(stage=stage, should_synchronize_after_execute=False, close=lambda: None)
 
 
-@pytest.mark.parametrize(
-    ("stage", "message"), [(lambda self, state: state, "shares the memory"), (stale, "differs from the state")]
-)
-def test_a_stager_that_does_not_copy_has_no_figures(stage: Any, message: str) -> None:
+@pytest.mark.parametrize(("copies", "message"), [(False, "shares the memory"), (True, "differs from the state")])
+def test_a_stager_that_does_not_copy_has_no_figures(copies: bool, message: str) -> None:
     state = states.make("large", 0.0001)
-    (series,) = interleave([staging.Warm(("row",), lambda: Stager(stage), state)], 2, Stopwatch(), state.change)
+    first = cloned(state.tree) if copies else state.tree
+    case = staging.Warm(("row",), lambda: stager(lambda state: first), state)
+    (series,) = interleave([case], 2, Stopwatch(), state.change)
     assert message in series.failure
     assert series.samples == []
 
@@ -59,18 +44,18 @@ def test_a_stager_that_does_not_copy_has_no_figures(stage: Any, message: str) ->
 def test_a_background_copy_has_two_times() -> None:
     now = [0.0]
 
-    def later(self: Stager, state_dict: dict[str, Any]) -> Any:
+    def later(state_dict: dict[str, Any]) -> Any:
         class Coming(Future[Any]):
             def result(self, timeout: float | None = None) -> Any:
                 now[0] += 3.0  # of a made-up clock, after ``stage`` has returned
-                return {name: x.clone() for name, x in state_dict.items()}
+                return cloned(state_dict)
 
         now[0] += 1.0
         return Coming()
 
     state = states.make("large", 0.0001)
     for rows, seconds in ((("row:blocked", "row:done"), [1.0, 4.0]), (("row",), [4.0])):
-        case = staging.Warm(rows, lambda: Stager(later), state)
+        case = staging.Warm(rows, lambda: stager(later), state)
         series = interleave([case], 1, Stopwatch(clock=lambda: now[0]), state.change)
         assert [one.samples for one in series] == [[each] for each in seconds]
 
