@@ -64,6 +64,7 @@ def test_each_step_save_copy_and_write_is_recorded(tmp_path: Path) -> None:
         (2, stats.stall_seconds[0]),
         (4, stats.stall_seconds[1]),
     ]
+    assert (stats.saves, stats.bytes_staged) == (2, 2 * BYTES)
     stages, writes = of(tmp_path, "stage"), of(tmp_path, "write")
     assert [(seen["step"], seen["bytes"]) for seen in stages] == [(2, BYTES), (4, BYTES)]
     assert [(seen["step"], seen["seconds"]) for seen in writes] == list(zip((2, 4), stats.write_seconds, strict=True))
@@ -76,40 +77,37 @@ def test_each_step_save_copy_and_write_is_recorded(tmp_path: Path) -> None:
         assert write["start"] + write["seconds"] <= write["t"]
 
 
-class Ends(AsyncStager):
-    """Copies at once; its copy is complete when ``stage`` or ``synchronize_staging`` has returned, or by a promise."""
+class Timed(AsyncStager):
+    """Is done when ``stage`` returns, or ``synchronize_staging``, or when the test completes a future."""
 
-    def __init__(self, clock: Clock, how: str) -> None:
-        self._synchronize_after_execute = how == "synchronize"
-        self.clock, self.how = clock, how
-        self.returned = self.ended = 0.0
+    def __init__(self, clock: Clock, done: str) -> None:
+        self._synchronize_after_execute = done == "synchronized"
+        self.clock, self.done = clock, done
         self.promise: Future[dict[str, Any]] = Future()
+        self.copied = 0.0
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
         self.copy = BlockingAsyncStager().stage(state_dict)
-        self.returned = self.ended = self.clock()
-        return self.promise if self.how == "promise" else self.copy
+        self.copied = self.clock()
+        return self.promise if self.done == "promised" else self.copy
 
     def synchronize_staging(self) -> None:
-        self.ended = self.clock()
+        self.copied = self.clock()
 
 
-@pytest.mark.parametrize("how", ["stage", "synchronize", "promise"])
-def test_a_copy_ends_when_its_stager_says_so(tmp_path: Path, clock: Clock, how: str) -> None:
-    stager = Ends(clock, how)
+@pytest.mark.parametrize("done", ["at once", "synchronized", "promised"])
+def test_a_copy_ends_when_the_stager_is_done(tmp_path: Path, clock: Clock, done: str) -> None:
+    stager = Timed(clock, done)
     with record.recording(tmp_path, 0, 1), Checkpointer(str(tmp_path / "c"), stager=stager) as checkpointer:
         checkpointer.save(1, STATE)
-        if how == "promise":
-            stager.ended = clock()
+        if done == "promised":
+            stager.copied = clock()
             stager.promise.set_result(stager.copy)
     (stage,), (stall,) = of(tmp_path, "stage"), of(tmp_path, "stall")
-    assert stall["start"] < stage["start"] < stager.returned <= stager.ended < stage["start"] + stage["seconds"]
-    if how == "promise":
-        assert stall["start"] + stall["seconds"] < stager.ended
-    else:
-        assert stage["start"] + stage["seconds"] < stall["start"] + stall["seconds"]
-    if how == "stage":
-        assert stage["start"] + stage["seconds"] == stager.ended + 1
+    assert stall["start"] < stage["start"] < stager.copied < stage["start"] + stage["seconds"]
+    returned = stall["start"] + stall["seconds"]
+    assert (returned < stager.copied) == (done == "promised")
+    assert done == "promised" or stage["start"] + stage["seconds"] < returned
 
 
 class Full(DcpStorage):

@@ -317,7 +317,7 @@ TENSORS: dict[str, tuple[Callable[[list[Any], int], Any], str]] = {
     "a hole": (lambda c, end: ["float32", [4, 3], [[*c, [0, 0], [2, 3]]]], "cover it once"),
     "the same twice": (lambda c, end: ["float32", [4, 3], [[*c, [0, 0], [2, 3]]] * 2], "cover it once"),
     "a part outside": (lambda c, end: ["float32", [2, 3], [[*c, [1, 0], [2, 3]]]], "outside of the tensor"),
-    "a part of other dimensions": (lambda c, end: ["float32", [2, 3], [[*c, [0], [6]]]], "longer"),
+    "a part of other dimensions": (lambda c, end: ["float32", [2, 3], [[*c, [0], [6]]]], "outside of the tensor"),
     "strides over others": (lambda c, end: ["float32", [2, 3], [[*c, [0, 0], [2, 3], [1, 1]]]], "overlap"),
     "strides far away": (lambda c, end: ["float32", [2, 3], [[*c, [0, 0], [2, 3], [1 << 40, 1]]]], "holes"),
     "an archive too small": (
