@@ -14,12 +14,13 @@ state dict; it runs nothing.
 from __future__ import annotations
 
 import base64
+import contextlib
+import gc
 import json
 import math
-import re
 import sys
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Iterator, Mapping
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -28,15 +29,12 @@ import torch
 import stagereg.checkpoint.pickled as pickled
 from stagereg.errors import CheckpointError
 
-__all__ = ["Encoded", "Leaf", "decode", "encode", "fill", "leaves", "marks", "walk"]
+__all__ = ["Encoded", "Leaf", "decode", "encode", "fill", "leaves", "marks", "walk", "without_gc"]
 
 _DEEPEST = 200
-_LONGEST_INLINE = 1 << 16  # characters of one value; a longer one is stored as an object, so the index stays small
 _LONGEST_INTEGER_BITS = 255 * 8 - 1  # what torch reads back
-_CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
-_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
+_CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 _COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset)}
-_NUMBER = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
 
 
 class Encoded(NamedTuple):
@@ -63,6 +61,18 @@ class Leaf:
         self.live: torch.Tensor | None = None
         self.in_place = False
         self.value: Any = None
+
+
+@contextlib.contextmanager
+def without_gc() -> Generator[None, None, None]:
+    """Keep the garbage collector away while a million containers are made: it goes through them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def walk(value: Any, *path: str | int) -> Iterator[tuple[tuple[str | int, ...], Any]]:
@@ -96,6 +106,7 @@ def _is_walked(value: object) -> bool:
 # -- writing
 
 
+@without_gc()
 def encode(value: Any, name: str) -> Encoded:
     """Return the structure of the entry called ``name``.
 
@@ -125,18 +136,11 @@ def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
 
 
 def _leaf(value: Any, name: str, objects: list[str]) -> Any:
-    """Return a value without tensors as JSON; what that cannot carry, or what is long, becomes an object."""
+    """Return a value without tensors as JSON; what that cannot carry becomes an object."""
     try:
-        plain = _plain(value)
+        return _plain(value)
     except TypeError:
         pickled.expect_loadable(name, value)
-    else:
-        if type(value) in (NoneType, bool, int, float) or len(json.dumps(plain)) <= _LONGEST_INLINE:
-            return plain
-        try:
-            pickled.expect_loadable(name, value)
-        except CheckpointError:
-            return plain
     objects.append(name)
     return {}
 
@@ -159,8 +163,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return _mapping(value, lambda key, item: _plain(item))
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and _NUMBER.fullmatch(value.dtype.name):
-        return {"type": "numpy", "dtype": value.dtype.name, "value": base64.b64encode(value.tobytes()).decode()}
+    is_number = numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf"
+    if is_number and value.dtype.itemsize <= 8:  # a wider one is none of Python's
+        return _plain(value.item())
     raise TypeError(f"a {kind.__name__} is no plain data")
 
 
@@ -172,11 +177,6 @@ def _mapping(value: Mapping[Any, Any], encode: Callable[[Any, Any], Any]) -> dic
     if any(type(key) is not str for key in items):
         items = [[_key(key), item] for key, item in items.items()]
     made = {"type": kind.__name__, "value": items}
-    if isinstance(value, defaultdict) and value.default_factory is not None:
-        factory = getattr(value.default_factory, "__name__", "")
-        if _FACTORIES.get(factory) is not value.default_factory:
-            raise TypeError(f"it makes missing items with {factory or repr(value.default_factory):.100}")
-        made["factory"] = factory
     attributes = getattr(value, "__dict__", None) if kind is not dict else None
     if attributes:  # those of torch's state dicts: the versions of modules
         made["attributes"] = _plain(attributes)
@@ -194,6 +194,7 @@ def _key(key: Any) -> Any:
 # -- reading
 
 
+@without_gc()
 def decode(tree: Any, name: str) -> Any:
     """Return the structure of the entry called ``name``, with a :class:`Leaf` for each tensor and object.
 
@@ -231,13 +232,9 @@ def _decode_typed(tree: dict[str, Any], kind: str, value: Any, name: str | None)
         return base64.b64decode(value, validate=True)
     if kind == "float":
         return float(value)
-    if kind == "numpy":
-        return _numpy_number(tree["dtype"], base64.b64decode(value, validate=True))
     if kind not in _CONTAINERS:
         raise ValueError(f"it has a {kind:.100}, which is not read")
     made = _CONTAINERS[kind]()
-    if "factory" in tree:
-        made.default_factory = _FACTORIES[tree["factory"]]
     pairs = value.items() if type(value) is dict else ((_decode(key, None), item) for key, item in value)
     for key, item in pairs:
         made[key] = _decode(item, None if name is None else f"{name}.{key}")
@@ -247,15 +244,6 @@ def _decode_typed(tree: dict[str, Any], kind: str, value: Any, name: str | None)
             raise ValueError(f"it gives a container a {attribute:.50} of its own")
         setattr(made, attribute, item)
     return made
-
-
-def _numpy_number(dtype: str, data: bytes) -> Any:
-    import numpy
-
-    if not _NUMBER.fullmatch(dtype):
-        raise ValueError(f"there is {dtype!r:.50} where the dtype of a number belongs")
-    (number,) = numpy.frombuffer(data, dtype)
-    return number
 
 
 def fill(structure: Any) -> Any:

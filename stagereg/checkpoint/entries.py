@@ -245,19 +245,13 @@ def assign(state: MutableMapping[str, Any], name: str, loaded: Any) -> None:
         inner.load_state_dict(loaded)
     else:
         state[name] = _merged(value, loaded)
-    for path, x in _tensors(name, state[name]):
-        if x.is_meta:
+    # The state dict of ZeRO is only there when all ranks make it.
+    current = None if isinstance(value, ZeroRedundancyOptimizer) else _current(state[name])
+    for path, x in leaves(current, name):
+        if isinstance(x, torch.Tensor) and x.is_meta:
             raise CheckpointError(
                 f"{path!r} is on the meta device, which holds nothing; give it memory first, as by to_empty()"
             )
-
-
-def _tensors(entry: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of an object by dotted name, and of an optimizer its parameters, as :func:`pair` has them."""
-    if not isinstance(value, ZeroRedundancyOptimizer):  # whose state dict is only there when all ranks make it
-        yield from ((name, x) for name, x in leaves(_current(value), entry) if isinstance(x, torch.Tensor))
-    if isinstance(value, Optimizer):
-        yield from ((f"{entry}.state.{index}", param) for index, param in enumerate(_parameters(value)))
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

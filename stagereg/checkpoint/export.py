@@ -4,20 +4,17 @@ Read by one process without a process group, whatever number of ranks wrote it: 
 shards of a ``ZeroRedundancyOptimizer`` the state dict of the optimizer inside. The file is written beside its final
 name and flushed first, so it is complete or absent.
 
-A ``.pt`` holds everything, and so does the memory of the process for a while. What ``torch.load(weights_only=True)``
-would not take is there in plain: NumPy's numbers as Python's, a ``defaultdict`` as a ``dict``. A ``.safetensors`` holds
-tensors only; it is written tensor by tensor, since its layout (huggingface.co/docs/safetensors, "Format") is known
-before the first one is read. Tied tensors are in either of them once a name.
+A ``.pt`` holds everything, and so does the memory of the process for a while. A ``.safetensors`` holds tensors only; it
+is written tensor by tensor, since its layout (huggingface.co/docs/safetensors, "Format") is known before the first one
+is read. Tied tensors are in either of them once a name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
-from collections import defaultdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
@@ -117,7 +114,7 @@ class Export:
 
     def _write_all(self, file: IO[bytes]) -> None:
         self._files.read([leaf for structure in self._parts.values() for leaf in encoding.marks(structure)])
-        read = {name: _plain(encoding.fill(structure)) for name, structure in self._parts.items()}
+        read = {name: encoding.fill(structure) for name, structure in self._parts.items()}
         try:
             torch.save(read if self._only is None else read[self._only], file)
         except RuntimeError as error:  # of torch's archive, which could not be ended after what the file has raised
@@ -138,19 +135,3 @@ class Export:
             if leaf.value.numel():
                 file.write(view_of(leaf.value.contiguous()))
             leaf.value = None
-
-
-def _plain(value: Any) -> Any:
-    """Return a value in types that torch reads, in its own containers; an ``OrderedDict`` may have attributes."""
-    kind, numpy = type(value), sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        return value.item()
-    if kind in (list, tuple, set):
-        return kind(map(_plain, value))
-    if isinstance(value, dict):
-        items = {_plain(key): _plain(item) for key, item in value.items()}
-        if kind is defaultdict:
-            return items
-        value.clear()
-        value.update(items)
-    return value

@@ -208,8 +208,7 @@ def _record_run(folder: str, stager: str, nbytes: int) -> None:
 
 def _of_run(directory: str, source: str, nbytes: int | None, ranks: int | None) -> Job:
     """The costs that a run has recorded, scaled to the bytes of a rank."""
-    from stagereg.sweep.checkpoints import saved
-    from stagereg.sweep.figures import figures
+    from stagereg.sweep.figures import figures, saved
     from stagereg.sweep.run import Run
 
     run = Run.read(Path(directory))

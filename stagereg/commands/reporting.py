@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import stagereg.output as output
 from stagereg.errors import ConfigError
-from stagereg.sweep.answer import sentences
+from stagereg.sweep.answer import answer
 
 if TYPE_CHECKING:
     from stagereg.sweep.result import JobResult
@@ -46,12 +46,12 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: the directory is neither a run nor a sweep, an option is not for what it is or has no meaning, a
             package is missing, or a file could not be written.
     """
-    import stagereg.sweep.run_directory as run_directory
     import stagereg.sweep.tensorboard as tensorboard
     from stagereg.commands.reported import RunReport
+    from stagereg.sweep.result import kind_of
 
     directory, window = Path(asked.directory), _window(asked.window)
-    is_sweep = run_directory.kind_of(directory) == "sweep"
+    is_sweep = kind_of(directory) == "sweep"
     if is_sweep and window is not None:
         raise ConfigError(f"--window is for the timeline of a run, and {directory} is a sweep: name a job of it.")
     if not is_sweep and (asked.metric or asked.direction):
@@ -85,7 +85,7 @@ class SweepReport:
     """The report on a sweep: its comparison, ranked by what it was run with or by what is asked for."""
 
     def __init__(self, directory: Path, metric: str, direction: str | None) -> None:
-        from stagereg.sweep.compare import compare
+        from stagereg.sweep.comparison import compare
         from stagereg.sweep.result import results
 
         jobs = results(directory)
@@ -120,7 +120,7 @@ class SweepReport:
         return {
             "kind": "sweep",
             "directory": comparison.directory,
-            "answer": sentences(comparison),
+            "answer": answer(comparison).text,
             "metric": comparison.ranking.name,
             "better": comparison.ranking.better,
             "repeats": comparison.repeats,
