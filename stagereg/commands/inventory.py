@@ -30,13 +30,7 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class Located:
-    """What was asked for.
-
-    Attributes:
-        store: the directory of checkpoints.
-        conditions: what is wrong with each by manifest and sizes, the highest step first; at least one.
-        one: whether a single checkpoint was asked for.
-    """
+    """What was asked for: in a store checkpoints by manifest and sizes, the highest step first, or a single ``one``."""
 
     store: CheckpointStore
     conditions: Sequence[Condition]
@@ -80,12 +74,9 @@ def list_checkpoints(asked: argparse.Namespace) -> int:
         held = None if owner is None else dataclasses.asdict(owner)
         output.as_json({"root": found.store.root, "held_by": held, "checkpoints": entries})
         return 0
-    rows = []
-    for entry in entries:
-        saved = "-" if entry["time"] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"]))
-        cells = map(_cell, (entry["step"], saved, _size(entry), entry["ranks"], entry["storage"], entry["state"]))
-        rows.append((*cells, "latest" if entry["latest"] else entry["why"]))
-    output.table(found.store.root, ("step", "saved", "size", "ranks", "storage", "state", ""), rows, verdict="state")
+    columns = ("step", "saved", "size", "ranks", "storage", "state")
+    rows = [(*_cells(entry, columns), "latest" if entry["latest"] else entry["why"]) for entry in entries]
+    output.table(found.store.root, (*columns, ""), rows, verdict="state")
     if owner is not None:
         output.echo(f"\nHeld by {owner}")
     return 0
@@ -112,11 +103,10 @@ def verify(asked: argparse.Namespace) -> int:
         how = "fast" if asked.fast else "full"
         output.as_json({"root": found.store.root, "verify": how, "checkpoints": entries, "newest_good": good})
         return int(bad > 0)
-    rows = []
-    for entry, each in zip(entries, looked, strict=True):
-        cells = map(_cell, (entry["step"], entry["files"], _size(entry), entry["state"]))
-        rows.append((*cells, "\n".join(map(str, each.damages))))
-    output.table(found.store.root, ("step", "files", "size", "state", "what is wrong"), rows, verdict="state")
+    columns = ("step", "files", "size", "state")
+    wrong = ["\n".join(map(str, each.damages)) for each in looked]
+    rows = [(*_cells(entry, columns), text) for entry, text in zip(entries, wrong, strict=True)]
+    output.table(found.store.root, (*columns, "what is wrong"), rows, verdict="state")
     how = "By manifests and sizes, no content was read" if asked.fast else "The content of every file was read"
     count = f"{len(looked)} checkpoint{'' if len(looked) == 1 else 's'}"
     output.echo(f"\n{how}: {count}, {f'{bad} not' if bad else 'all'} good.", "bold red" if bad else "")
@@ -206,9 +196,9 @@ def _entry(each: Condition, good: str) -> dict[str, Any]:
     }
 
 
-def _size(entry: dict[str, Any]) -> str | None:
-    return None if entry["bytes"] is None else size_text(entry["bytes"])
-
-
-def _cell(value: object) -> str:
-    return "-" if value is None else str(value)
+def _cells(entry: dict[str, Any], columns: Sequence[str]) -> list[str]:
+    texts = {name: "-" if value is None else str(value) for name, value in entry.items()}
+    if entry["bytes"] is not None:
+        texts["size"] = size_text(entry["bytes"])
+        texts["saved"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"]))
+    return [texts.get(name, "-") for name in columns]

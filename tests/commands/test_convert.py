@@ -310,7 +310,7 @@ def test_nothing_is_replaced_unless_it_is_forced(tmp_path: Path, capsys: pytest.
     ("arguments", "message"),
     [
         (["run", "x.bin"], "use one of .pt, .pth, .safetensors"),
-        (["run", "nowhere/x.pt"], "There is no directory"),
+        (["run", "nowhere/x.pt"], "or there is none to write it to"),
         (["run", "x.pt", "--only", "modle"], "no 'modle' in"),
         (["run", "x.pt", "--only", "modle"], "Did you mean 'model'?"),
         (["none", "x.pt"], "There is no checkpoint in"),

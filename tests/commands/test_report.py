@@ -143,8 +143,8 @@ def test_missing_and_damaged_records_are_reported(
     file = rank_file(here / "run", 0)
     file.write_text(file.read_text().replace('"event": "stall"', '"event": stall', 2))
     seen = report(capsys, "run")
-    assert "2 lines of its records are damaged" in seen
-    assert "There are no records of rank 1:" in seen
+    assert "Left out, being damaged: 2 lines of its records." in seen
+    assert "There are no records of 1 rank (1):" in seen
 
 
 def test_that_a_damaged_checkpoint_was_passed_over_is_reported(
@@ -153,7 +153,7 @@ def test_that_a_damaged_checkpoint_was_passed_over_is_reported(
     file = rank_file(write_run(here / "run"), 0)
     event = {"event": "fallback", "t": 1750000000.0, "step": 100, "damaged": 200, "lost": 100, "why": "a: missing"}
     file.write_text(file.read_text() + json.dumps(event) + "\n")
-    line = "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps are lost."
+    line = "It went on from step 100, since a newer checkpoint was damaged (a: missing): 100 steps lost."
     assert line in report(capsys, "run")
 
 
