@@ -1,8 +1,8 @@
 """``stagereg plan``: how often to save, from how often the job fails and what a checkpoint takes.
 
 The formulas, and where they are from, are those of :mod:`stagereg.checkpoint.interval`, with which
-``checkpoint.every=auto`` plans too. What a checkpoint takes is given by rates, read from a recorded run, or measured by
-saving a few small ones here. All costs are those of one rank, since all ranks copy and write at the same time.
+``checkpoint.every=auto`` plans too. What a checkpoint takes is read from a recorded run, or given by rates. All
+costs are those of one rank, since all ranks copy and write at the same time.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ import dataclasses
 import datetime
 import math
 import statistics
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import stagereg.checkpoint.interval as interval
-import stagereg.machine as machine
 import stagereg.output as output
-import stagereg.registry as registry
 from stagereg.durations import duration, write_duration
 from stagereg.errors import ConfigError
 from stagereg.output import size_text
@@ -66,7 +63,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add ``plan`` to the commands of ``stagereg``."""
     help_ = "compute how often to save: what checkpoints cost against what failures undo"
     parser = output.add_command(commands, "plan", help_, run)
-    parser.set_defaults(as_a_rank=True)
     for name, kind, read, text in (
         ("mtbf", "TIME", _seconds, "mean time between failures of the whole job, as in 6h"),
         ("mtbf-per-node", "TIME", _seconds, "instead, of one machine, as in 50000h; with --nodes"),
@@ -75,21 +71,19 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         ("state", "SIZE", ByteSize, "of a checkpoint, all ranks together, as in 1TiB"),
         ("restart", "TIME", _seconds, "from a failure until training goes on, 5m"),
         ("step", "TIME", _seconds, "of a training step, to show the interval in steps too"),
-        ("stage-gib-s", "X", float, "GiB/s at which one rank copies its share, training held; else measured"),
-        ("write-gib-s", "X", float, "GiB/s at which one rank writes its share; else measured"),
+        ("stage-gib-s", "X", float, "GiB/s at which one rank copies its share, the loop waiting"),
+        ("write-gib-s", "X", float, "GiB/s at which one rank writes its share"),
     ):
         parser.add_argument(f"--{name}", metavar=kind, type=output.above_zero(read), help=text)
     parser.set_defaults(restart=300.0)
     parser.add_argument("--run", metavar="DIR", dest="recorded", help="take what checkpoints cost from a recorded run")
-    parser.add_argument("--stager", default="pinned_cached", metavar="NAME", help="to measure with, %(default)s")
-    parser.add_argument("--dir", default=".", help="a directory on the disk to measure, the current one")
 
 
 def run(asked: argparse.Namespace) -> int:
     """Print the plan. Returns 0.
 
     Raises:
-        ConfigError: what was asked for makes no sense, or cannot be measured here.
+        ConfigError: what was asked for makes no sense, or the run has no checkpoint.
     """
     each_s, nodes = asked.mtbf_per_node, asked.nodes
     if (asked.mtbf is None) == (each_s is None) or (nodes is None) != (each_s is None):
@@ -124,53 +118,22 @@ def _seconds(text: str) -> float:
 
 
 def _costs(asked: argparse.Namespace) -> Job:
-    nbytes, ranks, stage, write = asked.state, asked.ranks, asked.stage_gib_s, asked.write_gib_s
-    if (stage is None) != (write is None) or (asked.recorded and stage):
-        raise ConfigError("--stage-gib-s and --write-gib-s go together, and not with --run, which has both.")
-    if asked.recorded:
-        return _of_run(asked.recorded, f"From {asked.recorded}", nbytes, ranks)
+    nbytes, ranks, stage, write = asked.state, asked.ranks or 1, asked.stage_gib_s, asked.write_gib_s
+    if asked.recorded and not stage and not write:
+        return _of_run(asked.recorded, nbytes, asked.ranks)
+    if asked.recorded or not stage or not write:
+        raise ConfigError(
+            "What does a checkpoint take? Give --run DIR, which was recorded, or both rates in its place, as in\n"
+            "--stage-gib-s 4 --write-gib-s 0.5; `stagereg report` shows those of a run."
+        )
     if nbytes is None:
         raise ConfigError("How large is a checkpoint? Give --state, as in --state 1TiB, or --run DIR.")
-    ranks = ranks or 1
-    share = nbytes / ranks
-    if stage:
-        stage_s, write_s = share / stage / 2**30, share / write / 2**30
-        source = f"Given: {stage:g} GiB/s a rank for copying, {write:g} for writing. Steps beside that are not slower."
-        return Job(nbytes, ranks, stage_s, stage_s + write_s, [source])
-    try:
-        with tempfile.TemporaryDirectory(prefix="stagereg-plan-", dir=asked.dir) as folder:
-            with output.stdout_to_stderr():
-                _record_run(folder, asked.stager, int(min(max(share, 2**24), 2**27)))
-            what = f"Measured here by one process with {asked.stager}. Ranks that share memory or storage are slower"
-            job = _of_run(folder, what, nbytes, ranks)
-    except OSError as error:
-        raise ConfigError(f"It cannot be measured in {asked.dir}: {error}. Give --dir, or the rates.") from error
-    if busy := machine.noise_warning(machine.describe("cpu")["load"][0], machine.cores()):
-        job.sources.append(busy)
-    return job
+    stage_s, write_s = (nbytes / ranks / rate / 2**30 for rate in (stage, write))
+    source = f"Given: {stage:g} GiB/s a rank for copying, {write:g} for writing. Steps beside that are not slower."
+    return Job(nbytes, ranks, stage_s, stage_s + write_s, [source])
 
 
-def _record_run(folder: str, stager: str, nbytes: int) -> None:
-    """Save a few checkpoints of so many bytes; larger ones would be no faster or slower by the byte."""
-    import torch
-
-    import stagereg.record as record
-    from stagereg.checkpoint.checkpointer import Checkpointer
-
-    output.progress(f"saving {size_text(nbytes)} with {stager} in {folder}")
-    state, copier = {"weights": torch.zeros(nbytes // 4)}, registry.build("stager", stager)
-    with Checkpointer(f"{folder}/saved", stager=copier, grace=None) as checkpointer:
-        checkpointer.save(1, state)  # is slower than others
-        checkpointer.wait()
-        with record.recording(Path(folder), 0, 1):
-            for step in range(2, 6):
-                state["weights"].fill_(step)
-                checkpointer.save(step, state)
-                checkpointer.wait()
-    output.progress()
-
-
-def _of_run(directory: str, source: str, nbytes: int | None, ranks: int | None) -> Job:
+def _of_run(directory: str, nbytes: int | None, ranks: int | None) -> Job:
     """The costs that a run has recorded, scaled to the bytes of a rank."""
     run = Run.read(Path(directory))
     known, ages = figures(run), [one.end - one.start for one in saved(run) if one.state == "complete"]
@@ -180,7 +143,7 @@ def _of_run(directory: str, source: str, nbytes: int | None, ranks: int | None) 
     factor = (nbytes / ranks) / (known["state_bytes"] / run.world_size)
     cost_s = known["lost_s"] / len(ages) if "lost_s" in known else known["stall_ms"] / 1e3
     what = "its lost training time" if "lost_s" in known else "the stall alone: there were too few steps for more"
-    sources = [f"{source}: {len(ages)} checkpoints of {size_text(known['state_bytes'])}. The cost is {what}."]
+    sources = [f"From {directory}: {len(ages)} checkpoints of {size_text(known['state_bytes'])}. The cost is {what}."]
     if abs(factor - 1) > 1e-3:
         sources.append(f"A rank has {factor:.3g} times as many bytes as there: times are taken to grow with them.")
     write_s = max(statistics.median(ages), cost_s) * factor

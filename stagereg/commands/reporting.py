@@ -14,6 +14,8 @@ import shlex
 from pathlib import Path
 
 import stagereg.output as output
+import stagereg.sweep.run_directory as run_directory
+import stagereg.sweep.tensorboard as tensorboard
 from stagereg.errors import ConfigError
 
 __all__ = ["add_to", "run"]
@@ -38,8 +40,6 @@ def run(asked: argparse.Namespace) -> int:
         ConfigError: the directory is neither a run nor a sweep, an option is not for what it is or has no meaning, a
             package is missing, or a file could not be written.
     """
-    import stagereg.sweep.run_directory as run_directory
-    import stagereg.sweep.tensorboard as tensorboard
     from stagereg.commands.reported import RunReport, SweepReport
 
     directory, window = Path(asked.directory), _window(asked.window)

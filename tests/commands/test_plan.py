@@ -110,20 +110,6 @@ def test_the_times_of_a_run_are_scaled_to_the_bytes_of_a_rank(
     assert "5 times as many bytes" in " ".join(seen["sources"])
 
 
-# -- measured here
-
-
-def test_missing_rates_are_measured_here_and_that_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ("--mtbf", "6h", "--stager", "blocking", "--dir", str(tmp_path))
-    seen = plan(capsys, "--state", "16MiB", *asked)
-    assert 0 < seen["cost_s"] < seen["write_s"] < 60
-    assert "Measured here by one process with blocking" in seen["sources"][0]
-    assert "4 checkpoints of 16 MiB" in seen["sources"][0]
-    assert list(tmp_path.iterdir()) == []
-
-
 TIMES = st.floats(-3, 6).map(lambda power: 10.0**power)
 
 
@@ -160,15 +146,14 @@ GOOD = {"--mtbf": "6h", "--state": "1GiB", "--stage-gib-s": "2", "--write-gib-s"
         ({"--ranks": "1.5"}, "--ranks: "),
         ({"--ranks": "0"}, "--ranks: must be above 0, not '0'"),
         ({"--stage-gib-s": "0"}, "--stage-gib-s: must be above 0"),
-        ({"--stage-gib-s": None}, "go together"),
+        ({"--stage-gib-s": None}, "or both rates"),
         ({"--write-gib-s": "fast"}, "--write-gib-s: "),
         ({"--write-gib-s": "nan"}, "--write-gib-s: must be above 0"),
         ({"--restart": "soon"}, "--restart: 'soon' is not a duration"),
         ({"--step": "0s"}, "--step: must be above 0"),
-        ({"--run": "/nowhere"}, "not with --run"),
+        ({"--run": "/nowhere"}, "or both rates"),
+        ({"--stage-gib-s": None, "--write-gib-s": None}, "Give --run DIR"),
         ({"--run": "/nowhere", "--stage-gib-s": None, "--write-gib-s": None}, "/nowhere"),
-        ({"--stage-gib-s": None, "--write-gib-s": None, "--stager": "pined_cached"}, "pinned_cached"),
-        ({"--stage-gib-s": None, "--write-gib-s": None, "--dir": "/nowhere"}, "cannot be measured in /nowhere"),
     ],
 )
 def test_nonsense_is_refused_on_one_screen(
