@@ -15,7 +15,6 @@ import re
 import resource
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,15 +70,14 @@ def _versions() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
-    yield Finding("stagereg", "ok", f"{__version__} at {Path(__file__).parents[1]}")
-    if find_spec("hydra_plugins") and find_spec("hydra_plugins.stagereg_plugin"):
-        yield Finding("Hydra options", "ok", "in every Hydra app")
-    else:
-        do = "Install stagereg (`pip install .` in a checkout)."
-        yield Finding("Hydra options", "warn", "only in apps that import stagereg", do)
-    lines = ["torch", "hydra-core", "omegaconf"]  # of a checkout that is merely on the path
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        lines = importlib.metadata.requires(DISTRIBUTION) or lines
+    here = f"{__version__} at {Path(__file__).parents[1]}"
+    try:
+        lines = importlib.metadata.requires(DISTRIBUTION) or []
+        yield Finding("stagereg", "ok", f"{here}; its options are in every Hydra app")
+    except importlib.metadata.PackageNotFoundError:
+        lines = ["torch", "hydra-core", "omegaconf"]
+        found = f"{here}, not installed: its options are only in apps that import it"
+        yield Finding("stagereg", "warn", found, "Install it: `pip install .` in the checkout.")
     for need in map(Requirement, lines):
         extra = "".join(re.findall(r'extra == "(.+?)"', str(need.marker or "")))
         if extra in ("test", "dev") or need.name == DISTRIBUTION:

@@ -55,7 +55,7 @@ def test_a_healthy_machine_has_nothing_broken(capsys: pytest.CaptureFixture[str]
     assert set(found) >= {
         *("python", "stagereg", "torch", "hydra-core", "omegaconf", "matplotlib", "safetensors"),
         *("cores", "memory", "accelerators", "collectives", "/dev/shm", "open files"),
-        *(str(tmp_path), "Hydra options", "built-in components"),
+        *(str(tmp_path), "built-in components"),
     }
     assert found["built-in components"]["verdict"] == "ok"
     assert list(tmp_path.iterdir()) == [], "it left something behind"
@@ -157,6 +157,7 @@ def test_versions_that_do_not_fit_are_reported(monkeypatch: pytest.MonkeyPatch) 
     remedy = "pip install 'hydra-stagereg[safetensors]'"
     assert found["safetensors"] == ("missing", "not installed; of the extra 'safetensors'", remedy)
     assert (found["hydra-core"][0], found["matplotlib"][0]) == ("ok", "ok")
+    assert found["stagereg"][0] == "ok"
     assert "hypothesis" not in found, "the requirements of its developers are not checked"
 
 

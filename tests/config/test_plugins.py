@@ -248,19 +248,18 @@ def test_an_app_without_options_of_ours_may_use_the_key_plugins_otherwise(compos
     }
 
 
-def test_a_structured_config_may_name_modules(composed: Composed) -> None:
+def test_a_structured_config_and_an_interpolation_may_name_modules(composed: Composed) -> None:
     @dataclass
     class Structured:
         plugins: list[str] = field(default_factory=lambda: ["one"])
         stager: Any = None
 
     ConfigStore.instance().store(name="plugins_of_a_class", node=Structured)
-    config = composed({"conf/app.yaml": "defaults: [plugins_of_a_class, {stager: one}, _self_]\n"})
-    assert config.stager._target_ == "one.Mine"
-
-
-def test_an_interpolation_is_resolved_within_its_config(composed: Composed) -> None:
-    assert composed({"conf/app.yaml": f"{CHOICE}plugins: ['${{which}}']\nwhich: one\n"}).stager._target_ == "one.Mine"
+    for text in (
+        "defaults: [plugins_of_a_class, {stager: one}, _self_]\n",
+        f"{CHOICE}plugins: ['${{which}}']\nwhich: one\n",
+    ):
+        assert composed({"conf/app.yaml": text}).stager._target_ == "one.Mine"
 
 
 @pytest.mark.parametrize(
@@ -271,16 +270,8 @@ def test_an_interpolation_is_resolved_within_its_config(composed: Composed) -> N
             "The config 'app' names the plugin 'no_such_module', which cannot be imported. Modules",
         ),
         ("[twoo]", "cannot be imported. Did you mean 'two'?"),
-        ("[two.py]", "cannot be imported. Did you mean 'two'?"),
-        (
-            "[stagereg.config.plugin]",
-            "\nModuleNotFoundError: No module named 'stagereg.config.plugin'",
-        ),
         ("[one two]", "the plugin 'one two', which cannot be imported."),
-        ("[../two]", "the plugin '../two', which cannot be imported."),
-        ("['']", "the plugin '', which cannot be imported."),
         ("[3]", "the plugin '3', which cannot be imported."),
-        ("[[two]]", "which cannot be imported."),
         ("two", "The config 'app' has plugins=two; it is a list of modules: plugins=[my_module]"),
         (
             "${nowhere}",
@@ -303,11 +294,6 @@ def test_a_name_that_is_no_module_is_one_error_of_the_composition(
         assert isinstance(caught.value, HydraException)
 
 
-def test_the_plugins_of_one_app_are_not_those_of_the_next(composed: Composed) -> None:
-    assert composed({"conf/app.yaml": "plugins: [no_such_module]\n"})
-    assert composed({"conf/app.yaml": "defaults: [{optional stager: x}, _self_]\na: 1\n"}) == {"a": 1}
-
-
 def test_unpickling_the_source_imports_what_its_process_had_imported(composed: Composed) -> None:
     composed({"conf/app.yaml": f"{CHOICE}plugins: [one]\n"})
     sent = pickle.dumps(source.RegistrySource("stagereg", "stagereg://"))
@@ -316,18 +302,14 @@ def test_unpickling_the_source_imports_what_its_process_had_imported(composed: C
     assert "one" in sys.modules
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["plugins=[one,two]"],
-        ["+plugins=[one]", "++plugins=['two']"],
-        ["plugins=[one],[two]"],
-        ["plugins=[one", "plugins=[one,two]"],
-    ],
-)
-def test_every_way_to_write_the_override_is_read(composed: Composed, overrides: list[str]) -> None:
-    plugins.from_overrides(["stager=blocking", "~plugins", "x.plugins=[no_such_module]", *overrides])
-    assert {"one", "two"} <= set(stagereg.names("stager"))
+def test_every_way_to_write_the_override_is_read(composed: Composed) -> None:
+    for name, override in {
+        "one": "plugins=[one]",
+        "two": "++plugins=['two']",
+        "three": "plugins=[one],[three]",
+    }.items():
+        plugins.from_overrides(["stager=blocking", "~plugins", "x.plugins=[no_such_module]", "plugins=[one", override])
+        assert name in stagereg.names("stager")
 
 
 @pytest.mark.parametrize("override", ["plugins=one", "plugins=one,two", "plugins=[no_such_module]", "plugins=[3]"])
