@@ -33,11 +33,7 @@ from stagereg.testing import Contract, JoinableContract, JoinHookContract, Stage
 
 __all__ = ["ConfiguredContract", "run"]
 
-_KINDS: dict[str, type[Contract]] = {
-    "stager": StagerContract,
-    "join_hook": JoinHookContract,
-    "joinable": JoinableContract,
-}
+_KINDS = {"stager": StagerContract, "join_hook": JoinHookContract, "joinable": JoinableContract}
 _TARGET = "STAGEREG_CHECK_TARGET"
 """Of the environment: the ranks that a promise is tried on get it, too."""
 
@@ -131,7 +127,7 @@ class _Cases:
     def component(self, entry: Entry, contract: str | type[Contract]) -> None:
         """Try what every component has to have, and add its contract to those that are run."""
         section, kind = f"{entry.kind}/{entry.name}  {entry.origin}", entry.kind.replace("_", " ")
-        promise = f"It can be imported by one name, has what a {kind} has to have, and its signature makes a config."
+        promise = f"It can be imported, has what a {kind} has to have, and its signature makes a config."
         if not self.attempt(section, "loads", promise, lambda: _loaded(entry)):
             return
         promise = f"It keeps what a {kind} promises."
@@ -208,9 +204,6 @@ def _loaded(entry: Entry) -> str:
     """Import a component and make its config; return what options it has."""
     options = ", ".join(schema.options(entry.load()))
     OmegaConf.structured(schema.schema(entry))
-    others = sorted({e.bare for e in registry.entries() if e.target == entry.target} - {entry.bare})
-    if entry.distribution and others:
-        raise ConfigError(f"it is announced as {entry.bare!r}, and decorated as {', '.join(map(repr, others))}")
     return f"options: {options}" if options else ""
 
 

@@ -222,8 +222,6 @@ def test_errors_in_the_metadata_of_a_package_are_reported(install: Install, caps
     found = rows(check("older", capsys=capsys, code=1))
     assert "requires 'stagereg', which is an unrelated project" in found["metadata"][1]
     assert found["loads"][0] == "broken"
-    install("two", STAGER.format(name="other"), {"stager.two": "Mine"})
-    assert "announced as 'two', and decorated as 'other'" in rows(check("two", capsys=capsys, code=1))["loads"][1]
 
 
 @pytest.mark.parametrize(

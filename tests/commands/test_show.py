@@ -173,7 +173,6 @@ def test_a_built_in_component_is_described_in_full(kind: str, name: str, tmp_pat
         ("pined_cached", "No component named 'pined_cached'. Did you mean 'pinned_cached'?"),
         ("stagr/shared", "No kind 'stagr' of component. Did you mean 'stager'?"),
         ("ddp", "2 kinds have a 'ddp'. Choose one: join_hook/ddp or joinable/ddp"),
-        ("stager", "'stager' is a kind. `stagereg list stager` lists its components."),
         ("zzz", "No component named 'zzz'.\n`stagereg list` lists what there is."),
         ("shared@nobody", "No stager named 'shared@nobody'."),
     ],
