@@ -62,10 +62,6 @@ def known(inner: Any = None, other: Any = None, allow: Any = None, **more: Any) 
 def takes_stager(stager: Any = None) -> None: ...
 
 
-def takes_any(*args: Any) -> tuple[Any, ...]:
-    return args
-
-
 @pytest.fixture(autouse=True)
 def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "lock_trap.py").write_text(
@@ -81,7 +77,6 @@ def _world(registry_as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(registry.REGISTRY.built_in, ("join", "lazy"), LAZY.replace(".", ":"))
     registry.register("join", "known")(known)
-    registry.register("checkpoint", "any")(takes_any)
     registry.register("checkpoint", "staging")(takes_stager)
     registry.REGISTRY.refresh()
     # What is read and imported once in a process is not the attack's doing.
@@ -315,11 +310,8 @@ def test_a_target_is_read_once() -> None:
     given = resolver("flip", KNOWN, TRAP)
     assert stagereg.instantiate({"_target_": "${flip:}"}) == known()
     assert given == [KNOWN]
-
-
-def test_a_target_that_is_allowed_only_when_read_again_is_refused() -> None:
-    given = resolver("flip", TRAP, KNOWN)
-    assert withstands(lambda: stagereg.instantiate({"_target_": LAZY, "inner": {"_target_": "${flip:}"}}))
+    given = resolver("swap", TRAP, KNOWN)
+    assert withstands(lambda: stagereg.instantiate({"_target_": LAZY, "inner": {"_target_": "${swap:}"}}))
     assert given == [TRAP]
 
 
@@ -364,9 +356,7 @@ def test_a_component_that_changes_the_config_changes_nothing() -> None:
 
 
 def test_the_return_value_of_a_component_is_not_built_again() -> None:
-    assert stagereg.instantiate({"_target_": f"{HERE}.takes_any", "_args_": [{"_target_": KNOWN, "x": 1}]})[0]["x"] == 1
-    built = stagereg.instantiate({"_target_": f"{HERE}.node_maker"}, allow=(node_maker,))
-    assert built == BAD
+    assert stagereg.instantiate({"_target_": f"{HERE}.node_maker"}, allow=(node_maker,)) == BAD
 
 
 def node_maker() -> dict[str, Any]:
@@ -415,11 +405,7 @@ def test_an_allowed_object_goes_by_the_path_of_its_definition_and_by_no_other() 
         stagereg.instantiate({"_target_": "json.JSONDecoder"}, allow=(json.JSONDecoder,))
     with pytest.raises(TargetNotAllowedError):
         stagereg.instantiate({"_target_": "json.decoder.JSONDecoder"}, allow=("json.JSONDecoder",))
-
-
-def test_a_callable_written_in_c_can_be_allowed() -> None:
-    assert stagereg.instantiate({"_target_": "math.sqrt", "_args_": [4]}, allow=(math.sqrt,)) == 2
-    assert stagereg.instantiate({"_target_": "builtins.dict", "a": 1}, allow=("builtins.dict",)) == {"a": 1}
+    assert stagereg.instantiate({"_target_": "math.sqrt", "_args_": [4]}, allow=(math.sqrt,)) == 2  # written in C
 
 
 @pytest.mark.parametrize(
@@ -458,23 +444,7 @@ def test_a_parameter_called_allow_comes_through_the_config() -> None:
 
 @pytest.mark.parametrize(
     "allow",
-    [
-        TRAP,
-        3,
-        {TRAP: 1},
-        OmegaConf.create([TRAP]),
-        OmegaConf.create({"a": TRAP}),
-        ["lock_trap.*"],
-        ["*"],
-        ["fire"],
-        [""],
-        ["lock_trap:fire"],
-        ["lock_trap..fire"],
-        [" lock_trap.fire"],
-        [3],
-        [None],
-        known,
-    ],
+    [TRAP, 3, {TRAP: 1}, OmegaConf.create([TRAP]), ["lock_trap.*"], ["fire"], ["lock_trap:fire"], [None], known],
     ids=lambda allow: getattr(allow, "__name__", None) or repr(allow),
 )
 def test_an_allow_list_is_full_paths_and_objects_from_code(allow: Any) -> None:
@@ -499,14 +469,6 @@ def test_an_allowed_path_that_cannot_be_imported_is_an_error(path: str, message:
     assert path in str(caught.value)
 
 
-def test_a_refusal_names_the_nearest_registered_target() -> None:
-    near = "stagereg.stagers.pinned_cached.PinnedCacheStager"
-    with pytest.raises(
-        TargetNotAllowedError, match=r"Did you mean 'stagereg\.stagers\.pinned_cached\.PinnedCachedStager'"
-    ):
-        stagereg.instantiate({"_target_": near})
-
-
 def test_a_refusal_gives_no_warning_and_neither_does_a_build() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -523,15 +485,10 @@ def test_targets_are_the_paths_of_all_components_or_of_one_kind() -> None:
     assert stager in targets("stager")
     assert KNOWN not in targets("stager")
     assert all(registry.find_target(path) for path in targets())
+    registry.register("join", "local")(lambda: None)
+    assert not [path for path in targets() if "<locals>" in path or "<lambda>" in path]  # which no config can name
     with pytest.raises(UnknownNameError, match="Did you mean 'stager'"):
         targets("stagr")
-
-
-def test_targets_leave_out_components_that_no_config_can_name() -> None:
-    def local() -> None: ...
-
-    registry.register("join", "local")(local)
-    assert not [path for path in targets() if "<locals>" in path]
 
 
 def test_targets_and_a_refusal_need_no_torch() -> None:
