@@ -95,6 +95,11 @@ class Mine(stagereg.Joinable):
 """
 
 
+@pytest.fixture(autouse=True)
+def path_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of a checked file is put on it
+
+
 def check(*arguments: str, capsys: pytest.CaptureFixture[str], code: int) -> dict[str, Any]:
     """Run the command, which is to end with ``code``; return its output as JSON."""
     assert main(["check", "--json", *arguments]) == code

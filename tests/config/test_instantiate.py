@@ -336,6 +336,8 @@ def test_a_parameter_for_factories_gets_callables_that_build() -> None:
     hook = {"_target_": f"{HERE}.part_hook", "scale": "2"}
     built = stagereg.instantiate(gathered(model={"_target_": f"{HERE}.part", "size": "3", "hook": hook}), model="m")
     assert built.kwargs["model"] == "m"
+    given = {"model": part}
+    assert stagereg.instantiate({"_target_": f"{HERE}.gathering"}, parts=given).kwargs["parts"] == given
     made_part = built.kwargs["parts"]["model"]("m")
     assert (made_part.args, made_part.kwargs["size"]) == (("m",), 3)
     assert made_part.kwargs["hook"](made_part) == PartMade((made_part,), {"scale": 2.0})
@@ -348,13 +350,6 @@ def test_a_parameter_for_factories_is_an_option_that_takes_any_name() -> None:
     assert stagereg.instantiate(composed.join).kwargs["parts"]["model"]("m").kwargs == {"size": 1, "hook": None}
     with pytest.raises(ValidationError):
         composed.join.parts.model.size = "many"
-
-
-def test_a_factory_given_by_the_program_arrives_as_it_is() -> None:
-    given = {"model": part}
-    target = {"_target_": f"{HERE}.gathering"}
-    assert stagereg.instantiate(target, parts=given).kwargs["parts"] == given
-    assert stagereg.instantiate(target, given).kwargs["parts"] == given
 
 
 @pytest.mark.parametrize(
@@ -378,12 +373,6 @@ def test_a_factory_given_by_the_program_arrives_as_it_is() -> None:
 def test_a_config_that_is_no_factory_is_refused_before_anything_is_built(config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         stagereg.instantiate(gathered(model=config))
-
-
-def test_the_object_of_a_factory_is_checked_when_it_is_built() -> None:
-    make = stagereg.instantiate(gathered(model={"_target_": f"{HERE}.wrong_part"})).kwargs["parts"]["model"]
-    with pytest.raises(RegistryError, match="object cannot be the joinable 'wrong'"):
-        make()
 
 
 def test_recursive_false_is_refused_with_what_to_write_instead() -> None:
@@ -472,3 +461,6 @@ def test_the_object_of_a_factory_is_checked_at_every_depth() -> None:
     for config in (inner, {"_target_": f"{HERE}.saver", "stager": inner}):
         with pytest.raises(RegistryError, match="object cannot be the stager 'wrong'"):
             stagereg.instantiate(config)
+    make = stagereg.instantiate(gathered(model={"_target_": f"{HERE}.wrong_part"})).kwargs["parts"]["model"]
+    with pytest.raises(RegistryError, match="object cannot be the joinable 'wrong'"):
+        make()

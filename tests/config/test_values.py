@@ -216,46 +216,37 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("name", GIVEN)
-def test_the_component_gets_the_object_from_a_composed_and_from_a_replayed_config(name: str) -> None:
-    text, expected = GIVEN[name]
-    composed = config(**{name: text})
-    replayed = OmegaConf.create(OmegaConf.to_yaml(composed))
-    assert alike(stagereg.instantiate(composed)[name], expected)
-    assert alike(stagereg.instantiate(replayed)[name], expected)
-
-
-def test_a_key_taken_out_of_a_default_stays_out() -> None:
-    composed = config(budgets={"b": "1KB"})
-    del composed.budgets["a"]
-    assert stagereg.instantiate(composed)["budgets"] == {"b": 1000}
+def test_the_component_gets_the_objects_from_a_composed_and_from_a_replayed_config() -> None:
+    composed = config(**{name: text for name, (text, _) in GIVEN.items()})
+    expected = {name: value for name, (_, value) in GIVEN.items()}
+    for each in (composed, OmegaConf.create(OmegaConf.to_yaml(composed)), pickle.loads(pickle.dumps(composed))):
+        built = stagereg.instantiate(each)
+        for name, value in expected.items():
+            assert alike(built[name], value), name
 
 
 def test_a_mapping_takes_new_keys_in_a_config_that_is_closed_to_others() -> None:
     composed = OmegaConf.create({"join": config()}, flags={"struct": True})
     composed.join.budgets.b = "1KB"
     composed.join.trip.waits.b = "1s"
+    del composed.join.budgets["a"]
     assert stagereg.instantiate(composed.join)["trip"].waits == {"b": timedelta(seconds=1)}
-    assert stagereg.instantiate(composed.join)["budgets"] == {"a": 3, "b": 1000}
+    assert stagereg.instantiate(composed.join)["budgets"] == {"b": 1000}
     with pytest.raises(ConfigAttributeError):
         composed.join.other = 1
 
 
-OVERRIDES = {
-    "late": ({"stop": {"name": "x"}}, Trip(Stop("x"))),
-    "late.stop.name": ("x", Trip(Stop("x"))),
-    "limits": ({"a": 1}, {"a": 1}),
-    "limits.a": (1, {"a": 1}),
-    "trip.stop": ({"name": "x"}, Trip(Stop("x"))),
-    "trip.stop.name": ("x", Trip(Stop("x"))),
-    "trip.way.stop.name": ("x", Trip(way=Way(Stop("x")))),
-    "trip.waits.a": ("1s", Trip(waits={"a": timedelta(seconds=1)})),
-}
-
-
-@pytest.mark.parametrize("key", OVERRIDES)
-def test_an_option_that_is_none_or_empty_can_be_set_by_an_override(key: str) -> None:
-    value, expected = OVERRIDES[key]
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("late", {"stop": {"name": "x"}}, Trip(Stop("x"))),
+        ("late.stop.name", "x", Trip(Stop("x"))),
+        ("limits.a", 1, {"a": 1}),
+        ("trip.way.stop.name", "x", Trip(way=Way(Stop("x")))),
+        ("trip.waits.a", "1s", Trip(waits={"a": timedelta(seconds=1)})),
+    ],
+)
+def test_an_option_that_is_none_or_empty_can_be_set_by_an_override(key: str, value: Any, expected: Any) -> None:
     composed = OmegaConf.create({"join": config()}, flags={"struct": True})
     OmegaConf.update(composed, f"join.{key}", value, merge=True, force_add=True)  # as Hydra does for a + before it
     assert alike(stagereg.instantiate(composed.join)[key.partition(".")[0]], expected)
@@ -336,11 +327,6 @@ def test_hydra_builds_the_same_config_and_passes_the_texts() -> None:
 def test_the_fields_of_a_dataclass_have_their_help() -> None:
     help_ = {field.name: field.help for field in schema.options(Net).values()}
     assert help_ == {"host": "its name.", "wait": "how long it may take.", "kinds": "", "mode": ""}
-
-
-def test_a_config_with_dataclasses_pickles() -> None:
-    composed = config(route={"nets": [{"host": "x"}]})
-    assert pickle.loads(pickle.dumps(composed)) == composed
 
 
 def test_a_dataclass_that_would_lose_something_is_left_to_the_program() -> None:
