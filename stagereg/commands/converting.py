@@ -1,8 +1,9 @@
 """``stagereg convert``: a checkpoint as one file, a ``.pt`` for ``torch.load`` or a ``.safetensors``.
 
 What is converted is checked first, as ``stagereg verify`` does it; of a directory of checkpoints it is the newest one
-that is good. A directory that plain torch has written (``torch.distributed.checkpoint.save``) is converted too. The
-checkpoint is read, never changed. :mod:`stagereg.checkpoint.export` describes such a file.
+that is good. The checkpoint is read, never changed. :mod:`stagereg.checkpoint.export` describes such a file. What plain
+torch has written (``torch.distributed.checkpoint.save``) is torch's to convert:
+``python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY OUT.pt``.
 """
 
 from __future__ import annotations
@@ -87,11 +88,6 @@ def run(asked: argparse.Namespace) -> int:
 
 def _chosen(target: str) -> tuple[Checkpoint, list[str]]:
     """The newest checkpoint with which nothing is wrong, and what is wrong with those that are newer."""
-    from stagereg.checkpoint.foreign import plain_checkpoint
-
-    plain = plain_checkpoint(target)
-    if plain is not None:
-        return plain, []
     found = located(target)
     passed: list[str] = []
     for each in newest_first(found.conditions):

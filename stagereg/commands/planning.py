@@ -21,8 +21,7 @@ from stagereg.durations import duration, write_duration
 from stagereg.errors import ConfigError
 from stagereg.output import size_text
 from stagereg.sizes import ByteSize
-from stagereg.sweep.checkpoints import saved
-from stagereg.sweep.figures import figures
+from stagereg.sweep.figures import figures, saved
 from stagereg.sweep.run import Run
 
 __all__ = ["Job", "add_to", "run"]

@@ -22,13 +22,13 @@ import stagereg.sweep.render.plots as plots
 import stagereg.sweep.render.tables as tables
 import stagereg.sweep.tensorboard as tensorboard
 from stagereg.errors import ConfigError
-from stagereg.sweep.answer import sentences
-from stagereg.sweep.checkpoints import saved
-from stagereg.sweep.compare import compare
+from stagereg.sweep.answer import answer
+from stagereg.sweep.comparison import compare
 from stagereg.sweep.curves import curves_figure
-from stagereg.sweep.figures import figures
+from stagereg.sweep.figures import figures, saved
 from stagereg.sweep.metric import counted, in_order, labelled, metric, quantity, shown, usual
-from stagereg.sweep.render.page import Picture, Table
+from stagereg.sweep.render.page import Picture
+from stagereg.sweep.render.tables import Table, Value
 from stagereg.sweep.result import JobResult, results
 from stagereg.sweep.run import NewerError, RankRecord, Run
 from stagereg.sweep.timeline import check_window, timeline_figure
@@ -74,7 +74,7 @@ class SweepReport:
             shown = {"parameters": row.parameters, "status": row.status, "again": row.again, "error": row.error}
             rows.append({**shown, "note": row.note, "cells": cells, "jobs": [job.directory for job in row.jobs]})
         return {
-            **{"kind": "sweep", "directory": comparison.directory, "answer": sentences(comparison)},
+            **{"kind": "sweep", "directory": comparison.directory, "answer": answer(comparison).text},
             **{"metric": comparison.ranking.name, "better": comparison.ranking.better, "repeats": comparison.repeats},
             **{"parameters": comparison.parameters, "constant": comparison.constant},
             **{"warnings": comparison.warnings, "rows": rows},
@@ -149,7 +149,8 @@ class RunReport:
                 gap = ("…", *[""] * (len(table.columns) - 1))
                 rows = (*rows[:_FIRST], gap, *rows[-_LAST:])
             output.echo()
-            output.table(table.title, table.columns, [tuple(map(_cell, row)) for row in rows], verdict="state")
+            lines = [tuple(map(_cell, row)) for row in rows]
+            output.table(table.title, tuple(map(str, table.columns)), lines, verdict="state")
         if self._why:
             output.echo(f"\nThere is no timeline: {self._why}")
 
@@ -160,14 +161,13 @@ class RunReport:
             return []
         target.mkdir(parents=True, exist_ok=True)
         documents, pictures = _pictures(run, self._window)
-        config = job.directory / ".hydra" / "config.yaml"
         text = page.run_page(
             run,
             self._figures,
             pictures,
             answer=self._answer(),
             tables=_tables(run),
-            config=config.read_text(errors="replace") if config.is_file() else "",
+            config=page.config_text(job.directory),
             command=job.command,
             environment={**self._environment, **run.versions},
             warnings=self._warnings,
@@ -259,11 +259,11 @@ def _pictures(recorded: Run, window: tuple[float, float] | None) -> tuple[dict[s
     try:
         if any(rank.steps or rank.stalls for rank in recorded.ranks):
             timeline = timeline_figure(recorded, window)
-            svg = plots.svg_text(timeline)
-            documents = {"timeline.svg": svg.encode(), "timeline.png": plots.png_bytes(timeline)}
-            pictures.append(Picture("Timeline", svg, caption=_CAPTION))
+            documents = {f"timeline.{kind}": plots.document(timeline, kind) for kind in ("svg", "png")}
+            pictures.append(Picture("Timeline", documents["timeline.svg"].decode(), caption=_CAPTION))
         if (curves := curves_figure(recorded)) is not None:
-            pictures.append(Picture("Logged", plots.svg_text(curves), caption="What was logged with stagereg.log."))
+            logged = plots.document(curves, "svg").decode()
+            pictures.append(Picture("Logged", logged, caption="What was logged with stagereg.log."))
     except ImportError:
         print("no picture: pip install 'hydra-stagereg[report]'", file=sys.stderr)
     return documents, pictures
@@ -273,5 +273,5 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def _cell(value: str | float | int | None) -> str:
+def _cell(value: Value) -> str:
     return "-" if value is None else shown(value) if isinstance(value, float) else str(value)

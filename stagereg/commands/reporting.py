@@ -14,9 +14,9 @@ import shlex
 from pathlib import Path
 
 import stagereg.output as output
-import stagereg.sweep.run_directory as run_directory
 import stagereg.sweep.tensorboard as tensorboard
 from stagereg.errors import ConfigError
+from stagereg.sweep.result import kind_of
 
 __all__ = ["add_to", "run"]
 
@@ -43,7 +43,7 @@ def run(asked: argparse.Namespace) -> int:
     from stagereg.commands.reported import RunReport, SweepReport
 
     directory, window = Path(asked.directory), _window(asked.window)
-    is_sweep = run_directory.kind_of(directory) == "sweep"
+    is_sweep = kind_of(directory) == "sweep"
     if is_sweep and window is not None:
         raise ConfigError(f"--window is for the timeline of a run, and {directory} is a sweep: name a job of it.")
     if not is_sweep and (asked.metric or asked.direction):

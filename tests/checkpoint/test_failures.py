@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-import stagereg.checkpoint.background as background
 import stagereg.checkpoint.failpoints as failpoints
 from stagereg.checkpoint.checkpointer import Checkpointer
 from stagereg.checkpoint.storage.dcp import DcpStorage
@@ -219,42 +218,6 @@ def test_an_interrupt_while_staging_commits_nothing(tmp_path: Path) -> None:
             checkpointer.save(1, {"x": torch.ones(1)})
         checkpointer.wait()
     assert os.listdir(tmp_path) == []
-
-
-def test_a_third_save_waits_and_writes_never_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    released, entered, third = threading.Event(), threading.Event(), threading.Event()
-    busy = threading.Lock()
-    original = background.write_and_commit
-
-    def write(*args: Any) -> Any:
-        assert busy.acquire(blocking=False), "two writes at once"
-        entered.set()
-        assert released.wait(30)
-        done = original(*args)
-        busy.release()
-        return done
-
-    monkeypatch.setattr(background, "write_and_commit", write)
-    with Checkpointer(str(tmp_path), keep=9) as checkpointer:
-        checkpointer.save(1, {"x": 1})
-        checkpointer.save(2, {"x": 2})
-        assert entered.wait(30)
-        waiting = threading.Event()
-        admit = checkpointer._background.admit
-        monkeypatch.setattr(checkpointer._background, "admit", lambda save: (waiting.set(), admit(save)))
-
-        def save() -> None:
-            checkpointer.save(3, {"x": 3})
-            third.set()
-
-        thread = threading.Thread(target=save)
-        thread.start()
-        assert waiting.wait(30)
-        assert not third.wait(0.2)
-        released.set()
-        thread.join(30)
-        assert third.is_set()
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001", "step-00000002", "step-00000003"]
 
 
 UNREAD_FAILURE = """

@@ -160,9 +160,7 @@ def test_a_save_that_close_gives_up_commits_nothing_later(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="in use"):
         Checkpointer(str(tmp_path / "run"))
     release.touch()
-    thread = checkpointer._background._thread
-    assert thread is not None
-    thread.join(30)
+    assert checkpointer._background._under_way[0].over.wait(30)
     assert list((tmp_path / "run").glob("step-*")) == []
 
 

@@ -232,12 +232,9 @@ def test_torchs_reader_is_never_asked_where_the_index_is_empty(forged: Path, sto
 STRUCTURES: dict[str, Any] = {
     "a function": {"type": "os.system", "value": "exit 3"},
     "a class": {"type": "builtins.object", "value": {}},
-    "a factory": {"type": "defaultdict", "value": {}, "factory": "eval"},
     "a method": {"type": "OrderedDict", "value": {}, "attributes": {"type": "dict", "value": {"items": 1}}},
     "another class": {"type": "OrderedDict", "value": {}, "attributes": {"type": "dict", "value": {"__class__": 1}}},
     "attributes of a dict": {"type": "dict", "value": {}, "attributes": {"type": "dict", "value": {"a": 1}}},
-    "a number of objects": {"type": "numpy", "dtype": "object", "value": "AAAAAAAAAAA="},
-    "a number that is cut off": {"type": "numpy", "dtype": "float64", "value": "AAAA"},
     "a key that is a list": {"type": "dict", "value": [[[1], 2]]},
     "a key that is a leaf": {"type": "dict", "value": [[{}, 2]]},
     "a leaf in a tuple": {"type": "tuple", "value": [{}]},
@@ -254,7 +251,7 @@ def test_structures_name_plain_data_only(forged: Path, structure: Any) -> None:
     index = index_of(forged)
     index["state"]["count"] = structure
     put_index(forged, index)
-    refused(forged, "structure|not allowed")
+    refused(forged, "structure")
 
 
 def test_no_ranks_are_connected_for_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +262,7 @@ def test_no_ranks_are_connected_for_a_mesh(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.distributed.device_mesh, "init_process_group", connected.append)
     with pytest.raises(CheckpointError, match="DeviceMesh"):
         pickled.load("x", saved(Payload(DeviceMesh, "cpu", (0, 1))))
-    with pytest.raises(CheckpointError, match="not allowed"):
+    with pytest.raises(CheckpointError, match="is not read"):
         decode({"type": "torch.distributed.device_mesh.DeviceMesh", "value": {}}, "x")
     assert connected == []
 
@@ -441,9 +438,9 @@ def test_an_archive_that_would_grow_is_refused_before_it_does() -> None:
 
 def test_any_bad_manifest_is_refused_in_a_short_text() -> None:
     long = "x" * (1 << 20)
-    name = '{"format": 1, "step": 1, "world_size": 1, "serial": 1, "files": {"%s": {"bytes": 1, "crc32": 1}}}'
-    texts = [f'{{"format": "{long}"}}', name % long, name % f"/{long}", f'{{"format": 1, "storage": "{long}"}}']
-    for depth in range(900, 1010):  # the deepest that can be read cannot be written again, for its checksum
+    name = '{"format": 2, "step": 1, "storage": "x", "world_size": 1, "serial": 1, "files": {"%s": {"bytes": 1}}}'
+    texts = [f'{{"format": "{long}"}}', name % long, name % f"/{long}", f'{{"format": 2, "storage": "{long}"}}']
+    for depth in range(900, 1010):
         texts.append('{"format": 2, "crc32": 1, "x": ' + "[" * depth + "]" * depth + "}")
     for text in texts:
         with pytest.raises(ValueError, match=r"(?s)\A.{1,300}\Z"):
@@ -477,7 +474,6 @@ class Marked(torch.Tensor):
     [
         ({"a": [1, {"when": datetime.timedelta(1)}]}, r"x\.a\.1\.when", "datetime.timedelta"),
         ({"a": (Colour.RED,)}, r"x\.a", "test_untrusted.Colour"),
-        ({"a": Mine(b=1)}, r"x\.a", "test_untrusted.Mine"),
         ({"a": torch.ones(2).as_subclass(Marked)}, r"x\.a", "test_untrusted.Marked"),
         ({"a": random.Random(1)}, r"x\.a", "random.Random"),
     ],
@@ -503,6 +499,7 @@ def test_save_refuses_what_would_not_load_back(tmp_path: Path, value: Any, name:
         (lambda: torch.eye(2).to_sparse(), "it is torch.sparse_coo, not dense"),
         (lambda: torch.eye(2).to_sparse_csr(), "it is torch.sparse_csr, not dense"),
         (lambda: {Colour.RED: 1}, "cannot be the key"),
+        (lambda: Mine(b=1), "test_untrusted.Mine; save dict"),
         (lambda: {"f": lambda: 1}, "cannot be saved: it is a function"),
         (lambda: 1 << 2100, "torch refuses"),
     ],
@@ -520,14 +517,13 @@ def test_other_tensors_keys_and_values_are_refused_by_save(
 
 
 def test_a_type_that_the_program_allows_is_saved_and_read(tmp_path: Path) -> None:
-    allowed: list[Any] = [Colour, Mine, datetime.timedelta]
-    value = {"a": (Colour.RED,), "m": Mine(b=datetime.timedelta(2))}
+    allowed: list[Any] = [Colour, datetime.timedelta]
+    value = {"a": (Colour.RED,), "m": datetime.timedelta(2)}
     with torch.serialization.safe_globals(allowed):
         with Checkpointer(str(tmp_path), stager=build("stager", "blocking")) as saving:
             saving.save(1, {"x": value})
         state: dict[str, Any] = {"x": None}
         restore(tmp_path / "step-00000001", state)
         assert state["x"] == value
-        assert type(state["x"]["m"]) is Mine
-    with pytest.raises(CheckpointError, match=r"Colour|Mine|timedelta"):
+    with pytest.raises(CheckpointError, match=r"Colour|timedelta"):
         restore(tmp_path / "step-00000001", {"x": None})

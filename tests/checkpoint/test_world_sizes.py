@@ -313,7 +313,7 @@ def test_shards_are_distinguished_by_their_content(tmp_path: Path) -> None:
     )
     for rank, shown in enumerate(results):
         assert shown["asked"] == [f"optimizer.rank{rank}"]
-        assert "groups of 5, 5 parameters, the optimizer here has 2" in shown["fewer"]
+        assert "groups of [5, 5] parameters, the optimizer here has [2]" in shown["fewer"]
         assert "restore it into an optimizer" in shown["no optimizer"]
         assert "no optimizer's state" in shown["no state"]
         assert "overlap_with_ddp=True has no state that can be saved" in shown["overlap"]

@@ -63,7 +63,7 @@ def test_a_run_is_reported_in_tables_and_leaves_its_timeline_and_page(
     )
     page = (here / "run" / "report.html").read_text()
     assert "lr: 0.1" in page
-    assert page.count("<svg") == 2, "the timeline and the loss"
+    assert page.count("data:image/svg+xml") == 2, "the timeline and the loss"
     assert (here / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -130,7 +130,7 @@ def test_the_error_of_a_run_is_reported_once_in_a_line(
     assert "Traceback" not in seen
     page = (here / "job" / "report.html").read_text()
     assert "<li>It failed: rank 1: RuntimeError: the loss is not finite</li>" in page
-    visible = page.partition("<h2>Error</h2>")[0]
+    visible = page.partition("<details")[0]
     assert visible.count("the loss is not finite") == 1
     assert page.count("Traceback") == 1
 
