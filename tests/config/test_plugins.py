@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import string
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +26,8 @@ import stagereg.config.source as source
 from stagereg import registry
 from stagereg.config.plugins import PluginError
 from stagereg.errors import StageregError
+
+from .app import App
 
 MINE = """
 import os, stagereg
@@ -64,47 +63,12 @@ if __name__ == "__main__":
 QUIET = "hydra: {output_subdir: null, run: {dir: out}, sweep: {dir: out}}\n"
 
 
-class App:
-    """An app in its own folder, beside the module that has its stager."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.write("my_module.py", MINE)
-        self.write("app.py", APP)
-        self.write("train.py", TRAIN)
-        self.write("conf/app.yaml", f"defaults: [{{stager: mine}}, _self_]\nplugins: [my_module]\n{QUIET}")
-        self.write("conf/train.yaml", f"defaults: [stagereg, _self_]\n{QUIET}")
-
-    def write(self, path: str, text: str) -> None:
-        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.folder / path).write_text(textwrap.dedent(text))
-
-    def run(self, *arguments: str, script: str = "app.py", **env: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, script, *arguments]
-        limit_s = 100
-        return subprocess.run(
-            command, cwd=self.folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=limit_s
-        )
-
-    def prints(self, *arguments: str, script: str = "app.py", **env: str) -> str:
-        done = self.run(*arguments, script=script, **env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def refuses(self, *arguments: str, script: str = "app.py") -> str:
-        done = self.run(*arguments, script=script)
-        assert done.returncode == 1
-        assert "Traceback" not in done.stderr
-        assert len(done.stderr.splitlines()) <= 8
-        return done.stderr
-
-    def completes(self, line: str, script: str = "app.py") -> list[str]:
-        return self.prints("-sc", "query=bash", script=script, COMP_LINE=f"python {script} {line}").split()
-
-
 @pytest.fixture
 def app(tmp_path: Path) -> App:
-    return App(tmp_path)
+    """Beside the module that has its stager."""
+    files = {"my_module.py": MINE, "app.py": APP, "train.py": TRAIN}
+    files["conf/app.yaml"] = f"defaults: [{{stager: mine}}, _self_]\nplugins: [my_module]\n{QUIET}"
+    return App(tmp_path, files | {"conf/train.yaml": f"defaults: [stagereg, _self_]\n{QUIET}"})
 
 
 def test_a_run_has_the_options_of_a_module_that_its_config_names(app: App) -> None:
