@@ -168,7 +168,7 @@ class Checkpointer:
             self._stager.expect_release()
         self._ranks = RankGroup(process_group, timeout)
         shared = isinstance(self._stager, SharesMemory) and self._stager.shares_memory
-        expect_fit(self._storage, self._store.root, self._ranks.size + shared)
+        expect_fit(self._storage, self._store.root)
         self._hold: StoreLock | None = None
         self._process: WriterProcess | None = None
         self._stalls: list[float] = []
@@ -461,7 +461,6 @@ class Checkpointer:
 def _taken(store: CheckpointStore, seconds: float) -> StoreLock:
     """Make sure that ``store`` can be written to, take hold of it, and clear away what dead runs have left."""
     with within(seconds):
-        store.probe()
         hold = store.lock()
         failpoint("locked")
         try:
