@@ -146,8 +146,7 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """Return the step that a directory name stands for; ``None`` for a name that is of no step."""
-    found = _STEP_NAME.fullmatch(name)
-    return None if found is None else int(found["step"])
+    return step_within(name) if _STEP_NAME.fullmatch(name) else None
 
 
 def step_within(name: str) -> int | None:
