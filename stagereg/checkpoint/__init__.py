@@ -11,7 +11,6 @@ The content: ``entries``, with ``rng`` as a part of it, ``encoding`` their struc
 JSON cannot carry, ``index`` where each tensor lies, ``zero_shards`` shards of optimizers, ``storage`` the bytes in the
 files, ``manifest`` the parts of a checkpoint, ``store`` the directory that has them, ``lock`` who may write there.
 
-Restoring: ``choosing`` which checkpoint, ``damage`` what is wrong with the others, ``restoring`` how it is loaded,
-``sources`` which part a rank reads, ``reading`` reads it, ``export`` makes one file of it for other programs,
-``foreign`` reads what torch alone has written.
+Restoring: ``restoring`` chooses a checkpoint and loads it, ``damage`` is what is wrong with others, ``reading`` reads
+files, ``export`` makes one file of a checkpoint for other programs.
 """

@@ -22,9 +22,7 @@ __all__ = ["Condition", "Damage", "Found", "Unclear", "damage_lines", "differenc
 _SHOWN = 8
 """Files that a message names, of one checkpoint."""
 _LOST = frozenset({errno.ENOENT, errno.ENOTDIR})
-_BROKEN = frozenset(
-    getattr(errno, name) for name in ("EIO", "EBADMSG", "EUCLEAN", "ENODATA", "EILSEQ") if hasattr(errno, name)
-)
+_BROKEN = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EILSEQ})
 """Errors of a file system for a file whose bytes it has lost, as against one that cannot be reached now."""
 
 
@@ -116,8 +114,8 @@ def of_error(error: OSError) -> str | Unclear:
 
 def damage_lines(damages: Iterable[Damage]) -> Iterator[str]:
     """Return a line for each, of many for the first ones."""
-    every = list(damages)
-    yield from map(str, every[:_SHOWN])
+    every = [str(damage) for damage in damages]
+    yield from every[:_SHOWN]
     if len(every) > _SHOWN:
         yield f"and {len(every) - _SHOWN} more files"
 
@@ -128,10 +126,9 @@ def _difference(expected: FileMark, found: Found) -> str:
     if isinstance(found, str):
         return found
     size = found if isinstance(found, int) else found.bytes
-    if size < expected.bytes:
-        return f"truncated: {size} of {expected.bytes} bytes"
-    if size > expected.bytes:
-        return f"too long: {size} in place of {expected.bytes} bytes"
+    if size != expected.bytes:
+        kind = "truncated" if size < expected.bytes else "too long"
+        return f"{kind}: {size} of {expected.bytes} bytes"
     if isinstance(found, FileMark) and found != expected:
         return f"flipped bits: its CRC-32 is {found.crc32:08x} and was {expected.crc32:08x}"
     return ""

@@ -8,18 +8,19 @@ name: ``optimizer.state.0.exp_avg``. Names and leaves are those of torch's ``tra
 container is in it.
 
 What could not be read back is refused when it is saved, with its name. Reading makes plain data and the containers of a
-state dict, and objects of types that the program allows with ``torch.serialization.add_safe_globals``; it runs nothing.
+state dict; it runs nothing.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import gc
 import json
 import math
-import re
 import sys
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Iterator, Mapping
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -28,16 +29,12 @@ import torch
 import stagereg.checkpoint.pickled as pickled
 from stagereg.errors import CheckpointError
 
-__all__ = ["Encoded", "Leaf", "decode", "encode", "fill", "leaves", "marks"]
+__all__ = ["Encoded", "Leaf", "decode", "encode", "fill", "leaves", "marks", "walk", "without_gc"]
 
 _DEEPEST = 200
-_LONGEST_INLINE = 1 << 16  # characters of one value; a longer one is stored as an object, so the index stays small
 _LONGEST_INTEGER_BITS = 255 * 8 - 1  # what torch reads back
-_PLAIN = frozenset({NoneType, bool, str})
-_CONTAINERS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
-_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-_COLLECTIONS: dict[str, type] = {kind.__name__: kind for kind in (tuple, set, frozenset)}
-_NUMBER = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
+_CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
+_COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset)}
 
 
 class Encoded(NamedTuple):
@@ -66,33 +63,50 @@ class Leaf:
         self.value: Any = None
 
 
+@contextlib.contextmanager
+def without_gc() -> Generator[None, None, None]:
+    """Keep the garbage collector away while a million containers are made: it goes through them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def walk(value: Any, *path: str | int) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield each leaf of a state or structure, plain values included, with the keys and positions that lead to it."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from walk(item, *path, str(key))
+    elif _is_walked(value):
+        for i, item in enumerate(value):
+            yield from walk(item, *path, i)
+    else:
+        yield path, value
+
+
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield dotted name and value of each leaf of a state or structure called ``name``, plain values included."""
-    if not _walked(value):
-        yield name, value
-        return
-    for child_name, child in _children(value, name):
-        yield from leaves(child, child_name)
+    return ((".".join(map(str, path)), leaf) for path, leaf in walk(value, name))
 
 
-def _walked(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return True
-    return isinstance(value, list) and any(isinstance(item, (torch.Tensor, Leaf)) or _walked(item) for item in value)
+def marks(structure: Any) -> Iterator[Leaf]:
+    """Yield the leaves of a structure that stand for tensors and objects."""
+    return (leaf for _, leaf in walk(structure) if type(leaf) is Leaf)
 
 
-def _children(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    return ((f"{name}.{key}", item) for key, item in items)
+def _is_walked(value: object) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(item, (torch.Tensor, Leaf, Mapping)) or _is_walked(item) for item in value)
+    return False
 
 
 # -- writing
 
 
-class _NotPlainError(Exception):
-    """JSON cannot carry a value; it becomes an object."""
-
-
+@without_gc()
 def encode(value: Any, name: str) -> Encoded:
     """Return the structure of the entry called ``name``.
 
@@ -105,44 +119,36 @@ def encode(value: Any, name: str) -> Encoded:
 
 
 def _encode(value: Any, name: str, objects: list[str], depth: int) -> Any:
-    kind = type(value)
-    if kind in _PLAIN and (kind is not str or len(value) <= _LONGEST_INLINE):
-        return value
     if isinstance(value, torch.Tensor):
         pickled.expect_loadable(name, value)
         return {}
-    if not _walked(value):
+    is_mapping = isinstance(value, Mapping)
+    if not is_mapping and not _is_walked(value):
         return _leaf(value, name, objects)
     if depth == _DEEPEST:
         raise CheckpointError(f"{name[:200]!r} is nested more than {_DEEPEST} deep; flatten it.")
-    if isinstance(value, list):
+    if not is_mapping:
         return [_encode(item, f"{name}.{i}", objects, depth + 1) for i, item in enumerate(value)]
     try:
         return _mapping(value, lambda key, item: _encode(item, f"{name}.{key}", objects, depth + 1))
-    except _NotPlainError as error:
+    except TypeError as error:
         raise CheckpointError(f"{name!r} would not load back: {error}.") from error
 
 
 def _leaf(value: Any, name: str, objects: list[str]) -> Any:
+    """Return a value without tensors as JSON; what that cannot carry becomes an object."""
     try:
-        plain = _plain(value)
-    except _NotPlainError:
+        return _plain(value)
+    except TypeError:
         pickled.expect_loadable(name, value)
-    else:
-        if type(value) in (int, float) or len(json.dumps(plain)) <= _LONGEST_INLINE:
-            return plain
-        try:
-            pickled.expect_loadable(name, value)
-        except CheckpointError:
-            return plain
     objects.append(name)
     return {}
 
 
 def _plain(value: Any) -> Any:
-    """Return any value without tensors as JSON. Raises: ``_NotPlainError``."""
+    """Return any value without tensors as JSON. Raises: ``TypeError`` if it has something else than plain data."""
     kind = type(value)
-    if kind in _PLAIN or (kind is float and math.isfinite(value)):
+    if kind in (NoneType, bool, str) or (kind is float and math.isfinite(value)):
         return value
     if kind is int and value.bit_length() <= _LONGEST_INTEGER_BITS:
         return value
@@ -157,23 +163,22 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return _mapping(value, lambda key, item: _plain(item))
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and _NUMBER.fullmatch(value.dtype.name):
-        return {"type": "numpy", "dtype": value.dtype.name, "value": base64.b64encode(value.tobytes()).decode()}
-    raise _NotPlainError(f"a {kind.__name__} is no plain data")
+    is_number = numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf"
+    if is_number and value.dtype.itemsize <= 8:  # a wider one is none of Python's
+        return _plain(value.item())
+    raise TypeError(f"a {kind.__name__} is no plain data")
 
 
 def _mapping(value: Mapping[Any, Any], encode: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    kind = type(value)
+    kind = type(value) if isinstance(value, dict) else dict
+    if _CONTAINERS.get(kind.__name__) is not kind:
+        raise TypeError(f"it is a {kind.__module__}.{kind.__qualname__}; save dict(x) of it")
     items: Any = {key: encode(key, item) for key, item in value.items()}
     if any(type(key) is not str for key in items):
         items = [[_key(key), item] for key, item in items.items()]
-    if not isinstance(value, dict):
-        return {"type": "dict", "value": items}
-    made = {"type": _container_name(kind), "value": items}
-    if isinstance(value, defaultdict) and value.default_factory is not None:
-        made["factory"] = _name_in(_FACTORIES, value.default_factory)
-    attributes = getattr(value, "__dict__", None)  # those of torch's state dicts: the versions of modules
-    if attributes:
+    made = {"type": kind.__name__, "value": items}
+    attributes = getattr(value, "__dict__", None) if kind is not dict else None
+    if attributes:  # those of torch's state dicts: the versions of modules
         made["attributes"] = _plain(attributes)
     return made
 
@@ -181,33 +186,15 @@ def _mapping(value: Mapping[Any, Any], encode: Callable[[Any, Any], Any]) -> dic
 def _key(key: Any) -> Any:
     try:
         return _plain(key)
-    except _NotPlainError:
+    except TypeError:
         text = f"a {type(key).__name__} cannot be the key of an entry; use text or a number"
-        raise _NotPlainError(text) from None
-
-
-def _name_in(known: Mapping[str, Any], value: Any) -> str:
-    name = getattr(value, "__name__", "")
-    if known.get(name) is not value:
-        raise _NotPlainError(f"it makes missing items with {name or repr(value):.100}")
-    return str(name)
-
-
-def _container_name(kind: type) -> str:
-    if _CONTAINERS.get(kind.__name__) is kind:
-        return kind.__name__
-    path = f"{kind.__module__}.{kind.__qualname__}"
-    if pickled.allowed_by_user().get(path) is not kind:
-        raise _NotPlainError(
-            f"it is a {path}. {pickled.WHY} Save a dict instead, or allow the type when saving and when restoring: "
-            f"torch.serialization.add_safe_globals([{path}])"
-        )
-    return path
+        raise TypeError(text) from None
 
 
 # -- reading
 
 
+@without_gc()
 def decode(tree: Any, name: str) -> Any:
     """Return the structure of the entry called ``name``, with a :class:`Leaf` for each tensor and object.
 
@@ -216,14 +203,12 @@ def decode(tree: Any, name: str) -> Any:
         name: of the entry.
 
     Raises:
-        CheckpointError: it is none, or has a type that is not allowed; nothing of it was run.
+        CheckpointError: it is none; nothing of it was run.
     """
     try:
         return _decode(tree, name)
     except RecursionError:
         raise CheckpointError(f"the structure of {name!r:.100} is nested too deeply to be one.") from None
-    except CheckpointError:
-        raise
     except Exception as error:
         raise CheckpointError(f"the structure of {name!r:.100} is not what one is: {str(error)[:200]}.") from error
 
@@ -247,9 +232,9 @@ def _decode_typed(tree: dict[str, Any], kind: str, value: Any, name: str | None)
         return base64.b64decode(value, validate=True)
     if kind == "float":
         return float(value)
-    if kind == "numpy":
-        return _numpy_number(tree["dtype"], base64.b64decode(value, validate=True))
-    made = _container(kind, tree.get("factory"))
+    if kind not in _CONTAINERS:
+        raise ValueError(f"it has a {kind:.100}, which is not read")
+    made = _CONTAINERS[kind]()
     pairs = value.items() if type(value) is dict else ((_decode(key, None), item) for key, item in value)
     for key, item in pairs:
         made[key] = _decode(item, None if name is None else f"{name}.{key}")
@@ -259,41 +244,6 @@ def _decode_typed(tree: dict[str, Any], kind: str, value: Any, name: str | None)
             raise ValueError(f"it gives a container a {attribute:.50} of its own")
         setattr(made, attribute, item)
     return made
-
-
-def _container(kind: str, factory: str | None) -> Any:
-    if kind == "defaultdict":
-        return defaultdict(None if factory is None else _FACTORIES[factory])
-    if kind in _CONTAINERS:
-        return _CONTAINERS[kind]()
-    allowed = pickled.allowed_by_user().get(kind)
-    if not isinstance(allowed, type) or not issubclass(allowed, dict):
-        raise CheckpointError(
-            f"it has a {kind:.100}, which is not allowed here. If you trust who wrote it, allow the type before "
-            f"restoring: torch.serialization.add_safe_globals([{kind:.100}])"
-        )
-    return allowed.__new__(allowed)
-
-
-def _numpy_number(dtype: str, data: bytes) -> Any:
-    import numpy
-
-    if not _NUMBER.fullmatch(dtype):
-        raise ValueError(f"there is {dtype!r:.50} where the dtype of a number belongs")
-    (number,) = numpy.frombuffer(data, dtype)
-    return number
-
-
-def marks(structure: Any) -> Iterator[Leaf]:
-    """Yield the leaves of a structure."""
-    if type(structure) is Leaf:
-        yield structure
-    elif isinstance(structure, Mapping):
-        for item in structure.values():
-            yield from marks(item)
-    elif type(structure) is list:
-        for item in structure:
-            yield from marks(item)
 
 
 def fill(structure: Any) -> Any:

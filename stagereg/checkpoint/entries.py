@@ -1,38 +1,44 @@
 """What a checkpoint holds: the caller's objects as entries, and entries back into the objects.
 
 An entry is a name and a state dict or plain value. What is the same on all ranks is one entry, of which the lowest
-rank's copy is stored; what belongs to a rank is an entry per rank, ``name.rank0``, ``name.rank1``. Beside the caller's
-entries, those under ``stagereg.`` hold the step, the number of ranks and each rank's random number generators.
+rank's copy is stored and every rank reads what it needs: of a ``DTensor`` its own shard, however many ranks it was
+sharded over. What belongs to a rank is an entry per rank, ``name.rank0``, ``name.rank1``; so a
+``ZeroRedundancyOptimizer`` is saved (:mod:`stagereg.checkpoint.zero_shards`), and a rank reads of each the state of
+those parameters that are its own now. ZeRO and the optimizer class inside it restore what the other saved. Beside the
+caller's entries, those under ``stagereg.`` hold the step, the number of ranks and each rank's random number generators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import stagereg.checkpoint.rng as rng
 import stagereg.checkpoint.zero_shards as zero_shards
 from stagereg.checkpoint.encoding import Leaf, leaves, marks
-from stagereg.errors import CheckpointError
+from stagereg.checkpoint.reading import CheckpointFiles
+from stagereg.errors import CheckpointError, nearest
 
-__all__ = ["RESERVED", "assign", "capture", "pair", "rank_name", "rng_name"]
+__all__ = ["assign", "capture", "find", "listed", "pair", "parts", "rng_name"]
 
-RESERVED = "stagereg"
+_RESERVED = "stagereg"
+_SHOWN = 20
 
 
-def rank_name(name: str, rank: int) -> str:
-    """Return the name of a rank's own entry."""
+def _rank_name(name: str, rank: int) -> str:
     return f"{name}.rank{rank}"
 
 
 def rng_name(rank: int) -> str:
     """Return the name of the entry with a rank's random number generators."""
-    return rank_name(f"{RESERVED}.rng", rank)
+    return _rank_name(f"{_RESERVED}.rng", rank)
 
 
 def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int) -> dict[str, Any]:
@@ -42,20 +48,121 @@ def capture(state: Mapping[str, Any], step: int, rank: int, world_size: int) -> 
         CheckpointError: a name that is no text, or one that belongs to the project.
     """
     entries: dict[str, Any] = {
-        f"{RESERVED}.step": step,
-        f"{RESERVED}.world_size": world_size,
+        f"{_RESERVED}.step": step,
+        f"{_RESERVED}.world_size": world_size,
         rng_name(rank): rng.capture(),
     }
     for name, value in state.items():
-        if not isinstance(name, str) or name.split(".")[0] == RESERVED:
+        if not isinstance(name, str) or name.split(".")[0] == _RESERVED:
             raise CheckpointError(
-                f"The state has an entry named {name!r}; use text that does not begin with {RESERVED!r}."
+                f"The state has an entry named {name!r}; use text that does not begin with {_RESERVED!r}."
             )
         if isinstance(value, ZeroRedundancyOptimizer):
-            entries[rank_name(name, rank)] = zero_shards.shard(value)
+            entries[_rank_name(name, rank)] = zero_shards.shard(value)
         else:
             entries[name] = _current(value)
     return entries
+
+
+# -- what there is in a checkpoint
+
+
+def find(files: CheckpointFiles, state: Mapping[str, Any], saved_size: int, rank: int, size: int) -> dict[str, Any]:
+    """Return the structures of what the objects and values of ``state`` take. Each rank on its own.
+
+    Args:
+        files: of the checkpoint.
+        state: as given to ``Checkpointer.restore``.
+        saved_size: how many ranks wrote it.
+        rank: this rank.
+        size: how many ranks there are now.
+
+    Returns:
+        For each name what :func:`assign` takes, with leaves that are yet to be read; under :func:`rng_name` this
+        rank's random number generators, if as many ranks wrote it.
+
+    Raises:
+        CheckpointError: there is nothing for a name, or it is of another kind.
+    """
+    found = {name: _found(files, name, value, saved_size, rank) for name, value in state.items()}
+    own = rng_name(rank)
+    return {**found, own: files.structure(own)} if saved_size == size else found
+
+
+def parts(files: CheckpointFiles, saved_size: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the structures of all there is, by the names that the caller's state had.
+
+    The shards of a ``ZeroRedundancyOptimizer`` are the state dict of the optimizer inside; their names come second.
+    """
+    names = [name for name in files.index.state if name.split(".")[0] != _RESERVED]
+    found = {name: files.structure(name) for name in names}
+    sharded = {name.rpartition(".rank")[0] for name, structure in found.items() if zero_shards.is_shard(structure)}
+    for name in sharded:
+        mine = [entry for entry in _shards(name, found, saved_size) if zero_shards.is_shard(found[entry])]
+        shards = [found.pop(entry) for entry in mine]
+        found[name], _ = zero_shards.whole(shards, {number for shard in shards for number in shard["state"]})
+    return dict(sorted(found.items())), sorted(sharded)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the names of a checkpoint's entries for a message, of many the first: there may be some of each rank."""
+    more = len(names) - _SHOWN
+    # The names may come from elsewhere: no longer than a line, and no control sequence of a terminal.
+    shown = [f"{name:.100}" if name.isprintable() else f"{name!r:.100}" for name in names[:_SHOWN]]
+    shown += [f"and {more} more"] if more > 0 else []
+    return ", ".join(shown) or "an empty state"
+
+
+def _shards(name: str, there: Collection[str], saved_size: int) -> list[str]:
+    """The entries that ranks have of their own under a name, in the order of the ranks."""
+    # Each rank has an entry at least, so a manifest that claims more ranks than that is no reason to count them all.
+    most = min(saved_size, len(there))
+    return [entry for rank in range(most) if (entry := _rank_name(name, rank)) in there]
+
+
+def _found(files: CheckpointFiles, name: str, value: Any, saved_size: int, rank: int) -> Any:
+    there, is_zero = files.index.state, isinstance(value, ZeroRedundancyOptimizer)
+    shards = _shards(name, there, saved_size)
+    if shards and (is_zero or (isinstance(value, Optimizer) and name not in there)):
+        return _from_shards(files, name, value, sorted(shards, key=lambda entry: entry != _rank_name(name, rank)))
+    if name in there:
+        structure = files.structure(name)
+        if not is_zero:
+            return structure
+        if not zero_shards.is_whole(structure):
+            raise CheckpointError(f"{name!r} is a ZeroRedundancyOptimizer, and what was saved is no optimizer's state.")
+        return zero_shards.cut(structure, zero_shards.numbers(value))
+    if shards:
+        raise CheckpointError(
+            f"{name!r} was saved by each rank for itself. Ask for {shards[0]!r} and so on; or, if it is of a "
+            "ZeroRedundancyOptimizer, restore it into an optimizer."
+        )
+    others = sorted(other for other in there if not other.startswith(f"{_RESERVED}."))
+    raise CheckpointError(f"There is no {name!r} in it, only {listed(others)}.{nearest(name, others)}")
+
+
+def _from_shards(files: CheckpointFiles, name: str, value: Optimizer, shards: Sequence[str]) -> dict[str, Any]:
+    """Return what an optimizer takes of shards; no further one is looked into once its parameters are complete."""
+
+    def structures() -> Iterator[Any]:
+        for shard in shards:
+            structure = files.structure(shard)
+            if not zero_shards.is_shard(structure):
+                raise CheckpointError(f"{name!r} is an optimizer, and what was saved by each rank is no part of one.")
+            yield structure
+
+    every = range(len(_parameters(value)))
+    own = zero_shards.numbers(value) if isinstance(value, ZeroRedundancyOptimizer) else every
+    found, missing = zero_shards.whole(structures(), own)
+    if missing:
+        raise CheckpointError(
+            f"{name!r}: of {len(own)} parameters {len(missing)} are in no rank's part, the first being number "
+            f"{min(missing)}; was it an optimizer of as many parameters?"
+        )
+    return found
+
+
+# -- into the objects
 
 
 def pair(structure: Any, value: Any) -> list[Leaf]:
@@ -68,17 +175,13 @@ def pair(structure: Any, value: Any) -> list[Leaf]:
     if isinstance(value, ZeroRedundancyOptimizer):
         return found
     _pair(structure, _current(value), _is_torchs_own(_unwrapped(value)))
-    if isinstance(value, torch.optim.Optimizer) and zero_shards.is_whole(structure):
-        for index, param in enumerate(param for group in value.param_groups for param in group["params"]):
+    if isinstance(value, Optimizer) and zero_shards.is_whole(structure):
+        for index, param in enumerate(_parameters(value)):
             for leaf in marks(structure["state"].get(index)):
                 leaf.live = param if leaf.live is None and isinstance(param, DTensor) else leaf.live
-    last: Leaf | None = None
-    end = 0
-    for leaf in sorted((leaf for leaf in found if leaf.in_place), key=_address):
-        if last is not None and _address(leaf) < end:
-            last.in_place = leaf.in_place = False
-        if _address(leaf) + _local(leaf).nbytes > end:
-            last, end = leaf, _address(leaf) + _local(leaf).nbytes
+    users = Counter(_memory(leaf.live) for leaf in found if leaf.in_place)
+    for leaf in found:
+        leaf.in_place = leaf.in_place and users[_memory(leaf.live)] == 1
     return found
 
 
@@ -86,7 +189,7 @@ def _pair(structure: Any, live: Any, in_place: bool) -> None:
     if isinstance(structure, Leaf):
         if isinstance(live, torch.Tensor):
             structure.live = live
-            structure.in_place = in_place and _is_plain(_local(structure))
+            structure.in_place = in_place and _is_plain(_local(live))
     elif isinstance(structure, Mapping) and isinstance(live, Mapping):
         for key, item in structure.items():
             if key in live:
@@ -96,13 +199,12 @@ def _pair(structure: Any, live: Any, in_place: bool) -> None:
             _pair(item, other, in_place)
 
 
-def _local(leaf: Leaf) -> torch.Tensor:
-    assert leaf.live is not None
-    return leaf.live.to_local() if isinstance(leaf.live, DTensor) else leaf.live
+def _local(x: Any) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _address(leaf: Leaf) -> int:
-    return _local(leaf).data_ptr()
+def _memory(x: Any) -> int:
+    return _local(x).untyped_storage().data_ptr()
 
 
 def _is_plain(x: torch.Tensor) -> bool:
@@ -111,7 +213,7 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 def _is_torchs_own(value: Any) -> bool:
     """Whether the state of an object is its tensors themselves, and taking it only copies into them."""
-    if isinstance(value, torch.optim.Optimizer):
+    if isinstance(value, Optimizer):
         return type(value).__module__.startswith("torch.optim.") and not value._optimizer_load_state_dict_pre_hooks
     if isinstance(value, torch.nn.Module):
         return all(map(_loads_as_torch, value.modules()))
@@ -143,20 +245,17 @@ def assign(state: MutableMapping[str, Any], name: str, loaded: Any) -> None:
         inner.load_state_dict(loaded)
     else:
         state[name] = _merged(value, loaded)
-    for path, x in _tensors(name, state[name]):
-        if x.is_meta:
+    # The state dict of ZeRO is only there when all ranks make it.
+    current = None if isinstance(value, ZeroRedundancyOptimizer) else _current(state[name])
+    for path, x in leaves(current, name):
+        if isinstance(x, torch.Tensor) and x.is_meta:
             raise CheckpointError(
                 f"{path!r} is on the meta device, which holds nothing; give it memory first, as by to_empty()"
             )
 
 
-def _tensors(entry: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of an object by dotted name, and of an optimizer its parameters, as :func:`pair` has them."""
-    if not isinstance(value, ZeroRedundancyOptimizer):  # whose state dict is only there when all ranks make it
-        yield from ((name, x) for name, x in leaves(_current(value), entry) if isinstance(x, torch.Tensor))
-    if isinstance(value, torch.optim.Optimizer):
-        params = (param for group in value.param_groups for param in group["params"])
-        yield from ((f"{entry}.state.{index}", param) for index, param in enumerate(params))
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _unwrapped(value: Any) -> Any:

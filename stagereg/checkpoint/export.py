@@ -4,33 +4,27 @@ Read by one process without a process group, whatever number of ranks wrote it: 
 shards of a ``ZeroRedundancyOptimizer`` the state dict of the optimizer inside. The file is written beside its final
 name and flushed first, so it is complete or absent.
 
-A ``.pt`` holds everything, and so does the memory of the process for a while. What ``torch.load(weights_only=True)``
-would not take is there in plain: NumPy's numbers as Python's, a ``defaultdict`` as a ``dict``. A ``.safetensors`` holds
-tensors only; it is written tensor by tensor, since its layout (huggingface.co/docs/safetensors, "Format") is known
-before the first one is read. Tied tensors are in either of them once a name.
+A ``.pt`` holds everything, and so does the memory of the process for a while. A ``.safetensors`` holds tensors only; it
+is written tensor by tensor, since its layout (huggingface.co/docs/safetensors, "Format") is known before the first one
+is read. Tied tensors are in either of them once a name.
 """
 
 from __future__ import annotations
 
-import _codecs
 import contextlib
 import os
-import sys
-from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
 import stagereg.checkpoint.encoding as encoding
-import stagereg.checkpoint.sources as sources
+import stagereg.checkpoint.entries as entries
 import stagereg.registry as registry
 from stagereg.checkpoint.advice import causes
 from stagereg.checkpoint.encoding import Leaf
 from stagereg.checkpoint.index import TensorEntry
 from stagereg.checkpoint.manifest import Checkpoint, new_token
-from stagereg.checkpoint.rank_group import reason
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.safetensors import DTYPES, METADATA, head
 from stagereg.errors import CheckpointError, nearest
@@ -42,16 +36,6 @@ SUFFIXES = (".pt", ".pth", ".safetensors")
 """What a file may be called."""
 
 
-@dataclass(frozen=True)
-class _Item:
-    """A leaf of the state: whose it is, what the file calls it, and, of a tensor, where it is and what it is like."""
-
-    part: str
-    name: str
-    leaf: Leaf
-    tensor: TensorEntry | None
-
-
 class Export:
     """What is to be written of one checkpoint.
 
@@ -61,47 +45,44 @@ class Export:
 
     Attributes:
         merged: of the names of the state that was saved, those that were saved in shards.
+        tensors: how many tensors there are.
 
     Raises:
         CheckpointError: it has no such name, or was written by a storage that is not there.
     """
 
     def __init__(self, checkpoint: Checkpoint, only: str | None = None) -> None:
-        self._path, self._step, self._only = checkpoint.path, checkpoint.manifest.step, only
-        self._files = CheckpointFiles(checkpoint, registry.build("storage", "dcp"), foreign=True)
-        parts, merged = sources.parts(self._files, checkpoint.manifest.world_size)
-        if only is not None and only not in parts:
-            known = sources.listed(list(parts))
-            raise CheckpointError(f"There is no {only!r} in {self._path}, only {known}.{nearest(only, parts)}")
-        self._parts = parts if only is None else {only: parts[only]}
-        self.merged = [name for name in merged if name in self._parts]
-        self._items = [
-            _Item(part, name if only is None else name.removeprefix(f"{only}."), leaf, self._tensor(leaf))
-            for part, value in self._parts.items()
-            for name, leaf in encoding.leaves(value, part)
-        ]
-
-    @property
-    def tensors(self) -> int:
-        """How many tensors there are."""
-        return sum(item.tensor is not None for item in self._items)
+        self._step, self._only = checkpoint.manifest.step, only
+        self._files = CheckpointFiles(checkpoint, registry.build("storage", "dcp"))
+        self._parts, self.merged = entries.parts(self._files, checkpoint.manifest.world_size)
+        if only is not None:
+            if only not in self._parts:
+                known = entries.listed(list(self._parts))
+                text = f"There is no {only!r} in {checkpoint.path}, only {known}.{nearest(only, self._parts)}"
+                raise CheckpointError(text)
+            self._parts = {only: self._parts[only]}
+            self.merged = [name for name in self.merged if name == only]
+        self._tensors: dict[str, tuple[Leaf, TensorEntry]] = {}
+        self._others: list[str] = []
+        self._with_tensors: set[str] = set()
+        for part, structure in self._parts.items():
+            for name, leaf in encoding.leaves(structure, part):
+                name = name if only is None else name.removeprefix(f"{only}.")
+                entry = self._files.index.tensor(leaf.name) if isinstance(leaf, Leaf) else None
+                if entry is None:
+                    self._others.append(name)
+                else:
+                    self._tensors[name] = leaf, entry
+                    self._with_tensors.add(part)
+        self.tensors = len(self._tensors)
 
     def names(self, out: Path) -> list[str]:
         """Return of the names of the state those that are in ``out``; neither the step nor the generators are."""
-        if out.suffix != ".safetensors":
-            return sorted(self._parts)
-        return sorted({item.part for item in self._items if item.tensor is not None})
-
-    def needs(self, out: Path) -> int:
-        """Return the bytes of tensors that are in memory at once while ``out`` is written."""
-        sizes = [item.tensor.nbytes for item in self._items if item.tensor is not None]
-        return max(sizes, default=0) if out.suffix == ".safetensors" else sum(sizes)
+        return sorted(self._with_tensors if out.suffix == ".safetensors" else self._parts)
 
     def left_out(self, out: Path) -> list[str]:
         """Return the names of what ``out`` cannot hold."""
-        if out.suffix != ".safetensors":
-            return []
-        return sorted(item.name for item in self._items if item.tensor is None)
+        return sorted(self._others) if out.suffix == ".safetensors" else []
 
     def write(self, out: Path, replace: bool) -> None:
         """Write the file.
@@ -111,14 +92,12 @@ class Export:
             replace: whether it may take the place of a file that is there.
 
         Raises:
-            CheckpointError: such a file cannot hold a tensor, it is there already, or what ``torch.load`` would
-                refuse is in it. ``OSError``.
+            CheckpointError: such a file cannot hold a tensor, or it is there already. ``OSError``.
         """
-        write = self._write_tensors if out.suffix == ".safetensors" else self._write_all
         beside = out.with_name(f".{out.name}.{new_token()}.tmp")
         try:
             with beside.open("xb") as file:
-                write(file)
+                self._write_tensors(file) if out.suffix == ".safetensors" else self._write_all(file)
                 file.flush()
                 os.fsync(file.fileno())
             if not replace and os.path.lexists(out):
@@ -128,67 +107,26 @@ class Export:
             with contextlib.suppress(OSError):
                 beside.unlink()
 
-    def _tensor(self, leaf: Any) -> TensorEntry | None:
-        return self._files.index.tensor(leaf.name) if isinstance(leaf, Leaf) else None
-
     def _write_all(self, file: IO[bytes]) -> None:
-        self._files.read([leaf for part in self._parts.values() for leaf in encoding.marks(part)])
-        read = {name: encoding.fill(part) for name, part in self._parts.items()}
+        self._files.read([leaf for structure in self._parts.values() for leaf in encoding.marks(structure)])
+        read = {name: encoding.fill(structure) for name, structure in self._parts.items()}
         try:
-            torch.save(_plain(read if self._only is None else read[self._only]), file)
+            torch.save(read if self._only is None else read[self._only], file)
         except RuntimeError as error:  # of torch's archive, which could not be ended after what the file has raised
             raise next((each for each in causes(error) if isinstance(each, OSError)), error) from None
-        file.flush()
-        try:
-            torch.load(str(file.name), map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:
-            named = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(str(file.name)))
-            raise CheckpointError(
-                f"torch.load(weights_only=True) would refuse it ({named or reason(error)}); a .safetensors has the "
-                "tensors alone."
-            ) from error
 
     def _write_tensors(self, file: IO[bytes]) -> None:
-        tensors = {item.name: (item.leaf, item.tensor) for item in self._items if item.tensor is not None}
+        for name, (_, entry) in self._tensors.items():
+            if entry.dtype not in DTYPES:
+                raise CheckpointError(f"safetensors cannot hold {name!r}, which is {entry.dtype}; write a .pt")
+        if METADATA in self._tensors:
+            raise CheckpointError(f"safetensors cannot hold a tensor called {METADATA!r}; write a .pt")
         # As the library does it: by size of the elements, so that every tensor is aligned, and then by name.
-        order = sorted(tensors, key=lambda name: (-tensors[name][1].dtype.itemsize, name))
-        for name in order:
-            if tensors[name][1].dtype not in DTYPES:
-                raise CheckpointError(
-                    f"safetensors cannot hold {name!r}, which is {tensors[name][1].dtype}; write a .pt"
-                )
-            if name == METADATA:
-                raise CheckpointError(f"safetensors cannot hold a tensor called {name!r}; write a .pt")
-        kinds = {name: (tensors[name][1].dtype, tensors[name][1].shape) for name in order}
+        order = sorted(self._tensors.items(), key=lambda item: (-item[1][1].dtype.itemsize, item[0]))
+        kinds = {name: (entry.dtype, entry.shape) for name, (_, entry) in order}
         file.write(head(kinds, {"format": "pt", "step": str(self._step)}))
-        for name in order:
-            leaf = tensors[name][0]
+        for _, (leaf, _) in order:
             self._files.read([leaf])
             if leaf.value.numel():
                 file.write(view_of(leaf.value.contiguous()))
             leaf.value = None
-
-
-class _NoBytes:
-    """Stands for ``b""``, which would be pickled as a call of ``bytes``."""
-
-    def __reduce__(self) -> Any:
-        return _codecs.encode, ("", "latin1")
-
-
-def _plain(value: Any) -> Any:
-    """Return a value in types that torch reads, in its own containers; an ``OrderedDict`` may have attributes."""
-    kind, numpy = type(value), sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        return value.item()
-    if kind is bytes:
-        return value or _NoBytes()
-    if kind in (list, tuple, set):
-        return kind(map(_plain, value))
-    if isinstance(value, dict):
-        items = [(_plain(key), _plain(item)) for key, item in value.items()]
-        into = {} if kind is defaultdict else value
-        into.clear()
-        into.update(dict(items))
-        return into
-    return value

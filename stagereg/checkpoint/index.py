@@ -11,20 +11,18 @@ The structure of the state is text of :mod:`stagereg.checkpoint.encoding`.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 import json
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from stagereg.checkpoint.encoding import Encoded
+from stagereg.checkpoint.encoding import Encoded, without_gc
 from stagereg.checkpoint.storage.protocol import ArchiveResult, TensorResult
 from stagereg.errors import CheckpointError
 
@@ -41,9 +39,7 @@ ARCHIVE = "archive"
 _FORMAT = 1
 _MOST = (1 << 63) - 1
 _MOST_DIMENSIONS = 64
-
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""A part of a tensor: where it begins and how large it is, in each dimension."""
+_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
 
 
 class Chunk(NamedTuple):
@@ -112,18 +108,11 @@ class Index:
             CheckpointError: it is none, or something in it does not fit.
         """
         try:
-            with _without_gc():
-                return cls.checked(json.loads(data), sizes)
+            with without_gc():
+                content = json.loads(data)
+                _check(content, sizes)
         except RecursionError:
             raise CheckpointError(f"{INDEX} is nested too deeply to be one.") from None
-        except ValueError as error:
-            raise CheckpointError(f"{INDEX} is no JSON: {str(error)[:300]}.") from error
-
-    @classmethod
-    def checked(cls, content: Any, sizes: Mapping[str, int]) -> Index:
-        """Return the index of that content, if all of it fits. Raises: as :meth:`loads`."""
-        try:
-            _check(content, sizes)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{INDEX} is not what an index is: {str(error)[:300]}.") from error
         return cls(content)
@@ -135,7 +124,9 @@ class Index:
             return None
         dtype, shape, chunks = found
         if chunks is not None:
-            chunks = tuple(self._chunk(shape, *chunk) for chunk in chunks)
+            chunks = tuple(
+                Chunk(self._files[file], offset, length, *_part(shape, part)) for file, offset, length, *part in chunks
+            )
         return TensorEntry(DTYPES[dtype], torch.Size(shape), chunks)
 
     def has(self, name: str) -> bool:
@@ -147,20 +138,11 @@ class Index:
         found = self._objects[name]
         return None if found is None else (self._files[found[0]], found[1], found[2])
 
-    def _chunk(
-        self,
-        whole: list[int],
-        file: int,
-        offset: int,
-        length: int,
-        start: Sequence[int] | None = None,
-        shape: Sequence[int] | None = None,
-        layout: list[int] | str | None = None,
-    ) -> Chunk:
-        begin = (0,) * len(whole) if start is None else tuple(start)
-        sizes = tuple(whole if shape is None else shape)
-        strides = tuple(layout) if isinstance(layout, list) else layout
-        return Chunk(self._files[file], offset, length, begin, sizes, strides)
+
+def _part(whole: list[int], part: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+    """Return start, shape and layout of a chunk; what the index leaves out is that of the whole tensor."""
+    start, shape, layout = (*part, None)[:3] if part else ([0] * len(whole), whole, None)
+    return tuple(start), tuple(shape), tuple(layout) if type(layout) is list else layout
 
 
 # -- writing
@@ -176,71 +158,49 @@ def make_index(
         results: of each rank's ``write_data``.
         structures: of each rank's entries, by name.
     """
-    with _without_gc():
+    files: dict[str, int] = {}
+
+    def place(result: WriteResult, offset: int, length: int) -> list[Any]:
+        return [files.setdefault(result.storage_data.relative_path, len(files)), offset, length]
+
+    def chunk(entry: TensorStorageMetadata, part: ChunkStorageMetadata, result: WriteResult) -> list[Any]:
+        box = [[*part.offsets], [*part.sizes]]
+        if isinstance(result, ArchiveResult):
+            return [*place(result, result.storage_data.offset, result.storage_data.length), *box, ARCHIVE]
+        assert isinstance(result, TensorResult)
+        found = place(result, result.content, part.sizes.numel() * entry.properties.dtype.itemsize)
+        if result.stride is not None and not _is_row_major(part.sizes, result.stride):
+            return [*found, *box, [*result.stride]]
+        return found if part.sizes == entry.size else [*found, *box]
+
+    with without_gc():
         state: dict[str, Encoded] = {}
         for each in structures:
             state = {**each, **state}  # the lowest rank's, as of everything that several ranks have
-        objects = {leaf for encoded in state.values() for leaf in encoded.objects}
-        table = _Table({result.index: result for rank in results for result in rank})
+        wanted = {name for encoded in state.values() for name in encoded.objects}
+        written = {result.index: result for rank in results for result in rank}
+        tensors: dict[str, Any] = {}
+        objects: dict[str, Any] = {}
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
-                table.add_tensor(name, entry)
-            elif name in objects:  # all else that is no tensor stands in the structure; torch alone reads it
-                table.add_object(name)
-        head = {"format": _FORMAT, "files": [*table.files], "tensors": table.tensors, "objects": table.objects}
+                parts = [(part, written[MetadataIndex(name, part.offsets)]) for part in entry.chunks]
+                located = all(isinstance(result, (TensorResult, ArchiveResult)) for _, result in parts)
+                chunks = (
+                    [chunk(entry, part, result) for part, result in parts if part.sizes.numel()] if located else None
+                )
+                tensors[name] = [_NAMES[entry.properties.dtype], [*entry.size], chunks]
+            elif name in wanted:  # all else that is no tensor stands in the structure; torch alone reads it
+                found = written[MetadataIndex(name)]
+                info = found.storage_data
+                objects[name] = place(found, info.offset, info.length) if isinstance(found, ArchiveResult) else None
+        head = {"format": _FORMAT, "files": [*files], "tensors": tensors, "objects": objects}
         texts = ",\n".join(f"{json.dumps(name)}: {encoded.text}" for name, encoded in state.items())
         return f'{json.dumps(head)[:-1]},\n"state": {{\n{texts}\n}}}}\n'.encode()
 
 
-class _Table:
-    def __init__(self, results: Mapping[MetadataIndex, WriteResult]) -> None:
-        self.files: dict[str, int] = {}
-        self.tensors: dict[str, Any] = {}
-        self.objects: dict[str, Any] = {}
-        self._results = results
-
-    def add_tensor(self, name: str, entry: TensorStorageMetadata) -> None:
-        chunks: list[Any] = []
-        located = True
-        for part in entry.chunks:
-            result = self._results[MetadataIndex(name, part.offsets)]
-            if not isinstance(result, (TensorResult, ArchiveResult)):
-                located = False
-            elif part.sizes.numel():
-                chunks.append(self._chunk(entry, part.offsets, part.sizes, result))
-        self.tensors[name] = [_NAMES[entry.properties.dtype], list(entry.size), chunks if located else None]
-
-    def add_object(self, name: str) -> None:
-        result = self._results[MetadataIndex(name)]
-        if not isinstance(result, ArchiveResult):
-            self.objects[name] = None
-            return
-        info = result.storage_data
-        self.objects[name] = [self._number(info.relative_path), info.offset, info.length]
-
-    def _chunk(
-        self,
-        entry: TensorStorageMetadata,
-        start: torch.Size,
-        shape: torch.Size,
-        result: TensorResult | ArchiveResult,
-    ) -> list[Any]:
-        file = self._number(result.storage_data.relative_path)
-        if isinstance(result, ArchiveResult):
-            return [file, result.storage_data.offset, result.storage_data.length, [*start], [*shape], ARCHIVE]
-        length = shape.numel() * entry.properties.dtype.itemsize
-        if not _is_row_major(shape, result.stride):
-            return [file, result.content, length, [*start], [*shape], [*(result.stride or ())]]
-        place = [] if shape == entry.size else [[*start], [*shape]]
-        return [file, result.content, length, *place]
-
-    def _number(self, file: str) -> int:
-        return self.files.setdefault(file, len(self.files))
-
-
-def _is_row_major(shape: torch.Size, stride: tuple[int, ...] | None) -> bool:
+def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
     expected = 1
-    for size, step in zip(reversed(shape), reversed(stride or ()), strict=False):
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size > 1 and step != expected:
             return False
         expected *= size
@@ -259,8 +219,7 @@ def _check(data: Any, sizes: Mapping[str, int]) -> None:
     for name in files:
         if name not in sizes:
             raise ValueError(f"it names {name!r:.100}, which is no file of the checkpoint")
-    ends = [sizes[name] for name in files]
-    extents: list[tuple[int, int, int]] = []
+    extents: list[Any] = []
     for name, (dtype, shape, chunks) in tensors.items():
         itemsize = DTYPES[dtype].itemsize
         elements = _elements(shape)
@@ -273,7 +232,7 @@ def _check(data: Any, sizes: Mapping[str, int]) -> None:
             _check_chunks(name, shape, elements, chunks, itemsize)
         extents += [tuple(chunk[:3]) for chunk in chunks]
     extents += [tuple(place) for place in objects.values() if place is not None]
-    _check_extents(extents, ends)
+    _check_extents(extents, [sizes[name] for name in files])
 
 
 def _elements(shape: Any) -> int:
@@ -291,52 +250,45 @@ def _elements(shape: Any) -> int:
 
 def _check_chunks(name: str, whole: list[int], elements: int, chunks: list[Any], itemsize: int) -> None:
     """Make sure that chunks lie within their tensor and cover each element of it once."""
-    boxes: list[Box] = []
-    for _, _, length, *place in chunks:
-        start, shape, layout = (*place, None)[:3] if place else ([0] * len(whole), whole, None)
-        nbytes = _elements(shape) * itemsize
-        if not len(start) == len(shape) == len(whole) or not (
-            nbytes == length or (layout == ARCHIVE and 0 < nbytes < length)
-        ):
+    boxes: list[_Box] = []
+    for _, _, length, *part in chunks:
+        start, shape, layout = _part(whole, part)
+        nbytes = _elements([*shape]) * itemsize
+        if nbytes != length and not (layout == ARCHIVE and 0 < nbytes < length):
             raise ValueError(f"a chunk of {name!r:.100} has another size than what is stored of it")
         for begin, size, limit in zip(start, shape, whole, strict=True):
             if type(begin) is not int or not 0 <= begin <= limit - size:
                 raise ValueError(f"a chunk of {name!r:.100} lies outside of the tensor")
         if layout not in (None, ARCHIVE):
             _check_strides(shape, layout)
-        boxes.append((tuple(start), tuple(shape)))
-    if sum(math.prod(shape) for _, shape in boxes) != elements or _overlap(boxes):
+        boxes.append((start, shape))
+    if sum(math.prod(shape) for _, shape in boxes) != elements or (len(boxes) > 1 and _overlap(boxes)):
         raise ValueError(f"the chunks of {name!r:.100} do not cover it once")
 
 
-def _check_strides(shape: list[int], strides: Any) -> None:
-    if len(strides) != len(shape) or any(type(stride) is not int for stride in strides):
-        raise ValueError("there are no strides where some belong")
+def _check_strides(shape: Sequence[int], strides: Any) -> None:
     expected = 1
+    if any(type(stride) is not int for stride in strides):
+        raise ValueError("there are no strides where some belong")
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
         if stride != expected:
             raise ValueError("the elements of a chunk overlap, or leave holes")
         expected *= size
 
 
-def _overlap(boxes: list[Box]) -> bool:
-    """Whether two of them have an element in common."""
-    if len(boxes) < 2:
-        return False
+def _overlap(boxes: list[_Box]) -> bool:
+    """Whether two of them have an element in common; goes through them along the dimension that is cut most often."""
     along = max(range(len(boxes[0][0])), key=lambda i: len({start[i] for start, _ in boxes}), default=None)
     if along is None:
         return True
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box[0][along]):
-        active = [other for other in active if other[0][along] + other[1][along] > box[0][along]]
-        if any(_meet(box, other) for other in active):
-            return True
-        active.append(box)
+    active: list[_Box] = []
+    for start, shape in sorted(boxes, key=lambda box: box[0][along]):
+        active = [other for other in active if other[0][along] + other[1][along] > start[along]]
+        for begin, sizes in active:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(start, shape, begin, sizes, strict=True)):
+                return True
+        active.append((start, shape))
     return False
-
-
-def _meet(one: Box, other: Box) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
 
 
 def _check_extents(extents: list[Any], ends: list[int]) -> None:
@@ -350,16 +302,3 @@ def _check_extents(extents: list[Any], ends: list[int]) -> None:
     for one, other in itertools.pairwise(extents):
         if one != other and one[0] == other[0] and one[1] + one[2] > other[1]:
             raise ValueError(f"what lies at byte {one[1]} of a file overlaps what lies at byte {other[1]}")
-
-
-@contextlib.contextmanager
-def _without_gc() -> Generator[None, None, None]:
-    """Keep the collector from going through the new containers again and again: a million of them take four times
-    as long with it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

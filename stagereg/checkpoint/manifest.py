@@ -1,12 +1,7 @@
 """What a checkpoint is made of, wherever it lies: the names, the manifest, and the marks of its files.
 
-::
-
-    runs/gpt/                          the directory, or URL, given to the checkpointer: a checkpoint store
-        step-00000100/                 one complete checkpoint, readable by ``torch.distributed.checkpoint.load``
-            .metadata  __0_0.distcp …  what the storage wrote, here one of torch's own format
-            manifest.json              size and CRC-32 of each of those files, step, world size, serial, storage, time
-        latest -> step-00000100        the checkpoint committed last
+``step-00000100/manifest.json`` has size and CRC-32 of each other file in that directory, step, world size, serial,
+storage and time. ``latest`` names the directory committed last.
 
 A directory without a readable manifest, or with a file missing or of another size, is not a checkpoint. Serials count
 commits, so "newest" means committed last, also after a run was resumed from an older step. A manifest has a CRC-32 of
@@ -70,8 +65,8 @@ class Manifest:
         world_size: how many ranks wrote it.
         serial: how many checkpoints were committed before it, and one.
         files: their marks, by the name inside the directory.
-        storage: the name of the storage that reads it; a manifest without one is of a time when there was only one.
-        time: when it was committed, whole seconds since the epoch; ``None`` in one of format 1.
+        storage: the name of the storage that reads it.
+        time: when it was committed, whole seconds since the epoch.
     """
 
     step: int
@@ -79,39 +74,46 @@ class Manifest:
     serial: int
     files: dict[str, FileMark]
     storage: str = "dcp"
-    time: int | None = None
+    time: int = 0
 
     def dumps(self) -> str:
-        """Return the text of ``manifest.json``."""
+        """Return the text of ``manifest.json``; its checksum is that of the JSON with sorted keys and no spaces."""
         data = {"format": _FORMAT, **asdict(self)}
-        return json.dumps({**data, "crc32": _crc32(data)}, indent=1) + "\n"
+        checked = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+        return json.dumps({**data, "crc32": crc32(checked)}, indent=1) + "\n"
 
     @classmethod
     def loads(cls, text: str | bytes) -> Manifest:
-        """Read the text of ``manifest.json``, of this format or of format 1.
+        """Read the text of ``manifest.json``.
 
         Raises:
             ValueError: it is none, or damaged, or has a name that is no plain name of a file; the message has the
                 reason.
         """
         try:
-            data = _checked(json.loads(text))
+            data = json.loads(text)
         except RecursionError:
             raise ValueError("it is nested too deeply to be one") from None
-        storage = data.get("storage", "dcp")
+        if type(data) is not dict or data.get("format") != _FORMAT:
+            raise ValueError(f"it is no manifest of format {_FORMAT}")
+        storage, files = data.get("storage"), data.get("files")
         if not isinstance(storage, str) or not _is_name(storage):
             raise ValueError(f"storage is {storage!r:.100}, which is no name")
+        if not isinstance(files, dict) or not all(isinstance(mark, dict) for mark in files.values()):
+            raise ValueError("it lists no files")
+        for name in files:
+            if not _is_name(name) or name in (".", "..", MANIFEST) or set(name) & set("/\\"):
+                raise ValueError(f"{name!r:.100} is no plain name of a file")
         manifest = cls(
             step=_whole(data, "step"),
             world_size=_whole(data, "world_size", least=1),
             serial=_whole(data, "serial"),
-            files=_marks(data.get("files")),
+            files={name: FileMark(_whole(mark, "bytes"), _whole(mark, "crc32")) for name, mark in files.items()},
             storage=storage,
-            time=_whole(data, "time", most=_LATEST_TIME) if data.get("time") is not None else None,
+            time=_whole(data, "time", most=_LATEST_TIME),
         )
-        # The checksum is of what the text means; a change of the space between values shows here.
-        if data["format"] == _FORMAT and (text.decode() if isinstance(text, bytes) else text) != manifest.dumps():
-            raise ValueError("it is not what was written, though it means the same")
+        if (text.decode() if isinstance(text, bytes) else text) != manifest.dumps():
+            raise ValueError("it is not what was written: its own CRC-32 differs, or the text")
         return manifest
 
 
@@ -139,8 +141,7 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """Return the step that a directory name stands for; ``None`` for a name that is of no step."""
-    found = _STEP_NAME.fullmatch(name)
-    return None if found is None else int(found["step"])
+    return step_within(name) if _STEP_NAME.fullmatch(name) else None
 
 
 def step_within(name: str) -> int | None:
@@ -168,42 +169,8 @@ def newest_first(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     return sorted(checkpoints, key=lambda c: (c.manifest.serial, c.manifest.step), reverse=True)
 
 
-def _crc32(data: dict[str, Any]) -> int:
-    """Return the checksum of a manifest without one: of its JSON with sorted keys, no spaces, and ASCII only."""
-    return crc32(json.dumps(data, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _checked(data: Any) -> dict[str, Any]:
-    """Return the content of a manifest of a known format, without the checksum, which is right."""
-    if not isinstance(data, dict):
-        raise ValueError("it is no JSON object")
-    form = data.get("format")
-    if type(form) is not int or form not in (1, _FORMAT):
-        raise ValueError(f"it is of format {form!r:.100}, written by another version")
-    if form == _FORMAT and data.pop("crc32", None) != _crc32(data):
-        raise ValueError("it is not what was written: its own CRC-32 differs")
-    return data
-
-
-def _marks(given: Any) -> dict[str, FileMark]:
-    if not isinstance(given, dict):
-        raise ValueError("it lists no files")
-    marks = {}
-    for name, entry in given.items():
-        if not _is_plain(name):
-            raise ValueError(f"{name!r:.100} is no plain name of a file")
-        if not isinstance(entry, dict):
-            raise ValueError(f"{name} has no mark")
-        marks[name] = FileMark(_whole(entry, "bytes"), _whole(entry, "crc32"))
-    return marks
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a name stays in its directory and can be printed: no separator, no ``..``, no control character."""
-    return _is_name(name) and name not in (".", "..", MANIFEST) and not set(name) & set("/\\")
-
-
 def _is_name(text: str) -> bool:
+    """Whether it can be printed: no control characters, and no longer than file systems have it."""
     return text.isprintable() and 0 < len(text.encode()) <= _LONGEST_NAME
 
 

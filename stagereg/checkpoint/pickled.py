@@ -18,26 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["WHY", "allowed_by_user", "expect_loadable", "load"]
+__all__ = ["expect_loadable", "load"]
 
-WHY = "Checkpoints are read without running code."
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor})
-_TORCHS_OWN = ("torch.distributed.", "torch.nested.")
 _MESH = b"ctorch.distributed.device_mesh\n"  # the instruction that names one; torch reads no other, nor compressed ones
 _SHOWN = 5
-
-
-def allowed_by_user() -> dict[str, Any]:
-    """Return by dotted path what the program has allowed with ``torch.serialization.add_safe_globals``.
-
-    Not what torch allows there by itself for its tensors: making a ``DeviceMesh`` connects this process with others.
-    """
-    found = {}
-    for entry in torch.serialization.get_safe_globals():
-        what, path = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
-        if not path.startswith(_TORCHS_OWN):
-            found[path] = what
-    return found
 
 
 def expect_loadable(name: str, value: Any) -> None:
@@ -51,7 +36,13 @@ def expect_loadable(name: str, value: Any) -> None:
         CheckpointError: it could not be read back, and what to do.
     """
     if type(value) in _TENSORS:
-        _expect_dense(name, value)
+        if value.is_quantized:
+            raise CheckpointError(
+                f"{name!r} would not load back: it is quantized. Save x.dequantize() or x.int_repr()."
+            )
+        if value.is_nested or value.layout is not torch.strided:
+            kind = "nested" if value.is_nested else str(value.layout)
+            raise CheckpointError(f"{name!r} cannot be saved: it is {kind}, not dense. Save the dense tensors it has.")
         return
     stream = io.BytesIO()
     try:
@@ -66,20 +57,8 @@ def expect_loadable(name: str, value: Any) -> None:
     try:
         _read(stream)
     except Exception as error:
-        what, allow = _refusal(stream, error)
-        raise CheckpointError(
-            f"{name!r} would not load back: it has {what}. {WHY} Save numbers, text or tensors instead (such as "
-            f"float(x), torch.as_tensor(x)), or allow the type when saving and when restoring: {allow}"
-        ) from error
-
-
-def _expect_dense(name: str, x: torch.Tensor) -> None:
-    """Refuse a tensor that torch's distributed checkpoint cannot hold, also where it would write it."""
-    if x.is_quantized:
-        raise CheckpointError(f"{name!r} would not load back: it is quantized. Save x.dequantize(), or x.int_repr().")
-    if x.is_nested or x.layout is not torch.strided:
-        kind = "nested" if x.is_nested else str(x.layout)
-        raise CheckpointError(f"{name!r} cannot be saved: it is {kind}, not dense. Save the dense tensors it has.")
+        text = "Save numbers, text or tensors instead (such as float(x), torch.as_tensor(x)), or allow"
+        raise CheckpointError(f"{name!r} would not load back: {_refusal(stream, error, text)}") from error
 
 
 def load(name: str, data: bytes | bytearray) -> Any:
@@ -95,11 +74,8 @@ def load(name: str, data: bytes | bytearray) -> Any:
     except CheckpointError as error:
         raise CheckpointError(f"{name!r:.100} was not read: {error}.") from error
     except Exception as error:
-        what, allow = _refusal(stream, error)
-        raise CheckpointError(
-            f"{name!r:.100} was not read: it has {what}. {WHY} If you trust who wrote it, allow its types before "
-            f"restoring: {allow}"
-        ) from error
+        text = "If you trust who wrote it, allow"
+        raise CheckpointError(f"{name!r:.100} was not read: {_refusal(stream, error, text)}") from error
 
 
 def _expect_stored(stream: io.BytesIO) -> None:
@@ -119,31 +95,24 @@ def _read(stream: io.BytesIO) -> Any:
     if _MESH in stream.getvalue():
         raise CheckpointError("it has a DeviceMesh, which is made by connecting ranks")
     stream.seek(0)
-    # Bytes without any are pickled as a call of ``bytes``, which torch does not take; here it can make nothing else.
-    more: list[Any] = [(_no_bytes, "builtins.bytes")]
-    with torch.serialization.safe_globals(more):
-        return torch.load(stream, map_location="cpu", weights_only=True)
+    return torch.load(stream, map_location="cpu", weights_only=True)
 
 
-def _no_bytes() -> bytes:
-    return b""
-
-
-def _refusal(stream: io.BytesIO, error: Exception) -> tuple[str, str]:
+def _refusal(stream: io.BytesIO, error: Exception, otherwise: str) -> str:
     """Return what an archive has that torch does not read, and the call that would allow it."""
     stream.seek(0)
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))[:_SHOWN]
     except Exception:
         names = []
-    if names:
-        shown = ", ".join(_printable(name[:100]) for name in sorted(names)[:_SHOWN])
-        return f"what is no plain data: {shown}", f"torch.serialization.add_safe_globals([{shown}])"
-    text = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).strip() or type(error).__name__
-    refused = f"something that torch refuses ({_printable(text.splitlines()[0][:200])})"
-    return refused, "torch.serialization.add_safe_globals([TheType])"
+    shown = ", ".join(_printable(name[:100]) for name in names)
+    refused = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).strip() or type(error).__name__
+    what = shown or f"something that torch refuses ({_printable(refused.splitlines()[0][:200])})"
+    return (
+        f"it has {what}. Checkpoints are read without running code. {otherwise} the type when saving and when "
+        f"restoring: torch.serialization.add_safe_globals([{shown or 'TheType'}])"
+    )
 
 
 def _printable(text: str) -> str:
-    """What stands in a file, without what a terminal would take for a command."""
-    return text if text.isprintable() else ascii(text)
+    return text if text.isprintable() else ascii(text)  # a terminal takes some characters for commands

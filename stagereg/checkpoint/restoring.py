@@ -1,10 +1,13 @@
 """Chooses a checkpoint to resume from, and loads it into the objects of a run.
 
-Rank 0 lists the store, so that all ranks use the same list. The content of the files is checked against the manifest,
-each rank taking a share. Then every rank opens what it needs, and reads what does not go straight into a live tensor.
-The ranks agree after each part, and no object changes before all of them have come that far. What is read into live
-tensors comes last, from files that were checked; if the disk fails then, the error says that an object has changed in
-part.
+Rank 0 lists the store, so that all ranks use the same list: complete checkpoints, newest first, and directories that
+are none by their manifest or a size. Then the content of the files is compared with the manifest, each rank reading a
+share. A file that could not be looked at (no permission, a server that does not answer) is not damage but an error:
+passing over it would give up steps that may be fine.
+
+After that every rank opens what it needs, and reads what does not go straight into a live tensor. The ranks agree after
+each part, and no object changes before all of them have come that far. What is read into live tensors comes last, from
+files that were checked; if the disk fails then, the error says that an object has changed in part.
 """
 
 from __future__ import annotations
@@ -13,29 +16,34 @@ import logging
 import shlex
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import stagereg.checkpoint.entries as entries
 import stagereg.checkpoint.rng as rng
-import stagereg.checkpoint.sources as sources
 import stagereg.record as record
-from stagereg.checkpoint.choosing import Choice, choice, compared, newest_good
-from stagereg.checkpoint.damage import Condition, damage_lines
+from stagereg.checkpoint.damage import Condition, Found, Unclear, damage_lines, differences
 from stagereg.checkpoint.encoding import Leaf, fill
-from stagereg.checkpoint.manifest import MANIFEST, Checkpoint
-from stagereg.checkpoint.rank_group import RankGroup
+from stagereg.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
+from stagereg.checkpoint.rank_group import RankGroup, reason
 from stagereg.checkpoint.reading import CheckpointFiles
 from stagereg.checkpoint.storage.protocol import Storage
 from stagereg.checkpoint.store.checkpoint_store import CheckpointStore
-from stagereg.checkpoint.store.open_store import open_parent_store
+from stagereg.checkpoint.store.open_store import open_parent_store, store_path
 from stagereg.errors import CheckpointError
 
 __all__ = ["restore"]
 
 _log = logging.getLogger(__name__)
 
-_SHOWN, _LONGEST = 8, 300
-"""Lines, and characters of each, of an error that an object has when it takes its state."""
+
+class _Choice(NamedTuple):
+    """What there is to go on from; all but ``others`` is in the order in which it is tried or reported."""
+
+    candidates: Sequence[Checkpoint]  # complete by manifest and sizes
+    damaged: Sequence[Condition] = ()  # step directories that would come before or between the candidates
+    others: Sequence[Checkpoint] = ()  # complete ones that are not tried, and may be offered; newest first
+    latest: Manifest | None = None  # of what ``latest`` points to, if that is complete
 
 
 def restore(
@@ -64,37 +72,109 @@ def restore(
             the check, and an object has changed in part.
     """
     failing = f"Nothing was restored from {store.root}"
-    listed = ranks.run_on_all(failing, lambda: choice(store, resume) if ranks.rank == 0 else Choice(()))[0]
-    damaged = list(listed.damaged)
+    listed = ranks.run_on_all(failing, lambda: _choice(store, resume) if ranks.rank == 0 else _Choice(()))[0]
+    damaged: list[Condition] = []
     if resume == "auto":
-        _warn(damaged, ranks)
+        _warn(listed.damaged, ranks)
     for candidate in listed.candidates:
         where = store if resume in ("auto", "latest") else open_parent_store(candidate.path)
-        condition = Condition(candidate.path, candidate.manifest)
-        if verify == "full":
-            condition = compared(where, candidate, ranks)
-        if not condition.damages:
-            with ExitStack() as opened:
-                assign, condition = _read(where, candidate, verify, state, own, ranks, opened)
-                if assign is not None:
-                    ranks.run_on_all(f"{candidate.path} could not be restored", assign)
-            if assign is not None:
-                passed = [each for each in damaged if each not in listed.damaged]
-                _log_fallback(candidate, [*passed, *listed.newer(candidate)], ranks)
+        with ExitStack() as opened:
+            condition, assign = _prepare(where, candidate, verify, state, own, ranks, opened)
+            if not condition.damages:
+                ranks.run_on_all(f"{candidate.path} could not be restored", assign)
+                older = [each for each in listed.damaged if _is_newer(each, candidate, listed.latest)]
+                _log_fallback(candidate, [*damaged, *older], ranks)
                 return candidate
         where.distrusted.add(candidate.path)
         damaged.append(condition)
         if resume == "auto":
             _warn([condition], ranks)
+    damaged = [*listed.damaged, *damaged]
     if not damaged:
         return None
     if resume == "auto":
         raise CheckpointError(_nothing_good(store, damaged))
-    found = newest_good(open_parent_store(damaged[0].path), listed.others, verify == "full", ranks)
-    raise CheckpointError(_not_that_one(resume, damaged[0], found))
+    where = open_parent_store(damaged[0].path)
+    good = (each for each in listed.others if verify != "full" or not _compared(where, each, ranks).damages)
+    raise CheckpointError(_not_that_one(resume, damaged[0], next(good, None)))
 
 
-def _read(
+# -- which checkpoint
+
+
+def _choice(store: CheckpointStore, resume: str) -> _Choice:
+    """List what ``resume`` stands for. Raises: ``CheckpointError`` if there is none, or one could not be looked at."""
+    if resume not in ("auto", "latest"):
+        store = open_parent_store(resume)
+        condition = store.condition(store_path(resume))
+        _expect_certain(condition)
+        others = [one for one in store.checkpoints()[0] if one.manifest != condition.manifest]
+        found = condition.checkpoint
+        return _Choice((), [condition], others) if found is None else _Choice([found], (), others)
+    complete, refused = store.checkpoints()
+    unfinished = set(store.leftovers()) if refused else set()  # which in an object store lie among the others
+    damaged = [store.condition(path) for path in sorted(set(refused) - unfinished, reverse=True)]
+    for each in damaged:
+        _expect_certain(each)
+    pointed = store.latest()
+    latest = None if pointed is None else pointed.manifest
+    if resume == "auto":
+        return _Choice(complete, damaged, (), latest)
+    if not complete and not damaged:
+        raise CheckpointError(
+            f"resume=latest, but there is no complete checkpoint in {store.root}; resume=auto starts from scratch."
+        )
+    newer = [each for each in damaged if not complete or _is_newer(each, complete[0], latest)]
+    return _Choice((), newer, complete) if newer else _Choice(complete[:1], (), complete[1:])
+
+
+def _is_newer(damaged: Condition, than: Checkpoint, latest: Manifest | None) -> bool:
+    """Whether it was committed after a checkpoint, as far as is known."""
+    if than.manifest == latest:
+        return False
+    if damaged.manifest is not None:
+        return (damaged.manifest.serial, damaged.manifest.step) > (than.manifest.serial, than.manifest.step)
+    return damaged.step is None or damaged.step > than.manifest.step
+
+
+def _expect_certain(condition: Condition) -> None:
+    if not condition.certain:
+        raise CheckpointError(
+            f"{condition.path} may be a good checkpoint, and it could not be looked at: {condition}. "
+            "To go on from another one, name it: checkpoint.resume=PATH."
+        )
+
+
+def _compared(store: CheckpointStore, chosen: Checkpoint, ranks: RankGroup) -> Condition:
+    """Read all files of a checkpoint, each rank a share, and return what is wrong with them. Collective.
+
+    Raises:
+        CheckpointError: on all ranks: a file could not be looked at, or not by every rank.
+    """
+    share = sorted(chosen.manifest.files)[ranks.rank :: ranks.size]
+    failing = f"{chosen.path} could not be read"
+    shares = ranks.run_on_all(failing, lambda: store.contents(chosen.path, share))
+    marks = [(rank, name, mark) for rank, found in enumerate(shares) for name, mark in found.items()]
+    unclear = [f"rank {rank}: {name}: {mark.why}" for rank, name, mark in marks if isinstance(mark, Unclear)]
+    if unclear:
+        raise CheckpointError(f"{failing}: {'; '.join(unclear[:3])}")
+    missed = [(rank, name) for rank, name, mark in marks if mark == "missing"]
+    if missed:  # a file that another rank sees is not lost: the ranks see different file systems
+        complete = ranks.run_on_all(failing, lambda: not store.condition(chosen.path).damages)
+        if any(complete):
+            rank, name = missed[0]
+            raise CheckpointError(
+                f"Rank {rank} does not find {chosen.path}/{name}, which rank {complete.index(True)} does: all ranks "
+                f"have to see the same files in {store.root}."
+            )
+    every: dict[str, Found] = {name: mark for _, name, mark in marks}
+    return Condition(chosen.path, chosen.manifest, differences(chosen.manifest, every))
+
+
+# -- reading it
+
+
+def _prepare(
     store: CheckpointStore,
     chosen: Checkpoint,
     verify: str,
@@ -102,36 +182,38 @@ def _read(
     own: Storage,
     ranks: RankGroup,
     opened: ExitStack,
-) -> tuple[Callable[[], None] | None, Condition]:
-    """Prepare what this rank needs; what puts it in place, or what is wrong with the files if they cannot be read.
+) -> tuple[Condition, Callable[[], None]]:
+    """Read what this rank needs, and return what is wrong with the files; if that is nothing, call the second.
 
     Raises:
         CheckpointError: on all ranks, if some rank cannot read it although its files are what was written.
     """
-    assign: Callable[[], None] | None = None
+    assign: Callable[[], None] = lambda: None  # noqa: E731
     failure: Exception | None = None
+    good = Condition(chosen.path, chosen.manifest)
+    condition = _compared(store, chosen, ranks) if verify == "full" else good
+    if condition.damages:
+        return condition, assign
     try:
         files = opened.enter_context(CheckpointFiles(chosen, own))
         assign = _load(chosen, state, files, ranks.rank, ranks.size)
     except Exception as error:
         failure = error
-    good = Condition(chosen.path, chosen.manifest)
     # What was just found to be good need not be read again for an error about what is, or is not, in it.
     in_it = isinstance(failure, CheckpointError) and failure.__cause__ is None
     failed = ranks.exchange(None if failure is None else not in_it)
-    if all(each is None for each in failed):
-        return assign, good
-    if verify != "full" or True in failed:
-        condition = compared(store, chosen, ranks)
-        if condition.damages:
-            return None, condition
+    if any(each is not None for each in failed):
+        if verify != "full" or True in failed:
+            condition = _compared(store, chosen, ranks)
+            if condition.damages:
+                return condition, assign
+        ranks.run_on_all(f"{chosen.path} could not be restored", partial(_raise, failure))
+    return good, assign
 
-    def fail() -> None:
-        if failure is not None:
-            raise failure
 
-    ranks.run_on_all(f"{chosen.path} could not be restored", fail)
-    return None, good  # not reached: some rank has failed
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
 
 
 def _load(
@@ -139,7 +221,7 @@ def _load(
 ) -> Callable[[], None]:
     """Read all that does not go straight into the objects of ``state``; what is returned does the rest."""
     saved_size = chosen.manifest.world_size
-    found = sources.find(files, state, saved_size, rank, size)
+    found = entries.find(files, state, saved_size, rank, size)
     into: dict[str, list[Leaf]] = {}
     for name, structure in found.items():
         leaves = entries.pair(structure, state.get(name))
@@ -154,7 +236,7 @@ def _load(
             except OSError as error:
                 raise CheckpointError(f"{name!r} has changed in part: {error}") from error
             except Exception as error:
-                text = f"{name!r} does not take what was saved under its name: {_short(error)}"
+                text = f"{name!r} does not take what was saved under its name: {reason(error)}"
                 raise CheckpointError(text) from error
         if saved_size == size:
             rng.restore(fill(found[entries.rng_name(rank)]))
@@ -164,8 +246,10 @@ def _load(
     return assign
 
 
+# -- messages
+
+
 def _warn(damaged: Sequence[Condition], ranks: RankGroup) -> None:
-    """Log each, on one rank for all."""
     for each in damaged if ranks.rank == 0 else ():
         _log.warning("%s is damaged and passed over:\n%s", each.path, _indented(each))
 
@@ -177,7 +261,7 @@ def _log_fallback(chosen: Checkpoint, passed: Sequence[Condition], ranks: RankGr
     step = chosen.manifest.step
     newest = max(passed, key=lambda each: -1 if each.step is None else each.step)
     lost = max(0, (newest.step or 0) - step)
-    text = f": {lost} step{'' if lost == 1 else 's'} {'is' if lost == 1 else 'are'} lost" if lost else ""
+    text = f": {lost} steps are lost" if lost else ""
     _log.warning("Resumed from step %d, NOT from step %s, which is damaged%s.", step, newest.step, text)
     record.emit("fallback", step=step, damaged=newest.step, lost=lost, why=str(newest))
 
@@ -200,13 +284,6 @@ def _not_that_one(resume: str, damaged: Condition, good: Checkpoint | None) -> s
         offer = f"The newest good one is of step {good.manifest.step}: checkpoint.resume={good.path}"
     named = resume if resume == damaged.path else f"{resume}: {damaged.path}"
     return f"resume={named} is not a complete checkpoint: {what}{offer}"
-
-
-def _short(error: Exception) -> str:
-    """The start of an object's error about its state, which may name every tensor of a model."""
-    lines = [line[:_LONGEST] + " ..." * (len(line) > _LONGEST) for line in str(error).splitlines()]
-    more = len(lines) - _SHOWN
-    return "\n".join(lines if more <= 0 else [*lines[:_SHOWN], f"and {more} more lines"])
 
 
 def _indented(condition: Condition) -> str:

@@ -1,11 +1,9 @@
 """The random number generators of one process: what they were, and setting them back.
 
 Python's ``random``, torch's CPU generator, the current accelerator's if there is one, and NumPy's global one if the
-program has imported NumPy. All states are stored as bytes: those of Python and NumPy are tuples that no stager needs to
-understand, and torch returns a new tensor each time, for which a stager would have to make a new plan. Generators that
-the program made itself are not covered: put their states into the saved state.
-
-The bytes are torch's own, and JSON with what Python and NumPy return.
+program has imported NumPy. All states are stored as bytes, torch's own or JSON: those of Python and NumPy are tuples
+that no stager needs to understand, and torch returns a new tensor each time, for which a stager would have to make a
+new plan. Generators that the program made itself are not covered: put their states into the saved state.
 """
 
 from __future__ import annotations
@@ -22,14 +20,10 @@ from stagereg.errors import CheckpointError
 
 __all__ = ["capture", "restore"]
 
-_POSITIONS = {"pos": 624, "buffer_pos": 4}
-"""The last index that NumPy's generators may have in the block they draw from. NumPy does not check it."""
-
 
 def _accelerator() -> Any | None:
-    return (
-        torch.get_device_module(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else None
-    )
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else torch.get_device_module(found)
 
 
 def capture() -> dict[str, bytes]:
@@ -50,17 +44,13 @@ def restore(state: dict[str, bytes]) -> None:
         CheckpointError: it is not the state of generators.
     """
     try:
-        python = _python_from(state["python"])
-        cpu = _tensor(state["torch"])
-        numpy, others = sys.modules.get("numpy"), None
-        if "numpy" in state and numpy is not None:
-            others = _numpy_from(state["numpy"])
-        random.setstate(python)
-        torch.set_rng_state(cpu)
+        version, words, gauss = json.loads(state["python"])
+        random.setstate((version, tuple(words), gauss))
+        torch.set_rng_state(_tensor(state["torch"]))
         if "accelerator" in state and (accelerator := _accelerator()):
             accelerator.set_rng_state(_tensor(state["accelerator"]))
-        if others is not None and numpy is not None:
-            numpy.random.set_state(others)
+        if "numpy" in state and (numpy := sys.modules.get("numpy")):
+            numpy.random.set_state(_checked(json.loads(state["numpy"])))
     except Exception as error:
         raise CheckpointError(f"what it has of random number generators is none of their states: {error}") from error
 
@@ -73,15 +63,10 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _python_from(data: bytes) -> Any:
-    version, words, gauss = json.loads(data)
-    return version, tuple(words), gauss
-
-
-def _numpy_from(data: bytes) -> Any:
-    state = json.loads(data)
+def _checked(state: Any) -> Any:
+    """Return NumPy's state if its positions lie in the block they draw from, which NumPy does not check."""
     for part in (state, state["state"]):
-        for name, most in _POSITIONS.items():
+        for name, most in (("pos", 624), ("buffer_pos", 4)):
             if name in part and (type(part[name]) is not int or not 0 <= part[name] <= most):
                 raise ValueError(f"{name} is out of its block")
     return state

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from stagereg.checkpoint.encoding import walk, without_gc
 from stagereg.errors import CheckpointError
 
 __all__ = ["StatePlanner"]
@@ -41,13 +41,20 @@ class StatePlanner(DefaultSavePlanner):
     running statistics under DDP, come from the rank that DDP broadcasts them from.
     """
 
+    @without_gc()
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take a state with its leaves by dotted names. Raises: ``CheckpointError`` for two of one name."""
         self.state_dict, self.mappings, self.is_coordinator = {}, {}, is_coordinator
-        self._flatten(state_dict, ())
+        for path, value in walk(state_dict):
+            name = ".".join(map(str, path))
+            if name in self.state_dict:
+                raise CheckpointError(f"Two values of the state are both called {name!r}.")
+            self.state_dict[name] = value
+            self.mappings[name] = path
 
+    @without_gc()
     def create_local_plan(self) -> SavePlan:
         """Plan this rank's leaves, all of them."""
         alike: dict[Any, TensorWriteData] = {}
@@ -68,6 +75,7 @@ class StatePlanner(DefaultSavePlanner):
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
+    @without_gc()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Leave each item to the lowest rank that has it, and describe what there will be.
 
@@ -75,8 +83,8 @@ class StatePlanner(DefaultSavePlanner):
             CheckpointError: the parts of a tensor do not make up the whole, or ranks have different kinds of one name.
         """
         found: dict[str, Any] = {}
-        sharded: dict[str, Any] = {}
-        whole: dict[int, TensorStorageMetadata] = {}
+        sharded: set[str] = set()
+        alike: dict[int, TensorStorageMetadata] = {}
         taken: set[MetadataIndex] = set()
         plans: list[SavePlan] = []
         for plan in all_plans:
@@ -85,52 +93,27 @@ class StatePlanner(DefaultSavePlanner):
                 taken.update(item.index for item in items)
             plans.append(dataclasses.replace(plan, items=items))
             for item in items:
-                name, data = item.index.fqn, item.tensor_data
-                if name in sharded and data is not None and item.type is WriteItemType.SHARD:
-                    sharded[name].chunks.append(data.chunk)
-                elif name in found:
+                name, data, is_shard = item.index.fqn, item.tensor_data, item.type is WriteItemType.SHARD
+                if name in found and not (is_shard and name in sharded):
                     raise CheckpointError(f"Under the name {name!r} ranks have different kinds of values.")
-                elif data is None:
+                if data is None:
                     found[name] = BytesStorageMetadata()
-                elif item.type is WriteItemType.SHARD:
-                    found[name] = sharded[name] = TensorStorageMetadata(data.properties, data.size, [data.chunk])
+                elif name in found:
+                    found[name].chunks.append(data.chunk)
+                elif is_shard:
+                    sharded.add(name)
+                    found[name] = TensorStorageMetadata(data.properties, data.size, [data.chunk])
                 else:
-                    if id(data) not in whole:
-                        whole[id(data)] = TensorStorageMetadata(data.properties, data.size, [data.chunk])
-                    found[name] = whole[id(data)]
-        wrong = _validate_global_plan(plans, Metadata(sharded))
+                    if id(data) not in alike:
+                        alike[id(data)] = TensorStorageMetadata(data.properties, data.size, [data.chunk])
+                    found[name] = alike[id(data)]
+        wrong = _validate_global_plan(plans, Metadata({name: found[name] for name in sharded}))
         if wrong:
             raise CheckpointError(f"The ranks' parts do not fit together: {'; '.join(wrong)[:500]}")
         mappings = {name: path for plan in reversed(all_plans) for name, path in plan.planner_data.items()}
         return plans, Metadata(found, planner_data=mappings)
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Take the plan as it is."""
-        self.plan = new_plan
-        return new_plan
-
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return what an item stands for."""
         value = self.state_dict.get(write_item.index.fqn)
         return value if type(value) is torch.Tensor else super().resolve_data(write_item)
-
-    def _flatten(self, value: Any, path: tuple[str | int, ...]) -> None:
-        """Put the leaves of a value under their dotted names; what is one follows torch's ``traverse_state_dict``."""
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                self._flatten(item, (*path, str(key)))
-        elif _is_walked(value):
-            for i, item in enumerate(value):
-                self._flatten(item, (*path, i))
-        else:
-            name = ".".join(map(str, path))
-            if name in self.state_dict:
-                raise CheckpointError(f"Two values of the state are both called {name!r}.")
-            self.state_dict[name] = value
-            self.mappings[name] = path
-
-
-def _is_walked(value: object) -> bool:
-    if isinstance(value, list):
-        return any(isinstance(item, (torch.Tensor, Mapping)) or _is_walked(item) for item in value)
-    return False

@@ -8,14 +8,12 @@ from 0. A shard as it is saved has the numbers that the whole optimizer's parame
 Every parameter of the rank is in ``state``, one without state as an empty dict, so its keys are the rank's parameters.
 The whole of some shards, and a part of it, are the state dict of the optimizer class inside: what a run without ZeRO
 saves and restores.
-
-Which shards a rank has to read is decided in :mod:`stagereg.checkpoint.sources`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -23,7 +21,7 @@ from torch.optim import Optimizer
 
 from stagereg.errors import CheckpointError
 
-__all__ = ["cut", "dealt", "is_shard", "is_whole", "load", "merged", "numbers", "shard"]
+__all__ = ["cut", "is_shard", "is_whole", "load", "numbers", "shard", "whole"]
 
 _STATE, _GROUPS, _PARAMS, _SIZES = "state", "param_groups", "params", "group_sizes"
 _OF_THE_PARAMETERS = (_PARAMS, "param_names")
@@ -62,7 +60,7 @@ def load(optimizer: ZeroRedundancyOptimizer, saved: Mapping[str, Any]) -> None:
     """
     there, here = _sizes(saved[_GROUPS]), _sizes(optimizer.param_groups)
     if there != here:
-        raise CheckpointError(f"it is of groups of {_listed(there)} parameters, the optimizer here has {_listed(here)}")
+        raise CheckpointError(f"it is of groups of {there} parameters, the optimizer here has {here}")
     inner = _inner(optimizer)
     local = inner.state_dict()
     local[_STATE] = {
@@ -91,32 +89,29 @@ def cut(saved: Mapping[str, Any], wanted: Collection[int]) -> dict[str, Any]:
     return {**saved, _STATE: {number: part for number, part in saved[_STATE].items() if number in wanted}}
 
 
-def dealt(shards: Mapping[str, Any], wanted: Collection[int]) -> tuple[list[dict[str, Any]], set[int]]:
-    """Return what to take of some shards, or their structures, and which of ``wanted`` is in none of them.
+def whole(shards: Iterable[Mapping[str, Any]], wanted: Collection[int]) -> tuple[dict[str, Any], set[int]]:
+    """Return the state dict of the whole optimizer, and which of the parameters ``wanted`` are in no shard.
 
-    The state of a parameter is taken from the first that has it, and the groups from the first of all.
+    Args:
+        shards: of one optimizer, or their structures; no more are asked for than are needed. The state of a parameter
+            is taken from the first that has it, and the groups from the first of all.
+        wanted: the numbers of the parameters whose state is to be in it.
     """
     missing = set(wanted)
-    taken: list[dict[str, Any]] = []
-    for part in shards.values():
-        own = missing & part[_STATE].keys()
-        if not taken:
-            taken.append(cut(part, own))
-        elif own:
-            taken.append({_STATE: cut(part, own)[_STATE]})
-        missing -= own
-    return taken, missing
-
-
-def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state dict of the whole optimizer that some shards are of, taken as :func:`dealt` has them."""
-    ends = list(itertools.accumulate(shards[0][_SIZES]))
-    groups = [
-        {**_hyperparameters(group), _PARAMS: list(range(end - size, end))}
-        for group, size, end in zip(shards[0][_GROUPS], shards[0][_SIZES], ends, strict=True)
-    ]
-    state = {number: part for each in shards for number, part in each[_STATE].items() if part}
-    return {_STATE: dict(sorted(state.items())), _GROUPS: groups}
+    groups: list[dict[str, Any]] = []
+    state: dict[int, Any] = {}
+    for part in shards:
+        if not groups:
+            ends = itertools.accumulate(part[_SIZES])
+            groups = [
+                {**_hyperparameters(group), _PARAMS: list(range(end - size, end))}
+                for group, size, end in zip(part[_GROUPS], part[_SIZES], ends, strict=True)
+            ]
+        state |= {number: part[_STATE][number] for number in missing & part[_STATE].keys()}
+        missing -= part[_STATE].keys()
+        if not missing:
+            break
+    return {_STATE: {number: state[number] for number in sorted(state) if state[number]}, _GROUPS: groups}, missing
 
 
 def _inner(optimizer: ZeroRedundancyOptimizer) -> Optimizer:
@@ -130,10 +125,6 @@ def _inner(optimizer: ZeroRedundancyOptimizer) -> Optimizer:
 
 def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
     return [len(group[_PARAMS]) for group in groups]
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes))
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from stagereg.sweep.metric import counted
 if TYPE_CHECKING:
     from stagereg.sweep.comparison import Comparison, ComparisonRow
 
-__all__ = ["Answer", "answer", "sentences"]
+__all__ = ["Answer", "answer"]
 
 _NAMED = 3
 """Rows that are named before the rest is counted."""
@@ -38,37 +38,31 @@ class Answer:
     kind: str = "open"
 
 
-def sentences(comparison: Comparison) -> str:
-    """Return the answer in one sentence, or two."""
-    return answer(comparison).text
-
-
 def answer(comparison: Comparison) -> Answer:
     """Return which combination is best and how far that can be trusted."""
-    best = comparison.best
     name = comparison.ranking.name
+    best = comparison.best
     if best is None:
         return Answer(_none(comparison), "unknown", f"no combination completed with {name}", "bad")
     head = f"Best by {name}: {_measured(comparison, best)}"
     out = _unreliable(comparison, best)
-    rivals = [row for row in comparison.candidates if row is not best]
+    rivals = [row for row in comparison.ranked if row.is_candidate(name) and row is not best]
     if not rivals:
         others = any(row is not best and not row.again for row in comparison.rows)
         why = "no other combination completed all its runs with that figure"
         text = f"{head}; {why if others else 'there is no other combination to compare it with'}."
         return Answer(text + out, "not known", "no other combination has this figure in all its runs")
     if ties := comparison.ties:
-        reasons = dict.fromkeys(tie.value for row in ties if (tie := comparison.tie(best, row)))
+        reasons = dict.fromkeys(row.cells[name].reason for row in ties)
         text = f"{head}; it ties with {_listed(ties)}: {', or '.join(reasons)}."
         return Answer(text + out, "a tie", f"{counted(len(ties), 'other')} cannot be distinguished from the best")
     head = f"{head}, before {_measured(comparison, rivals[0])}"
     fewest, most = sorted(len(row.cells[name].values) for row in (best, rivals[0]))
     if fewest == 1:
         once = "one run each" if most == 1 else "one of the two has a single run"
-        text = (
-            f"{head}: {once}, so it is unknown whether the difference is real; {_repeated(comparison, 3)} would show."
-        )
-        return Answer(text + out, "not proven", f"one run has no spread; {_repeated(comparison, 3)} would have one")
+        more = _repeated(comparison, 3)
+        text = f"{head}: {once}, so it is unknown whether the difference is real; {more} would show."
+        return Answer(text + out, "not proven", f"one run has no spread; {more} would have one")
     runs = f"{fewest} runs each" if fewest == most else "their runs"
     text = f"{head}: the difference is larger than the spread of {runs}, "
     if fewest < _FEW:

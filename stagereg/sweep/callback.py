@@ -41,7 +41,7 @@ from stagereg.launch.command_line import CommandLine
 from stagereg.launch.rank import is_rank
 from stagereg.launch.scheduler_task import SchedulerTask
 from stagereg.output import echo
-from stagereg.sweep.compare import compare
+from stagereg.sweep.comparison import compare
 from stagereg.sweep.figures import figures
 from stagereg.sweep.interleaved import KEYS
 from stagereg.sweep.metric import DIRECTIONS, counted, directed, usual

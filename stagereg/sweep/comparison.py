@@ -1,29 +1,40 @@
-"""What a comparison of jobs holds: cells, rows, verdicts; and when the difference of two cells means nothing.
+"""Jobs side by side: one row for each combination of what was swept, and how sure the best is.
 
-Made by :mod:`stagereg.sweep.compare`; the sentence about it is made in :mod:`stagereg.sweep.answer`.
+Repeats of a combination become their median and the range between their quartiles. A row ties with the best where
+their medians differ by no more than either's spread, or in proportion by no more than one combination differs from
+itself (the A/A row), or where few runs overlap. Only completed jobs count; a combination that failed in any of its
+runs, or has the figure in only some, is never best. The order in which results are given makes no difference.
+
+The figures are defined in :mod:`stagereg.sweep.metric`; the sentence about a comparison is made in
+:mod:`stagereg.sweep.answer`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from stagereg.sweep.metric import Metric
+from stagereg.errors import ConfigError
+from stagereg.sweep.interleaved import KEYS
+from stagereg.sweep.metric import Metric, columns, counted, directed
 from stagereg.sweep.result import JobResult
 
-__all__ = ["Cell", "Comparison", "ComparisonRow", "Tie", "noise", "tie"]
+__all__ = ["Cell", "Comparison", "ComparisonRow", "compare"]
 
 _ENOUGH = 5
 """Values from which on quartiles alone prove a difference; of fewer, all of one row must be better."""
-
 _ROUNDING = 1e-6
 """Relative difference of figures that may come from the order in which numbers were added."""
+_OVERLAP_S = 1.0
+"""Seconds that two jobs may run beside each other: one is ending while the next begins."""
+_NAMED = 3
+_EQUAL = "the figures are equal"
 
 
 @dataclass(frozen=True)
@@ -35,12 +46,14 @@ class Cell:
         spread: the range between their first and third quartile, interpolated within the values; ``None`` for one.
         values: of the completed jobs, in their order.
         verdict: ``"best"`` of its column, ``"tie"`` with the best, or empty.
+        reason: why it ties.
     """
 
     median: float
     spread: float | None
     values: tuple[float, ...]
     verdict: str = ""
+    reason: str = ""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Cell:
@@ -50,15 +63,6 @@ class Cell:
             first, _, third = statistics.quantiles(values, n=4, method="inclusive")
             spread = third - first
         return cls(statistics.median(values), spread, tuple(values))
-
-
-class Tie(Enum):
-    """Why a difference between two combinations means nothing."""
-
-    EQUAL = "the figures are equal"
-    SPREAD = "the difference is smaller than the spread"
-    NOISE = "the difference is smaller than that between two sets of runs of one combination"
-    OVERLAP = "their runs overlap"
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,14 @@ class ComparisonRow:
         typed = " ".join(f"{name}={value}" for name, value in self.parameters.items()) or "as configured"
         return f"{typed} ({self.versions})" if self.versions else typed
 
+    def verdict(self, name: str) -> str:
+        """``"best"``, ``"tie"``, ``"A/A"``, ``"failed"``, ``"unfinished"`` or empty, by a metric."""
+        if not self.cells and self.status != "completed":
+            return "unfinished" if self.status == "unfinished" else "failed"
+        if self.again:
+            return "A/A"
+        return self.cells[name].verdict if name in self.cells else ""
+
     def is_candidate(self, name: str) -> bool:
         """Whether it may be the best by a metric: no job failed, and each that was completed has the figure."""
         statuses = [job.status for job in self.jobs]
@@ -130,34 +142,137 @@ class Comparison:
     warnings: tuple[str, ...] = ()
 
     @property
+    def ranked(self) -> list[ComparisonRow]:
+        """The rows as they are shown: best first; those without that figure follow, and those without any are last."""
+        name, sign = self.ranking.name, self.ranking.sign
+
+        def position(row: ComparisonRow) -> tuple[int, float]:
+            if name in row.cells:
+                return 0, sign * row.cells[name].median
+            return (1 if row.cells else 2), 0.0
+
+        return sorted(self.rows, key=position)
+
+    @property
     def best(self) -> ComparisonRow | None:
         """The row that is best by the ranking metric; ``None`` where no row may be."""
-        return next(self._marked("best"), None)
+        return next((row for row in self.rows if row.verdict(self.ranking.name) == "best"), None)
 
     @property
-    def ties(self) -> tuple[ComparisonRow, ...]:
+    def ties(self) -> list[ComparisonRow]:
         """The rows that tie with the best."""
-        return tuple(self._marked("tie"))
-
-    @property
-    def candidates(self) -> tuple[ComparisonRow, ...]:
-        """The rows that may be best by the ranking metric, the best first."""
-        name = self.ranking.name
-        found = [row for row in self.rows if row.is_candidate(name)]
-        return tuple(sorted(found, key=lambda row: self.ranking.sign * row.cells[name].median))
-
-    def tie(self, one: ComparisonRow, other: ComparisonRow) -> Tie | None:
-        """Why two rows tie by the ranking metric; ``None`` where they do not. Both have the figure."""
-        name = self.ranking.name
-        return tie(one.cells[name], other.cells[name], noise(self.rows, name))
-
-    def _marked(self, verdict: str) -> Iterator[ComparisonRow]:
-        name = self.ranking.name
-        return (row for row in self.rows if name in row.cells and row.cells[name].verdict == verdict)
+        return [row for row in self.rows if row.verdict(self.ranking.name) == "tie"]
 
 
-def tie(one: Cell, other: Cell, noise: float) -> Tie | None:
-    """Why two cells differ by no more than chance may make them.
+def compare(results: Sequence[JobResult], metric: str = "stall_ms", direction: str | None = None) -> Comparison:
+    """Compare the jobs of a sweep.
+
+    Args:
+        results: its jobs, as :func:`stagereg.sweep.result.results` finds them.
+        metric: what to rank by.
+        direction: ``"minimize"`` or ``"maximize"``; ``None`` is the metric's own.
+
+    Raises:
+        ConfigError: there is no such metric or direction, or no job.
+    """
+    ranking = directed(metric, direction)
+    if not results:
+        raise ConfigError("There are no jobs to compare.")
+    jobs = sorted(results, key=lambda job: job.order)
+    parameters = _swept(jobs)
+    known = {name for job in jobs if job.status == "completed" for name in job.figures}
+    metrics = [ranking if one.name == ranking.name else one for one in columns(known)]
+    rows = [_row(group, parameters, versions, metrics, ranking) for versions, group in _groups(jobs)]
+    for column in metrics:
+        _judge(rows, column, ranking)
+    return Comparison(
+        directory=Path(os.path.commonpath([job.directory.parent for job in jobs]) or "."),
+        parameters=parameters,
+        constant=tuple(each for each in jobs[0].overrides if _by_key([each]).keys() - set(parameters)),
+        metrics=tuple(metrics),
+        rows=tuple(rows),
+        repeats=1 + max(job.repeat for job in jobs),
+        ranking=ranking,
+        warnings=tuple(_warnings(jobs, rows, ranking)),
+    )
+
+
+# -- rows
+
+
+def _by_key(overrides: Sequence[str]) -> dict[str, str]:
+    """Overrides by what they change, if that is the program; of two for one key, Hydra takes the last."""
+    parts = (override.partition("=") for override in overrides)
+    keys = {(key if key.startswith("~") else key.lstrip("+")): value for key, _, value in parts}
+    return {key: value for key, value in keys.items() if key not in KEYS}
+
+
+def _swept(jobs: Sequence[JobResult]) -> tuple[str, ...]:
+    """The keys in which jobs differ, as they were first named; of jobs whose overrides are known."""
+    known = [keys for job in jobs if (keys := _by_key(job.overrides)) or job.status == "completed"]
+    names = dict.fromkeys(key for keys in known for key in keys)
+    return tuple(name for name in names if len({keys.get(name) for keys in known}) > 1)
+
+
+def _groups(jobs: Sequence[JobResult]) -> Iterator[tuple[str, list[JobResult]]]:
+    """Versions, as far as jobs differ in them, with the jobs of one combination; an A/A group after what it repeats."""
+    known = [job.versions for job in jobs if "stagereg" in job.versions] or [{}]
+    differ = [name for name in ("stagereg", "torch") if len({versions.get(name) for versions in known}) > 1]
+    groups: defaultdict[tuple[frozenset[tuple[str, str]], str], list[JobResult]] = defaultdict(list)
+    for job in jobs:
+        # A job that was killed before it could record its versions is taken to have those of the others.
+        versions = job.versions if "stagereg" in job.versions else known[0]
+        text = ", ".join(f"{name} {versions.get(name, 'unknown')}" for name in differ)
+        groups[frozenset(_by_key(job.overrides).items()), text].append(job)
+    for (_, text), group in groups.items():
+        for again in (False, True):
+            if part := [job for job in group if job.again == again]:
+                yield text, part
+
+
+def _row(
+    jobs: Sequence[JobResult], parameters: Sequence[str], versions: str, metrics: Sequence[Metric], ranking: Metric
+) -> ComparisonRow:
+    keys = _by_key(jobs[0].overrides)
+    completed = [job for job in jobs if job.status == "completed"]
+    values = {one.name: [job.figures[one.name] for job in completed if one.name in job.figures] for one in metrics}
+    broken = sorted((job for job in jobs if job.status != "completed"), key=lambda job: job.status != "failed")
+    return ComparisonRow(
+        parameters={name: keys[name] for name in parameters if name in keys},
+        jobs=tuple(jobs),
+        cells={name: Cell.of(several) for name, several in values.items() if several},
+        again=jobs[0].again,
+        error=broken[0].error or "no error recorded" if broken else "",
+        note="; ".join(_notes(completed, ranking)),
+        versions=versions,
+    )
+
+
+# -- verdicts
+
+
+def _judge(rows: Sequence[ComparisonRow], column: Metric, ranking: Metric) -> None:
+    """Mark the best of a column and what ties with it; nothing where all are equal.
+
+    Of equal rows the first is the best by ``ranking``: the answer has to begin with one of them.
+    """
+    name = column.name
+    candidates = [row.cells for row in rows if row.is_candidate(name)]
+    if not column.better or not candidates:
+        return
+    best = min(candidates, key=lambda cells: column.sign * cells[name].median)
+    chance = _noise(rows, name)
+    reasons = [_tie(best[name], cells[name], chance) for cells in candidates]
+    if len(candidates) > 1 and set(reasons) == {_EQUAL} and name != ranking.name:
+        return
+    for cells, reason in zip(candidates, reasons, strict=True):
+        if reason and cells is not best:
+            cells[name] = replace(cells[name], verdict="tie", reason=reason)
+    best[name] = replace(best[name], verdict="best")
+
+
+def _tie(one: Cell, other: Cell, noise: float) -> str:
+    """Why two cells differ by no more than chance may make them; empty where they differ by more.
 
     Quartiles of a few values lie close to one another by chance: of two rows of three runs of the same, a fifth would
     differ by more than that. So of few runs all of one row have to be better than all of the other, too, which three
@@ -165,17 +280,17 @@ def tie(one: Cell, other: Cell, noise: float) -> Tie | None:
     """
     difference = abs(one.median - other.median)
     if math.isclose(one.median, other.median, rel_tol=_ROUNDING):
-        return Tie.EQUAL
+        return _EQUAL
     if difference <= max(one.spread or 0.0, other.spread or 0.0):
-        return Tie.SPREAD
+        return "the difference is smaller than the spread"
     if difference <= noise * max(abs(one.median), abs(other.median)):
-        return Tie.NOISE
+        return "the difference is smaller than that between two sets of runs of one combination"
     few = min(len(one.values), len(other.values)) < _ENOUGH
     apart = max(one.values) < min(other.values) or max(other.values) < min(one.values)
-    return Tie.OVERLAP if few and not apart else None
+    return "their runs overlap" if few and not apart else ""
 
 
-def noise(rows: Sequence[ComparisonRow], name: str) -> float:
+def _noise(rows: Sequence[ComparisonRow], name: str) -> float:
     """By what part a combination differs from itself: the largest difference of an A/A pair; 0 without one.
 
     A part, since what disturbs a time or a rate of a machine makes long ones longer by more than short ones.
@@ -187,3 +302,75 @@ def noise(rows: Sequence[ComparisonRow], name: str) -> float:
             one, other = row.cells[name].median, twin.cells[name].median
             most = max(most, abs(one - other) / (max(abs(one), abs(other)) or 1.0))
     return most
+
+
+# -- what a reader should know before trusting the figures
+
+
+def _notes(completed: Sequence[JobResult], ranking: Metric) -> Iterator[str]:
+    """What is special about a row of these completed jobs."""
+    without = sum(ranking.name not in job.figures for job in completed)
+    if 0 < without < len(completed):
+        yield f"no {ranking.name} in {without} of {len(completed)} runs"
+    if lost := sum(int(job.figures.get("lost_checkpoints", 0)) for job in completed):
+        yield f"{counted(lost, 'checkpoint')} could not be saved"
+    if any(map(_counts_only_stalls, completed)):
+        yield "lost_percent counts only stalls, since staging and writing left no step undisturbed"
+
+
+def _warnings(jobs: Sequence[JobResult], rows: Sequence[ComparisonRow], ranking: Metric) -> Iterator[str]:
+    """What keeps the rows from being compared as they stand."""
+    if mixed := sorted({row.versions for row in rows if row.versions}):
+        yield (
+            f"Results of different versions are mixed ({_listed(mixed)}). Each has rows of its own: what differs "
+            "between them may come from the version."
+        )
+    machines = sorted({_machine(job) for job in jobs if job.status == "completed" and "cpu" in job.environment})
+    if len(machines) > 1:
+        yield f"The jobs ran on different machines ({_listed(machines)}): what differs may come from the machine."
+    if older := _older(jobs):
+        yield f"Over before the first job began: {counted(older, 'job')}, left, it may be, by an earlier sweep here."
+    if (beside := _beside(jobs)) > 1:
+        yield f"Up to {beside} jobs ran at the same time on one machine, so they may have slowed each other down."
+    if unfinished := sum(job.status == "unfinished" for job in jobs):
+        yield f"Killed half-way or still running: {counted(unfinished, 'job')}, whose figures do not count."
+    measured = [row for row in rows if row.cells]
+    without = [row.label for row in measured if ranking.name not in row.cells]
+    if 0 < len(without) < len(measured):
+        yield f"No run of {_listed(without)} has {ranking.name}."
+    partly = [row.label for row in measured if any(map(_counts_only_stalls, row.jobs))]
+    if ranking.name == "lost_percent" and 0 < len(partly) < len(measured):
+        yield (
+            f"The lost_percent of {_listed(partly)} counts only stalls, since no step was undisturbed: it may be "
+            "larger than it looks."
+        )
+
+
+def _counts_only_stalls(job: JobResult) -> bool:
+    return job.status == "completed" and "lost_percent" in job.figures and "step_s" not in job.figures
+
+
+def _machine(job: JobResult) -> str:
+    cores = f"{job.environment.get('cores', 'unknown')} cores"
+    return ", ".join(filter(None, (str(job.environment["cpu"]), cores, str(job.environment.get("device") or ""))))
+
+
+def _older(jobs: Sequence[JobResult]) -> int:
+    """How many jobs had ended when the one with the lowest number began."""
+    numbered = [job for job in jobs if isinstance(job.job.get("num"), int) and job.started > 0]
+    return sum(job.started + job.seconds < numbered[0].started for job in numbered)
+
+
+def _beside(jobs: Sequence[JobResult]) -> int:
+    """The most jobs that ran at the same time on one host."""
+    long = [job for job in jobs if job.seconds > 2 * _OVERLAP_S and job.environment.get("host")]
+    most = 0
+    for one in long:  # most run at a time when one of them begins
+        others = [job for job in long if job.environment["host"] == one.environment["host"]]
+        most = max(most, sum(job.started <= one.started < job.started + job.seconds - _OVERLAP_S for job in others))
+    return most
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return "; ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["curves_figure", "logged"]
 
 _MOST = 9
-"""Panels of one picture."""
-_ACROSS = 3
-_WIDTH = 12.0
-"""Inches, as is the height of a line of panels."""
-_HEIGHT = 2.6
+"""Panels of one picture, three in a line."""
 
 
 def logged(run: Run) -> dict[str, dict[int, list[tuple[int, float]]]]:
@@ -51,12 +47,12 @@ def curves_figure(run: Run) -> Figure | None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    across = min(len(shown), _ACROSS)
+    across = min(len(shown), 3)
     down = math.ceil(len(shown) / across)
     with styled():
-        figure = Figure(figsize=(_WIDTH, _HEIGHT * down + 0.2), layout="constrained")
-        for index, (name, ranks) in enumerate(shown):
-            axes = figure.add_subplot(down, across, index + 1)
+        figure = Figure(figsize=(12, 2.6 * down + 0.2))
+        for at, (name, ranks) in enumerate(shown):
+            axes = figure.add_subplot(down, across, at + 1)
             for rank in sorted(ranks, reverse=True):
                 steps, values = zip(*ranks[rank], strict=True)
                 colour, width = (COLOURS["best"], 1.5) if rank == min(ranks) else (COLOURS["plain"], 0.7)
@@ -67,5 +63,4 @@ def curves_figure(run: Run) -> Figure | None:
             axes.set_title(plain(f"{name}{others}"))
             axes.set_xlabel("step")
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            axes.grid(axis="y")
     return figure

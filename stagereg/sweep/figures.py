@@ -1,4 +1,4 @@
-"""The figures of one run, from what its ranks have recorded.
+"""The figures of one run and its checkpoints, from what its ranks have recorded.
 
 Each figure is there if it is known, and finite; the metrics among them are defined with their names, in
 :mod:`stagereg.sweep.metric`. A checkpoint takes as long as its slowest rank. Times of different ranks are compared
@@ -11,21 +11,90 @@ import bisect
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from stagereg.sweep.checkpoints import by_checkpoint
 from stagereg.sweep.metric import RETURNED
 from stagereg.sweep.run import RankRecord, Run, Span
 
-__all__ = ["figures", "number"]
+__all__ = ["Saved", "figures", "number", "saved"]
 
 _GIB = 2**30
 _LEAST_UNDISTURBED = 3
 """Undisturbed steps whose median is taken as the time of a step, at least."""
 _TOUCHED_S = 1e-4
 """Seconds of work in the background that a step may have beside it and still counts as undisturbed."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint of all ranks.
+
+    Attributes:
+        step: the training step it was saved at.
+        start: when the first rank began to save it, seconds since the start of the run.
+        end: the last moment of it that is known, likewise.
+        stall_s: how long the slowest rank's training stood still, seconds; ``None`` where no rank recorded it.
+        stage_s: how long the slowest rank's copy took, seconds.
+        write_s: how long the slowest rank's writing took, seconds.
+        nbytes: staged by all ranks.
+        written: bytes of its files.
+        state: ``"complete"``; ``"lost"``, with ``error``; ``"not complete"``: the run ended before.
+    """
+
+    step: int
+    start: float
+    end: float
+    stall_s: float | None
+    stage_s: float | None
+    write_s: float | None
+    nbytes: int
+    written: int
+    state: Literal["complete", "lost", "not complete"]
+    error: str = ""
+
+
+def saved(run: Run) -> list[Saved]:
+    """Return the checkpoints of ``run``, in the order in which they were begun; a step saved twice is two."""
+    stalls = _by_checkpoint(rank.stalls for rank in run.ranks)
+    stages = _by_checkpoint(rank.stages for rank in run.ranks)
+    writes = _by_checkpoint(rank.writes for rank in run.ranks)
+    errors = {(step, 0): error for rank in run.ranks for step, error in rank.lost}
+    every = []
+    for key in {*stalls, *stages, *writes, *errors}:
+        spans = stalls[key] + stages[key] + writes[key]
+        every.append(
+            Saved(
+                step=key[0],
+                start=min((span.start for span in spans), default=run.began) - run.began,
+                end=max((span.end for span in spans), default=run.began) - run.began,
+                stall_s=_longest(stalls[key]),
+                stage_s=_longest(stages[key]),
+                write_s=_longest(writes[key]),
+                nbytes=sum(span.nbytes for span in stages[key]),
+                written=sum(span.nbytes for span in writes[key]),
+                state="complete" if writes[key] else "lost" if key in errors else "not complete",
+                error="" if writes[key] else errors.get(key, ""),
+            )
+        )
+    return sorted(every, key=lambda one: (one.start, one.step))
+
+
+def _by_checkpoint(ranks: Iterable[Iterable[Span]]) -> defaultdict[tuple[int, int], list[Span]]:
+    """The spans of all ranks by step, and by whether it is the first of that step on its rank, the second …"""
+    groups: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
+    for spans in ranks:
+        seen: Counter[int] = Counter()
+        for span in spans:
+            groups[span.step, seen[span.step]].append(span)
+            seen[span.step] += 1
+    return groups
+
+
+def _longest(spans: list[Span]) -> float | None:
+    return max((span.seconds for span in spans), default=None)
 
 
 def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
@@ -43,7 +112,7 @@ def figures(run: Run | None, returned: Any = None) -> dict[str, float]:
     """
     found = _returned(run, returned)
     if run is not None:
-        found |= {**_checkpoints(run), **_training(run), **_ending(run)}
+        found |= {**_of_checkpoints(run), **_of_training(run), **_of_ending(run)}
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
 
@@ -66,36 +135,31 @@ def _real(value: Any) -> float | None:
 def _returned(run: Run | None, returned: Any) -> dict[str, float]:
     """What the task has returned, or if that has no loss, not even NaN, the loss that rank 0 has logged last."""
     by_name = returned if isinstance(returned, Mapping) else {"loss": returned}
-    logged = [
-        values["loss"]
-        for record in (run.ranks if run is not None else ())
-        if record.rank == 0
-        for _, _, values in record.logs
-        if "loss" in values
-    ]
+    first = run.ranks[0] if run is not None and run.ranks[0].rank == 0 else RankRecord(0)
+    logged = [values["loss"] for _, _, values in first.logs if "loss" in values]
     found = {f"{RETURNED}{key}": _real(value) for key, value in by_name.items() if key != "loss"}
     own = _real(by_name.get("loss"))
     found["loss"] = logged[-1] if own is None and logged else own
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _checkpoints(run: Run) -> dict[str, float]:
-    stalls = by_checkpoint(record.stalls for record in run.ranks).values()
-    stages = by_checkpoint(record.stages for record in run.ranks).values()
-    writes = by_checkpoint(record.writes for record in run.ranks).values()
-    found: dict[str, float] = {}
+def _of_checkpoints(run: Run) -> dict[str, float]:
+    every = saved(run)
+    stalls = [one.stall_s for one in every if one.stall_s is not None]
+    staged = [one.nbytes for one in every if one.nbytes]
+    writes = [one.write_s for one in every if one.write_s is not None]
+    medians: dict[str, Sequence[float]] = {
+        "stall_ms": [1e3 * stall for stall in stalls],
+        "state_bytes": staged,
+        "write_s": writes,
+        "staged_gib_per_s": [one.nbytes / _GIB / one.stage_s for one in every if one.nbytes and one.stage_s],
+        "write_gib_per_s": [one.written / _GIB / one.write_s for one in every if one.written and one.write_s],
+    }
+    found: dict[str, float] = {name: statistics.median(values) for name, values in medians.items() if values}
     if stalls:
-        found["stall_ms"] = 1e3 * statistics.median(map(_slowest, stalls))
-        found["stall_s"] = sum(map(_slowest, stalls))
-    if staged := [_nbytes(spans) for spans in stages if _nbytes(spans)]:
-        found |= {"bytes_staged": sum(staged), "state_bytes": statistics.median(staged)}
-    if writes:
-        found["write_s"] = statistics.median(map(_slowest, writes))
-    for name, checkpoints in (("staged_gib_per_s", stages), ("write_gib_per_s", writes)):
-        if rates := [
-            _nbytes(spans) / _GIB / _slowest(spans) for spans in checkpoints if _nbytes(spans) and _slowest(spans)
-        ]:
-            found[name] = statistics.median(rates)
+        found["stall_s"] = sum(stalls)
+    if staged:
+        found["bytes_staged"] = sum(staged)
     if stalls or writes:
         found["checkpoints"] = len(writes)
     if lost := max(len(record.lost) for record in run.ranks):
@@ -103,12 +167,51 @@ def _checkpoints(run: Run) -> dict[str, float]:
     return found
 
 
-def _slowest(spans: Iterable[Span]) -> float:
-    return max(span.seconds for span in spans)
+def _of_training(run: Run) -> dict[str, float]:
+    if not (most := max(len(record.steps) for record in run.ranks)):
+        return {}
+    found: dict[str, float] = {"steps": most}
+    ranks = [_of_rank(run, record) for record in run.ranks if len(record.steps) > 1]
+    ranks = [rank for rank in ranks if rank["train_s"] > 0]
+    if not ranks:
+        return found
+    for name in ("train_s", "lost_s", "step_s"):
+        if known := [rank[name] for rank in ranks if name in rank]:
+            found[name] = max(known)
+    if any(record.stalls for record in run.ranks):
+        found["lost_percent"] = 100 * max(rank["lost_s"] / rank["train_s"] for rank in ranks)
+    else:
+        del found["lost_s"]
+    if (samples := _samples(run)) is not None:
+        found["samples_per_s"] = samples / found["train_s"]
+    return found
 
 
-def _nbytes(spans: Iterable[Span]) -> int:
-    return sum(span.nbytes for span in spans)
+def _of_rank(run: Run, record: RankRecord) -> dict[str, float]:
+    """A rank's time from its first step to its last: in all, lost to checkpoints, and of an undisturbed step."""
+    host = record.start.get("host")
+    same = [each for each in run.ranks if each is record or (host is not None and each.start.get("host") == host)]
+    held = _Covered(record.stalls)
+    busy = _Covered([*record.stalls, *(span for each in same for span in (*each.stages, *each.writes))])
+    undisturbed: list[float] = []
+    disturbed: list[tuple[float, int]] = []
+    for (step, began), (following, ended) in itertools.pairwise(record.steps):
+        count = max(1, following - step)
+        stalled = held.within(began, ended)
+        took = ended - began - stalled
+        if busy.within(began, ended) - stalled > _TOUCHED_S:
+            disturbed.append((took, count))
+        else:
+            undisturbed.append(took / count)
+    first, last = record.steps[0][1], record.steps[-1][1]
+    # The save of the last step comes after it, and is training time too.
+    held_after = held.within(last, math.inf)
+    found = {"train_s": last - first + held_after, "lost_s": held.within(first, last) + held_after}
+    if len(undisturbed) >= _LEAST_UNDISTURBED:
+        usual = found["step_s"] = statistics.median(undisturbed)
+        # Steps vary: the sum lets the quick ones make up for the slow ones, so that chance alone adds little.
+        found["lost_s"] += max(0.0, sum(took - count * usual for took, count in disturbed))
+    return found
 
 
 class _Covered:
@@ -135,77 +238,12 @@ class _Covered:
         return 0.0 if at < 0 else self._before[at] + min(moment, self._ends[at]) - self._starts[at]
 
 
-@dataclass(frozen=True)
-class _Training:
-    """A rank's time from its first step to its last: seconds in all, lost to checkpoints, of an undisturbed step."""
-
-    seconds: float
-    lost: float
-    step: float | None
-
-
-def _training(run: Run) -> dict[str, float]:
-    if not (most := max(len(record.steps) for record in run.ranks)):
-        return {}
-    found: dict[str, float] = {"steps": most}
-    ranks = [_of_rank(record, _background(run, record)) for record in run.ranks if len(record.steps) > 1]
-    ranks = [rank for rank in ranks if rank.seconds > 0]
-    if not ranks:
-        return found
-    found["train_s"] = max(rank.seconds for rank in ranks)
-    if any(record.stalls for record in run.ranks):
-        found["lost_s"] = max(rank.lost for rank in ranks)
-        found["lost_percent"] = 100 * max(rank.lost / rank.seconds for rank in ranks)
-    if steps := [rank.step for rank in ranks if rank.step is not None]:
-        found["step_s"] = max(steps)
-    if (samples := _samples(run)) is not None:
-        found["samples_per_s"] = samples / found["train_s"]
-    return found
-
-
-def _background(run: Run, record: RankRecord) -> Iterator[Span]:
-    """Staging and writing on the machine of a rank."""
-    host = record.start.get("host")
-    for other in run.ranks:
-        if other is record or (host is not None and other.start.get("host") == host):
-            yield from other.stages
-            yield from other.writes
-
-
-def _of_rank(record: RankRecord, background: Iterable[Span]) -> _Training:
-    first, last = record.steps[0][1], record.steps[-1][1]
-    held = _Covered(record.stalls)
-    busy = _Covered([*record.stalls, *background])
-    # The save of the last step comes after it, and is training time too.
-    held_after = held.within(last, math.inf)
-    undisturbed: list[float] = []
-    disturbed: list[tuple[float, int]] = []
-    for (step, began), (following, ended) in itertools.pairwise(record.steps):
-        count = max(1, following - step)
-        stalled = held.within(began, ended)
-        took = ended - began - stalled
-        if busy.within(began, ended) - stalled > _TOUCHED_S:
-            disturbed.append((took, count))
-        else:
-            undisturbed.append(took / count)
-    lost = held.within(first, last) + held_after
-    usual = statistics.median(undisturbed) if len(undisturbed) >= _LEAST_UNDISTURBED else None
-    if usual is not None:
-        # Steps vary: the sum lets the quick ones make up for the slow ones, so that chance alone adds little.
-        lost += max(0.0, sum(took - count * usual for took, count in disturbed))
-    return _Training(last - first + held_after, lost, usual)
-
-
 def _samples(run: Run) -> float | None:
     """Samples seen on all ranks in the steps after the first, which is where training time begins."""
     if any("samples" in values for record in run.ranks for _, _, values in record.logs):
-        return sum(
-            values.get("samples") or 0.0
-            for record in run.ranks
-            if record.steps
-            for step, _, values in record.logs
-            if step > record.steps[0][0]
-        )
+        trained = [record for record in run.ranks if record.steps]
+        logged = [(values, step > record.steps[0][0]) for record in trained for step, _, values in record.logs]
+        return sum(values.get("samples") or 0.0 for values, counts in logged if counts)
     joins = [record.join for record in run.ranks if record.join is not None]
     if not any("samples" in join for join in joins):
         return None
@@ -213,11 +251,12 @@ def _samples(run: Run) -> float | None:
     return sum(join.get("samples", 0) * (1 - 1 / join["steps"]) for join in joins if join.get("steps"))
 
 
-def _ending(run: Run) -> dict[str, float]:
+def _of_ending(run: Run) -> dict[str, float]:
     found: dict[str, float] = {}
-    peaks = [number(record.end.get("peak_rss")) for record in run.ranks if record.end is not None]
-    if len(peaks) == run.world_size and None not in peaks:
-        found["peak_host_gib"] = sum(peak for peak in peaks if peak is not None) / _GIB
+    peaks = [number((record.end or {}).get("peak_rss")) for record in run.ranks]
+    known = [peak for peak in peaks if peak is not None]
+    if len(known) == run.world_size:
+        found["peak_host_gib"] = sum(known) / _GIB
     if any(record.join is not None for record in run.ranks):
         found["shadowed_steps"] = sum((record.join or {}).get("shadowed", 0) for record in run.ranks)
     return found

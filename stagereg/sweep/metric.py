@@ -1,4 +1,4 @@
-"""The figures that rows of a comparison have: what they are called, what they mean and which way is better.
+"""The figures of runs: what they are called, what they mean, which way is better, and numbers as people read them.
 
 Computing them is for :mod:`stagereg.sweep.figures`.
 """
@@ -16,6 +16,7 @@ __all__ = [
     "METRICS",
     "RETURNED",
     "Metric",
+    "columns",
     "counted",
     "directed",
     "in_order",
@@ -38,16 +39,16 @@ class Metric:
 
     Attributes:
         name: as configs and files name it.
+        head: of its column, with the unit.
         unit: of its numbers; empty for plain numbers.
         better: ``"lower"``, ``"higher"``, or empty where neither is.
-        head: of its column, with the unit.
         doc: what it is, in one or two sentences.
     """
 
     name: str
+    head: str
     unit: str
     better: str
-    head: str
     doc: str
 
     @property
@@ -60,73 +61,37 @@ class Metric:
         return quantity(value, self.unit)
 
 
+_DOCS = {
+    "stall_ms": "How long a checkpoint holds the training loop: the slowest rank's stall, median over the checkpoints "
+    "of a run.",
+    "lost_percent": "Training time lost to checkpoints, of the time from the first step to the last: all stalls, and "
+    "what the steps that staging or writing overlapped took longer, in sum, than as many undisturbed ones, by their "
+    "median. Of the slowest rank; never below 0. Where fewer than three steps were undisturbed, it is unknown what a "
+    "step takes, and only the stalls count.",
+    "samples_per_s": "Samples that all ranks together saw in a second of training time, stalls included: as logged "
+    "with stagereg.log(step, samples=...), or else as counted by join.iterate.",
+    "staged_gib_per_s": "Tensor data that all ranks copied for a checkpoint, by the seconds until the slowest rank's "
+    "copy was complete; median over the checkpoints of a run.",
+    "write_gib_per_s": "Bytes of a checkpoint's files, by the seconds from when all ranks had staged to the commit; "
+    "median over the checkpoints of a run.",
+    "peak_host_gib": "The most host memory that each rank ever had resident, with its writer process, summed over the "
+    "ranks.",
+    "loss": "The number that the task returned, or what it returned as 'loss', or else the loss that rank 0 logged "
+    "last.",
+    "shadowed_steps": "Steps that ranks took along without data of their own, summed over the ranks.",
+}
 METRICS = (
-    Metric(
-        "stall_ms",
-        "ms",
-        "lower",
-        "stall ms",
-        "How long a checkpoint holds the training loop: the slowest rank's stall, median over the checkpoints of a "
-        "run.",
-    ),
-    Metric(
-        "lost_percent",
-        "%",
-        "lower",
-        "lost %",
-        "Training time lost to checkpoints, of the time from the first step to the last: all stalls, and what the "
-        "steps that staging or writing overlapped took longer, in sum, than as many undisturbed ones, by their "
-        "median. Of the slowest rank; never below 0. Where fewer than three steps were undisturbed, it is unknown what "
-        "a step takes, and only the stalls count.",
-    ),
-    Metric(
-        "samples_per_s",
-        "samples/s",
-        "higher",
-        "samples/s",
-        "Samples that all ranks together saw in a second of training time, stalls included: as logged with "
-        "stagereg.log(step, samples=...), or else as counted by join.iterate.",
-    ),
-    Metric(
-        "staged_gib_per_s",
-        "GiB/s",
-        "higher",
-        "staged GiB/s",
-        "Tensor data that all ranks copied for a checkpoint, by the seconds until the slowest rank's copy was "
-        "complete; median over the checkpoints of a run.",
-    ),
-    Metric(
-        "write_gib_per_s",
-        "GiB/s",
-        "higher",
-        "write GiB/s",
-        "Bytes of a checkpoint's files, by the seconds from when all ranks had staged to the commit; median over the "
-        "checkpoints of a run.",
-    ),
-    Metric(
-        "peak_host_gib",
-        "GiB",
-        "lower",
-        "host GiB",
-        "The most host memory that each rank ever had resident, with its writer process, summed over the ranks.",
-    ),
-    Metric(
-        "loss",
-        "",
-        "lower",
-        "loss",
-        "The number that the task returned, or what it returned as 'loss', or else the loss that rank 0 logged last.",
-    ),
-    Metric(
-        "shadowed_steps",
-        "steps",
-        "",
-        "shadowed steps",
-        "Steps that ranks took along without data of their own, summed over the ranks.",
-    ),
+    Metric("stall_ms", "stall ms", "ms", "lower", _DOCS["stall_ms"]),
+    Metric("lost_percent", "lost %", "%", "lower", _DOCS["lost_percent"]),
+    Metric("samples_per_s", "samples/s", "samples/s", "higher", _DOCS["samples_per_s"]),
+    Metric("staged_gib_per_s", "staged GiB/s", "GiB/s", "higher", _DOCS["staged_gib_per_s"]),
+    Metric("write_gib_per_s", "write GiB/s", "GiB/s", "higher", _DOCS["write_gib_per_s"]),
+    Metric("peak_host_gib", "host GiB", "GiB", "lower", _DOCS["peak_host_gib"]),
+    Metric("loss", "loss", "", "lower", _DOCS["loss"]),
+    Metric("shadowed_steps", "shadowed steps", "steps", "", _DOCS["shadowed_steps"]),
 )
 """All figures that have a name of their own, in the order of their columns."""
-_NAMES = tuple(one.name for one in METRICS)
+_BY_NAME = {one.name: one for one in METRICS}
 _MIB = 2**20
 _FACTS = {
     "steps": ("steps", ""),
@@ -149,14 +114,13 @@ def metric(name: str) -> Metric:
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
-    for one in METRICS:
-        if one.name == name:
-            return one
-    key = name.removeprefix(RETURNED) if isinstance(name, str) and name.startswith(RETURNED) else ""
-    if key:
-        return Metric(name, "", "lower", key, f"The number that the task returned as {key!r}.")
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    start, _, key = str(name).partition(RETURNED)
+    if key and not start:
+        return Metric(name, key, "", "lower", f"The number that the task returned as {key!r}.")
     raise ConfigError(
-        f"There is no metric {name!r}.{nearest(str(name), _NAMES)} There are: {', '.join(_NAMES)}; and "
+        f"There is no metric {name!r}.{nearest(str(name), _BY_NAME)} There are: {', '.join(_BY_NAME)}; and "
         f"{RETURNED}KEY, for a number that the task returns in a dict under KEY."
     )
 
@@ -187,16 +151,22 @@ def usual(known: Collection[str]) -> str:
     return "loss" if "stall_ms" not in known and "loss" in known else "stall_ms"
 
 
+def columns(names: Collection[str]) -> list[Metric]:
+    """Return the metrics among these figures, in order; what tasks return has no better side by itself."""
+    returned = (replace(metric(name), better="") for name in sorted(names) if name.startswith(RETURNED))
+    return [*(one for one in METRICS if one.name in names), *returned]
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """Return the names of figures as a list of them has them: metrics, what tasks returned, and then the rest."""
     every = sorted(names)
-    order = [*_NAMES, *(name for name in every if name.startswith(RETURNED)), *_FACTS]
+    order = [*_BY_NAME, *(name for name in every if name.startswith(RETURNED)), *_FACTS]
     return sorted(every, key=lambda name: order.index(name) if name in order else len(order))
 
 
 def labelled(name: str, value: float) -> tuple[str, float, str]:
     """Return what people read of a figure: its heading if it has one, its number and its unit."""
-    head, unit = _FACTS.get(name, (name, next((one.unit for one in METRICS if one.name == name), "")))
+    head, unit = _FACTS.get(name, (name, _BY_NAME[name].unit if name in _BY_NAME else ""))
     return head, value / _MIB if unit == "MiB" else value, unit
 
 
@@ -211,11 +181,11 @@ def quantity(value: float, unit: str) -> str:
 
 
 def shown(value: float) -> str:
-    """A number in three significant digits, or all digits before the point: ``0.0123``, ``1.2``, ``12,346``."""
+    """A number in three digits, or all digits before the point: ``0.0123``, ``1.2``, ``12,346``, ``1e+09``."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     magnitude = math.floor(math.log10(abs(value)))
-    if magnitude < -4:
-        return f"{value:.2e}"
+    if not -4 <= magnitude < 9:
+        return f"{value:.3g}"
     text = f"{value:,.{max(0, 2 - magnitude)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

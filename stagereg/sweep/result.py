@@ -1,38 +1,45 @@
-"""What one job of a sweep leaves behind: ``result.json`` in its output directory, and how all of a sweep are found.
+"""What one job of a sweep leaves behind, ``result.json`` in its output directory, and how jobs are found.
 
-The file is there completely or not at all. A job without one was killed, or no comparison ran; what can be
-known of it is taken from what Hydra and the ranks have left. Reading never changes anything.
+The file is there completely or not at all. A job without one was killed, or no comparison ran; what can be known of it
+is taken from what Hydra and the ranks have left. A directory is a run, a sweep, or neither; then the error names the
+one that was probably meant. Reading never changes anything.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from stagereg.errors import ConfigError
+from stagereg.errors import ConfigError, nearest
 from stagereg.record import file_name
 from stagereg.sweep.figures import figures, number
 from stagereg.sweep.run import NewerError, Run
 
-__all__ = ["FORMAT", "OVERRIDES", "RESULT", "SWEEP", "JobResult", "results", "split"]
+__all__ = ["CONFIG", "FORMAT", "RESULT", "JobResult", "kind_of", "results", "split"]
 
 RESULT = "result.json"
 FORMAT = 1
-OVERRIDES = Path(".hydra", "overrides.yaml")
-SWEEP = "multirun.yaml"
+CONFIG = Path(".hydra", "config.yaml")
+"""What a job was configured with, as Hydra leaves it in the job's directory."""
+_OVERRIDES = Path(".hydra", "overrides.yaml")
+_SWEEP = "multirun.yaml"
 """What Hydra's sweepers leave in the directory of a sweep."""
+_MARKS = (file_name(0), RESULT, str(_OVERRIDES))
+"""What makes a folder a job's."""
 _STATUSES = ("completed", "failed", "unfinished")
 _INTERRUPTED = ("KeyboardInterrupt", "sys.exit(130)", "sys.exit(138)", "sys.exit(143)")
 """Errors by which a rank ends that are not its job's fault."""
-_DEEPEST = 20
-"""Levels of what a task returns that are kept as they are."""
 _MARK = re.compile(r"\+{0,2}sweep\.(repeat|again)=(.*)")
+_SEARCHED, _NAMED = 5000, 5
+"""How many folders runs are looked for in, and how many of them are named in a message."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +82,12 @@ class JobResult:
         """Write it into its directory, completely or not at all. Raises: ``OSError``."""
         path = self.directory / RESULT
         fields = {name: value for name, value in vars(self).items() if name != "directory"}
-        text = json.dumps(_plain({"format": FORMAT, **fields}), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(_plain({"format": FORMAT, **fields, "returned": _plain(self.returned)}), indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary = path.with_name(f".{RESULT}.{os.getpid()}.tmp")
         try:
             with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
+                file.write(text + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -90,19 +97,35 @@ class JobResult:
 
     @classmethod
     def read(cls, directory: Path | str) -> JobResult:
-        """Read the ``result.json`` in a directory.
+        """Read the ``result.json`` in a directory; fields of a wrong type have their defaults.
 
         Raises:
             ConfigError: it is not there, not of the project, damaged, or of a newer version.
         """
         path = Path(directory, RESULT)
         try:
-            content = json.loads(path.read_bytes())
+            content = json.loads(path.read_bytes(), parse_constant=lambda name: None)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is damaged: {error}.") from error
-        return cls(path.parent, **_fields(content, path))
+        version = content.get("format") if isinstance(content, dict) else None
+        if isinstance(version, int) and version > FORMAT:
+            raise NewerError(
+                f"{path} was written by a newer stagereg (format {version}; this one reads formats up to {FORMAT}). "
+                "Update stagereg to read it."
+            )
+        if not isinstance(version, int) or content.get("status") not in _STATUSES:
+            raise ConfigError(f"{path} is no result of a job: stagereg has not written it.")
+        content["overrides"] = tuple(map(str, _of(list, content.get("overrides"))))
+        known = _of(dict, content.get("figures"))
+        content["figures"] = {name: value for name, value in known.items() if number(value) is not None}
+        fields = vars(cls(path.parent))
+        for name, default in fields.items():
+            value = content.get(name)
+            if default is None or type(value) is type(default):
+                fields[name] = value
+        return cls(**fields)
 
     @classmethod
     def of_directory(cls, directory: Path | str) -> JobResult:
@@ -115,21 +138,15 @@ class JobResult:
             ConfigError: a newer version of the project wrote there, or no job did.
         """
         directory = Path(directory)
-        trouble = ""
-        if (directory / RESULT).exists():
-            try:
-                return cls.read(directory)
-            except NewerError:
-                raise
-            except ConfigError as error:
-                trouble = str(error)
-        elif not _is_job(directory):
+        try:
+            return cls.read(directory)
+        except NewerError:
+            raise
+        except ConfigError as error:
+            trouble = str(error) if (directory / RESULT).exists() else ""
+        if not trouble and not _is_job(directory):
             raise ConfigError(_nothing_in(directory))
         return _without_result(directory, trouble)
-
-    def has(self, name: str) -> bool:
-        """Whether a figure is known, and finite."""
-        return math.isfinite(self.figures.get(name, math.nan))
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -140,22 +157,45 @@ class JobResult:
 
 
 def results(sweep_dir: Path | str) -> list[JobResult]:
-    """Every job in or below a directory, in the order they were planned.
+    """Every job in or below a directory, in the order they were planned; other sweeps below it are passed over.
 
     A job is a folder with ``result.json``, ``.hydra/overrides.yaml`` or ``metrics.jsonl``.
 
     Raises:
-        ConfigError: the directory holds no job or several sweeps, or a newer version of the project wrote there.
+        ConfigError: the directory holds no job, or a newer version of the project wrote there.
     """
-    sweep_dir = Path(sweep_dir)
-    sweeps: list[Path] = []
-    jobs = list(_jobs(sweep_dir, sweeps))
-    if len(sweeps) > 1:
-        newest = max(sweeps, key=lambda path: (path / SWEEP).stat().st_mtime)
-        raise ConfigError(f"{sweep_dir} holds {len(sweeps)} sweeps: name one of them. The newest is {newest}.")
+    root = Path(sweep_dir)
+    found = _folders(root, lambda path: _is_job(path) or (path != root and (path / _SWEEP).is_file()))
+    jobs = [JobResult.of_directory(path) for path in found if _is_job(path)]
     if not jobs:
-        raise ConfigError(_nothing_in(sweep_dir))
-    return sorted(map(JobResult.of_directory, jobs), key=lambda job: job.order)
+        raise ConfigError(_nothing_in(root))
+    return sorted(jobs, key=lambda job: job.order)
+
+
+def kind_of(directory: Path) -> Literal["run", "sweep"]:
+    """Return which of the two ``directory`` is.
+
+    Raises:
+        ConfigError: it is neither; the message has what was looked for, or what was probably meant.
+    """
+    if _is_job(directory):
+        return "run"
+    if _is_sweep(directory):
+        return "sweep"
+    whole = directory.absolute()
+    if not directory.exists():
+        above = next(parent for parent in whole.parents if parent.is_dir())
+        missing = whole.relative_to(above).parts[0]
+        raise ConfigError(f"There is no directory {directory}.{nearest(missing, sorted(os.listdir(above)))}")
+    within = next((one for one in whole.parents if _is_job(one) or _is_sweep(one)), None)
+    if within is not None:
+        raise ConfigError(f"{directory} is a part of a run or a sweep. Name that:\n{_command(within)}")
+    below = list(_folders(directory, lambda path: _is_job(path) or _is_sweep(path), _SEARCHED))
+    if below:
+        newest = sorted(below, key=lambda one: one.stat().st_mtime, reverse=True)[:_NAMED]
+        commands = "\n".join(map(_command, newest))
+        raise ConfigError(f"{directory} is no run and no sweep, but has {len(below)} below. The newest:\n{commands}")
+    raise ConfigError(_nothing_in(directory))
 
 
 def split(overrides: Iterable[str]) -> tuple[tuple[str, ...], int, bool]:
@@ -172,35 +212,50 @@ def split(overrides: Iterable[str]) -> tuple[tuple[str, ...], int, bool]:
     return tuple(kept), repeat, marks["again"].lower() == "true"
 
 
-def _jobs(root: Path, sweeps: list[Path]) -> Iterator[Path]:
-    """Folders of jobs; what lies below one is the job's own. Fills ``sweeps`` with the folders Hydra calls that."""
-    for folder, below, names in os.walk(root):
-        path = Path(folder)
-        if SWEEP in names:
-            sweeps.append(path)
-        if _is_job(path):
+# -- folders
+
+
+def _folders(root: Path, wanted: Callable[[Path], bool], most: int | None = None) -> Iterator[Path]:
+    """The wanted ones of the first ``most`` folders at and below one; none below those, and no hidden ones."""
+    for folder, below, _ in itertools.islice(os.walk(root), most):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        if wanted(Path(folder)):
             below.clear()
-            yield path
-        below[:] = [name for name in below if not name.startswith(".")]
+            yield Path(folder)
 
 
 def _is_job(path: Path) -> bool:
-    return any((path / name).is_file() for name in (RESULT, OVERRIDES, file_name(0)))
+    return not (path / _SWEEP).is_file() and any((path / name).is_file() for name in _MARKS)
+
+
+def _is_sweep(path: Path) -> bool:
+    """Whether the jobs of one sweep lie below: by Hydra's file, or they are numbered as a sweep's are."""
+    numbered = (one for one in path.glob("[0-9]*") if one.name.isdecimal())
+    return (path / _SWEEP).is_file() or any(map(_is_job, numbered))
 
 
 def _nothing_in(path: Path) -> str:
     return (
-        f"{path} holds no job: there is no folder with {RESULT}, {OVERRIDES} or {file_name(0)}, neither it nor any "
+        f"{path} holds no job: there is no folder with {RESULT}, {_OVERRIDES} or {file_name(0)}, neither it nor any "
         "below. Name the directory of a sweep (hydra.sweep.dir) or of a run (hydra.run.dir)."
     )
 
 
+def _command(directory: Path) -> str:
+    shown = os.path.relpath(directory)
+    kind = "sweep" if _is_sweep(directory) else "run"
+    return f"  stagereg report {shlex.quote(str(directory) if shown.startswith('..') else shown)}  # a {kind}"
+
+
+# -- a job without a result
+
+
 def _without_result(directory: Path, trouble: str) -> JobResult:
     """What Hydra and the ranks have left of a job."""
-    overrides, repeat, again = split(map(str, _yaml(directory / OVERRIDES, list)))
-    hydra = _of(dict, _yaml(directory / ".hydra" / "hydra.yaml", dict), "hydra")
-    job = {name: value for name, value in _of(dict, hydra, "job").items() if name in ("num", "id", "name")}
-    if target := _of(dict, hydra, "sweeper").get("_target_"):
+    overrides, repeat, again = split(map(str, _of(list, _yaml(directory / _OVERRIDES))))
+    hydra = _of(dict, _of(dict, _yaml(directory / ".hydra" / "hydra.yaml")).get("hydra"))
+    job = {name: value for name, value in _of(dict, hydra.get("job")).items() if name in ("num", "id", "name")}
+    if target := _of(dict, hydra.get("sweeper")).get("_target_"):
         job["sweeper"] = str(target).rpartition(".")[2]
     known: dict[str, Any] = {"overrides": overrides, "job": job, "repeat": repeat, "again": again}
     try:
@@ -225,60 +280,28 @@ def _without_result(directory: Path, trouble: str) -> JobResult:
     )
 
 
-def _yaml(path: Path, kind: type[Any]) -> Any:
-    """The content of a file of Hydra's, with nothing interpolated; an empty ``kind`` if it cannot be read as one."""
+def _yaml(path: Path) -> Any:
+    """The content of a file of Hydra's, with nothing interpolated; ``None`` if it cannot be read."""
     from omegaconf import OmegaConf
 
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except Exception:  # whatever YAML and OmegaConf raise for a torn file
-        return kind()
-    return content if isinstance(content, kind) else kind()
+        return None
 
 
-def _fields(content: Any, path: Path) -> dict[str, Any]:
-    """The fields of a result, each of its type. Raises: ``ConfigError`` for what is no result."""
-    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise ConfigError(f"{path} is no result of a job: stagereg has not written it.")
-    if content["format"] > FORMAT:
-        raise NewerError(
-            f"{path} was written by a newer stagereg (format {content['format']}; this one reads formats up to "
-            f"{FORMAT}). Update stagereg to read it."
-        )
-    if content.get("status") not in _STATUSES:
-        raise ConfigError(f"{path} is no result of a job: its status is {content.get('status')!r}.")
-    numbers = {str(name): number(value) for name, value in _of(dict, content, "figures").items()}
-    return {
-        "status": content["status"],
-        "error": None if content.get("error") is None else str(content["error"]),
-        "overrides": tuple(map(str, _of(list, content, "overrides"))),
-        "job": _of(dict, content, "job"),
-        "repeat": int(number(content.get("repeat")) or 0),
-        "again": content.get("again") is True,
-        "started": number(content.get("started")) or 0.0,
-        "seconds": number(content.get("seconds")) or 0.0,
-        "returned": content.get("returned"),
-        "figures": {name: value for name, value in numbers.items() if value is not None},
-        "versions": {str(name): str(value) for name, value in _of(dict, content, "versions").items()},
-        "environment": _of(dict, content, "environment"),
-        "command": str(content.get("command") or ""),
-    }
-
-
-def _of(kind: type[Any], content: Mapping[str, Any], name: str) -> Any:
-    value = content.get(name)
+def _of(kind: type[Any], value: Any) -> Any:
     return value if isinstance(value, kind) else kind()
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _plain(value: Any) -> Any:
     """The value as JSON can have it: NaN and infinity as null, what JSON has no type for as a number or as text."""
-    if value is None or isinstance(value, (bool, str, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if depth < _DEEPEST and isinstance(value, Mapping):
-        return {str(key): _plain(each, depth + 1) for key, each in value.items()}
-    if depth < _DEEPEST and isinstance(value, (list, tuple)):
-        return [_plain(each, depth + 1) for each in value]
-    found = number(value)
-    return str(value) if found is None else found
+
+    def other(value: Any) -> float | str:
+        found = number(value)
+        return str(value) if found is None else found
+
+    try:
+        return json.loads(json.dumps(value, default=other, skipkeys=True), parse_constant=lambda name: None)
+    except (ValueError, RecursionError):  # it lies in itself, or endlessly deep
+        return None

@@ -11,14 +11,13 @@ import itertools
 import json
 import math
 import re
-import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagereg.errors import ConfigError
 from stagereg.record import FILES, FORMAT
@@ -27,8 +26,6 @@ __all__ = ["Fallback", "NewerError", "RankRecord", "Run", "Span"]
 
 _NAME = re.compile(r"metrics(?:\.rank(\d+))?\.jsonl")
 _decoded = json.JSONDecoder(parse_constant=lambda name: None).decode
-_NUMBERS = frozenset({int, float})
-"""What JSON has for a number; ``bool`` is none."""
 
 
 class NewerError(ConfigError):
@@ -57,15 +54,8 @@ class Span:
         return self.start + self.seconds
 
 
-@dataclass(frozen=True)
-class Fallback:
-    """The run went on from an older checkpoint, since a newer one was damaged.
-
-    Attributes:
-        step: that it went on from.
-        lost: how many steps lie between the two.
-        why: what was wrong with the newer one.
-    """
+class Fallback(NamedTuple):
+    """The run went on from ``step``, ``lost`` steps before a newer checkpoint that was damaged, and ``why``."""
 
     step: int
     lost: int
@@ -234,42 +224,39 @@ def _rank_record(rank: int, path: Path) -> RankRecord | None:
     events: defaultdict[str, list[Any]] = defaultdict(list)
     times: list[float] = []
     damaged = 0
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines):
+    *lines, torn = path.read_bytes().split(b"\n")
+    for at, line in enumerate([*lines, torn]):
         if not line.strip():
             continue
         try:
             event = _decoded(line.decode())
-            name, t = event["event"], _number(event, "t")
-            if not isinstance(name, str):
-                raise TypeError(name)
+            name, t = str(event["event"]), _number(event, "t")
             value = _READ[name](event) if name in _READ else None
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-            # What comes after the last end of a line is what a killed process was writing.
-            damaged += number < len(lines) - 1
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
+            damaged += at < len(lines)
             continue
         if name == "start":
             _check_format(event, path)
             events.clear()
             damaged = 0
-            times = [t, t]
+            times = []
         if value is not None:  # an event of an unknown name is of a later version or not ours
             events[name].append(value)
             times = [min(t, *times), max(t, *times)] if times else [t, t]
     if not events:
         return None
-    logs = tuple(events["log"])
+    joins = events["join"]
     return RankRecord(
         rank=rank,
         start=events["start"][-1] if events["start"] else {},
-        steps=_firsts(events["step"] or [(step, t) for step, t, _ in logs]),
+        steps=_firsts(events["step"] or [(step, t) for step, t, _ in events["log"]]),
         stalls=tuple(events["stall"]),
         stages=tuple(events["stage"]),
         writes=tuple(events["write"]),
         lost=tuple(events["lost"]),
         fallbacks=tuple(events["fallback"]),
-        logs=logs,
-        join=_total(events["join"]),
+        logs=tuple(events["log"]),
+        join={name: sum(join.get(name, 0) for join in joins) for name in set().union(*joins)} if joins else None,
         end=events["end"][-1] if events["end"] else None,
         damaged=damaged,
         first=times[0],
@@ -291,27 +278,14 @@ def _firsts(steps: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]
     return tuple(next(same) for _, same in itertools.groupby(steps, key=lambda each: each[0]))
 
 
-def _total(joins: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    if not joins:
-        return None
-    return {name: sum(join.get(name, 0) for join in joins) for name in sorted(set().union(*joins))}
-
-
-# -- how each event is read: KeyError, TypeError and ValueError are damage
-
-
-def _real(value: Any) -> float | None:
-    """The value if it is a finite number, which NaN, infinity and true are not."""
-    if type(value) in _NUMBERS and -sys.float_info.max <= value <= sys.float_info.max:
-        return float(value)
-    return None
+# -- how each event is read: whatever is raised here means a damaged line
 
 
 def _number(event: Mapping[str, Any], name: str) -> float:
-    value = _real(event[name])
-    if value is None:
+    value = event[name]
+    if isinstance(value, (bool, str)) or not math.isfinite(value):
         raise ValueError(name)
-    return value
+    return float(value)
 
 
 def _step(event: Mapping[str, Any]) -> int:
@@ -324,21 +298,19 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def _log(event: Mapping[str, Any]) -> tuple[int, float, dict[str, float | None]]:
-    values = {str(name): _real(value) for name, value in event["values"].items()}
-    return _step(event), float(event["t"]), values
+    values = event["values"]
+    numbers = {name: None if value is None else _number(values, name) for name, value in values.items()}
+    return _step(event), event["t"], numbers
 
 
 def _start(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    size = event.get("world_size", 1)
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(size)
+    if event.get("world_size", 1) < 1:
+        raise ValueError(event)
     return event
 
 
 def _end(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(event["status"], str):
-        raise TypeError(event["status"])
-    return event
+    return {**event, "status": str(event["status"])}
 
 
 def _join(event: Mapping[str, Any]) -> dict[str, float]:

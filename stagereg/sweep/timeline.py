@@ -12,13 +12,13 @@ run; the figure becomes a file by :mod:`stagereg.sweep.render.plots`, whose styl
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from math import isinf
+from collections.abc import Iterator, Sequence
+from math import inf, isinf
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.checkpoints import Saved, saved
+from stagereg.sweep.figures import Saved, saved
 from stagereg.sweep.metric import counted, quantity
 from stagereg.sweep.render.plots import COLOURS, legend, plain, styled
 from stagereg.sweep.run import RankRecord, Run, Span
@@ -32,23 +32,17 @@ __all__ = ["check_window", "timeline_figure", "usual_window"]
 Window = tuple[float, float]
 """A stretch of time, seconds since the start of the run."""
 
-_STALL, _STAGE, _WRITE = COLOURS["failed"], COLOURS["best"], COLOURS["good"]
-_GREY, _FAINT, _INK = COLOURS["plain"], COLOURS["muted"], COLOURS["ink"]
-_TRAINING = (0.16, 0.74)
-"""Where a lane begins in the block of a rank, and how high it is; the block is two units high, as are the next."""
-_STAGING, _WRITING = (0.98, 0.3), (1.36, 0.3)
+_STALL, _STAGE, _WRITE, _GREY = COLOURS["failed"], COLOURS["best"], COLOURS["good"], COLOURS["plain"]
+_TRAINING, _STAGING, _WRITING = (0.16, 0.74), (0.98, 0.3), (1.36, 0.3)
+"""Where a lane begins in the block of a rank, and how high it is; the block is two units high."""
 _MOST_STEPS = 120
 """Steps that a picture can show one by one; a longer run is shown by a window."""
 _MOST_CHECKPOINTS = 12
 _BEFORE = 3
 """Steps before the first checkpoint in the window of a long run."""
 _MERGED_FROM = 600
-"""Steps of a rank in one picture from which on they are drawn as stretches, not one by one."""
-_TOUCHING_S = 1e-6
-"""Seconds between two bars that are rounding alone: times since the epoch have no more digits."""
+"""Steps of a rank in one picture from which on they are drawn as one stretch, below the stalls."""
 _MOST_RANKS = 12
-_WIDTH = 12.0
-"""Inches."""
 _LABEL = 0.055
 """The space that a label needs, as a part of the axis."""
 _MARGIN = 0.01
@@ -71,26 +65,29 @@ def timeline_figure(run: Run, window: Window | None = None) -> Figure:
 
     start, end = usual_window(run) if window is None else check_window(run, window)
     checkpoints = saved(run)
-    ranks = _chosen(run)
+    # All ranks, or rank 0 and those that stood still for longest.
+    longest = sorted(run.ranks[1:], key=lambda record: -sum(span.seconds for span in record.stalls))
+    ranks = sorted([run.ranks[0], *longest[: _MOST_RANKS - 1]], key=lambda record: record.rank)
     last = max((record.steps[-1][1] for record in run.ranks if record.steps), default=run.began)
     with styled():
-        height = 2.25 + 0.95 * len(ranks)
-        figure = Figure(figsize=(_WIDTH, height))
-        axes = figure.add_axes((0.085, 0.95 / height, 0.9, 1 - 1.6 / height))
+        figure = Figure(figsize=(12, 2.0 + 0.95 * len(ranks)))
+        axes = figure.add_subplot()
+        axes.grid(False)
         axes.set_xlim(start, end)
         axes.set_ylim(1 + 2 * len(ranks), -0.1)
-        axes.set_xlabel("seconds since the start of the run", fontsize=9, color=_FAINT)
-        axes.tick_params(axis="both", length=0, labelsize=9)
-        axes.spines[:].set_visible(False)
-        axes.set_yticks([])
-        _draw_checkpoints(axes, [one for one in checkpoints if one.end >= start and one.start <= end])
-        for index, record in enumerate(ranks):
-            _draw_rank(axes, 1 + 2 * index, record, run.began, last)
-        title = _title(run, checkpoints, (start, end))
-        figure.text(0.012, 1 - 0.12 / height, plain(title), fontsize=12, weight="bold", va="top", color=_INK)
-        subtitle = "; ".join(_subtitle(run, checkpoints, usual=window is None and (start, end) != _whole(run)))
-        figure.text(0.012, 1 - 0.38 / height, plain(subtitle), fontsize=9, va="top", color=_FAINT)
-        legend(figure, axes, loc="lower left", bbox_to_anchor=(0.08, 0.0))
+        axes.set_xlabel("seconds since the start of the run")
+        lanes = {0.5: "checkpoint of step"}
+        _draw_checkpoints(axes, checkpoints)
+        for at, record in enumerate(ranks):
+            top = 1 + 2 * at
+            lanes |= {top + 0.53: f"rank {record.rank}", top + 1.13: "staging", top + 1.51: "writing"}
+            _draw_rank(axes, top, record, run.began, last)
+        axes.set_yticks(list(lanes), list(lanes.values()))
+        figure.suptitle(plain(_title(run, checkpoints, (start, end))), x=0.01, ha="left", fontweight="bold")
+        part = window is None and (start, end) != _whole(run)
+        subtitle = "; ".join(_subtitle(run, checkpoints, part))
+        axes.set_title(plain(subtitle), fontsize=9, fontweight="normal", loc="left")
+        legend(figure, axes, loc="outside lower left")
     return figure
 
 
@@ -155,94 +152,63 @@ def _whole(run: Run) -> Window:
     return max(min(starts) - margin, 0.0), max(ends) + margin
 
 
-# -- the picture: the top lane is at 0, rank ``index`` has its three lanes from 1 + 2 * index on, and y points down
+# -- the picture: the top lane is at 0, each rank has its three lanes from ``top`` on, and y points down
 
 
-def _chosen(run: Run) -> list[RankRecord]:
-    """The ranks that are drawn: all of them, or rank 0 and those that stood still for longest."""
-    if len(run.ranks) <= _MOST_RANKS:
-        return list(run.ranks)
-    first, *others = run.ranks
-    by_stall = sorted(others, key=lambda record: -sum(span.seconds for span in record.stalls))
-    return sorted([first, *by_stall[: _MOST_RANKS - 1]], key=lambda record: record.rank)
+def _readable(axes: Axes, places: Sequence[float]) -> list[bool]:
+    """Which of these places, in their order, can have a label: those in the picture that are far enough apart."""
+    left, right = axes.get_xlim()
+    labelled = -inf
+    readable = []
+    for place in places:
+        readable.append(left <= place <= right and place - labelled >= _LABEL * (right - left))
+        if readable[-1]:
+            labelled = place
+    return readable
 
 
 def _draw_checkpoints(axes: Axes, checkpoints: Sequence[Saved]) -> None:
-    _name(axes, 0.5, "checkpoint\nof step", _FAINT, 8)
-    left, right = axes.get_xlim()
-    below = axes.get_ylim()[0]
-    labelled = -float("inf")
-    for one in checkpoints:
-        whole = one.state == "complete"
-        colour = _GREY if whole else _STALL
+    readable = _readable(axes, [one.start for one in checkpoints])
+    for one, has_label in zip(checkpoints, readable, strict=True):
+        colour = _GREY if one.state == "complete" else _STALL
         axes.hlines(0.62, one.start, one.end, color=colour, linewidth=2.2, label="checkpoint, until complete")
-        axes.vlines(one.start, 0.45, below, color=colour, linewidth=0.7, linestyle=(0, (2, 2)), zorder=1.5)
-        if left <= one.start <= right and one.start - labelled >= _LABEL * (right - left):
-            labelled = one.start
-            side = "right" if not whole and one.start > right - 2 * _LABEL * (right - left) else "left"
-            text = str(one.step) if whole else f"{one.step} {one.state}"
-            axes.text(one.start, 0.38, text, fontsize=8.5, color=_INK if whole else _STALL, va="bottom", ha=side)
+        axes.axvline(one.start, color=colour, linewidth=0.7, linestyle=":", zorder=1.5)
+        if has_label:
+            text = str(one.step) if one.state == "complete" else f"{one.step} {one.state}"
+            axes.text(one.start, 0.38, text, va="bottom", clip_on=True)
 
 
 def _draw_rank(axes: Axes, top: float, record: RankRecord, began: float, last: float) -> None:
-    def draw(spans: Iterable[Span], lane: tuple[float, float], colour: str, label: str, **looks: Any) -> None:
+    left, right = axes.get_xlim()
+
+    def draw(spans: Sequence[Span], lane: tuple[float, float], colour: str, label: str, **looks: Any) -> None:
         bars = [(span.start - began, span.seconds) for span in spans]
         shown = [bar for bar in bars if bar[0] + bar[1] >= left and bar[0] <= right]
         if shown:
             axes.broken_barh(shown, (top + lane[0], lane[1]), facecolors=colour, label=label, **looks)
 
-    left, right = axes.get_xlim()
     opening, steps = record.step_spans()[:1], record.step_spans()[1:]
     with_data = max(record.steps_with_data - 1, 0)
     full, empty = steps[:with_data], steps[with_data:]
-    joined = record.join or {}
-    if joined.get("shadowed") and not empty and record.steps and last > record.steps[-1][1]:
+    if (record.join or {}).get("shadowed") and not empty and record.steps and last > record.steps[-1][1]:
         # It had left its loop, and answered the collectives of the others.
         empty = [Span(0, record.steps[-1][1], last - record.steps[-1][1])]
-    shades = [full[::2], full[1::2]]
     if sum(span.end - began >= left and span.start - began <= right for span in steps) > _MERGED_FROM:
-        shades, empty = [list(_merged(full))], list(_merged(empty))
-    dashed = {"edgecolor": _GREY, "linewidth": 0.8, "linestyle": (0, (3, 2)), "zorder": 2}
+        full, empty = ([Span(0, some[0].start, some[-1].end - some[0].start)] if some else [] for some in (full, empty))
     if opening and opening[0].end - began - left > 2 * _MARGIN * (right - left):
-        draw(opening, _TRAINING, "none", "start, up to the first step", **dashed)
-    for spans, alpha in zip(shades, (0.55, 0.3), strict=False):
-        draw(spans, _TRAINING, _GREY, "steps of training", alpha=alpha, linewidth=0, zorder=2)
-    hatched = {"hatch": "////", "edgecolor": _GREY, "linewidth": 0.3, "zorder": 2}
-    draw(empty, _TRAINING, "none", "steps without data", **hatched)
-    draw(record.stages, _STAGING, _STAGE, "staging: copy to memory", edgecolor=_STAGE, linewidth=0.5, zorder=3)
-    draw(record.writes, _WRITING, _WRITE, "writing: copy to disk", edgecolor=_WRITE, linewidth=0.5, zorder=3)
-    draw(record.stalls, _TRAINING, _STALL, "stall: training stands still", edgecolor=_STALL, linewidth=0.9, zorder=4)
-    labelled = -float("inf")
-    for span in record.stalls:
-        at = span.start + span.seconds / 2 - began
-        if left <= at <= right and at - labelled >= _LABEL * (right - left):
-            labelled = at
-            ground = {"facecolor": COLOURS["surface"], "edgecolor": "none", "pad": 0.6}
+        draw(opening, _TRAINING, "none", "start, up to the first step", edgecolor=_GREY, linestyle=":")
+    draw(full[::2], _TRAINING, _GREY, "steps of training", alpha=0.55, linewidth=0)
+    draw(full[1::2], _TRAINING, _GREY, "steps of training", alpha=0.3, linewidth=0)
+    draw(empty, _TRAINING, "none", "steps without data", hatch="////", edgecolor=_GREY, linewidth=0.3)
+    draw(record.stages, _STAGING, _STAGE, "staging: copy to memory", edgecolor=_STAGE)
+    draw(record.writes, _WRITING, _WRITE, "writing: copy to disk", edgecolor=_WRITE)
+    draw(record.stalls, _TRAINING, _STALL, "stall: training stands still", edgecolor=_STALL, zorder=2)
+    middles = [span.start + span.seconds / 2 - began for span in record.stalls]
+    for span, middle, has_label in zip(record.stalls, middles, _readable(axes, middles), strict=True):
+        if has_label:
+            ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
             style: dict[str, Any] = {"fontsize": 7.5, "color": _STALL, "ha": "center", "va": "bottom", "bbox": ground}
-            axes.text(at, top + 0.12, _duration(span.seconds), **style)
-    _name(axes, top + 0.53, f"rank {record.rank}", _INK, 10)
-    _name(axes, top + 1.13, "staging", _STAGE, 8)
-    _name(axes, top + 1.51, "writing", _WRITE, 8)
-
-
-def _merged(spans: Iterable[Span]) -> Iterator[Span]:
-    """Spans that touch each other as one."""
-    whole: Span | None = None
-    for span in spans:
-        if whole is not None and span.start <= whole.end + _TOUCHING_S:
-            whole = Span(whole.step, whole.start, span.end - whole.start)
-            continue
-        if whole is not None:
-            yield whole
-        whole = span
-    if whole is not None:
-        yield whole
-
-
-def _name(axes: Axes, y: float, name: str, colour: str, size: float) -> None:
-    """Name a lane at its left."""
-    left = axes.get_yaxis_transform()
-    axes.text(-0.008, y, name, transform=left, ha="right", va="center", fontsize=size, color=colour, linespacing=0.95)
+            axes.text(middle, top + 0.12, _duration(span.seconds), **style)
 
 
 def _duration(seconds: float) -> str:
@@ -261,9 +227,9 @@ def _title(run: Run, checkpoints: Sequence[Saved], window: Window) -> str:
     return f"{title}, {window[0]:.{digits}f} s to {window[1]:.{digits}f} s of {whole[1]:.1f} s"
 
 
-def _subtitle(run: Run, checkpoints: Sequence[Saved], usual: bool) -> Iterator[str]:
-    """The text below the title; ``usual`` where a part of the run was chosen to be shown."""
-    if usual:
+def _subtitle(run: Run, checkpoints: Sequence[Saved], part: bool) -> Iterator[str]:
+    """The text below the title; ``part`` where a part of the run was chosen to be shown."""
+    if part:
         yield "a stretch around the first checkpoints" if checkpoints else "its first steps"
     if stalls := [one.stall_s for one in checkpoints if one.stall_s is not None]:
         yield f"a checkpoint holds training for {_duration(median(stalls))} (median of the slowest rank)"

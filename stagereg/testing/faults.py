@@ -44,10 +44,8 @@ _HANG = "hang"
 _LOOK_S = 0.02
 _HIDDEN = ("agreed", "writing", "flushed", "written", "marked", "held", "described")
 """Moments at which the directory of the save has its first name still."""
-_BEFORE = ("locked", "swept", "staged")
-"""Moments that are over when the storage is first called for the save."""
-_AFTER = ("ended",)
-"""Moments at which the save has succeeded, and each rank is on its own."""
+_OUTSIDE = ("locked", "swept", "staged", "ended")
+"""Moments that are over when the storage is first called for the save, or come when it has succeeded."""
 
 
 @registry.register("storage", "faulty")
@@ -89,7 +87,7 @@ class FaultyStorage(Storage):
         known = [*sorted(errno.errorcode.values()), _HANG]
         if fault not in known:
             raise ConfigError(f"fault={fault!r} is no error of this system and not {_HANG!r}.{nearest(fault, known)}")
-        moments = [name for name in failpoints.POINTS if name not in _BEFORE + _AFTER]
+        moments = [name for name in failpoints.POINTS if name not in _OUTSIDE]
         if at not in moments:
             raise ConfigError(f"at must be one of {', '.join(moments)}, not {at!r}.{nearest(at, moments)}")
         inner: Storage = registry.build("storage", storage) if isinstance(storage, str) else storage
@@ -97,8 +95,8 @@ class FaultyStorage(Storage):
         self.fault = fault
         self.at = at
         self.after_bytes = after_bytes
-        self.saves = None if saves is None else tuple(saves)
-        self.ranks = None if ranks is None else tuple(ranks)
+        self.saves = saves
+        self.ranks = ranks
         self.release = release
         self._folder: str = ""
         self._rank = 0

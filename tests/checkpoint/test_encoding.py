@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ plain = st.recursive(
         | st.tuples(inner, inner)
         | st.dictionaries(keys, inner, max_size=3)
         | st.dictionaries(st.text(), inner, max_size=3).map(collections.OrderedDict)
-        | st.dictionaries(st.integers(), inner, max_size=3).map(lambda items: collections.defaultdict(list, items))
         | st.dictionaries(keys, inner, max_size=3).map(collections.Counter)
     ),
     max_leaves=12,
@@ -52,36 +50,38 @@ def test_plain_data_comes_back_with_its_types(value: Any) -> None:
     assert typed(decode(json.loads(encoded.text), "x")) == typed(value)
 
 
-def test_numbers_of_numpy_come_back() -> None:
+def test_numbers_of_numpy_become_pythons() -> None:
     numpy = pytest.importorskip("numpy")
-    numbers = [numpy.dtype(name).type(3) for name in "?bBhHiIlLefdFD"]
-    found = decode(json.loads(encode({"best": numbers, "pair": (numpy.float64(math.pi), 1)}, "x").text), "x")
-    assert found == {"best": numbers, "pair": (math.pi, 1)}
-    assert list(map(type, found["best"])) == list(map(type, numbers))
+    numbers = [numpy.dtype(name).type(3) for name in "?bBhHiIlLefd"]
+    found = decode(json.loads(encode({"best": numbers, "pair": (numpy.float32(0.1), 1)}, "x").text), "x")
+    assert found == {"best": numbers, "pair": (float(numpy.float32(0.1)), 1)}
+    assert [*map(type, found["best"])] == [bool] + [int] * 8 + [float] * 3
+    for other in (numpy.longdouble(3), numpy.timedelta64(1, "ns"), numpy.ones(2)):
+        with pytest.raises(CheckpointError, match="would not load back"):
+            encode({"x": other}, "x")
 
 
 def test_tensors_are_leaves_and_objects_are_listed() -> None:
     x = torch.ones(2)
-    state = {"a": x, "b": [x, {"c": 1}], 3: {"pair": (x, 1), "long": "x" * 100_000}}
+    state = {"a": x, "b": [x, {"c": 1}], 3: {"pair": (x, 1)}}
     encoded = encode(state, "s")
-    assert encoded.objects == ["s.3.pair", "s.3.long"]
+    assert encoded.objects == ["s.3.pair"]
     structure = decode(json.loads(encoded.text), "s")
-    assert [leaf.name for leaf in marks(structure)] == ["s.a", "s.b.0", "s.3.pair", "s.3.long"]
+    assert [leaf.name for leaf in marks(structure)] == ["s.a", "s.b.0", "s.3.pair"]
     assert [name for name, _ in leaves(state, "s")] == [name for name, _ in leaves(structure, "s")]
     for leaf in marks(structure):
         leaf.value = leaf.name
-    assert fill(structure) == {"a": "s.a", "b": ["s.b.0", {"c": 1}], 3: {"pair": "s.3.pair", "long": "s.3.long"}}
+    assert fill(structure) == {"a": "s.a", "b": ["s.b.0", {"c": 1}], 3: {"pair": "s.3.pair"}}
     assert isinstance(decode({}, "s"), Leaf)
 
 
-def test_versions_of_modules_and_factories_are_kept() -> None:
+def test_versions_of_modules_are_kept() -> None:
     ordered = collections.OrderedDict({"y": {"z": [1, {}]}})
     ordered._metadata = collections.OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
-    found = decode(json.loads(encode({"o": ordered, "d": collections.defaultdict(list)}, "x").text), "x")
-    assert found["o"]._metadata == ordered._metadata  # type: ignore[attr-defined]
-    assert found["d"]["new"] == []
-    with pytest.raises(CheckpointError, match="makes missing items with <lambda>"):
-        encode(collections.defaultdict(lambda: 0), "x")
+    found = decode(json.loads(encode({"o": ordered}, "x").text), "x")
+    assert found["o"]._metadata == ordered._metadata
+    with pytest.raises(CheckpointError, match=r"a collections.defaultdict; save dict\(x\) of it"):
+        encode(collections.defaultdict(list), "x")
 
 
 def test_a_state_that_is_nested_too_deeply_is_refused_and_named(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_state_that_is_nested_too_deeply_is_refused_and_named(tmp_path: Path) 
 
 def test_objects_with_tensors_come_back(tmp_path: Path) -> None:
     state = {
-        "pair": (torch.ones(2), 1, b""),
+        "pair": (torch.ones(2), 1, b"x"),
         "other": [2j, torch.float32, torch.Size([2])],
         "long": b"x" * 100_000,
         "set": {"a": {1, 2}},
@@ -111,5 +111,5 @@ def test_objects_with_tensors_come_back(tmp_path: Path) -> None:
         found: dict[str, Any] = dict.fromkeys(state)
         checkpointer.restore(found)
     assert torch.equal(found["pair"][0], torch.ones(2))
-    assert found["pair"][1:] == (1, b"")
+    assert found["pair"][1:] == (1, b"x")
     assert {name: found[name] for name in state if name != "pair"} == {n: state[n] for n in state if n != "pair"}

@@ -29,10 +29,14 @@ def refused(checkpointer: Checkpointer, state: dict[str, Any]) -> str:
 @pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
 def test_a_meta_tensor_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     trained = torch.nn.Linear(2, 2)
-    with saved(tmp_path, {"model": trained, "sgd": torch.optim.SGD(trained.parameters()), "x": [torch.ones(2)]}) as c:
+    adam = torch.optim.Adam(trained.parameters())
+    trained(torch.ones(2)).sum().backward()
+    adam.step()
+    with saved(tmp_path, {"model": trained, "adam": adam, "x": [torch.ones(2)]}) as c:
         model = torch.nn.Linear(2, 2, device="meta")
         assert "'model.weight' is on the meta device" in refused(c, {"model": model})
-        assert "'sgd.state.0' is on the meta device" in refused(c, {"sgd": torch.optim.SGD(model.parameters())})
+        adam = torch.optim.Adam(model.parameters())
+        assert "'adam.state.0.exp_avg' is on the meta device" in refused(c, {"adam": adam})
         assert "'x.0' is on the meta device" in refused(c, {"x": [torch.ones(2, device="meta")]})
         model.to_empty(device="cpu")
         assert c.restore({"model": model}) == 1
@@ -57,12 +61,11 @@ def test_an_error_that_names_every_tensor_is_cut_short(tmp_path: Path) -> None:
     with saved(tmp_path, {"one": one, "many": many}) as checkpointer:
         missing = refused(checkpointer, {"one": many})
         assert "Missing key(s)" in missing
-        assert 'Unexpected key(s) in state_dict: "weight", "bias"' in missing
-        assert len(missing) < 1000
+        assert len(missing) < 1500
+        assert "characters)" in missing
         differing = refused(checkpointer, {"many": more})
         assert "size mismatch for 0.weight" in differing
-        assert "lines" in differing.splitlines()[-1]
-        assert len(differing.splitlines()) < 12
+        assert len(differing) < 1500
 
 
 def test_a_missing_name_is_reported_with_the_saved_names(tmp_path: Path) -> None:

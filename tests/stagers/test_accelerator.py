@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy as copies
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ import stagereg.stagers.bounded as bounded
 from stagereg import AsyncStager, Checkpointer
 from stagereg.errors import StagingError
 from stagereg.stagers.overlapped import OverlappedStager
+
+from .states import assert_same
+from .test_overlapped import Net
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,17 +49,11 @@ def test_the_source_may_be_overwritten_when_stage_has_returned(stager: AsyncStag
         assert copy.eq(step).all()
 
 
-def test_work_queued_before_stage_is_in_the_copy(stager: AsyncStager) -> None:
-    w = torch.zeros(2**24, device=device())
-    keep_busy()
-    w.fill_(7)
-    assert stager.stage({"w": w})["w"].eq(7).all()
-
-
-def test_work_on_the_callers_own_stream_is_waited_for(stager: AsyncStager) -> None:
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_work_queued_before_stage_is_in_the_copy(stager: AsyncStager, own_stream: bool) -> None:
     w = torch.zeros(2**24, device=device())
     torch.accelerator.synchronize()
-    with torch.Stream(device()):
+    with torch.Stream(device()) if own_stream else contextlib.nullcontext():
         keep_busy()
         w.fill_(7)
         copy = stager.stage({"w": w})["w"]
@@ -74,26 +72,22 @@ def small_state() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["incremental", "incremental_content", "overlapped", "pinned_cached", "shared"])
-def test_memory_that_is_kept_is_page_locked(kind: str, makers: dict[str, Callable[..., AsyncStager]]) -> None:
-    stager = makers[kind]()
-    assert all(x.is_pinned() for x in stager.stage(small_state()).values())
+def test_memory_that_is_kept_is_page_locked_and_used_again(
+    kind: str, makers: dict[str, Callable[..., AsyncStager]]
+) -> None:
+    stager, state = makers[kind](), small_state()
+    copy = stager.stage(state)
+    assert all(x.is_pinned() for x in copy.values())
+    address = copy["w"].data_ptr()
+    del copy
+    if kind in ("pinned_cached", "shared"):
+        assert stager.stage(state)["w"].data_ptr() == address
     stager.close()
 
 
 def test_memory_that_is_not_kept_is_not_page_locked() -> None:
     stager = stagereg.build("stager", "blocking")
     assert not any(x.is_pinned() for x in stager.stage(small_state()).values())
-    stager.close()
-
-
-@pytest.mark.parametrize("kind", ["pinned_cached", "shared"])
-def test_page_locked_memory_is_used_again(kind: str) -> None:
-    stager = stagereg.build("stager", kind)
-    state = small_state()
-    copy = stager.stage(state)
-    address = copy["w"].data_ptr()
-    del copy
-    assert stager.stage(state)["w"].data_ptr() == address
     stager.close()
 
 
@@ -147,27 +141,11 @@ def test_each_device_has_its_own_stream(stager: AsyncStager) -> None:
     assert copy["1"].eq(1).all()
 
 
-# -- overlapped
-
-
-class Net(torch.nn.Module):
-    """Parameters well above the size that is copied at once, and buffers that forward writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(512, 2048)
-        self.norm = torch.nn.BatchNorm1d(2048)
-        self.outer = torch.nn.Linear(2048, 512)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(self.norm(self.inner(x)).relu())
-
-
 class Run:
     """A model on the accelerator that has trained for a step."""
 
     def __init__(self, **options: Any) -> None:
-        self.net = Net().to(device())
+        self.net = Net(512, 2048).to(device())
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01, **options)
         self.inputs = torch.randn(64, 512, device=device())
         self.train()
@@ -182,23 +160,6 @@ class Run:
     def picture(self) -> dict[str, Any]:
         """Another copy, on the device, queued like any other work."""
         return copies.deepcopy(self.state())
-
-
-def assert_equal(copy: Any, expected: Any) -> None:
-    assert type(copy) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert copy.device.type == "cpu"
-        assert torch.equal(copy, expected.cpu())
-    elif isinstance(expected, dict):
-        assert list(copy) == list(expected)
-        for key in expected:
-            assert_equal(copy[key], expected[key])
-    elif isinstance(expected, (list, tuple)):
-        assert len(copy) == len(expected)
-        for mine, theirs in zip(copy, expected, strict=True):
-            assert_equal(mine, theirs)
-    else:
-        assert copy == expected
 
 
 @pytest.fixture
@@ -226,12 +187,10 @@ def test_overlapped_has_the_state_of_the_call_as_steps_follow(
         for _ in range(3):
             run.train()
         assert copied_late(overlapped) >= 3 * 2 * 512 * 2048 * 4  # both weights, and two averages of each
-        assert_equal(promise.result(60), expected)
+        assert_same(promise.result(60), expected)
 
 
-def test_overlapped_has_it_though_another_stream_steps(
-    overlapped: OverlappedStager,
-) -> None:
+def test_overlapped_has_it_though_another_stream_steps(overlapped: OverlappedStager) -> None:
     run = Run(fused=True)
     overlapped.watch(run.optimizer)
     torch.accelerator.synchronize()
@@ -243,7 +202,7 @@ def test_overlapped_has_it_though_another_stream_steps(
         run.optimizer.step()
         assert copied_late(overlapped) > 0
         torch.accelerator.current_stream().synchronize()
-    assert_equal(promise.result(60), expected)
+    assert_same(promise.result(60), expected)
 
 
 def test_a_write_of_forward_right_after_the_call_does_not_show(overlapped: OverlappedStager) -> None:
@@ -256,12 +215,10 @@ def test_a_write_of_forward_right_after_the_call_does_not_show(overlapped: Overl
         for _ in range(3):
             run.net(run.inputs + 1)
         run.net.norm.running_mean.data.add_(1)
-        assert_equal(promise.result(60), expected)
+        assert_same(promise.result(60), expected)
 
 
-def test_a_promise_is_kept_when_the_bytes_are_there(
-    overlapped: OverlappedStager,
-) -> None:
+def test_a_promise_is_kept_when_the_bytes_are_there(overlapped: OverlappedStager) -> None:
     w = torch.zeros(2**24, device=device())
     for step in (1.0, 2.0, 3.0):
         keep_busy()
@@ -296,7 +253,7 @@ def test_neither_the_call_nor_the_next_step_waits_for_the_device(overlapped: Ove
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert copied_late(overlapped) > 0
-    assert_equal(promise.result(60), expected)
+    assert_same(promise.result(60), expected)
 
 
 def test_an_unannounced_write_on_the_device_is_reported(overlapped: OverlappedStager) -> None:
@@ -312,9 +269,6 @@ def test_an_unannounced_write_on_the_device_is_reported(overlapped: OverlappedSt
     else:
         assert isinstance(failure, StagingError)
         assert "inner.weight" in str(failure)
-
-
-# -- incremental
 
 
 def test_incremental_shares_unchanged_tensors_of_the_device() -> None:
@@ -346,9 +300,6 @@ def test_incremental_verifies_frozen_tensors_on_the_device() -> None:
     with pytest.raises(StagingError, match=r"base\.w"):
         stager.stage(state)
     stager.close()
-
-
-# -- to the disk
 
 
 def restored(folder: Path, state: dict[str, Any]) -> dict[str, Any]:

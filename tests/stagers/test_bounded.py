@@ -32,10 +32,16 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return build
 
 
-def state_of(mib: int) -> dict[str, Any]:
-    """So many tensors of 1 MiB, two of them tied, and some small things."""
+def state_of(mib: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """So many tensors of 1 MiB, two of them tied, and some small things; and what the tensors are now."""
     state: dict[str, Any] = {str(i): torch.randn(2**18) for i in range(mib)}
-    return {**state, "tied": state["0"].view(2, -1), "half": torch.randn(10).bfloat16(), "step": 3}
+    state |= {"tied": state["0"].view(2, -1), "half": torch.randn(10).bfloat16(), "step": 3}
+    return state, {name: x.clone() for name, x in state.items() if isinstance(x, torch.Tensor)}
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
+    for name, x in expected.items():
+        assert torch.equal(found[name], x), name
 
 
 def outside(copy: dict[str, Any], source: dict[str, Any]) -> set[str]:
@@ -52,12 +58,12 @@ def test_all_copies_together_keep_to_the_bound(make: Callable[..., Any], monkeyp
 
     monkeypatch.setattr(memory.Pool, "take", counted)
     stager = make(8, max_in_flight=2)
-    source = state_of(10)
+    source, expected = state_of(10)
     copy = stager.stage(source)
     assert len(outside(copy, source) - {"tied"}) == 7  # three of 1 MiB and the small ones in 4 MiB
     assert sum(taken) <= 4 * 2**20
-    for name in source:
-        assert copy["step"] == 3 if name == "step" else torch.equal(copy[name], source[name])
+    assert copy["step"] == 3
+    assert_equal(copy, expected)
     del copy
     stager.synchronize_staging()
     stager.close()
@@ -65,7 +71,7 @@ def test_all_copies_together_keep_to_the_bound(make: Callable[..., Any], monkeyp
 
 def test_a_state_that_fits_is_copied_whole(make: Callable[..., Any]) -> None:
     stager = make(64)
-    source = state_of(4)
+    source, _ = state_of(4)
     copy = stager.stage(source)
     assert not outside(copy, source)
     stager.synchronize_staging()  # does not wait
@@ -106,8 +112,7 @@ def test_whatever_the_bound_the_copy_reads_as_the_source(
 def test_staging_ends_when_the_writer_has_read_what_did_not_fit(make: Callable[..., Any], releases: bool) -> None:
     stager = make(2)
     assert stager.should_synchronize_after_execute
-    source = state_of(6)
-    expected = {name: x.clone() for name, x in source.items() if isinstance(x, torch.Tensor)}
+    source, expected = state_of(6)
     may_read, written = threading.Event(), {}
 
     def write(box: list[dict[str, Any]]) -> None:
@@ -131,8 +136,7 @@ def test_staging_ends_when_the_writer_has_read_what_did_not_fit(make: Callable[.
         if isinstance(x, torch.Tensor):
             x.fill_(-1)
     writer.join(30)
-    for name, x in expected.items():
-        assert torch.equal(written[name], x)
+    assert_equal(written, expected)
     stager.close()
 
 
@@ -147,40 +151,30 @@ class _Asked:
         return int(self._queue.get(timeout=timeout))
 
 
-def test_a_copy_that_is_kept_is_an_error_after_wait_s(make: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("releases", [True, False], ids=["releases", "keeps"])
+def test_tensors_that_are_kept_are_an_error_after_wait_s(make: Callable[..., Any], releases: bool) -> None:
     stager = make(2, wait_s=0.1)
-    copy = stager.stage(state_of(6))
-    with pytest.raises(StagingError, match="did not fit into host_memory_gb"):
-        stager.synchronize_staging()
-    del copy
-    stager.synchronize_staging()
-    stager.close()
-
-
-def test_tensors_still_held_after_the_release_are_waited_for(make: Callable[..., Any]) -> None:
-    stager = make(2, wait_s=0.1)
-    copy = stager.stage(state_of(6))
+    copy = stager.stage(state_of(6)[0])
     held = max(copy.values(), key=lambda x: x.nbytes if isinstance(x, torch.Tensor) else 0)[:5]
-    stager.release(copy)
+    if releases:
+        stager.release(copy)
     with pytest.raises(StagingError, match="did not fit into host_memory_gb"):
         stager.synchronize_staging()
-    del held
+    del held, copy
     stager.synchronize_staging()
     stager.close()
 
 
 def test_a_reader_without_release_gets_memory_beyond_the_bound(caplog: pytest.LogCaptureFixture) -> None:
     stager = stagereg.build("stager", "pinned_cached", host_memory_gb=2 * MIB_IN_GB)
-    source = state_of(6)
-    expected = {name: x.clone() for name, x in source.items() if isinstance(x, torch.Tensor)}
+    source, expected = state_of(6)
     for _ in range(2):
         copy = stager.stage(source)
         stager.synchronize_staging()  # does not wait
         assert not outside(copy, source)
     for name in expected:
         source[name].fill_(-1)
-    for name, x in expected.items():
-        assert torch.equal(copy[name], x)
+    assert_equal(copy, expected)
     assert copy["tied"].untyped_storage().data_ptr() == copy["0"].untyped_storage().data_ptr()
     assert sum("do not fit into host_memory_gb" in r.getMessage() for r in caplog.records) == 1
     stager.close()
@@ -200,14 +194,12 @@ def test_without_a_bound_nothing_is_read_from_the_source() -> None:
 
 def test_torchs_async_save_writes_more_than_the_bound(tmp_path: Any) -> None:
     stager = stagereg.build("stager", "pinned_cached", host_memory_gb=2 * MIB_IN_GB)
-    source = state_of(6)
-    expected = {name: x.clone() for name, x in source.items() if isinstance(x, torch.Tensor)}
+    source, expected = state_of(6)
     future: Any = dcp.async_save(source, checkpoint_id=tmp_path / "c", async_stager=stager, no_dist=True)
     for name in expected:  # async_save has synchronized
         source[name].fill_(-1)
     future.result(30)
     loaded = {name: torch.zeros_like(x) for name, x in expected.items()}
     dcp.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
-    for name, x in expected.items():
-        assert torch.equal(loaded[name], x)
+    assert_equal(loaded, expected)
     stager.close()

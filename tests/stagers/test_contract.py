@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,8 @@ import torch
 import stagereg
 from stagereg import AsyncStager, BlockingAsyncStager, StageregError
 from stagereg.errors import StagerClosedError, StagingError
+
+from .states import assert_same
 
 
 def resident_mib() -> float:
@@ -32,7 +33,7 @@ class TestIsolation:
 
 
 class TestChange:
-    def test_everything_may_change_between_calls(self, stager: AsyncStager, assert_same) -> None:
+    def test_everything_may_change_between_calls(self, stager: AsyncStager) -> None:
         states = [
             {"a": torch.ones(6)},
             {"a": torch.ones(1)},  # broadcastable to what was there
@@ -62,7 +63,7 @@ class TestChange:
             assert caught.value.path == ("model", "w")
         assert stager.stage({"ok": torch.ones(3)})["ok"].eq(1).all()
 
-    def test_the_same_memory_seen_otherwise_is_staged_otherwise(self, stager: AsyncStager, assert_same) -> None:
+    def test_the_same_memory_seen_otherwise_is_staged_otherwise(self, stager: AsyncStager) -> None:
         grid = torch.arange(16).view(4, 4)
         for view in (grid, grid.t(), grid.view(torch.float64), grid.view(16), grid[:2], grid[:, :2], grid):
             assert_same(stager.stage({"x": view}), {"x": view})
@@ -101,7 +102,3 @@ class TestBadInput:
                 assert stager.stage({"w": torch.ones(3)})["w"].eq(1).all()
             stager.close()
         assert [r.getMessage().count("no accelerator") for r in caplog.records] == [1]
-
-    def test_stage_may_be_called_from_another_thread(self, stager: AsyncStager) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(stager.stage, {"w": torch.ones(3)}).result(timeout=20)["w"].eq(1).all()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._shard import sharded_tensor
@@ -14,24 +14,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-import stagereg
 from stagereg import AsyncStager, BlockingAsyncStager
 from stagereg.testing import run_ranks
 
-STAGERS = {
-    "blocking": lambda: stagereg.build("stager", "blocking"),
-    "incremental": lambda: stagereg.build("stager", "incremental", detect="content"),
-    "overlapped": lambda: stagereg.build("stager", "overlapped"),
-    "pinned_cached": lambda: stagereg.build("stager", "pinned_cached"),
-    "shared": lambda: stagereg.build("stager", "shared"),
-    "torch_plain": lambda: BlockingAsyncStager(False),
-    "torch_cached": lambda: BlockingAsyncStager(True),
-}
+from .states import OPTIONS, build, settled
+
+STAGERS: list[Callable[[], AsyncStager]] = [
+    *(functools.partial(build, kind) for kind in OPTIONS if kind != "incremental"),
+    *(functools.partial(BlockingAsyncStager, cached) for cached in (False, True)),
+]
 
 
-def settled(staged: Any) -> Any:
-    """The copy, which may have been promised only."""
-    return staged.result(30) if isinstance(staged, Future) else staged
+def each_stager() -> Iterator[AsyncStager]:
+    for make in STAGERS:
+        with contextlib.closing(make()) as stager:
+            yield stager
 
 
 def check_dtensor(stager: AsyncStager, source: DTensor) -> DTensor:
@@ -54,8 +51,7 @@ def check_dtensor(stager: AsyncStager, source: DTensor) -> DTensor:
 def stage_dtensors(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     full = torch.arange(35.0).view(5, 7)
-    for make in STAGERS.values():
-        stager = make()
+    for stager in each_stager():
         for _ in range(2):
             for placement in (Shard(0), Shard(1), Replicate()):
                 copy = check_dtensor(stager, distribute_tensor(full.clone(), mesh, [placement]))
@@ -65,15 +61,13 @@ def stage_dtensors(rank: int, world_size: int) -> None:
             assert summed.tolist() == [world_size * (world_size + 1) / 2] * 3
             check_dtensor(stager, distribute_tensor(torch.ones(1, 4), mesh, [Shard(0)]))  # nothing on the last rank
             check_dtensor(stager, torch.nn.Parameter(distribute_tensor(full.clone(), mesh, [Shard(0)])))
-        stager.close()
 
 
 def stage_what_hangs_on_a_dtensor(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     x.tags, x.average, x.me = ["a"], torch.zeros(3), x
-    for make in STAGERS.values():
-        stager = make()
+    for stager in each_stager():
         copy = settled(stager.stage({"x": x, "again": x, "average": x.average}))
         x.tags.append("b")
         x.average.add_(1)
@@ -84,7 +78,6 @@ def stage_what_hangs_on_a_dtensor(rank: int, world_size: int) -> None:
         assert copy["average"].eq(0).all()
         x.tags.pop()
         x.average.zero_()
-        stager.close()
 
 
 def stage_a_sharded_model(rank: int, world_size: int) -> None:
@@ -93,28 +86,27 @@ def stage_a_sharded_model(rank: int, world_size: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(7, 1200), torch.nn.Linear(1200, 3))
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = torch.optim.Adam(model.parameters())
-    stagers = {name: make() for name, make in STAGERS.items()}
+    stagers = [make() for make in STAGERS]
     for step in range(3):
         model(torch.randn(4, 7)).sum().backward()
         optimizer.step()
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         before = {name: p.full_tensor().clone() for name, p in model.state_dict().items()}
-        copies = {name: settled(stager.stage(state)) for name, stager in stagers.items()}
+        copies = [settled(stager.stage(state)) for stager in stagers]
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(1)
-        for kind, copy in copies.items():
+        for number, copy in enumerate(copies):
             for name, full in before.items():
-                assert torch.equal(copy["model"][name].full_tensor(), full), (kind, step, name)
+                assert torch.equal(copy["model"][name].full_tensor(), full), (number, step, name)
             assert isinstance(copy["optimizer"]["state"][0]["exp_avg"], DTensor)
-    for stager in stagers.values():
+    for stager in stagers:
         stager.close()
 
 
 def stage_sharded_tensors(rank: int, world_size: int) -> None:
     spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(world_size)])
-    for make in STAGERS.values():
-        stager = make()
+    for stager in each_stager():
         for _ in range(2):
             source = sharded_tensor.rand(spec, 5, 3)
             shard = source.local_shards()[0]
@@ -128,32 +120,27 @@ def stage_sharded_tensors(rank: int, world_size: int) -> None:
             gathered = torch.empty(5, 3) if rank == 0 else None
             copy.gather(0, gathered)
             assert gathered is None or torch.equal(gathered[: local.shape[0]], local)
-        stager.close()
 
 
 def stage_the_result_of_a_collective(rank: int, world_size: int) -> None:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 
-    for make in STAGERS.values():
+    for stager in each_stager():
         result = all_reduce(torch.full((4,), rank + 1.0), "sum", dist.group.WORLD)
         assert isinstance(result, AsyncCollectiveTensor)
-        stager = make()
         copy = settled(stager.stage({"x": result, "same": result}))
         assert type(copy["x"]) is torch.Tensor
         assert copy["x"] is copy["same"]
         assert copy["x"].tolist() == [world_size * (world_size + 1) / 2] * 4
-        stager.close()
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.parametrize(
-    "check",
-    [stage_dtensors, stage_sharded_tensors, stage_a_sharded_model],
-)
-def test_on_ranks(check, nproc: int) -> None:
-    run_ranks(check, nproc, timeout_s=60)
+def check_all(rank: int, world_size: int) -> None:
+    stage_dtensors(rank, world_size)
+    stage_what_hangs_on_a_dtensor(rank, world_size)
+    stage_a_sharded_model(rank, world_size)
+    stage_sharded_tensors(rank, world_size)
+    stage_the_result_of_a_collective(rank, world_size)
 
 
-@pytest.mark.parametrize("check", [stage_what_hangs_on_a_dtensor, stage_the_result_of_a_collective])
-def test_on_one_rank(check) -> None:
-    run_ranks(check, 1, timeout_s=60)
+def test_what_is_spread_over_ranks_is_staged_as_it_is() -> None:
+    run_ranks(check_all, 2, timeout_s=100)

@@ -16,10 +16,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import stagereg
 from stagereg import AsyncStager, BlockingAsyncStager
-from stagereg.kernel.copier import HostCopier
-from stagereg.kernel.memory import Pool
-from stagereg.stagers.host import HostStager
 from stagereg.testing import run_ranks
+
+from .states import GatedWriter, build
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -29,18 +28,6 @@ class OnlyStage(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return {key: value.clone() for key, value in state_dict.items()}
-
-
-class GatedWriter(dcp.FileSystemWriter):
-    """A slow disk: writes when an event is set."""
-
-    def __init__(self, path: Path, gate: threading.Event) -> None:
-        super().__init__(path)
-        self.gate = gate
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.gate.wait(30)
-        return super().write_data(*args, **kwargs)
 
 
 def loaded(path: Path | str, **like: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -55,6 +42,8 @@ class TestNames:
             return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
         assert parameters(BlockingAsyncStager) == parameters(theirs.BlockingAsyncStager)
+        kept = BlockingAsyncStager(True, True)
+        assert (kept.cache_staged_state_dict, kept.type_check) == (True, True)
         for name in ("stage", "synchronize_staging", "close"):
             for kind in ("AsyncStager", "BlockingAsyncStager"):
                 mine, other = getattr(stagereg, kind), getattr(theirs, kind)
@@ -76,10 +65,6 @@ class TestNames:
         assert not isinstance(object(), AsyncStager)
         kept.close()
 
-    def test_arguments_are_kept_under_torchs_names(self) -> None:
-        stager = BlockingAsyncStager(True, True)
-        assert (stager.cache_staged_state_dict, stager.type_check) == (True, True)
-
     def test_a_stager_without_stage_is_an_error_that_names_it(self) -> None:
         class Nothing(AsyncStager):
             pass
@@ -94,34 +79,23 @@ class TestNames:
 
 
 class TestAsyncSaveOnThreads:
-    def test_training_on_does_not_change_the_checkpoint(self, stager: AsyncStager, tmp_path: Path) -> None:
-        w, tied = torch.ones(1000), torch.arange(12.0).view(3, 4)
-        gate = threading.Event()
-        state = {"w": w, "t": tied.t(), "n": torch.tensor(3)}
-        saved = dcp.async_save(state, storage_writer=GatedWriter(tmp_path, gate), async_stager=stager, no_dist=True)
-        w.fill_(9)
-        tied.fill_(9)
-        gate.set()
-        saved.result(timeout=30)
-        got = loaded(tmp_path, **state)
-        assert got["w"].eq(1).all()
-        assert torch.equal(got["t"], torch.arange(12.0).view(3, 4).t())
-        assert got["n"] == 3
-
     def test_overlapping_saves_hold_their_own_step(self, stager: AsyncStager, tmp_path: Path) -> None:
-        w = torch.empty(300_000)
-        gate = threading.Event()
-        saves = []
+        w, folded, gate, saves = torch.empty(300_000), torch.arange(12.0).view(3, 4), threading.Event(), []
+        state = {"w": w, "t": folded.t(), "n": torch.tensor(3)}
         for step in range(2):
             w.fill_(step)
             writer = GatedWriter(tmp_path / str(step), gate)
-            saves.append(dcp.async_save({"w": w}, storage_writer=writer, async_stager=stager, no_dist=True))
+            saves.append(dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True))
         w.fill_(-1)
+        folded.fill_(-1)
         assert not any(save.done() for save in saves)
         gate.set()
         for step, save in enumerate(saves):
             save.result(timeout=30)
-            assert loaded(tmp_path / str(step), w=w)["w"].eq(step).all()
+            got = loaded(tmp_path / str(step), **state)
+            assert got["w"].eq(step).all()
+            assert torch.equal(got["t"], torch.arange(12.0).view(3, 4).t())
+            assert got["n"] == 3
 
     def test_a_third_save_waits_for_a_writer_and_takes_no_memory(self, make, waits, tmp_path, caplog) -> None:
         stager = make(max_in_flight=2)
@@ -152,27 +126,26 @@ class TestAsyncSaveOnThreads:
 
 
 def save_in_a_process(rank: int, world_size: int, folder: str) -> None:
-    pools = [Pool(), Pool(max_in_flight=None, keep=False)]
-    w, tied = torch.ones(1000), torch.arange(6.0)
-    for i, pool in enumerate(pools):
-        stager = HostStager(HostCopier(pool))
+    for kind in ("blocking", "pinned_cached", "shared"):
+        stager = build(kind)
+        w, tied = torch.ones(1000), torch.arange(6.0)
         for step in range(2):
             w.fill_(step)
+            path = f"{folder}/{kind}-{step}"
             response = dcp.async_save(
                 {"w": w, "a": tied, "b": tied[1:], "list": [torch.ones(3)], "n": 5},
-                checkpoint_id=f"{folder}/{i}-{step}",
+                checkpoint_id=path,
                 async_checkpointer_type=AsyncCheckpointerType.PROCESS,
                 async_stager=stager,
             )
             w.fill_(-1)
             response.result(timeout=90)
             del response
-        assert pool.in_flight == 0, "the copies' leases have ended"
-        for step in range(2):
-            got = {"w": torch.zeros(1000), "b": torch.zeros(5)}
-            dcp.load(got, checkpoint_id=f"{folder}/{i}-{step}")
+            got = loaded(path, w=w, b=tied[1:])
             assert got["w"].eq(step).all()
             assert got["b"].tolist() == [1, 2, 3, 4, 5]
+        assert kind == "shared" or stager._copier.pool.in_flight == 0, "the copies' leases have ended"
+        stager.close()
 
 
 def test_async_save_in_a_process(tmp_path: Path) -> None:

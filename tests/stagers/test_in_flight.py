@@ -65,37 +65,27 @@ def test_kept_copies_never_block_a_stage_on_another_thread(make) -> None:
     assert holds_only(copy, 2)
 
 
-Hold = Callable[[object], None]
+HOLDERS: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+    "the copy": lambda copy: copy,
+    "one tensor": lambda copy: copy["w"],
+    "in a list": lambda copy: [("step", {"deep": [dict(copy)]})],
+}
 
 
-def hold_directly(copy: dict[str, torch.Tensor], hold: Hold) -> None:
-    hold(copy)
-
-
-def hold_one_tensor(copy: dict[str, torch.Tensor], hold: Hold) -> None:
-    w = copy.pop("w")
-    copy.clear()
-    hold(w)
-
-
-def hold_in_a_list(copy: dict[str, torch.Tensor], hold: Hold) -> None:
-    jobs = [("step", {"deep": [dict(copy)]})]
-    copy.clear()
-    hold(jobs)
-
-
-@pytest.mark.parametrize("holder", [hold_directly, hold_one_tensor, hold_in_a_list])
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
 def test_at_the_bound_stage_waits_for_a_copy_to_be_dropped(make, waits, caplog, holder) -> None:
     stager = make(max_in_flight=1)
     box = [stager.stage(state(1))]
     first_at = start_of(box[0])
     holding = threading.Event()
 
-    def hold(what: object) -> None:
+    def read() -> None:
+        held = holder(box.pop())
         holding.set()
         assert waits.began.wait(30)
+        del held
 
-    reader = threading.Thread(target=lambda: holder(box.pop(), hold))
+    reader = threading.Thread(target=read)
     reader.start()
     assert holding.wait(30)
     second = stager.stage(state(2))
@@ -105,12 +95,6 @@ def test_at_the_bound_stage_waits_for_a_copy_to_be_dropped(make, waits, caplog, 
     assert holds_only(second, 2)
     if type(stager).__name__ == "PinnedCachedStager":
         assert start_of(second) == first_at, "the memory let go is used again"
-
-
-def keep(stager: AsyncStager) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Stage, and keep a slice besides the copy."""
-    staged = stager.stage(state(1))
-    return staged, staged["w"][10:20]
 
 
 def test_a_reader_that_will_release_is_waited_for_at_most_wait_s(make, waits, caplog) -> None:
@@ -147,8 +131,8 @@ def test_a_released_copy_is_not_waited_for_and_its_parts_stay(make, waits, caplo
     stager.expect_release()
     held = []
     for _ in range(4):
-        staged, part = keep(stager)
-        held.append(part)
+        staged = stager.stage(state(1))
+        held.append(staged["w"][10:20])
         stager.release(staged)
         assert staged == {}
     later = stager.stage(state(2))

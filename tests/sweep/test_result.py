@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from stagereg.errors import ConfigError
-from stagereg.sweep.result import RESULT, JobResult, results, split
+from stagereg.sweep.result import RESULT, JobResult, kind_of, results, split
 
 from .samples import BEGAN, VERSIONS, Sample, rank_file, result, sweep, write_events, write_hydra, write_run
 
@@ -69,8 +70,8 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one_and_nothing_else(
         ("\xff", "is damaged"),
         ("[1, 2]", "is no result of a job"),
         ('{"accuracy": 0.5}', "is no result of a job"),
-        ('{"format": 1, "status": "great"}', "its status is 'great'"),
-        ('{"format": 1, "status": ["failed"]}', "its status is"),
+        ('{"format": 1, "status": "great"}', "is no result of a job"),
+        ('{"format": 1, "status": ["failed"]}', "is no result of a job"),
     ],
 )
 def test_an_invalid_result_is_reported_and_its_job_is_unfinished(tmp_path: Path, text: str, message: str) -> None:
@@ -173,12 +174,10 @@ class TestResults:
         write_run(tmp_path / ".submitit" / "0")
         assert [job.directory for job in results(tmp_path)] == [tmp_path / "0"]
 
-    def test_a_folder_of_several_sweeps_has_to_be_narrowed_down(self, tmp_path: Path) -> None:
-        for at, name in enumerate(["10-00-00", "11-00-00"]):
-            sweep(tmp_path / name, repeats=1)
-            os.utime(tmp_path / name / "multirun.yaml", (at, at))
-        with pytest.raises(ConfigError, match=r"holds 2 sweeps: .*The newest is .*11-00-00\."):
-            results(tmp_path)
+    def test_another_sweep_below_is_not_mixed_in(self, tmp_path: Path) -> None:
+        sweep(tmp_path, repeats=1)
+        sweep(tmp_path / "later", repeats=1)
+        assert {job.directory.parent for job in results(tmp_path)} == {tmp_path}
 
     def test_the_error_for_an_empty_folder_names_the_expected_files(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"holds no job.*result\.json.*hydra\.sweep\.dir"):
@@ -200,3 +199,46 @@ def test_repeats_are_distinguished_from_combinations() -> None:
         False,
     )
     assert split([]) == ((), 0, False)
+
+
+RUN = "outputs/2026-11-21/10-00-00"
+LATER = "outputs/2026-11-21/11-00-00"
+SWEEP = "multirun/2026-11-21/12-00-00"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs and sweeps as Hydra leaves them, and directories that a user might name by mistake."""
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate((LATER, RUN)):
+        write_hydra(write_run(tmp_path / name), ["lr=1"])
+        os.utime(tmp_path / name, (2e9 - age, 2e9 - age))
+    sweep(tmp_path / SWEEP, {"stager=blocking": 30.0}, repeats=1, again=False, failing="", unfinished="")
+    (tmp_path / RUN / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (tmp_path / "other" / "conf").mkdir(parents=True)
+    write_run(tmp_path / "trials" / "0")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [(RUN, "run"), (SWEEP, "sweep"), (f"{SWEEP}/0", "run"), ("trials", "sweep")]
+)
+def test_runs_and_sweeps_are_recognised(given: str, kind: str, here: Path) -> None:
+    assert kind_of(Path(given)) == kind
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        (f"{RUN}/checkpoints/step-00000010", f"Name that:\n  stagereg report {RUN}  # a run"),
+        (f"{RUN}/metrics.jsonl", f"Name that:\n  stagereg report {RUN}  # a run"),
+        (f"{SWEEP}/multirun.yaml", f"Name that:\n  stagereg report {SWEEP}  # a sweep"),
+        ("multirun", f"has 1 below. The newest:\n  stagereg report {SWEEP}  # a sweep"),
+        ("outputs", f"2 below. The newest:\n  stagereg report {LATER}  # a run\n  stagereg report {RUN}  # a run"),
+        ("other", "other holds no job: there is no folder with result.json, .hydra/overrides.yaml or metrics.jsonl"),
+        ("outptus/x", "There is no directory outptus/x. Did you mean 'outputs'?"),
+    ],
+)
+def test_any_other_directory_is_an_error_that_names_those_nearby(given: str, seen: str, here: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(seen)):
+        kind_of(Path(given))

@@ -12,7 +12,7 @@ import pytest
 
 import stagereg.sweep.tensorboard as tensorboard
 from stagereg.errors import ConfigError
-from stagereg.sweep.compare import compare
+from stagereg.sweep.comparison import compare
 from stagereg.sweep.result import results
 from stagereg.sweep.run import RankRecord, Run
 

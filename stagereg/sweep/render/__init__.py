@@ -8,6 +8,7 @@ rendered again at any time. Importing this imports neither matplotlib nor Jinja2
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ FILES = ("compare.csv", "compare.md", "compare.svg", "compare.png", "report.html
 """What :func:`write` leaves in a directory, in this order."""
 _MOST_TIMELINES = 8
 """Rows of a sweep whose first run is drawn."""
+_CAPTION = "Each line is a row of the table, in its order: hollow points are single runs, the bar is their middle half."
 
 
 def write(comparison: Comparison, directory: Path | str) -> list[Path]:
@@ -40,19 +42,19 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    documents: dict[str, bytes] = {
+    documents = {
         "compare.csv": tables.csv_text(comparison).encode(),
         "compare.md": tables.markdown_text(comparison).encode(),
     }
     pictures: list[page.Picture] = []
-    timelines: list[page.Picture] = []
+    timelines: dict[Path, page.Picture] = {}
     try:
         figure = plots.compare_figure(comparison)
         if figure is not None:
-            svg = plots.svg_text(figure)
-            documents |= {"compare.svg": svg.encode(), "compare.png": plots.png_bytes(figure)}
-            pictures = [page.Picture(f"{comparison.ranking.name} and the rest", svg, _CAPTION)]
-        timelines = list(_timelines(comparison))
+            svg = plots.document(figure, "svg")
+            documents |= {"compare.svg": svg, "compare.png": plots.document(figure, "png")}
+            pictures = [page.Picture("Every run", svg.decode(), _CAPTION)]
+        timelines = dict(itertools.islice(_timelines(comparison), _MOST_TIMELINES))
     except ImportError as error:
         print(f"no picture ({error}): pip install 'hydra-stagereg[report]'", file=sys.stderr)
     documents["report.html"] = page.compare_page(comparison, pictures, timelines).encode()
@@ -64,20 +66,14 @@ def write(comparison: Comparison, directory: Path | str) -> list[Path]:
     return [directory / name for name in FILES if name in documents]
 
 
-_CAPTION = "Each line is a row of the table, in its order: hollow points are single runs, the bar is their middle half."
-
-
-def _timelines(comparison: Comparison) -> Iterator[page.Picture]:
-    """A timeline of the first run of each row that recorded one, best first."""
+def _timelines(comparison: Comparison) -> Iterator[tuple[Path, page.Picture]]:
+    """The timeline of the first run of each row that recorded one, best first."""
     from stagereg.sweep.run import Run
     from stagereg.sweep.timeline import timeline_figure
 
-    drawn = 0
-    for row in (one.row for one in tables.ComparisonTable.of(comparison).rows):
+    for row in comparison.ranked:
         job = next((job for job in row.jobs if job.status == "completed"), None)
-        if job is None or row.again or drawn == _MOST_TIMELINES:
-            continue
-        with contextlib.suppress(ConfigError):  # a run without records has no timeline; the table is there anyway
-            svg = plots.svg_text(timeline_figure(Run.read(job.directory)))
-            yield page.Picture(row.label, svg, f"The first run of the row, {job.directory}")
-            drawn += 1
+        if job is not None and not row.again:
+            with contextlib.suppress(ConfigError):  # a run without records has no timeline; the table is there anyway
+                svg = plots.document(timeline_figure(Run.read(job.directory)), "svg").decode()
+                yield job.directory, page.Picture(row.label, svg, f"The first run, {job.directory}")

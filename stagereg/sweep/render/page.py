@@ -2,8 +2,8 @@
 
 A page needs nothing but itself: style, script and pictures are inside, and its content policy forbids it the network.
 Whatever comes out of a run (overrides, configs, errors, directory names) is text and stays text. :func:`compare_page`
-is the page of a sweep and :func:`run_page` that of a single run; what they have in common is ``templates/base.html``.
-Tables are sorted by any column: numbers as numbers, by all their digits, whatever of them is written.
+is the page of a sweep and :func:`run_page` that of a single run, both made by ``templates/page.html``. Tables are
+sorted by any column: numbers as numbers, by all their digits, whatever of them is written.
 
 Writes no file; Jinja2 is imported when a page is made.
 """
@@ -17,22 +17,19 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import stagereg.sweep.render.tables as tables
+import stagereg.sweep.render.tables as tables_of
 from stagereg.sweep.answer import answer as answer_of
-from stagereg.sweep.metric import METRICS, counted, in_order, labelled
-from stagereg.sweep.render.plots import COLOURS
-from stagereg.sweep.render.tables import ComparisonTable, first_line, number, one_line
+from stagereg.sweep.comparison import Comparison, ComparisonRow
+from stagereg.sweep.metric import METRICS, counted, in_order, labelled, shown
+from stagereg.sweep.render.tables import Table
+from stagereg.sweep.result import CONFIG
+from stagereg.sweep.run import Run
 
-if TYPE_CHECKING:
-    from stagereg.sweep.comparison import Comparison
-    from stagereg.sweep.result import JobResult
-    from stagereg.sweep.run import Run
-
-__all__ = ["Picture", "Table", "compare_page", "run_page"]
+__all__ = ["Picture", "compare_page", "config_text", "run_page"]
 
 _LONGEST_CONFIG = 200_000
 """Characters of a config that a page takes."""
@@ -43,8 +40,8 @@ class Picture:
     """A picture of a page.
 
     Attributes:
-        title: its heading; for timelines of a sweep what the run is.
-        svg: an SVG document as ``plots.svg_text`` makes it; it goes into the page and follows light and dark.
+        title: its heading.
+        svg: an SVG document.
         caption: what there is to see, also for a screen reader.
     """
 
@@ -54,27 +51,28 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table of a page that can be sorted by each column: numbers as numbers, the rest as text, None as a gap, last.
-
-    Attributes:
-        title: its heading.
-        columns: the heads.
-        rows: as many values each as there are columns; floats are written with few digits and sorted with all.
-        caption: a line below the heading.
-    """
+class _Detail:
+    """A part of a page that is folded: a picture, and texts by their labels."""
 
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str | float | int | None, ...], ...]
-    caption: str = ""
+    texts: Sequence[tuple[str, str]]
+    verdict: str = ""
+    picture: Picture | None = None
 
 
-def compare_page(comparison: Comparison, pictures: Sequence[Picture] = (), timelines: Sequence[Picture] = ()) -> str:
-    """Return the page of a sweep: the sentence, tiles, table, ``pictures``, ``timelines``, configs and environment."""
-    table = ComparisonTable.of(comparison)
+def compare_page(
+    comparison: Comparison, pictures: Sequence[Picture] = (), timelines: Mapping[Path, Picture] | None = None
+) -> str:
+    """Return the page of a sweep: the sentence, tiles, table, ``pictures``, and of each row its config and command.
+
+    Args:
+        comparison: the sweep.
+        pictures: of all rows.
+        timelines: of runs, by their directories.
+    """
+    table = tables_of.compare_table(comparison)
     ranking, best = comparison.ranking, comparison.best
-    jobs = [job for one in table.rows for job in one.row.jobs]
+    jobs = [job for row in comparison.ranked for job in row.jobs]
     found = answer_of(comparison)
     done = sum(job.status == "completed" for job in jobs)
     rows = [row for row in comparison.rows if not row.again]
@@ -85,26 +83,32 @@ def compare_page(comparison: Comparison, pictures: Sequence[Picture] = (), timel
         ("runs", f"{done} of {len(jobs)} completed", repeats + again, "" if done == len(jobs) else "bad"),
     ]
     if best is not None:
-        tiles.insert(0, (f"best {ranking.name}", one_line(best.cells[ranking.name]), best.label, "best"))
-    began = min((job.started for job in jobs if job.started > 0), default=None)
-    when = "" if began is None else f" · {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(began))}"
+        tiles.insert(0, (f"best {ranking.name}", tables_of.one_line(best.cells[ranking.name]), best.label, "best"))
+    began = min((job.started for job in jobs if job.started > 0), default=0.0)
     return _rendered(
-        "compare.html",
         title=f"Sweep {comparison.directory.name}",
-        kicker=f"stagereg sweep · {comparison.directory}{when}",
+        kicker=f"stagereg sweep · {comparison.directory} · {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(began))}",
         directory=comparison.directory,
         answer=found.text,
         warnings=comparison.warnings,
         tiles=tiles,
         command_label="The best, once more",
-        command=_command(best.jobs) if best else "",
-        table=table,
-        metrics=comparison.metrics,
+        command=_command(best) if best else "",
+        tables=[replace(table, title=f"Table: {table.title}")],
         ranking=ranking,
+        remarks=tables_of.remarks(comparison),
         pictures=pictures,
-        timelines=timelines,
+        details=[_row_detail(row, ranking.name, timelines or {}) for row in comparison.ranked],
         environment=_facts([{**job.environment, **job.versions} for job in jobs]),
     )
+
+
+def _row_detail(row: ComparisonRow, ranking: str, timelines: Mapping[Path, Picture]) -> _Detail:
+    runs = [f"{job.directory} {job.status}, repeat {job.repeat}, {shown(job.seconds)} s" for job in row.jobs]
+    config = next((text for job in row.jobs if (text := config_text(job.directory))), "")
+    picture = next((timelines[job.directory] for job in row.jobs if job.directory in timelines), None)
+    texts = [("Error", row.error), ("Command", _command(row)), ("Runs", "\n".join(runs)), ("Config", config)]
+    return _Detail(tables_of.row_name(row), texts, row.verdict(ranking), picture)
 
 
 def run_page(
@@ -135,13 +139,12 @@ def run_page(
         error: what the run has failed of, in full; folded, for a line of it is expected among the warnings.
     """
     kind = {"completed": "good", "failed": "bad"}.get(run.status, "open")
-    tiles = [("status", run.status, f"after {number(run.seconds)} s", kind)]
+    tiles = [("status", run.status, f"after {shown(run.seconds)} s", kind)]
     metrics = [metric for metric in METRICS if metric.name in figures][:3]
     tiles += [(one.name, one.text(figures[one.name]), re.split(r"[:.]", one.doc)[0], "") for one in metrics]
     docs = {metric.name: metric.doc for metric in METRICS}
     rows = tuple((*labelled(name, figures[name]), docs.get(name, "")) for name in in_order(figures))
     return _rendered(
-        "run.html",
         title=f"Run {run.directory.name}",
         kicker=f"stagereg run · {run.directory}",
         directory=run.directory,
@@ -150,15 +153,24 @@ def run_page(
         tiles=tiles,
         command_label="Run it again",
         command=command,
-        pictures=pictures,
         tables=[Table("Figures", ("figure", "value", "unit", "what it is"), rows), *tables],
-        config=_cut(config),
-        error=error,
+        ranking=None,
+        remarks=(),
+        pictures=pictures,
+        details=[_Detail(name, [("", text)]) for name, text in (("Error", error), ("Config", config)) if text],
         environment=_facts([environment or {}]),
     )
 
 
-def _rendered(template: str, **values: Any) -> str:
+def config_text(directory: Path) -> str:
+    """Return the config of the job in a directory, as far as a page takes it; empty if there is none."""
+    file = directory / CONFIG
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    more = len(text) - _LONGEST_CONFIG
+    return f"{text[:_LONGEST_CONFIG]}\n# {more} more characters are left out here" if more > 0 else text
+
+
+def _rendered(**values: Any) -> str:
     import jinja2
     from markupsafe import Markup
 
@@ -168,79 +180,27 @@ def _rendered(template: str, **values: Any) -> str:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"css": lambda verdict: verdict.lower().replace("/", ""), "number": number}
-    environment.tests["finite"] = lambda value: value is not None and math.isfinite(value)
+    environment.filters["base64"] = lambda text: base64.b64encode(text.encode()).decode()
+    environment.filters["cell_texts"] = tables_of.cell_texts
+    environment.filters["css"] = lambda verdict: verdict.lower().replace("/", "")
+    environment.filters["shown"] = shown
+    environment.tests["finite"] = math.isfinite
     script = f"\n{loader.get_source(environment, 'sort.js')[0]}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template(template).render(
-        script=Markup(script),
-        script_hash=f"sha256-{digest}",
-        version=__version__,
-        drawn=_Drawn(),
-        number=number,
-        median_text=tables.median_text,
-        spread_text=tables.spread_text,
-        first_line=first_line,
-        marks=tables.MARKS,
-        command_of=_command,
-        config_of=_config,
-        **values,
+    return environment.get_template("page.html").render(
+        script=Markup(script), script_hash=f"sha256-{digest}", version=__version__, marks=tables_of.MARKS, **values
     )
 
 
-class _Drawn:
-    """Turns the pictures of a page into markup, each with names of its own."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def __call__(self, picture: Picture) -> Any:
-        """The SVG without a size of its own and with colours that the page may change.
-
-        Trusts the document: matplotlib escapes all text in it.
-        """
-        from markupsafe import Markup, escape
-
-        shown = escape(f"{picture.title}. {picture.caption}")
-        self._count += 1
-        text = picture.svg[picture.svg.index("<svg") :]
-        text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
-        head, _, rest = text.partition(">")
-        head = re.sub(r' (width|height)="[^"]*"', "", head).replace("<svg", f'<svg role="img" aria-label="{shown}"')
-        rest = re.sub(r"<[^>]+>", lambda tag: self._of_the_page(tag[0]), rest)
-        return Markup(f"{head}>{rest}")
-
-    def _of_the_page(self, tag: str) -> str:
-        tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>p{self._count}-", tag)
-        for name, colour in COLOURS.items():
-            tag = tag.replace(f": {colour}", f": var(--plot-{name}, {colour})")
-        return tag
-
-
-def _command(jobs: Sequence[JobResult]) -> str:
-    return next((job.command for job in jobs if job.command), "")
-
-
-def _config(jobs: Sequence[JobResult]) -> str:
-    """The config of the first job that has one."""
-    for job in jobs:
-        file = job.directory / ".hydra" / "config.yaml"
-        if file.is_file():
-            return _cut(file.read_text(encoding="utf-8", errors="replace"))
-    return ""
-
-
-def _cut(text: str) -> str:
-    if len(text) <= _LONGEST_CONFIG:
-        return text
-    return f"{text[:_LONGEST_CONFIG]}\n# {len(text) - _LONGEST_CONFIG} more characters are left out here"
+def _command(row: ComparisonRow) -> str:
+    return next((job.command for job in row.jobs if job.command), "")
 
 
 def _facts(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Names and values; where the runs differ, all of them. The load is of the first run: it always differs."""
-    shown: dict[str, dict[str, None]] = {}
+    found: dict[str, dict[str, None]] = {}
     for environment in environments:
         for name, value in environment.items():
-            if value not in (None, "") and (name != "load" or name not in shown):
-                shown.setdefault(name, {})[value if isinstance(value, str) else json.dumps(value, default=str)] = None
-    return [(name, "; ".join(values)) for name, values in shown.items()]
+            if value not in (None, "") and (name != "load" or name not in found):
+                found.setdefault(name, {})[value if isinstance(value, str) else json.dumps(value, default=str)] = None
+    return [(name, "; ".join(values)) for name, values in found.items()]

@@ -1,7 +1,7 @@
-"""A comparison as text: on the terminal, as CSV with the raw numbers, and as Markdown for a pull request.
+"""A comparison as a table, and that table on the terminal, as CSV with the raw numbers, and as Markdown.
 
-All of them, and the page and the pictures too, show the rows of one :class:`ComparisonTable`, and numbers in one way.
-The best of a column has a ``*`` and what ties with it a ``~``, so that no verdict is a matter of colour alone.
+One :class:`Table` has the rows of all of these, and of the page and the pictures too. The best of a column has a ``*``
+and what ties with it a ``~``, so that no verdict is a matter of colour alone.
 
 On the terminal a spread stands below its median, long parameters are folded, and the number of runs is a column only
 where rows differ in it. A table that is too wide loses metrics from the right, never the one that ranks; a line names
@@ -14,166 +14,122 @@ import csv
 import io
 import math
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import stagereg.output as output
-from stagereg.sweep.answer import sentences
-from stagereg.sweep.metric import counted, shown
-
-if TYPE_CHECKING:
-    from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
-    from stagereg.sweep.metric import Metric
+from stagereg.sweep.answer import answer
+from stagereg.sweep.comparison import Cell, Comparison, ComparisonRow
+from stagereg.sweep.metric import Metric, counted, shown
 
 __all__ = [
     "MARKS",
-    "ComparisonTable",
-    "TableRow",
+    "Table",
+    "Value",
+    "cell_texts",
+    "compare_table",
     "csv_text",
     "first_line",
     "markdown_text",
-    "median_text",
-    "number",
     "one_line",
-    "spread_text",
+    "remarks",
+    "row_name",
     "terminal",
 ]
 
 MARKS = {"best": "*", "tie": "~"}
 """What stands behind the number of a cell with that verdict."""
-_MARKED = "* best of its column, ~ ties with it; ± is the spread of the runs (interquartile range)"
-_TIES = "What ties differs by no more than the spread or the A/A rows do, or has few runs and they overlap"
-_AGAIN = "A/A is the first combination measured once more, as if it were another one: what it differs by is noise"
+_MARKED = "* best of its column, ~ ties with it; ± is the spread of the runs (interquartile range)."
+_TIES = "What ties differs by no more than the spread or the A/A rows do, or has few runs and they overlap."
+_AGAIN = "A/A is the first combination measured once more, as if it were another one: what it differs by is noise."
 _NONE = "-"
 """Where there is no number."""
 _FOLDED = 24
 """Characters that a parameter's text has in a line."""
-_INDENT, _GAP, _DRAWN_GAP = 2, 2, 3
-"""Columns before a table, and between those of it in a pipe, and at most on a terminal."""
+_INDENT, _GAP = 2, 2
+"""Columns before a table, and between those of it."""
 _NAMED = 2
 """Rows that are named before they are counted."""
 _FINER = 4
 """Digits that a median may have beyond three, where its spread is as small."""
-_HUGE = 1e9
-"""From here on a number is written with an exponent."""
+
+Value = str | float | int | Cell | None
 
 
 @dataclass(frozen=True)
-class TableRow:
-    """A row as it is shown.
+class Table:
+    """A table, whatever shows it.
 
     Attributes:
-        row: what it is made of.
-        name: what its jobs were given, as one would type it, and whether it is the A/A row.
-        verdict: ``"best"``, ``"tie"``, ``"A/A"``, ``"failed"``, ``"unfinished"`` or empty; by the metric that ranks.
-        values: what distinguishes it from other rows, by the heads of the table; ``None`` where it was not given.
-        runs: how many it has, and where they ended differently how many of them did not complete.
-    """
-
-    row: ComparisonRow
-    name: str
-    verdict: str
-    values: tuple[str | None, ...]
-    runs: str
-
-
-@dataclass(frozen=True)
-class ComparisonTable:
-    """What all renderings of a comparison have in common.
-
-    Attributes:
-        title: how many rows there are and what they are ranked by.
-        heads: what distinguishes rows: the swept parameters, and the versions where these differ.
-        rows: best first by the metric that ranks; those without it follow, and those without any number come last.
-        constant: what all jobs were given alike, as one would type it.
-        legend: sentences about the marks that the table has.
-        notes: what is to be known of rows, once for all that it is true of.
+        title: its heading.
+        columns: the heads: texts, or metrics, whose column has cells.
+        rows: as many values each as there are columns. Numbers are shown in few digits; ``None`` is a gap.
+        caption: a line about it.
     """
 
     title: str
-    heads: tuple[str, ...]
-    rows: tuple[TableRow, ...]
-    constant: str
-    legend: tuple[str, ...]
-    notes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, comparison: Comparison) -> ComparisonTable:
-        """The table of a comparison."""
-        ranking = comparison.ranking
-        versions = ("versions",) if any(row.versions for row in comparison.rows) else ()
-
-        def position(shown: TableRow) -> tuple[int, float]:
-            cell = shown.row.cells.get(ranking.name)
-            if cell is None:
-                return (1 if shown.row.cells else 2, 0.0)
-            return (0, ranking.sign * cell.median)
-
-        rows = []
-        for row in comparison.rows:
-            values = [row.parameters.get(name) for name in comparison.parameters]
-            values += [row.versions or None] if versions else []
-            runs = row.status if " " in row.status else str(len(row.jobs))
-            name = f"{row.label} (A/A)" if row.again else row.label
-            rows.append(TableRow(row, name, _verdict(row, ranking), tuple(values), runs))
-        marked = [_MARKED] if any(row.cells for row in comparison.rows) else []
-        tied = [_TIES] if any(cell.verdict == "tie" for row in comparison.rows for cell in row.cells.values()) else []
-        again = [_AGAIN] if marked and any(row.again for row in comparison.rows) else []
-        better = f", {ranking.better} is better" if ranking.better else ""
-        return cls(
-            f"{counted(len(rows), 'row')}, ranked by {ranking.name}{better}.",
-            (*comparison.parameters, *versions),
-            tuple(sorted(rows, key=position)),
-            " ".join(comparison.constant),
-            tuple(f"{line}." for line in (*marked, *tied, *again)),
-            tuple(_notes(rows)),
-        )
+    columns: tuple[str | Metric, ...]
+    rows: tuple[tuple[Value, ...], ...]
+    caption: str = ""
 
 
-def _verdict(row: ComparisonRow, ranking: Metric) -> str:
-    if not row.cells and row.status != "completed":
-        return "unfinished" if row.status == "unfinished" else "failed"
-    if row.again:
-        return "A/A"
-    cell = row.cells.get(ranking.name)
-    return cell.verdict if cell else ""
+def compare_table(comparison: Comparison) -> Table:
+    """Return the rows of a comparison, best first, with a column for the verdict and for each swept parameter.
+
+    A column has the versions, where rows differ in them, one the number of runs, and then there is one for each metric.
+    """
+    versions = any(row.versions for row in comparison.rows)
+    heads = ["verdict", *comparison.parameters, *(["versions"] if versions else []), "runs"]
+    rows: list[tuple[Value, ...]] = []
+    for row in comparison.ranked:
+        given = [row.parameters.get(name) for name in comparison.parameters]
+        given += [row.versions or None] if versions else []
+        runs = row.status if " " in row.status else len(row.jobs)
+        cells = [row.cells.get(metric.name) for metric in comparison.metrics]
+        rows.append((row.verdict(comparison.ranking.name), *given, runs, *cells))
+    ranking = comparison.ranking
+    better = f", {ranking.better} is better" if ranking.better else ""
+    title = f"{counted(len(rows), 'row')}, ranked by {ranking.name}{better}."
+    constant = f"All with {' '.join(comparison.constant)}" if comparison.constant else ""
+    return Table(title, (*heads, *comparison.metrics), tuple(rows), constant)
 
 
-def _notes(rows: Sequence[TableRow]) -> Iterable[str]:
-    for note in dict.fromkeys(one.row.note for one in rows if one.row.note):
-        names = [one.name for one in rows if one.row.note == note]
+def remarks(comparison: Comparison) -> list[str]:
+    """Return what stands below the table: what its marks mean, what is special about rows, and why rows failed."""
+    rows = comparison.ranked
+    cells = [cell for row in rows for cell in row.cells.values()]
+    lines = [_MARKED] if cells else []
+    lines += [_TIES] if any(cell.verdict == "tie" for cell in cells) else []
+    lines += [_AGAIN] if any(row.again for row in rows) else []
+    for note in dict.fromkeys(row.note for row in rows if row.note):
+        names = [row_name(row) for row in rows if row.note == note]
         which = " and ".join(names) if len(names) <= _NAMED else f"{len(names)} of {len(rows)} rows"
-        yield f"{which}: {note}."
+        lines.append(f"{which}: {note}.")
+    return lines + [f"{row_name(row)} {row.status}: {first_line(row.error)}" for row in rows if row.error]
 
 
-# -- texts of a cell
+def row_name(row: ComparisonRow) -> str:
+    """Return what the jobs of a row were given, as one would type it, and whether it is the A/A row."""
+    return f"{row.label} (A/A)" if row.again else row.label
 
 
-def number(value: float) -> str:
-    """Return ``value`` in three digits or all before the point; huge ones as 1e9."""
-    return f"{value:.3g}" if abs(value) >= _HUGE else shown(value)
+# -- texts of a value
 
 
-def median_text(cell: Cell) -> str:
-    """Return the median as :func:`number` has it, or as fine as its spread if that is finer."""
-    digits = _places(cell)
-    return number(cell.median) if digits is None else f"{cell.median:,.{digits}f}"
-
-
-def spread_text(cell: Cell) -> str:
-    """Return the spread with as many digits behind the point as its median has; empty for one run."""
-    if cell.spread is None:
-        return ""
-    digits = _places(cell)
-    return f"±{number(cell.spread)}" if digits is None else f"±{cell.spread:,.{digits}f}"
+def cell_texts(cell: Cell) -> tuple[str, str]:
+    """Return the median in three digits, or as fine as its spread if that is finer, and the spread, if there is one."""
+    if not cell.spread or not cell.median or "e" in shown(cell.median):
+        return shown(cell.median), "" if cell.spread is None else f"±{shown(cell.spread)}"
+    of_median = 2 - math.floor(math.log10(abs(cell.median)))
+    of_spread = -math.floor(math.log10(cell.spread))
+    digits = max(0, of_median, min(of_spread, of_median + _FINER))
+    return f"{cell.median:,.{digits}f}", f"±{cell.spread:,.{digits}f}"
 
 
 def one_line(cell: Cell) -> str:
     """Return median and spread."""
-    return f"{median_text(cell)} {spread_text(cell)}".rstrip()
+    return " ".join(cell_texts(cell)).rstrip()
 
 
 def first_line(error: str) -> str:
@@ -181,83 +137,55 @@ def first_line(error: str) -> str:
     return next((line.strip() for line in error.splitlines() if line.strip()), "")
 
 
-def _places(cell: Cell) -> int | None:
-    """Digits behind the point for median and spread alike; None where one of them needs none."""
-    if not cell.spread or not 0 < abs(cell.median) < _HUGE:
-        return None
-    of_median = 2 - math.floor(math.log10(abs(cell.median)))
-    of_spread = -math.floor(math.log10(cell.spread))
-    return max(0, of_median, min(of_spread, of_median + _FINER))
-
-
 # -- the terminal
 
 
 def terminal(comparison: Comparison) -> None:
     """Print the comparison: the table, what failed and why, what to beware of, and last the answer."""
-    table = ComparisonTable.of(comparison)
-    if table.constant:
-        output.echo(f"All with {table.constant}")
-    alike = all(one.runs == str(comparison.repeats) for one in table.rows if not one.row.again)
-    metrics = list(comparison.metrics)
+    table, metrics = compare_table(comparison), comparison.metrics
+    if table.caption:
+        output.echo(table.caption)
+    columns = [_column(head, [row[at] for row in table.rows]) for at, head in enumerate(table.columns)]
+    names = [""] * (len(columns) - len(metrics)) + [metric.name for metric in metrics]
+    title = table.title
+    runs = -len(metrics) - 1
+    if all(row[runs] == comparison.repeats for row in table.rows if row[0] != "A/A"):
+        title += f" {counted(comparison.repeats, 'run')} each."
+        del columns[runs], names[0]
     left_out: list[str] = []
-    while True:
-        columns, lines = _drawn(table, metrics, alike)
-        last = next((one for one in reversed(metrics) if one.name != comparison.ranking.name), None)
-        if last is None or _width(columns, lines) <= output.line_width():
+    while _width(columns) > output.line_width():
+        losable = [at for at, name in enumerate(names) if name not in ("", comparison.ranking.name)]
+        if not losable:
             break
-        metrics.remove(last)
-        left_out.insert(0, last.name)
-    each = f" {counted(comparison.repeats, 'run')} each." if alike else ""
-    output.table(f"{table.title}{each}", columns, lines, verdict="verdict")
-    for line in table.legend:
-        output.echo(f"  {line}")
+        del columns[losable[-1]]
+        left_out.insert(0, names.pop(losable[-1]))
+    heads, *lines = zip(*columns, strict=True)
+    output.table(title, heads, lines, verdict="verdict")
     if left_out:
         output.echo(f"  Not shown, for want of space: {', '.join(left_out)}; compare.csv has all.")
-    for line in table.notes:
+    for line in remarks(comparison):
         output.echo(f"  {line}")
-    for one in table.rows:
-        if one.row.error:
-            output.echo(f"  {one.name} {one.row.status}: {first_line(one.row.error)}", "red")
     for warning in comparison.warnings:
         output.echo(f"Beware: {warning}", "yellow")
-    output.echo(f"\n{sentences(comparison)}", "bold")
+    output.echo(f"\n{answer(comparison).text}", "bold")
 
 
-def _drawn(table: ComparisonTable, metrics: Sequence[Metric], alike: bool) -> tuple[list[str], list[list[str]]]:
-    """The heads and lines of the table: long texts are folded, and a spread stands below its median."""
-
-    def folded(text: str) -> str:
-        return "\n".join(textwrap.wrap(text, _FOLDED))
-
-    columns = [["verdict", *(one.verdict for one in table.rows)]]
-    for index, head in enumerate(table.heads):
-        columns.append([folded(text) for text in (head, *(one.values[index] or _NONE for one in table.rows))])
-    if not alike:
-        columns.append(["runs", *("\n".join(one.runs.rsplit(" ", 1)) for one in table.rows)])
-    for metric in metrics:
-        head = metric.head.replace(" ", "\n", 1)
-        columns.append([head, *_column([one.row.cells.get(metric.name) for one in table.rows])])
-    heads, *lines = zip(*columns, strict=True)
-    return list(heads), [list(line) for line in lines]
+def _column(head: str | Metric, values: Sequence[Value]) -> list[str]:
+    """The head and the texts of a column: those of a metric flush right, others folded where they are long."""
+    if isinstance(head, str):
+        texts = [head, *(_NONE if value is None else str(value) for value in values)]
+        return ["\n".join(textwrap.wrap(text, _FOLDED)) for text in texts]
+    cells = [cell if isinstance(cell, Cell) else None for cell in values]
+    texts_of = [(*cell_texts(cell), MARKS.get(cell.verdict, "")) if cell else (_NONE, "", "") for cell in cells]
+    wide = max(len(part) for median, spread, _ in texts_of for part in (median, spread))
+    lines = [f"{median:>{wide}}{mark}" + (f"\n{spread:>{wide}}" if spread else "") for median, spread, mark in texts_of]
+    return [head.head.replace(" ", "\n", 1), *lines]
 
 
-def _column(cells: Sequence[Cell | None]) -> list[str]:
-    """The cells of a column, their numbers flush right."""
-    texts = [
-        (median_text(cell), spread_text(cell), MARKS.get(cell.verdict, "")) if cell else (_NONE, "", "")
-        for cell in cells
-    ]
-    wide = max(len(part) for median, spread, _ in texts for part in (median, spread))
-    return [f"{median:>{wide}}{mark}" + (f"\n{spread:>{wide}}" if spread else "") for median, spread, mark in texts]
-
-
-def _width(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> int:
-    """Columns of the terminal that the table takes."""
-    cells = zip(columns, *lines, strict=True)
-    widest = [max(len(part) for text in column for part in text.splitlines() or [""]) for column in cells]
-    gap = _DRAWN_GAP if sys.stdout.isatty() else _GAP
-    return _INDENT + sum(widest) + gap * (len(columns) - 1)
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    """Characters of a line of the table."""
+    widest = [max(len(part) for text in column for part in text.splitlines() or [""]) for column in columns]
+    return _INDENT + sum(widest) + _GAP * (len(columns) - 1)
 
 
 # -- files
@@ -270,48 +198,48 @@ def csv_text(comparison: Comparison) -> str:
     rows differ in them, ``NAME.median, NAME.spread, NAME.n`` per metric, ``error, note, overrides, directories`` (the
     last two separated by blanks).
     """
-    table = ComparisonTable.of(comparison)
+    table, metrics = compare_table(comparison), comparison.metrics
+    heads = table.columns[1 : -len(metrics) - 1]
+    per_metric = [f"{metric.name}.{what}" for metric in metrics for what in ("median", "spread", "n")]
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    per_metric = [f"{metric.name}.{what}" for metric in comparison.metrics for what in ("median", "spread", "n")]
-    writer.writerow(
-        ["verdict", "status", "again", *table.heads, *per_metric, "error", "note", "overrides", "directories"]
-    )
-    for one in table.rows:
-        row = one.row
-        cells: list[object] = []
-        for metric in comparison.metrics:
-            cell = row.cells.get(metric.name)
-            cells += [cell.median, cell.spread, len(cell.values)] if cell else [None, None, 0]
-        overrides = [table.constant, *(f"{name}={value}" for name, value in row.parameters.items())]
+    writer.writerow(["verdict", "status", "again", *heads, *per_metric, "error", "note", "overrides", "directories"])
+    for row, values in zip(comparison.ranked, table.rows, strict=True):
+        numbers: list[object] = []
+        for cell in (row.cells.get(metric.name) for metric in metrics):
+            numbers += [cell.median, cell.spread, len(cell.values)] if cell else [None, None, 0]
+        overrides = [*comparison.constant, *(f"{name}={value}" for name, value in row.parameters.items())]
         directories = " ".join(str(job.directory) for job in row.jobs)
-        ends = [first_line(row.error), row.note, " ".join(filter(None, overrides)), directories]
-        writer.writerow([one.verdict, row.status, str(row.again).lower(), *one.values, *cells, *ends])
+        ends = [first_line(row.error), row.note, " ".join(overrides), directories]
+        given = values[1 : 1 + len(heads)]
+        writer.writerow([values[0], row.status, str(row.again).lower(), *given, *numbers, *ends])
     return stream.getvalue()
 
 
 def markdown_text(comparison: Comparison) -> str:
-    """Return Markdown: the answer, the table, and what failed; parameters and errors are code, so none of them acts."""
-    table = ComparisonTable.of(comparison)
-    heads = ["verdict", *table.heads, "runs", *(metric.head for metric in comparison.metrics)]
-    marks = [":---"] * (1 + len(table.heads)) + ["---:"] * (1 + len(comparison.metrics))
-    lines = [f"**{_escaped(sentences(comparison))}**", "", _markdown_row(map(_escaped, heads)), _markdown_row(marks)]
-    for one in table.rows:
-        cells = [_escaped(one.verdict), *(_code(value or _NONE) for value in one.values), _escaped(one.runs)]
-        for metric in comparison.metrics:
-            cell = one.row.cells.get(metric.name)
-            text = _escaped(f"{one_line(cell)} {MARKS.get(cell.verdict, '')}") if cell else _NONE
-            cells.append(f"**{text}**" if cell and cell.verdict == "best" else text)
-        lines.append(_markdown_row(cells))
-    lines += ["", _escaped(" ".join([table.title, *table.legend]))]
-    if table.constant:
-        lines += ["", f"All with {_code(table.constant)}."]
-    failed = [(one, first_line(one.row.error)) for one in table.rows if one.row.error]
-    remarks = [f"- {_code(one.name)} ({_escaped(one.row.status)}): {_code(error)}" for one, error in failed]
-    remarks += [f"- {_escaped(line)}" for line in table.notes]
-    lines += ["", *remarks] if remarks else []
-    lines += [line for warning in comparison.warnings for line in ("", f"> {_escaped(warning)}")]
+    """Return Markdown: the answer, the table, and what failed; no text of a run acts as Markdown or HTML."""
+    table = compare_table(comparison)
+    heads = [head if isinstance(head, str) else head.head for head in table.columns]
+    aligned = [":---" if isinstance(head, str) else "---:" for head in table.columns]
+    lines = [
+        f"**{_escaped(answer(comparison).text)}**",
+        "",
+        _markdown_row(map(_escaped, heads)),
+        _markdown_row(aligned),
+    ]
+    lines += [_markdown_row(map(_markdown_value, row)) for row in table.rows]
+    for line in (" ".join([table.title, table.caption]), *remarks(comparison)):
+        lines += ["", _escaped(line)]
+    for warning in comparison.warnings:
+        lines += ["", f"> {_escaped(warning)}"]
     return "\n".join(lines) + "\n"
+
+
+def _markdown_value(value: Value) -> str:
+    if not isinstance(value, Cell):
+        return _escaped(_NONE if value is None else str(value))
+    text = _escaped(f"{one_line(value)} {MARKS.get(value.verdict, '')}")
+    return f"**{text}**" if value.verdict == "best" else text
 
 
 def _markdown_row(cells: Iterable[str]) -> str:
@@ -321,11 +249,3 @@ def _markdown_row(cells: Iterable[str]) -> str:
 def _escaped(text: str) -> str:
     flat = " ".join(text.split())
     return re.sub(r"[\\`*_|<>\[\]#~]", r"\\\g<0>", flat).replace("@", "&#64;")
-
-
-def _code(text: str) -> str:
-    """``text`` between more backticks than it has in a row; a bar would end a cell even there, so it is escaped."""
-    flat = " ".join(text.split()).replace("|", "\\|")
-    fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
-    edge = " " if flat.startswith("`") or flat.endswith("`") or not flat else ""
-    return f"{fence}{edge}{flat}{edge}{fence}"

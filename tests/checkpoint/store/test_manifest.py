@@ -25,7 +25,7 @@ MANIFESTS = st.builds(
     st.integers(0, 10**9),
     st.dictionaries(PLAIN, MARKS, max_size=4),
     PLAIN,
-    st.integers(0, 2**36) | st.none(),
+    st.integers(0, 2**36),
 )
 ONE = Manifest(7, 2, 3, {"__0_0.distcp": FileMark(10, 11), ".metadata": FileMark(12, 13)}, "direct", 14)
 
@@ -37,27 +37,15 @@ def test_a_written_manifest_is_read_back(manifest: Manifest) -> None:
 
 
 @given(st.data())
-def test_a_changed_character_is_noticed(data: st.DataObject) -> None:
+def test_a_cut_or_a_changed_character_is_noticed(data: st.DataObject) -> None:
     text = ONE.dumps()
     at = data.draw(st.integers(0, len(text) - 1))
-    changed = text[:at] + data.draw(st.characters(codec="utf-8")) + text[at + 1 :]
+    changed = text[:at] + data.draw(st.just("") | st.characters(codec="utf-8").map(lambda c: c + text[at + 1 :]))
     if changed == text:
         assert Manifest.loads(changed) == ONE
     else:
         with pytest.raises(ValueError, match=r".+"):
             Manifest.loads(changed)
-
-
-@given(st.integers(0, len(ONE.dumps()) - 1))
-def test_a_torn_one_is_none(length: int) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        Manifest.loads(ONE.dumps()[:length])
-
-
-def test_one_of_format_1_is_still_read() -> None:
-    old = {"format": 1, "step": 7, "world_size": 2, "serial": 3, "files": {"a": {"bytes": 1, "crc32": 2}}}
-    assert Manifest.loads(json.dumps(old)) == Manifest(7, 2, 3, {"a": FileMark(1, 2)}, "dcp", None)
-    assert Manifest.loads(json.dumps({**old, "storage": "direct"})).storage == "direct"
 
 
 NAMES = [
@@ -102,6 +90,7 @@ WRONG: list[tuple[str, Any]] = [
     ("files", {"a": {"bytes": -1, "crc32": 0}}),
     ("files", {"a": {"bytes": 1}}),
     ("files", {"a": {"bytes": float("nan"), "crc32": 0}}),
+    ("format", 1),
     ("format", 3),
     ("format", None),
 ]
@@ -109,9 +98,9 @@ WRONG: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=repr)
 def test_a_value_that_cannot_be_is_refused(key: str, value: Any) -> None:
-    old = {"format": 1, "step": 7, "world_size": 2, "serial": 3, "files": {"a": {"bytes": 1, "crc32": 2}}}
-    with pytest.raises(ValueError, match=rf"{key}|no plain|format|no mark|no files|bytes|crc32"):
-        Manifest.loads(json.dumps({**old, key: value}))
+    data = {**json.loads(ONE.dumps()), key: value}
+    with pytest.raises(ValueError, match=rf"{key}|no files|bytes|crc32 is"):
+        Manifest.loads(json.dumps(data))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "null", "[" * 100_000, '{"format": 2}', b"\xff\xfe\x00"])

@@ -25,7 +25,7 @@ Compared = Callable[..., Comparison]
 def drawn(comparison: Comparison) -> str:
     figure = plots.compare_figure(comparison)
     assert figure is not None
-    return plots.svg_text(figure)
+    return plots.document(figure, "svg").decode()
 
 
 def texts(document: str) -> list[str]:
@@ -86,7 +86,7 @@ def test_forty_rows_from_a_thousandth_to_a_million_have_their_own_labels(row_of:
     assert figure is not None
     (axes,) = figure.axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert len(set(labels)) == 40
+    assert len(set(labels)) == 40, "their ends differ"
     assert max(map(len, labels)) <= 50
     assert axes.get_xscale() == "log"
     per_row = axes.get_window_extent().height / figure.dpi / 40

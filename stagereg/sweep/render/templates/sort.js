@@ -1,27 +1,22 @@
-// Sorts a table by the column whose heading is used. Gaps come last whichever way, and rows marked data-last after all.
+// Sorts a table by the column whose heading is used. Gaps come last whichever way.
 "use strict";
 
 const opposite = { ascending: "descending", descending: "ascending" };
 
 function sort(table, rows, column) {
   const heads = [...table.tHead.rows[0].cells];
-  const head = heads[column];
-  const way = opposite[head.getAttribute("aria-sort")] ?? head.dataset.first;
-  const sign = way === "ascending" ? 1 : -1;
-  const key = (row) => row.cells[column]?.dataset.key;
-  const rank = (row) => ("last" in row.dataset ? 2 : key(row) === undefined ? 1 : 0);
-  const numeric = rows.every((row) => rank(row) > 0 || !Number.isNaN(Number(key(row))));
-  const compared = (one, other) =>
-    numeric ? Number(one) - Number(other) : one.localeCompare(other, undefined, { numeric: true });
-  const sorted = [...rows].sort(
-    (one, other) => rank(one) - rank(other) || (rank(one) === 0 ? sign * compared(key(one), key(other)) : 0),
-  );
-  for (const each of heads) each.setAttribute("aria-sort", each === head ? way : "none");
-  table.tBodies[0].append(...sorted);
-  document.querySelector(".live").textContent = `Sorted by ${head.innerText.trim()}, ${way}.`;
+  const way = opposite[heads[column].ariaSort] ?? heads[column].dataset.first;
+  const key = (row) => row.cells[column].dataset.key;
+  const filled = rows.filter((row) => key(row) !== undefined);
+  const numeric = filled.every((row) => !Number.isNaN(Number(key(row))));
+  filled.sort((one, other) => numeric ? key(one) - key(other) : key(one).localeCompare(key(other)));
+  if (way === "descending") filled.reverse();
+  for (const head of heads) head.ariaSort = head === heads[column] ? way : "none";
+  table.tBodies[0].append(...filled, ...rows.filter((row) => key(row) === undefined));
+  document.querySelector(".live").textContent = `Sorted by ${heads[column].innerText.trim()}, ${way}.`;
 }
 
-for (const table of document.querySelectorAll("table.sortable")) {
+for (const table of document.querySelectorAll("table")) {
   const rows = [...table.tBodies[0].rows];
   [...table.tHead.rows[0].cells].forEach((head, column) => {
     head.querySelector("button").addEventListener("click", () => sort(table, rows, column));

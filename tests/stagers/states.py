@@ -1,0 +1,138 @@
+"""What the tests of stagers share: the stagers by name, and how a copy is compared with what was staged, bit by bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+import stagereg
+
+PATIENCE_S = 60.0
+OPTIONS: dict[str, dict[str, Any]] = {
+    "blocking": {},
+    "incremental": {},
+    "incremental_content": {"detect": "content"},
+    "overlapped": {},
+    "pinned_cached": {},
+    "shared": {},
+}
+"""The stagers of the registry, but for torch's own; a name may stand for another set of options."""
+
+
+def build(kind: str, **options: Any) -> Any:
+    return stagereg.build("stager", kind.removesuffix("_content"), **OPTIONS.get(kind, {}), **options)
+
+
+def settled(staged: Any) -> Any:
+    """The copy, which may have been promised only."""
+    return staged.result(timeout=PATIENCE_S) if isinstance(staged, Future) else staged
+
+
+def bits(x: torch.Tensor) -> bytes:
+    # Not contiguous(), which leaves odd strides alone where there is one element.
+    plain = torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x.detach())
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def assert_same(copy: Any, source: Any) -> None:
+    """Same types, same order, same bits, same strides, and no memory in common."""
+    assert type(copy) is type(source)
+    if isinstance(source, torch.Tensor):
+        for attribute in ("dtype", "shape", "requires_grad"):
+            assert getattr(copy, attribute) == getattr(source, attribute)
+        assert copy.stride() == source.stride()
+        assert (copy.is_conj(), copy.is_neg()) == (source.is_conj(), source.is_neg())
+        assert copy.device.type == "cpu"
+        assert bits(copy) == bits(source)
+        assert not source.numel() or copy.data_ptr() != source.data_ptr()
+    elif isinstance(source, dict):
+        assert list(copy) == list(source)
+        for key in source:
+            assert_same(copy[key], source[key])
+    elif isinstance(source, (list, tuple)):
+        assert len(copy) == len(source)
+        for mine, theirs in zip(copy, source, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert copy == source
+        return
+    if hasattr(source, "__dict__"):
+        assert_same(vars(copy), vars(source))
+
+
+class Leaf(NamedTuple):
+    """A tensor as it was."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    content: bytes
+
+
+Piece = tuple[tuple[object, ...], Any]
+
+
+def pieces(x: Any, path: tuple[object, ...] = ()) -> Iterator[Piece]:
+    """The containers and leaves of a state dict in order, with their paths."""
+    if isinstance(x, (dict, list, tuple)):
+        yield path, (type(x), len(x))
+        for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+            yield from pieces(value, (*path, key))
+    elif isinstance(x, DTensor):
+        yield path, x.placements
+        yield from pieces(x.to_local(), path)
+    else:
+        yield path, x
+
+
+def kept(state: Any) -> list[Piece]:
+    """What a copy of ``state`` has to be, whatever becomes of it."""
+    return [(path, _leaf(x) if isinstance(x, torch.Tensor) else x) for path, x in pieces(state)]
+
+
+def _leaf(x: torch.Tensor) -> Leaf:
+    span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    # Only holes may be left out.
+    return Leaf(x.dtype, x.shape, () if span > x.numel() > 0 else x.stride(), bits(x))
+
+
+def same(piece: Piece, expected: Piece) -> bool:
+    (path, x), (expected_path, y) = piece, expected
+    if isinstance(y, Leaf):
+        x = _leaf(x)._replace(stride=x.stride() if y.stride else ())
+    return path == expected_path and type(x) is type(y) and bool(x == y)
+
+
+def assert_whole(staged: Any, expected: list[Piece]) -> None:
+    found = list(pieces(staged))
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert same(mine, theirs), mine[0]
+
+
+class GatedWriter(dcp.FileSystemWriter):
+    """A slow disk: waits for an event before it reads any tensor, or before it writes the index."""
+
+    def __init__(self, path: Path, gate: threading.Event | None = None, before: str = "data") -> None:
+        super().__init__(path)
+        self.before, self.open, self.reached = before, gate or threading.Event(), threading.Event()
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        self._wait("data")
+        return super().write_data(*args, **kwargs)
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        self._wait("index")
+        super().finish(*args, **kwargs)
+
+    def _wait(self, where: str) -> None:
+        if where == self.before:
+            self.reached.set()
+            assert self.open.wait(PATIENCE_S)
