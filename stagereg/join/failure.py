@@ -76,8 +76,9 @@ class FailureDetector:
     detector may be in the group, and are never suspected of having failed.
 
     In the store each rank has a key for its status, and there is one for the failure, which only the first to fail can
-    set. A thread that is kept for the group writes the status and reads the failure a few times a second. A rank that
-    leaves erases its status, so a join in which all went well leaves nothing.
+    set. A thread that is kept for the group writes the status and reads the failure a few times a second. Neither
+    entering nor leaving wakes it, so a short join publishes nothing. A status is erased soon after the rank has left,
+    so a join in which all went well leaves nothing.
 
     Each rank watches its next neighbour that has a status, so every dead rank has one live rank watching it. If that
     status has not changed for long, or a collective has failed, a rank reads all statuses twice, and gives up the ranks
