@@ -197,8 +197,12 @@ def looped(data: list[Any], read: Any, mode: str | None = None, example: Any = N
 
 def odd_batches(rank: int, world_size: int) -> dict[str, list[int] | str]:
     boxes = [Sealed(batch(rank, 0, step)) for step in range(2)]
-    dicts = [{"x": batch(rank, 0, step)} for step in range(2)]
-    unkept = Unkept(dicts) if rank == 0 else dicts
+
+    def dicts() -> list[Any]:
+        return [{"x": batch(rank, 0, step)} for step in range(2)]
+
+    def unkept() -> list[Any]:
+        return Unkept(dicts()) if rank == 0 else dicts()
 
     def read(box: Sealed) -> torch.Tensor:
         return box.x
@@ -206,14 +210,14 @@ def odd_batches(rank: int, world_size: int) -> dict[str, list[int] | str]:
     empty = Sealed(torch.zeros(0, 4, dtype=torch.float64))
     found = {
         "even": looped(boxes, read),
-        "popped": looped(dicts * rank, lambda taken: taken.pop("x")),
+        "popped": looped(dicts() * rank, lambda taken: taken.pop("x")),
         "example": looped(boxes * rank, read, example=empty),
         "counted": looped(boxes, read, "counted"),
-        "unkept": looped(unkept, lambda taken: taken.pop("x"), "counted"),
+        "unkept": looped(unkept(), lambda taken: taken.pop("x"), "counted"),
     }
     found["sealed"] = looped(boxes * rank, read, "counted")
     new_group()  # a failed join may have aborted this one
-    return found | {"wrong plan": looped(unkept, lambda taken: taken.pop("x"), "planned")}
+    return found | {"wrong plan": looped(unkept(), lambda taken: taken.pop("x"), "planned")}
 
 
 def test_only_batches_that_a_rank_may_need_have_to_be_emptied() -> None:
