@@ -152,14 +152,22 @@ class PaddingOfNeighbours(Plain):
 
 
 class OneBlockForAll(Plain):
-    """Copies states of several tensors into the memory that the last such copy has."""
+    """Copies states of several tensors into the memory that the last copy has."""
+
+    last: State | None = None
 
     def change(self, source: State, copied: State) -> State:
         if len(copied) < 2 or not all(map(is_plain, copied.values())):
             return copied
         if len({x.untyped_storage().data_ptr() for x in copied.values()}) < len(copied):
             return copied
-        last = self.seen.setdefault(tuple((k, x.shape, x.dtype) for k, x in copied.items()), copied)
+        last = self.last
+        fits = last is not None and {k: (x.shape, x.dtype) for k, x in last.items()} == {
+            k: (x.shape, x.dtype) for k, x in copied.items()
+        }
+        if not fits or last is None:
+            self.last = copied
+            return copied
         return {k: last[k].copy_(x) for k, x in copied.items()}
 
 
