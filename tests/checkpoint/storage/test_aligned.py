@@ -146,8 +146,3 @@ def test_a_failed_write_is_the_systems_error_with_the_path(
             file.finish()
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "file"))
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (len(before[0]), before[1])
-
-
-def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), AlignedFile(tmp_path / "no" / "file", BUFFERS, direct=True):
-        pass
