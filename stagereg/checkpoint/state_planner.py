@@ -113,11 +113,6 @@ class StatePlanner(DefaultSavePlanner):
         mappings = {name: path for plan in reversed(all_plans) for name, path in plan.planner_data.items()}
         return plans, Metadata(found, planner_data=mappings)
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Take the plan as it is."""
-        self.plan = new_plan
-        return new_plan
-
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return what an item stands for."""
         value = self.state_dict.get(write_item.index.fqn)

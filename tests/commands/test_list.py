@@ -31,13 +31,8 @@ def test_every_component_is_listed_with_its_package(capsys: pytest.CaptureFixtur
         package = f"{each['distribution']} {each['version']}".strip() or each["file"]
         assert row.split() == [each["kind"], each["name"], *package.split(), each["target"]]
     assert [each["name"] for each in listed(capsys, "storage")] == registry.names("storage")
-
-
-def test_a_misspelt_kind_is_reported_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "joinabel"]) == 2
-    seen = capsys.readouterr()
-    assert seen.out == ""
-    assert "No kind 'joinabel' of component. Did you mean 'joinable'?" in seen.err
+    assert "No kind 'joinabel' of component. Did you mean 'joinable'?" in capsys.readouterr().err
 
 
 def test_components_of_packages_are_listed_unimported(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,10 +61,10 @@ def test_listing_and_help_import_nothing_heavy() -> None:
 import contextlib, sys
 from stagereg import cli
 cli.main(["list"])
-cli.main(["list", "--json"])
+cli.main(["ls", "nowhere"])
 with contextlib.suppress(SystemExit):
     cli.main(["--help"])
-heavy = [name for name in ("torch", "hydra", "omegaconf", "stagereg.stagers") if name in sys.modules]
+heavy = [name for name in ("torch", "hydra", "omegaconf", "fsspec", "stagereg.stagers") if name in sys.modules]
 sys.exit(f"imported: {heavy}" if heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
